@@ -1,0 +1,59 @@
+# Every target sets up what it needs; running one twice is harmless.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+MODEL ?= gemma-3-27b
+PLAN ?= --context 32768 --concurrency 16 --gpu-memory 80GiB
+FUZZ_SECONDS ?= 600
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvloom-setup
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint format plan serve bench fuzz clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: $(STAMP) ## a virtual environment in .venv with everything the tests need
+
+# torch first, so that nothing later chooses its build: without a GPU the CPU build is enough and pulls in
+# no CUDA packages. TORCH=... names another build.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable '.[engine,dev]'
+	touch $@
+
+test: setup lint ## lint, formatting, types and tests (under 15 minutes on two cores)
+	$(BIN)/python -m pytest -m "not slow" --durations=10
+
+lint: setup ## lint, formatting and types alone
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+plan: setup ## memory plan of an example: make plan MODEL=llama-3-70b PLAN="--context 8192"
+	@$(BIN)/kvloom plan $(MODEL) $(PLAN)
+
+serve: setup ## the server, once it exists; today it shows `kvloom plan` on an example
+	@echo "kvloom has no server yet. What it can do today is plan memory; an example:"
+	@$(BIN)/kvloom plan $(MODEL) $(PLAN)
+
+bench: setup ## the bookkeeping benchmark, beside vLLM and SGLang where they are installed
+	@$(BIN)/kvloom bench index
+
+fuzz: setup ## property tests with new examples, pass after pass until FUZZ_SECONDS are spent
+	@end=$$(( $$(date +%s) + $(FUZZ_SECONDS) )); \
+	while [ $$(date +%s) -lt $$end ]; do \
+		KVLOOM_HYPOTHESIS=fuzz $(BIN)/python -m pytest -q -m hypothesis --hypothesis-seed=$$(date +%s) || exit 1; \
+	done
+
+clean: ## remove the virtual environment and what tools left behind
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf src/*.egg-info

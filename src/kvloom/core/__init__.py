@@ -1,0 +1,61 @@
+"""The bookkeeping of one cache for every kind of layer. No torch, no I/O: numpy at most.
+
+The engine, the simulator and the router all import this, and only what is named here.
+"""
+
+from .cache import KVCache, Pin
+from .clock import Clock, VirtualClock, WallClock
+from .events import Dropped, Event, EventBus, Moved, Stored
+from .layers import DTYPE_BYTES, Field, LayerSpec, Span, attention_fields
+from .layout import GRAIN, MAX_WASTE, PageGroup, PoolLayout
+from .lookup import REASONS, Match, Stop
+from .media import Media
+from .names import NAME_BYTES, NameIndex, chain, root_name, tail_name
+from .policies import POLICIES, Cost, Entry, Policy, make_policy
+from .pool import PagePool
+from .room import CopyBatch
+from .sequence import Control, Retain, Sequence, Snapshots
+from .tenants import Tenant
+
+__all__ = [
+    "DTYPE_BYTES",
+    "GRAIN",
+    "MAX_WASTE",
+    "NAME_BYTES",
+    "POLICIES",
+    "REASONS",
+    "Clock",
+    "Control",
+    "CopyBatch",
+    "Cost",
+    "Dropped",
+    "Entry",
+    "Event",
+    "EventBus",
+    "Field",
+    "KVCache",
+    "LayerSpec",
+    "Match",
+    "Media",
+    "Moved",
+    "NameIndex",
+    "PageGroup",
+    "PagePool",
+    "Pin",
+    "Policy",
+    "PoolLayout",
+    "Retain",
+    "Sequence",
+    "Snapshots",
+    "Span",
+    "Stop",
+    "Stored",
+    "Tenant",
+    "VirtualClock",
+    "WallClock",
+    "attention_fields",
+    "chain",
+    "make_policy",
+    "root_name",
+    "tail_name",
+]

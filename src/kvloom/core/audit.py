@@ -1,0 +1,109 @@
+"""The truth about a cache, counted from scratch: for tests, and for idle time in debug runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .media import MediaRun
+from .pool import Columns, Ids
+from .prefix import Node
+
+if TYPE_CHECKING:
+    from .cache import KVCache, Pin
+
+__all__ = ["audit"]
+
+
+def audit(cache: KVCache, pins: Iterable[Pin]) -> None:
+    """Every page's holds and keeps equal what sequences, pins, pending copies and the cache name."""
+    held = [np.zeros_like(c.held) for c in cache.pool.classes]
+    kept = [np.zeros_like(c.held) for c in cache.pool.classes]
+    rows = cache.rows
+    for row in rows.open_rows():
+        seq = rows.handles[row]
+        assert seq is not None
+        blocks = int(rows.blocks[row])
+        assert not rows.tables[:, row, blocks:].any(), f"row {row} names pages beyond its blocks"
+        assert rows.length[row] <= blocks * cache.block_tokens, f"row {row} is longer than its pages"
+        assert seq.node.locks > 0, f"row {row} stands on an unlocked node"
+        assert not seq.control.store or seq.node.end == seq.published, f"row {row} stands elsewhere than it published"
+        _count(held, cache.pages, rows.tables[:, row, :blocks].T)
+        if rows.states[:, row].any():
+            _count(held, cache.states, rows.states[:, row][None])
+        if seq.state_source is not None:
+            _count(held, cache.states, seq.state_source)
+        for run in seq.runs.values():
+            _count(held, cache.media, run.rows if isinstance(run, MediaRun) else run)
+    for pin in pins:
+        _count(held, cache.pages, pin.rows)
+        if pin.states is not None:
+            _count(held, cache.states, pin.states)
+    for columns, pages in cache.room.copies.held_rows():
+        _count(held, columns, pages)
+    nodes = 0
+    for root in cache.tree.roots.values():
+        for node in _below(root):
+            nodes += 1
+            _check_node(cache, node)
+            _count(kept, cache.pages, node.pages[: node.count])
+            for checkpoint in node.checkpoints:
+                assert checkpoint.node is node and node.start < checkpoint.position <= node.end
+                assert cache.tree.complete(node, checkpoint.position), "a checkpoint's window is broken"
+                if checkpoint.states is not None:
+                    _count(kept, cache.states, checkpoint.states)
+    assert nodes == cache.tree.nodes, f"{nodes} nodes, counted {cache.tree.nodes}"
+    for run in cache.room.runs.values():
+        _count(kept, cache.media, run.rows)
+    for c, holds, keeps in zip(cache.pool.classes, held, kept, strict=True):
+        assert (c.held == holds).all(), f"class {c.index}: holds differ at pages {np.flatnonzero(c.held != holds)[:8]}"
+        assert (c.kept == keeps).all(), f"class {c.index}: keeps differ at pages {np.flatnonzero(c.kept != keeps)[:8]}"
+    cache.pool.check()
+    _check_accounts(cache)
+
+
+def _below(root: Node) -> Iterable[Node]:
+    todo = list(root.children.values())
+    while todo:
+        node = todo.pop()
+        yield node
+        todo.extend(node.children.values())
+
+
+def _check_node(cache: KVCache, node: Node) -> None:
+    block = cache.block_tokens
+    assert len(node.text) == 4 * (node.end - node.start) > 0, "a node's text and range differ"
+    assert node.count == (node.end - 1) // block - node.start // block + 1, "a node's rows and range differ"
+    assert node.parent is not None and node.start == node.parent.end, "a node does not begin where its parent ends"
+    assert all(int.from_bytes(c.text[:4], "little", signed=True) == k for k, c in node.children.items())
+    windowed = {c for columns in cache.tree.window_columns for c in range(columns.start, columns.stop)}
+    full = [c for c in range(cache.pages.width) if c not in windowed]
+    assert (node.pages[: node.count, full] > 0).all(), "a page of a full group is missing"
+    if node.marks is not None:
+        assert (node.marks >= 0).all(), "negative marks"
+        for window, columns in enumerate(cache.tree.window_columns):
+            marked = node.marks[: node.count, window] > 0
+            shared = np.zeros(node.count, bool)
+            shared[-1] = node.end % block != 0 and bool(node.children)
+            assert (node.pages[: node.count, columns.start][marked & ~shared] > 0).all(), "a marked page is missing"
+    if node.leaf:
+        assert node.queued is not None, "a leaf that may leave is not queued"
+
+
+def _count(counts: list[Ids], columns: Columns, rows: Ids) -> None:
+    for cls, ids in columns.by_class(rows):
+        np.add.at(counts[cls], ids, 1)
+
+
+def _check_accounts(cache: KVCache) -> None:
+    strides = [cache.layout.slab_bytes // c.per_slab for c in cache.pool.classes]
+    held = sum(c.held_pages * s for c, s in zip(cache.pool.classes, strides, strict=True))
+    used = held + sum(c.cached_pages * s for c, s in zip(cache.pool.classes, strides, strict=True))
+    accounts = cache.accounts.accounts.values()
+    assert sum(a.held for a in accounts) == held, f"accounts hold {sum(a.held for a in accounts)}, pages {held}"
+    assert sum(a.used for a in accounts) == used, f"accounts use {sum(a.used for a in accounts)}, pages {used}"
+    for account in accounts:
+        quota = account.tenant.quota
+        assert quota is None or account.used <= quota, f"tenant {account.tenant.name!r} is over its quota"

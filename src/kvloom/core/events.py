@@ -1,0 +1,69 @@
+"""What happened to cached pages, told by name, for tiers, routers and dashboards.
+
+Events are plain frozen data. With no listener nothing is named and nothing is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Dropped", "Event", "EventBus", "Moved", "Stored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Pages of `groups` are now in `place` for each of `names`, a chain that hangs below `parent`.
+
+    Without `tail_tokens` each name covers one grain. With it there is one name, of a partial tail
+    that covers so many tokens after `parent`.
+    """
+
+    parent: bytes
+    names: tuple[bytes, ...]
+    groups: tuple[int, ...]
+    place: str
+    tail_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Pages of `groups` under `names` left `place`, and `why`."""
+
+    names: tuple[bytes, ...]
+    groups: tuple[int, ...]
+    place: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Pages of `groups` under `names` went from one place to another."""
+
+    names: tuple[bytes, ...]
+    groups: tuple[int, ...]
+    source: str
+    target: str
+
+
+Event = Stored | Dropped | Moved
+
+
+class EventBus:
+    """Calls every listener with every event, in order, at once. A listener must not call the cache back."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[Event], None]] = []
+
+    @property
+    def listening(self) -> bool:
+        return bool(self._listeners)
+
+    def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Add a listener; the returned call removes it."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def emit(self, event: Event) -> None:
+        for listener in self._listeners:
+            listener(event)

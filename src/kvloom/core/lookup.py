@@ -1,0 +1,178 @@
+"""Looking a prompt up: how far the cache can take it, and why no further.
+
+Reads only; the cache is the same afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .clock import Clock
+from .layout import GRAIN
+from .media import Media
+from .names import NAME_BYTES, TOKEN_BYTES, NameIndex, chain, tail_name
+from .pool import Ids
+from .prefix import Checkpoint, Node, PrefixTree, Root
+from .resume import longest_resume
+from .room import Room
+from .sequence import Control
+
+__all__ = ["REASONS", "Lookup", "Match", "Stop"]
+
+REASONS = {
+    "complete": "everything but the last token is cached; that one must be computed to get logits",
+    "never seen": "no earlier request had these tokens here",
+    "evicted": "the pages were here and had to leave",
+    "other tenant": "another tenant has this prefix; tenants never share pages",
+    "snapshot missing": "the tokens match further, but no recurrent state was kept there",
+    "window page missing": "the tokens match further, but pages of a sliding or chunked window left",
+    "media missing": "the tokens match further, but the pages of an image before that point left",
+    "reading off": "the request asked not to read the cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Where a lookup stopped and why; `when` and `policy` for what was evicted."""
+
+    reason: str
+    position: int
+    when: float | None = None
+    policy: str | None = None
+
+    def __str__(self) -> str:
+        detail = f" at {self.when:.3f} s by {self.policy}" if self.when is not None else ""
+        return f"stopped at token {self.position}: {self.reason}{detail} ({REASONS[self.reason]})"
+
+
+@dataclass(slots=True)
+class Match:
+    """What a lookup found. It goes stale when the cache changes; `open` looks again if it has."""
+
+    root_name: bytes
+    data: bytes
+    length: int
+    limit: int
+    control: Control
+    media: tuple[Media, ...]
+    path: list[Node]
+    matched: int
+    resume: int
+    rows: Ids
+    checkpoint: Checkpoint | None
+    stop: Stop
+    version: int
+
+
+class Lookup:
+    def __init__(self, tree: PrefixTree, room: Room, clock: Clock) -> None:
+        self.tree = tree
+        self.room = room
+        self.clock = clock
+
+    def find(
+        self, root_name: bytes, data: bytes, control: Control, media: Sequence[Media], limit: int
+    ) -> Match:
+        """The longest resume point of `data` at or below `limit` tokens."""
+        tree = self.tree
+        root = tree.roots.get(root_name) if control.read else None
+        path, matched = tree.walk(root, data, limit)
+        rows = tree.rows(path, matched)
+        resume, reason = matched, ""
+        if self.room.runs or media:
+            for item in media:
+                if item.tokens and item.start < resume and root_name + item.digest not in self.room.runs:
+                    resume, reason = item.start, "media missing"
+        checkpoint = None
+        if tree.keeps_checkpoints and resume:
+            resume, checkpoint, reason = self._resume(path, resume, rows, reason)
+        if not control.read:
+            stop = Stop("reading off", 0)
+        elif resume < matched:
+            stop = Stop(reason, resume)
+        else:
+            stop = self._where_text_ends(root, path, matched, data, limit)
+        blocks = -(-resume // tree.block)
+        length = len(data) // TOKEN_BYTES
+        return Match(
+            root_name,
+            data,
+            length,
+            limit,
+            control,
+            tuple(media),
+            path,
+            matched,
+            resume,
+            rows[:blocks],
+            checkpoint,
+            stop,
+            tree.version,
+        )
+
+    def _resume(
+        self, path: list[Node], limit: int, rows: Ids, reason: str
+    ) -> tuple[int, Checkpoint | None, str]:
+        tree = self.tree
+        windows = [
+            (span, rows[:, columns.start]) for span, columns in zip(tree.windows, tree.window_columns, strict=True)
+        ]
+        if not tree.state_groups:
+            resume, broken = longest_resume(limit, windows, tree.block)
+            return resume, None, reason if broken is None else "window page missing"
+        found = {c.position: c for c in self._snapshots(path, limit)}
+        resume, broken = longest_resume(limit, windows, tree.block, found)
+        if resume < limit:
+            reason = "snapshot missing" if broken is None else "window page missing"
+        return resume, found.get(resume), reason
+
+    @staticmethod
+    def _snapshots(path: list[Node], limit: int) -> Iterator[Checkpoint]:
+        for node in reversed(path):
+            for checkpoint in reversed(node.checkpoints):
+                if checkpoint.position <= limit:
+                    yield checkpoint
+
+    def _where_text_ends(self, root: Root | None, path: list[Node], matched: int, data: bytes, limit: int) -> Stop:
+        if matched == limit:
+            return Stop("complete", matched)
+        last = path[-1] if path else root
+        if last is not None and last.end == matched:
+            ghost = self.room.ghosts.find(last, data[matched * TOKEN_BYTES :])
+            if ghost is not None:
+                return Stop("evicted", matched, *ghost)
+        return Stop("never seen", matched)
+
+    def explain(self, match: Match, across_tenants: bool = True) -> Stop:
+        """The match's stop, looking at other tenants' prefixes too. For the operator: it tells that
+        another tenant has the same prompt. O(tenants)."""
+        if across_tenants and match.stop.reason in ("never seen", "evicted"):
+            for name, root in self.tree.roots.items():
+                if name != match.root_name:
+                    _, matched = self.tree.walk(root, match.data, match.limit)
+                    if matched > max(match.matched, self.tree.block - 1):
+                        return Stop("other tenant", match.resume)
+        return match.stop
+
+    # -- beyond what this process has -----------------------------------------------------------
+
+    def names(self, match: Match) -> list[bytes]:
+        """The names of all whole grains of the prompt; those that the tree knows are not hashed again."""
+        known: list[bytes] = []
+        for node in match.path:
+            if node.end <= match.matched:
+                names = self.tree.names(node)
+                known += [bytes(names[i : i + NAME_BYTES]) for i in range(0, len(names), NAME_BYTES)]
+        parent = known[-1] if known else match.root_name
+        rest = match.data[len(known) * GRAIN * TOKEN_BYTES :]
+        return known + chain(parent, rest, self.tree.resolve)
+
+    def beyond(self, match: Match, index: NameIndex) -> int:
+        """The longest resume point that the pages in `index` give this prompt."""
+
+        def tail(parent: bytes, start: int, length: int) -> bytes:
+            text = match.data[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES]
+            return tail_name(parent, text, self.tree.resolve)
+
+        return index.match(self.names(match), match.limit, root=match.root_name, tail=tail)

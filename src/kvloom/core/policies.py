@@ -1,0 +1,182 @@
+"""Which cached thing leaves first: one priority function a policy.
+
+An entry is what can leave on its own: the tail of a leaf run of blocks, a checkpoint (window
+pages and state snapshot at one resume point), the pages of one image. A policy sees no tokens and
+no pages. The queue asks for an entry's priority when it is queued and again when it is popped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+__all__ = ["POLICIES", "Cost", "Entry", "Policy", "make_policy"]
+
+
+class Entry:
+    """What a policy may look at. `value` is the policy's own."""
+
+    __slots__ = (
+        "created",
+        "ended",
+        "expires",
+        "hits",
+        "last_used",
+        "priority",
+        "queued",
+        "serial",
+        "useless",
+        "value",
+    )
+
+    def __init__(self, serial: int, now: float, priority: int = 0, expires: float | None = None) -> None:
+        self.serial = serial
+        self.created = now
+        self.last_used = now
+        self.hits = 0
+        self.priority = priority
+        self.expires = expires
+        self.ended = False  # its session said that it will not come back
+        self.useless = False  # completes no resume point any more
+        self.value = 0.0
+        self.queued: tuple[int, tuple[float, ...]] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose pages would have to be computed again."""
+        raise NotImplementedError
+
+    @property
+    def depth(self) -> int:
+        """Tokens before it."""
+        raise NotImplementedError
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of pages that leave with it."""
+        raise NotImplementedError
+
+    def rank(self, now: float) -> int:
+        """What comes before any policy: -1 leaves first, then 0, then the priorities that requests
+        gave, until they expire."""
+        if self.useless or self.ended:
+            return -1
+        if self.expires is not None and now >= self.expires:
+            return 0
+        return self.priority
+
+
+class Policy(Protocol):
+    """Smaller priorities leave first. The hooks are optional in spirit: most do nothing."""
+
+    name: ClassVar[str]
+
+    def priority(self, entry: Entry, now: float) -> tuple[float, ...]: ...
+    def on_insert(self, entry: Entry, now: float) -> None: ...
+    def on_hit(self, entry: Entry, now: float) -> None: ...
+    def on_evict(self, entry: Entry, now: float) -> None: ...
+
+
+class _Plain:
+    def on_insert(self, entry: Entry, now: float) -> None:
+        pass
+
+    def on_hit(self, entry: Entry, now: float) -> None:
+        pass
+
+    def on_evict(self, entry: Entry, now: float) -> None:
+        pass
+
+
+class LRU(_Plain):
+    name = "lru"
+
+    def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
+        return (entry.last_used,)
+
+
+class LFU(_Plain):
+    name = "lfu"
+
+    def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
+        return (entry.hits, entry.last_used)
+
+
+class FIFO(_Plain):
+    name = "fifo"
+
+    def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
+        return (entry.created,)
+
+
+class MRU(_Plain):
+    name = "mru"
+
+    def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
+        return (-entry.last_used,)
+
+
+class SLRU(_Plain):
+    """Two segments: what was never hit leaves before what was, each by last use."""
+
+    name = "slru"
+
+    def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
+        return (min(entry.hits, 1), entry.last_used)
+
+
+class PriorityTTL(_Plain):
+    """Within a priority, what expires soonest leaves first; what never expires goes by last use."""
+
+    name = "priority"
+
+    def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
+        expires = float("inf") if entry.expires is None else max(entry.expires, now)
+        return (expires, entry.last_used)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds to compute a token again: a constant part and one that grows with the tokens before it."""
+
+    per_token: float = 1.0
+    per_token_per_depth: float = 1.0 / 32768
+
+    def __call__(self, entry: Entry) -> float:
+        middle = entry.depth + entry.tokens / 2
+        return entry.tokens * (self.per_token + self.per_token_per_depth * middle)
+
+
+class CostAware:
+    """Seconds to compute again per byte freed, times uses, aged by what was evicted last (GDSF)."""
+
+    name = "cost"
+
+    def __init__(self, cost: Cost | None = None) -> None:
+        self.cost = cost or Cost()
+        self.age = 0.0
+
+    def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
+        return (entry.value, entry.last_used)
+
+    def on_insert(self, entry: Entry, now: float) -> None:
+        self.on_hit(entry, now)
+
+    def on_hit(self, entry: Entry, now: float) -> None:
+        entry.value = self.age + (1 + entry.hits) * self.cost(entry) / max(1, entry.bytes)
+
+    def on_evict(self, entry: Entry, now: float) -> None:
+        self.age = max(self.age, entry.value)
+
+
+POLICIES: dict[str, type[Policy]] = {p.name: p for p in (LRU, LFU, FIFO, MRU, SLRU, PriorityTTL, CostAware)}
+
+
+def make_policy(policy: str | Policy) -> Policy:
+    """A fresh policy by name, or the given one."""
+    if not isinstance(policy, str):
+        return policy
+    try:
+        return POLICIES[policy]()
+    except KeyError:
+        raise ValueError(f"unknown eviction policy {policy!r}; known: {', '.join(POLICIES)}") from None

@@ -1,0 +1,422 @@
+"""Slabs lent to page sizes, pages lent to holders: who may use which bytes.
+
+A page is in one of three states, and the pool counts each in O(1):
+
+| state  | held (by sequences and pins) | kept (by the cache) |
+|--------|------------------------------|---------------------|
+| free   | 0                            | 0                   |
+| cached | 0                            | > 0                 |
+| held   | > 0                          | any                 |
+
+Groups whose pages have the same stride share one size class, so their slabs are interchangeable.
+Slab 0 is never lent: page id 0 means "no page" in every table, and padding may point at it.
+The pool knows no tokens, names or policies; it moves no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Columns", "PagePool", "SizeClass"]
+
+Ids = npt.NDArray[np.int32]
+Index = npt.NDArray[np.intp]
+
+
+class SizeClass:
+    """All pages of one stride: `per_slab` of them in a slab."""
+
+    __slots__ = (
+        "_order",
+        "cached_pages",
+        "free_pages",
+        "held",
+        "held_pages",
+        "index",
+        "kept",
+        "lent_slabs",
+        "partial",
+        "per_slab",
+        "used",
+    )
+
+    def __init__(self, index: int, per_slab: int, slabs: int) -> None:
+        self.index = index
+        self.per_slab = per_slab
+        self.held: Ids = np.zeros(slabs * per_slab, np.int32)
+        self.kept: npt.NDArray[np.int16] = np.zeros(slabs * per_slab, np.int16)
+        self._order: Ids = np.zeros(slabs * per_slab, np.int32)
+        self.held_pages = 0
+        self.cached_pages = 0
+        self.free_pages = 0  # free pages inside lent slabs; always 0 where a slab is one page
+        self.lent_slabs = 0
+        # Only where a slab holds several pages: pages in use per slab, and partly used slabs by
+        # their number of free pages.
+        several = per_slab > 1
+        self.used: Ids = np.zeros(slabs if several else 0, np.int32)
+        self.partial: list[dict[int, None]] = [{} for _ in range(per_slab)] if several else []
+
+    def distinct(self, ids: Index) -> None:
+        """Refuse a page that is listed twice, in O(n) and without sorting."""
+        if ids.size > 1:
+            order = np.arange(ids.size, dtype=np.int32)
+            self._order[ids] = order
+            if (self._order[ids] != order).any():
+                raise ValueError(f"page {int(ids[self._order[ids] != order][0])} is listed twice")
+
+    def free_in(self, slab: int) -> Ids:
+        start = slab * self.per_slab
+        stop = start + self.per_slab
+        idle = (self.held[start:stop] == 0) & (self.kept[start:stop] == 0)
+        return (np.flatnonzero(idle) + start).astype(np.int32)
+
+    def file(self, slab: int, free: int, before: int) -> None:
+        """Move a slab between the lists of partly used slabs as its free pages change."""
+        if 0 < before < self.per_slab:
+            del self.partial[before][slab]
+        if 0 < free < self.per_slab:
+            self.partial[free][slab] = None
+
+
+class PagePool:
+    """One pool of `slabs` slabs serving pages of several sizes.
+
+    All calls are batched over int32 arrays of distinct page ids; a call that fails raises before
+    anything has changed. O(1) per page.
+    """
+
+    def __init__(self, pages_per_slab: Sequence[int], slabs: int) -> None:
+        if slabs < 2:
+            raise ValueError(f"a pool of {slabs} slabs cannot lend any: slab 0 is reserved, so give it 2 or more")
+        if not pages_per_slab or any(n < 1 for n in pages_per_slab):
+            raise ValueError(f"pages_per_slab {tuple(pages_per_slab)} needs positive counts")
+        self.slabs = slabs
+        sizes = dict.fromkeys(pages_per_slab)
+        self.classes = tuple(SizeClass(i, per_slab, slabs) for i, per_slab in enumerate(sizes))
+        self.class_of = tuple(list(sizes).index(n) for n in pages_per_slab)
+        self._free: Ids = np.arange(slabs - 1, 0, -1, dtype=np.int32)  # low slabs are lent first
+        self.free_slabs = slabs - 1
+        self._slack = 0
+
+    # -- what fits ---------------------------------------------------------------------------
+
+    def missing_slabs(self, needs: Sequence[int]) -> int:
+        """Slabs lacking for `needs[c]` more held pages of each class once everything cached is evicted
+        and live pages are moved together. 0 means it can be done. Exact, O(classes)."""
+        wanted = sum(-(-(c.held_pages + n) // c.per_slab) for c, n in zip(self.classes, needs, strict=True))
+        return max(0, wanted - (self.slabs - 1))
+
+    def lacking(self, needs: Sequence[int]) -> int:
+        """Slabs that must come free before `allocate` can serve `needs` as things stand. If none, the
+        slabs left over may be spent on keeping the pages of a sequence together."""
+        wanted = 0
+        for c, n in zip(self.classes, needs, strict=True):
+            if n > c.free_pages:
+                wanted += -(-(n - c.free_pages) // c.per_slab)
+        self._slack = self.free_slabs - wanted
+        return max(0, -self._slack)
+
+    # -- sequences ---------------------------------------------------------------------------
+
+    def allocate(self, cls: int, n: int, near: int = 0) -> Ids | None:
+        """Lend `n` free pages, held once each, or None (and nothing changed) if they are not free.
+
+        Where slabs hold several pages, the slab of page `near` is filled first, then whole slabs.
+        """
+        if n < 0:
+            raise ValueError(f"cannot allocate {n} pages")
+        c = self.classes[cls]
+        if c.per_slab == 1:
+            if n > self.free_slabs:
+                return None
+            self.free_slabs -= n
+            ids = self._free[self.free_slabs : self.free_slabs + n].copy()
+            c.lent_slabs += n
+        else:
+            if n > c.free_pages + self.free_slabs * c.per_slab:
+                return None
+            ids = self._allocate_within(c, n, near)
+        c.held[ids.astype(np.intp)] = 1
+        c.held_pages += n
+        return ids
+
+    def _allocate_within(self, c: SizeClass, n: int, near: int) -> Ids:
+        parts: list[Ids] = []
+        slab = near // c.per_slab
+        if near and 0 < c.used[slab] < c.per_slab:
+            n -= self._take(c, slab, n, parts)
+        while n:
+            # Keep a sequence's pages together while slabs are plenty; pack when they run short.
+            must = max(0, -(-(n - c.free_pages) // c.per_slab))
+            spare = self._slack if self.free_slabs > self.slabs >> 3 else 0
+            fresh = min(-(-n // c.per_slab), must + max(0, spare))
+            self._slack -= max(0, fresh - must)
+            whole = min(n // c.per_slab, fresh)
+            if whole:
+                n -= self._take_whole(c, whole, parts)
+            elif fresh:
+                n -= self._take(c, self._borrow(c), n, parts)
+            else:
+                found = next((p for p in c.partial[n:] if p), None) or next(p for p in reversed(c.partial) if p)
+                n -= self._take(c, next(iter(found)), n, parts)
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+    def _take_whole(self, c: SizeClass, whole: int, parts: list[Ids]) -> int:
+        self.free_slabs -= whole
+        slabs = self._free[self.free_slabs : self.free_slabs + whole]
+        c.lent_slabs += whole
+        c.used[slabs] = c.per_slab
+        parts.append((slabs[:, None] * c.per_slab + np.arange(c.per_slab, dtype=np.int32)).ravel())
+        return whole * c.per_slab
+
+    def _borrow(self, c: SizeClass) -> int:
+        self.free_slabs -= 1
+        c.lent_slabs += 1
+        c.free_pages += c.per_slab
+        return int(self._free[self.free_slabs])
+
+    def _take(self, c: SizeClass, slab: int, n: int, parts: list[Ids]) -> int:
+        free = c.free_in(slab)
+        taken = free[:n]
+        # The caller marks them held; until then they must not look free to the next `free_in`.
+        c.held[taken] = 1
+        c.file(slab, len(free) - len(taken), len(free))
+        c.used[slab] += len(taken)
+        c.free_pages -= len(taken)
+        parts.append(taken)
+        return len(taken)
+
+    def retain(self, cls: int, ids: Ids) -> int:
+        """Add one hold to each page; the pages must be cached or held. Returns how many nobody held."""
+        c = self.classes[cls]
+        at = ids.astype(np.intp)
+        held = c.held[at]
+        idle = at[held == 0]
+        if idle.size:
+            c.distinct(at)
+            if not c.kept[idle].all():
+                raise ValueError(f"page {int(idle[c.kept[idle] == 0][0])} is free; only a live page can be held")
+            c.cached_pages -= idle.size
+            c.held_pages += idle.size
+        c.held[at] = held + 1
+        return idle.size
+
+    def release(self, cls: int, ids: Ids) -> tuple[int, int]:
+        """Drop one hold of each page. Returns how many pages nobody holds now, and how many of those
+        are free again because the cache does not keep them."""
+        c = self.classes[cls]
+        at = ids.astype(np.intp)
+        c.distinct(at)
+        left = c.held[at] - 1
+        if at.size and left.min() < 0:
+            raise ValueError(f"page {int(at[left < 0][0])} is released more often than it was held")
+        c.held[at] = left
+        idle = at[left == 0]
+        if not idle.size:
+            return 0, 0
+        c.held_pages -= idle.size
+        loose = idle[c.kept[idle] == 0]
+        c.cached_pages += idle.size - loose.size
+        return idle.size, self._free_pages(c, loose) if loose.size else 0
+
+    # -- the cache ---------------------------------------------------------------------------
+
+    def keep(self, cls: int, ids: Ids) -> None:
+        """The cache keeps each page once more; the pages must be held or kept already."""
+        c = self.classes[cls]
+        at = ids.astype(np.intp)
+        kept = c.kept[at]
+        if at.size and (c.held[at] + kept).min() == 0:
+            raise ValueError(f"page {int(at[c.held[at] + kept == 0][0])} is free and cannot be kept")
+        c.kept[at] = kept + 1
+
+    def drop(self, cls: int, ids: Ids) -> int:
+        """The cache lets each page go once; returns how many became free."""
+        c = self.classes[cls]
+        at = ids.astype(np.intp)
+        c.distinct(at)
+        left = c.kept[at] - 1
+        if at.size and left.min() < 0:
+            raise ValueError(f"page {int(at[left < 0][0])} is dropped more often than it was kept")
+        c.kept[at] = left
+        idle = at[(left == 0) & (c.held[at] == 0)]
+        if not idle.size:
+            return 0
+        c.cached_pages -= idle.size
+        return self._free_pages(c, idle)
+
+    def _free_pages(self, c: SizeClass, ids: Index) -> int:
+        n = ids.size
+        if c.per_slab == 1:
+            self._give_back(c, ids)
+            return n
+        slabs, counts = np.unique(ids // c.per_slab, return_counts=True)
+        emptied = []
+        for slab, count in zip(slabs.tolist(), counts.tolist(), strict=True):
+            before = c.per_slab - int(c.used[slab])
+            c.used[slab] -= count
+            c.file(slab, before + count, before)
+            c.free_pages += count
+            if before + count == c.per_slab:
+                emptied.append(slab)
+                c.free_pages -= c.per_slab
+        if emptied:
+            self._give_back(c, np.array(emptied, np.intp))
+        return n
+
+    def _give_back(self, c: SizeClass, slabs: Index) -> None:
+        c.lent_slabs -= slabs.size
+        self._free[self.free_slabs : self.free_slabs + slabs.size] = slabs
+        self.free_slabs += slabs.size
+
+    # -- moving pages together -----------------------------------------------------------------
+
+    def movable(self, cls: int) -> int | None:
+        """The partly used slab that is cheapest to empty into the class's other free pages, or None."""
+        c = self.classes[cls]
+        for free in range(c.per_slab - 1, 0, -1):
+            if c.partial[free]:
+                slab = next(iter(c.partial[free]))
+                return slab if c.free_pages - free >= c.per_slab - free else None
+        return None
+
+    def move_out(self, cls: int, slab: int, renumber: Callable[[Ids, Ids], None]) -> None:
+        """Empty a slab: its pages get new ids elsewhere with the same holds, `renumber(old, new)` tells
+        their owners, and the slab is free. The caller has the bytes copied."""
+        c = self.classes[cls]
+        start = slab * c.per_slab
+        every = np.arange(start, start + c.per_slab, dtype=np.int32)
+        old = every[(c.held[every] > 0) | (c.kept[every] > 0)]
+        free = c.per_slab - old.size
+        # Hide the slab from the search for room.
+        c.file(slab, 0, free)
+        c.free_pages -= free
+        lent, self.free_slabs = self.free_slabs, 0
+        new = self._allocate_within(c, old.size, 0)
+        self.free_slabs = lent
+        c.held[new], c.kept[new] = c.held[old], c.kept[old]
+        renumber(old, new)
+        c.held[old] = c.kept[old] = c.used[slab] = 0
+        self._give_back(c, np.array([slab], np.intp))
+
+    # -- truth -----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Recount everything; raises AssertionError on the first lie. Walks the pool: for tests and idle time."""
+        lent = 0
+        for c in self.classes:
+            held, cached = int((c.held > 0).sum()), int(((c.held == 0) & (c.kept > 0)).sum())
+            assert (c.held >= 0).all() and (c.kept >= 0).all(), f"class {c.index}: negative count"
+            assert held == c.held_pages, f"class {c.index}: {held} pages held, counted {c.held_pages}"
+            assert cached == c.cached_pages, f"class {c.index}: {cached} pages cached, counted {c.cached_pages}"
+            total = c.lent_slabs * c.per_slab
+            assert held + cached + c.free_pages == total, f"class {c.index}: pages are not conserved"
+            if c.per_slab > 1:
+                busy = ((c.held > 0) | (c.kept > 0)).reshape(self.slabs, c.per_slab).sum(1)
+                assert (busy == c.used).all(), f"class {c.index}: used counts are wrong"
+                for free, slabs in enumerate(c.partial):
+                    assert all(c.per_slab - int(c.used[s]) == free for s in slabs), f"class {c.index}: partial lists"
+                assert sum(map(len, c.partial)) == int(((busy > 0) & (busy < c.per_slab)).sum())
+            lent += c.lent_slabs
+        assert lent + self.free_slabs == self.slabs - 1, "slabs are not conserved"
+        free = self._free[: self.free_slabs]
+        assert len(set(free.tolist())) == free.size and (free > 0).all(), "a slab is free twice"
+
+
+class Columns:
+    """The pool as one numbering sees it: rows of page ids, one column a page of a block, 0 for none.
+
+    Adds up bytes, so that accounts can be charged, and remembers who keeps a page where slabs hold
+    several (only there can pages move).
+    """
+
+    def __init__(self, pool: PagePool, classes: Sequence[int], slab_bytes: int) -> None:
+        self.pool = pool
+        self.width = len(classes)
+        self.classes = tuple(dict.fromkeys(classes))
+        self._columns = {c: np.flatnonzero(np.array(classes) == c) for c in self.classes}
+        self._strides = {c: slab_bytes // pool.classes[c].per_slab for c in self.classes}
+        self.row_bytes = sum(self._strides[c] for c in classes)
+        self.keepers: dict[int, npt.NDArray[np.object_]] = {
+            c: np.empty(pool.slabs * pool.classes[c].per_slab, object)
+            for c in self.classes
+            if pool.classes[c].per_slab > 1
+        }
+
+    def needs(self, rows: int) -> list[int]:
+        """Pages of each of the pool's classes in `rows` rows."""
+        needs = [0] * len(self.pool.classes)
+        for c in self.classes:
+            needs[c] = rows * len(self._columns[c])
+        return needs
+
+    def by_class(self, rows: Ids) -> list[tuple[int, Ids]]:
+        if len(self.classes) == 1:
+            ids = rows.ravel()
+            return [(self.classes[0], ids[ids > 0])]
+        parts = []
+        for c in self.classes:
+            ids = rows[:, self._columns[c]].ravel()
+            parts.append((c, ids[ids > 0]))
+        return parts
+
+    def allocate(self, n: int, near: Ids | None = None) -> Ids:
+        """`n` rows of fresh pages; the caller has made sure that they are there."""
+        if len(self.classes) == 1 and near is None:
+            ids = self.pool.allocate(self.classes[0], n * self.width)
+            assert ids is not None
+            return ids.reshape(n, self.width)
+        rows = np.empty((n, self.width), np.int32)
+        for c in self.classes:
+            columns = self._columns[c]
+            ids = self.pool.allocate(c, n * columns.size, 0 if near is None else int(near[columns[0]]))
+            assert ids is not None
+            rows[:, columns] = ids.reshape(n, columns.size)
+        return rows
+
+    def retain(self, rows: Ids) -> int:
+        """Hold every page of `rows`; returns the bytes that nobody held before."""
+        return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
+
+    def release(self, rows: Ids) -> tuple[int, int]:
+        """Let go of every page; returns the bytes that nobody holds now, and those of them now free."""
+        idle_bytes = freed_bytes = 0
+        for c, ids in self.by_class(rows):
+            idle, freed = self.pool.release(c, ids)
+            idle_bytes += idle * self._strides[c]
+            freed_bytes += freed * self._strides[c]
+        return idle_bytes, freed_bytes
+
+    def keep(self, rows: Ids, keeper: object) -> None:
+        for c, ids in self.by_class(rows):
+            self.pool.keep(c, ids)
+            if c in self.keepers:
+                self.keepers[c][ids] = keeper
+
+    def own(self, rows: Ids, keeper: object) -> None:
+        """Pages already kept change their keeper."""
+        for c, keepers in self.keepers.items():
+            ids = rows[:, self._columns[c]].ravel()
+            keepers[ids[ids > 0]] = keeper
+
+    def drop(self, rows: Ids, heir: object = None) -> int:
+        """The cache lets go; returns the bytes now free. Pages kept elsewhere pass to `heir`."""
+        freed = 0
+        for c, ids in self.by_class(rows):
+            freed += self.pool.drop(c, ids) * self._strides[c]
+            if c in self.keepers:
+                kept = self.pool.classes[c].kept[ids] > 0
+                self.keepers[c][ids] = None
+                self.keepers[c][ids[kept]] = heir
+        return freed
+
+    def columns_of(self, cls: int) -> npt.NDArray[np.intp]:
+        return self._columns[cls]
+
+    def held(self, rows: Ids, column: int) -> npt.NDArray[np.bool_]:
+        """Which rows someone holds, judged by one column."""
+        c = next(c for c in self.classes if column in self._columns[c])
+        return self.pool.classes[c].held[rows[:, column]] > 0

@@ -1,0 +1,706 @@
+"""The prefix tree: what this process has computed, found by comparing runs of tokens.
+
+    root ── [0,37) ──┬── [37,80)         a node is a run of tokens of any length, cut where prompts part
+                     └── [37,64)         a node has a row of page ids for every block it touches
+
+Nodes meet inside a block where prompts part there; the block's row then stands in both (the upper
+node's copy is good for its own tokens). Rows hold 0 for pages that left (windows). A checkpoint
+marks a point where later requests will resume: it protects the window pages that end there and
+owns the state snapshot taken there. The tree decides nothing about when things leave; it knows how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from .events import Dropped, EventBus, Stored
+from .layers import Span
+from .layout import GRAIN, PoolLayout
+from .names import NAME_BYTES, TOKEN_BYTES, chain, tail_name
+from .policies import Entry
+from .pool import Columns, Ids
+from .tenants import Account
+
+__all__ = ["Checkpoint", "Node", "PrefixTree", "Retention"]
+
+PLACE = "device"
+Retention = tuple[int, float | None]
+"""Priority, and when it expires."""
+
+
+class Node(Entry):
+    """A run of tokens [start, end) and the pages of the blocks it touches."""
+
+    __slots__ = (
+        "checkpoints",
+        "children",
+        "count",
+        "end",
+        "locks",
+        "marks",
+        "names",
+        "pages",
+        "parent",
+        "root",
+        "row_bytes",
+        "spare",
+        "start",
+        "text",
+    )
+
+    parent: Node | None
+    root: Root
+
+    def __init__(self, serial: int, now: float, start: int, text: bytearray, pages: Ids) -> None:
+        super().__init__(serial, now)
+        self.start = start
+        self.end = start + len(text) // TOKEN_BYTES
+        self.text = text
+        self.pages = pages  # may have spare capacity; `count` rows are real
+        self.count = len(pages)
+        self.row_bytes = 0
+        self.children: dict[int, Node] = {}
+        self.checkpoints: list[Checkpoint] = []
+        self.marks: npt.NDArray[np.int16] | None = None
+        self.names: bytearray | None = None
+        self.locks = 0
+        self.spare = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def depth(self) -> int:
+        return self.start
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.row_bytes
+
+    @property
+    def leaf(self) -> bool:
+        """May it leave: nothing hangs below it and nobody is there."""
+        return not self.children and self.locks == 0 and self.parent is not None
+
+
+class Root(Node):
+    """Where the names of one model, tenant and adapter begin."""
+
+    __slots__ = ("account", "name")
+
+    def __init__(self, serial: int, name: bytes, account: Account, width: int) -> None:
+        super().__init__(serial, 0.0, 0, bytearray(), np.empty((0, width), np.int32))
+        self.name = name
+        self.account = account
+        self.parent = None
+        self.root = self
+
+
+class Checkpoint(Entry):
+    """A resume point at `position` in `node`, with its state snapshot where the model keeps states."""
+
+    __slots__ = ("node", "position", "reach", "row_bytes", "states")
+
+    def __init__(self, serial: int, now: float, node: Node, position: int, states: Ids | None) -> None:
+        super().__init__(serial, now, node.priority, node.expires)
+        self.node = node
+        self.position = position
+        self.reach = position  # the earliest query whose window it protects
+        self.states = states
+        self.row_bytes = 0
+
+    @property
+    def tokens(self) -> int:
+        before = [c.position for c in self.node.checkpoints if c.position < self.position]
+        return self.position - (max(before) if before else self.node.start)
+
+    @property
+    def depth(self) -> int:
+        return self.position - self.tokens
+
+    @property
+    def bytes(self) -> int:
+        return self.row_bytes
+
+
+class PrefixTree:
+    """See the module. Costs: walking is in proportion to nodes passed (and bytes compared), splitting
+    and trimming to the node, checkpoints to the window."""
+
+    def __init__(
+        self,
+        layout: PoolLayout,
+        pages: Columns,
+        states: Columns,
+        events: EventBus,
+        resolve: Callable[[int], bytes],
+    ) -> None:
+        self.block = layout.block_tokens
+        self.pages = pages
+        self.states = states
+        self.events = events
+        self.resolve = resolve
+        self.token_groups = tuple(g.index for g in layout.of("token"))
+        self.state_groups = tuple(g.index for g in layout.of("state"))
+        windowed = [g for g in layout.of("token") if g.spec.span.windowed]
+        self.windows: tuple[Span, ...] = tuple(g.spec.span for g in windowed)
+        self.window_columns = tuple(g.columns for g in windowed)
+        self.window_groups = tuple(g.index for g in windowed)
+        self.keeps_checkpoints = bool(self.windows or self.state_groups)
+        self.roots: dict[bytes, Root] = {}
+        self.nodes = 0
+        self.version = 0  # changes when a path or its pages may have
+        self._serials = count(1)
+
+    # -- finding --------------------------------------------------------------------------------
+
+    def root(self, name: bytes, account: Account) -> Root:
+        root = self.roots.get(name)
+        if root is None:
+            root = self.roots[name] = Root(next(self._serials), name, account, self.pages.width)
+        return root
+
+    def walk(self, root: Root | None, data: bytes, limit: int) -> tuple[list[Node], int]:
+        """The nodes that `data` passes and how many of its first `limit` tokens they match."""
+        return ([], 0) if root is None else self.walk_below(root, data, limit)
+
+    def walk_below(self, node: Node, data: bytes, limit: int) -> tuple[list[Node], int]:
+        """The same for tokens that come after the end of `node`."""
+        path: list[Node] = []
+        at = 0
+        ids = memoryview(data).cast("i")
+        while at < limit:
+            child = node.children.get(ids[at])
+            if child is None:
+                break
+            node = child
+            path.append(node)
+            common = self._common(node, data, at, limit - at)
+            at += common
+            if common < node.end - node.start:
+                break
+        return path, at
+
+    def _common(self, node: Node, data: bytes, at: int, most: int) -> int:
+        """How many tokens of `node` equal those of `data` from `at` on, `most` at the most."""
+        size = node.end - node.start
+        if size <= most and data.startswith(node.text, at * TOKEN_BYTES):
+            return size
+        size = min(size, most)
+        ours = np.frombuffer(node.text, np.int32, size)
+        differs = ours != np.frombuffer(data, np.int32, size, at * TOKEN_BYTES)
+        first = int(differs.argmax())
+        return first if differs[first] else size
+
+    def rows(self, path: list[Node], stop: int) -> Ids:
+        """The rows of page ids of the blocks below `stop` tokens along a path; a view where one node has all."""
+        block = self.block
+        parts: list[Ids] = []
+        for node in path:
+            if node.start >= stop:
+                break
+            if parts and node.start % block:
+                parts[-1] = parts[-1][:-1]
+            last = (min(stop, node.end) - 1) // block - node.start // block + 1
+            parts.append(node.pages[:last])
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty((0, self.pages.width), np.int32)
+
+    # -- growing --------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        cursor: Node,
+        data: bytes,
+        rows: Ids,
+        now: float,
+        retention: Retention = (0, None),
+        last: bool = False,
+    ) -> tuple[Node, bool]:
+        """Enter the tokens `data` after `cursor` (which ends at a block's start) with their pages.
+
+        Where the tree already has a block's page, `rows` is changed to it: the caller then holds the
+        tree's page instead of its own. Returns the node that now ends where `data` does, and
+        whether anything of it was in the tree before. `last` says that nobody will stand at `cursor`
+        any more, so that it may grow by a partial block too.
+        """
+        node, start = cursor, cursor.end
+        at, stop = start, start + len(data) // TOKEN_BYTES
+        ids = memoryview(data).cast("i")
+        while at < stop and node.children:
+            child = node.children.get(ids[at - start])
+            if child is None:
+                break
+            common = self._common(child, data, at - start, stop - at)
+            node = child if common == child.end - child.start else self.split(child, child.start + common)
+            self._adopt(node, rows[node.start // self.block - start // self.block :], stop)
+            node.last_used = now
+            at += common
+        if at < stop:
+            rest = data[(at - start) * TOKEN_BYTES :]
+            fresh = rows[at // self.block - start // self.block :]
+            stays = node is cursor and stop % self.block and not last
+            if not stays and self._may_grow(node, cursor, retention):
+                self._grow(node, rest, fresh, now)
+            else:
+                node = self._add_child(node, rest, fresh, now, retention)
+            if self.events.listening:
+                self._tell_stored(node, at)
+        return node, at > start
+
+    def _adopt(self, node: Node, rows: Ids, stop: int) -> None:
+        """Take pages that the tree lacks from `rows` (which begins at the node's first block), and put
+        the tree's into `rows` for the rest."""
+        whole = node.end // self.block - node.start // self.block
+        ours, theirs = node.pages[:whole], rows[:whole]
+        if self.windows:
+            missing = (ours == 0) & (theirs != 0)
+            if missing.any():
+                taken = np.where(missing, theirs, 0)
+                self.pages.keep(taken, node)
+                ours[missing] = theirs[missing]
+                if self.events.listening:
+                    self._tell_adopted(node, missing)
+            np.copyto(theirs, ours, where=theirs != 0)
+            if node.end == stop and node.end % self.block:
+                # The data ends in this block as the node does: a page the node lacks may be taken.
+                tail, given = node.pages[whole], rows[whole]
+                lacking = (tail == 0) & (given != 0)
+                if lacking.any():
+                    self.pages.keep(np.where(lacking, given, 0)[None], node)
+                    tail[lacking] = given[lacking]
+        else:
+            theirs[:] = ours
+
+    def _may_grow(self, node: Node, cursor: Node, retention: Retention) -> bool:
+        """A run grows in place while it is one sequence's own: nobody else is there, none has hit it."""
+        return (
+            node.parent is not None
+            and not node.children
+            and node.locks == (1 if node is cursor else 0)
+            and node.hits == 0
+            and (node.priority, node.expires) == retention
+        )
+
+    def may_append(self, cursor: Node) -> bool:
+        """Whether a block after `cursor` can be added by `append_blocks`: it is one sequence's own run."""
+        return not cursor.children and self._may_grow(cursor, cursor, (0, None))
+
+    def append_blocks(self, nodes: list[Node], data: bytes, rows: Ids, now: float) -> None:
+        """`publish` of one block each for many nodes that may be appended to."""
+        self.pages.keep(rows, None)
+        size = self.block * TOKEN_BYTES
+        for i, node in enumerate(nodes):
+            have = node.count
+            if have == len(node.pages):
+                self._make_capacity(node, 2 * have)
+            node.pages[have] = rows[i]
+            node.count = have + 1
+            node.text += data[i * size : (i + 1) * size]
+            node.end += self.block
+            node.last_used = now
+            if self.pages.keepers:
+                self.pages.own(rows[i : i + 1], node)
+            if self.events.listening:
+                self._tell_stored(node, node.end - self.block)
+
+    def _make_capacity(self, node: Node, capacity: int) -> None:
+        pages = np.zeros((capacity, self.pages.width), np.int32)
+        pages[: node.count] = node.pages[: node.count]
+        node.pages = pages
+        if node.marks is not None:
+            marks = np.zeros((capacity, len(self.windows)), np.int16)
+            marks[: node.count] = node.marks[: node.count]
+            node.marks = marks
+
+    def _grow(self, node: Node, data: bytes, rows: Ids, now: float) -> None:
+        self.pages.keep(rows, node)
+        have = node.count
+        if node.end % self.block:  # a partial tail goes on: its last block gets the fuller page
+            if self.events.listening and node.end % GRAIN and self.checkpoint_at(node, node.end) is None:
+                self.events.emit(Dropped((self._name_at(node, node.end),), self.token_groups, PLACE, "grown"))
+            have -= 1
+            node.root.account.used -= self.pages.drop(node.pages[have : have + 1], node)
+        if have + len(rows) > len(node.pages):
+            self._make_capacity(node, max(have + len(rows), 2 * have))
+        node.count = have + len(rows)
+        node.pages[have : node.count] = rows
+        node.text += data
+        node.end += len(data) // TOKEN_BYTES
+        node.last_used = now
+        if node.queued is not None:
+            node.root.account.queue.push(node, now)
+
+    def _add_child(self, parent: Node, data: bytes, rows: Ids, now: float, retention: Retention) -> Node:
+        node = Node(next(self._serials), now, parent.end, bytearray(data), rows.copy())
+        node.parent, node.root = parent, parent.root
+        node.priority, node.expires = retention
+        node.row_bytes = self.pages.row_bytes
+        if self.windows:
+            node.marks = np.zeros((node.count, len(self.windows)), np.int16)
+        self.pages.keep(rows, node)
+        parent.children[self._first_id(node)] = node
+        self.nodes += 1
+        account = node.root.account
+        account.queue.remove(parent)
+        account.queue.policy.on_insert(node, now)
+        account.queue.push(node, now)
+        return node
+
+    @staticmethod
+    def _first_id(node: Node) -> int:
+        return int.from_bytes(node.text[:TOKEN_BYTES], "little", signed=True)
+
+    def split(self, node: Node, at: int) -> Node:
+        """Cut a run in two; returns the new upper node. `node` stays the lower one, so whoever stands at
+        its end still does."""
+        self.version += 1
+        first, cut = node.start // self.block, at // self.block
+        offset = (at - node.start) * TOKEN_BYTES
+        upper_rows = (at - 1) // self.block - first + 1
+        upper = Node(next(self._serials), node.created, node.start, node.text[:offset], node.pages[:upper_rows].copy())
+        upper.parent, upper.root, upper.row_bytes = node.parent, node.root, node.row_bytes
+        for name in ("last_used", "hits", "priority", "expires", "ended", "value"):
+            setattr(upper, name, getattr(node, name))
+        upper.checkpoints = [c for c in node.checkpoints if c.position <= at]
+        node.checkpoints = [c for c in node.checkpoints if c.position > at]
+        for checkpoint in upper.checkpoints:
+            checkpoint.node = upper
+        self.pages.own(upper.pages[: cut - first], upper)
+        if at % self.block:
+            self.pages.keep(upper.pages[-1:], node)
+        if node.marks is not None:
+            upper.marks = node.marks[:upper_rows].copy()
+            node.marks = node.marks[cut - first :].copy()
+            if at % self.block:
+                node.marks[0] -= sum(c.position > cut * self.block for c in upper.checkpoints)
+        if node.names is not None:
+            grains = (at // GRAIN - node.start // GRAIN) * NAME_BYTES
+            upper.names, node.names = node.names[:grains], node.names[grains:]
+        assert node.parent is not None
+        node.parent.children[self._first_id(node)] = upper
+        node.pages = node.pages[cut - first : node.count].copy()
+        node.count = len(node.pages)
+        del node.text[:offset]
+        node.start = at
+        node.parent = upper
+        upper.children = {self._first_id(node): node}
+        self.nodes += 1
+        if node.spare:
+            for window in range(len(self.windows)):
+                if node.spare >> window & 1:
+                    self.offer_spares(upper, window)
+        return upper
+
+    # -- shrinking ------------------------------------------------------------------------------
+
+    def trim(self, node: Node, end: int, why: str) -> int:
+        """Cut a leaf's run to `end`, or remove it if nothing is left; returns the bytes freed."""
+        self.version += 1
+        freed = 0
+        while node.checkpoints and node.checkpoints[-1].position > end:
+            freed += self.drop_checkpoint(node.checkpoints[-1], why)
+        if self.events.listening:
+            self._tell_dropped(node, max(end, node.start), why)
+        keep = 0 if end <= node.start else (end - 1) // self.block - node.start // self.block + 1
+        pages = self.pages.drop(node.pages[keep : node.count], node.parent)
+        node.root.account.used -= pages
+        node.count = keep
+        if end <= node.start:
+            self._remove(node)
+        else:
+            del node.text[(end - node.start) * TOKEN_BYTES :]
+            if node.names is not None:
+                del node.names[(end // GRAIN - node.start // GRAIN) * NAME_BYTES :]
+            node.end = end
+        return freed + pages
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[self._first_id(node)]
+        node.root.account.queue.remove(node)
+        node.end = node.start
+        node.parent = None
+        self.nodes -= 1
+        if isinstance(parent, Root):
+            if not parent.children and not parent.locks:
+                self.roots.pop(parent.name, None)
+
+    def last_resume(self, node: Node) -> int:
+        """The deepest point of a leaf that a request can resume at, or its start if there is none."""
+        if not self.keeps_checkpoints:
+            return node.end
+        if not self.state_groups and self.complete(node, node.end):
+            return node.end
+        return node.checkpoints[-1].position if node.checkpoints else node.start
+
+    # -- windows and checkpoints ----------------------------------------------------------------
+
+    def _window_rows(
+        self, node: Node, position: int, window: int, query: int
+    ) -> Iterator[tuple[Node, slice]]:
+        """The node rows that hold what `query` sees of the tokens before `position`, upwards from `node`."""
+        first, last = self.windows[window].first_visible(query) // self.block, (position - 1) // self.block
+        current: Node | None = node
+        while current is not None and current.parent is not None and last >= first:
+            base = current.start // self.block
+            if base <= last:
+                yield current, slice(max(first, base) - base, min(last, (current.end - 1) // self.block) - base + 1)
+            if base < first or (base == first and current.start % self.block == 0):
+                return
+            current = current.parent
+
+    def complete(self, node: Node, position: int, query: int | None = None) -> bool:
+        """Whether every window that ends at `position` (in `node`) has its pages for the query there, or
+        for `query`. The deepest node's row counts where a block stands in two."""
+        for window, columns in enumerate(self.window_columns):
+            covered = (position - 1) // self.block + 1
+            for current, rows in self._window_rows(node, position, window, position if query is None else query):
+                base = current.start // self.block
+                stop = min(rows.stop, covered - base)
+                if stop > rows.start and not current.pages[rows.start : stop, columns.start].all():
+                    return False
+                covered = min(covered, base)
+        return True
+
+    def checkpoint(self, node: Node, position: int, states: Ids | None, now: float) -> Checkpoint | None:
+        """Mark `position` in `node` as a resume point; the tree takes over the `states` row if it has none
+        there yet (returns None otherwise, or where a window is broken)."""
+        existing = self.checkpoint_at(node, position)
+        if existing is not None or not self.complete(node, position):
+            if existing is not None:
+                existing.last_used = now
+            return None
+        checkpoint = Checkpoint(next(self._serials), now, node, position, states)
+        # Resuming one token earlier must work too: the same prompt again leaves its last token to compute.
+        checkpoint.reach = position - 1 if self.complete(node, position, position - 1) else position
+        if states is not None:
+            checkpoint.row_bytes = self.states.row_bytes
+            self.states.keep(states, checkpoint)
+        node.checkpoints.append(checkpoint)
+        node.checkpoints.sort(key=lambda c: c.position)
+        self._mark(checkpoint, 1)
+        queue = node.root.account.queue
+        queue.policy.on_insert(checkpoint, now)
+        queue.push(checkpoint, now)
+        if states is not None and self.events.listening:
+            self._tell_snapshot(checkpoint)
+        return checkpoint
+
+    @staticmethod
+    def checkpoint_at(node: Node, position: int) -> Checkpoint | None:
+        return next((c for c in node.checkpoints if c.position == position), None)
+
+    def _mark(self, checkpoint: Checkpoint, delta: int) -> None:
+        for window in range(len(self.windows)):
+            for node, rows in self._window_rows(
+                checkpoint.node, checkpoint.position, window, checkpoint.reach
+            ):
+                assert node.marks is not None
+                node.marks[rows, window] += delta
+                if delta < 0:
+                    self.offer_spares(node, window)
+
+    def drop_checkpoint(self, checkpoint: Checkpoint, why: str) -> int:
+        """Forget a resume point; its window pages become spare. Returns the bytes of its snapshot."""
+        if self.events.listening:
+            name = self._name_at(checkpoint.node, checkpoint.position)
+            inner_tail = checkpoint.position % GRAIN and checkpoint.position != checkpoint.node.end
+            groups = self.state_groups + (self.token_groups if inner_tail else ())
+            if groups:
+                self.events.emit(Dropped((name,), groups, PLACE, why))
+        self.version += 1
+        checkpoint.node.checkpoints.remove(checkpoint)
+        self._mark(checkpoint, -1)
+        account = checkpoint.node.root.account
+        account.queue.remove(checkpoint)
+        freed = 0
+        if checkpoint.states is not None:
+            freed = self.states.drop(checkpoint.states)
+            account.used -= freed
+        return freed
+
+    def offer_spares(self, node: Node, window: int) -> None:
+        """Some pages of `node` may now be needed by no sequence and no checkpoint: first to leave."""
+        if not node.spare >> window & 1:
+            node.spare |= 1 << window
+            node.root.account.queue.spares.append((node, window))
+
+    def offer_range(self, node: Node, window: int, first: int, last: int) -> None:
+        """Offer the nodes above (and at) `node` that hold blocks `first` to `last`."""
+        current: Node | None = node
+        while current is not None and current.parent is not None:
+            if current.start // self.block <= last:
+                self.offer_spares(current, window)
+            if current.start // self.block <= first:
+                return
+            current = current.parent
+
+    def drop_spares(self, node: Node, window: int, most: int, why: str) -> int:
+        """Free up to `most` pages' rows of a window that nobody needs; returns the bytes freed."""
+        node.spare &= ~(1 << window)
+        if node.marks is None or node.parent is None:
+            return 0
+        columns = self.window_columns[window]
+        pages = node.pages[: node.count]
+        idle = (node.marks[: node.count, window] == 0) & (pages[:, columns.start] > 0)
+        rows = np.flatnonzero(idle & ~self.pages.held(pages, columns.start))
+        if rows.size > most:
+            rows = rows[:most]
+            self.offer_spares(node, window)
+        if not rows.size:
+            return 0
+        gone = np.zeros((rows.size, self.pages.width), np.int32)
+        gone[:, columns] = pages[rows, columns]
+        if self.events.listening:
+            self._tell_rows(node, rows, self.window_groups[window], why)
+        self.version += 1
+        pages[rows, columns] = 0
+        freed = self.pages.drop(gone, node.parent)
+        node.root.account.used -= freed
+        return freed
+
+    # -- who stands where -----------------------------------------------------------------------
+
+    def lock(self, node: Node) -> None:
+        node.locks += 1
+        node.root.account.queue.remove(node)
+
+    def unlock(self, node: Node, now: float) -> None:
+        node.locks -= 1
+        self.requeue(node, now)
+        if node.parent is None and not node.locks and not node.children:
+            self.roots.pop(node.root.name, None)
+
+    def requeue(self, node: Node, now: float) -> None:
+        """Queue a node if it may leave; at the front if nobody can resume in it."""
+        if node.leaf:
+            node.useless = self.last_resume(node) == node.start
+            node.root.account.queue.push(node, now)
+
+    # -- names ----------------------------------------------------------------------------------
+
+    def name_before(self, node: Node) -> bytes:
+        """The name of the last whole grain that ends at or before the node's start."""
+        return self._last_name(node.parent) if node.parent is not None else node.root.name
+
+    def _last_name(self, node: Node | None) -> bytes:
+        while node is not None and node.parent is not None:
+            names = self.names(node)
+            if names:
+                return bytes(names[-NAME_BYTES:])
+            node = node.parent
+        assert node is not None
+        return node.root.name
+
+    def names(self, node: Node) -> bytearray:
+        """The names of the grains that end in `node`, computed once and kept with it."""
+        unnamed = []
+        current = node
+        while current.parent is not None and self._unnamed_grains(current):
+            unnamed.append(current)
+            current = current.parent
+        for current in reversed(unnamed):
+            first = current.start // GRAIN
+            named = 0 if current.names is None else len(current.names) // NAME_BYTES
+            begin = (first + named) * GRAIN
+            data = bytes(current.text[max(0, begin - current.start) * TOKEN_BYTES :])
+            if begin < current.start:
+                data = self._text_before(current, current.start - begin) + data
+            parent = bytes(current.names[-NAME_BYTES:]) if current.names else self.name_before(current)
+            current.names = (current.names or bytearray()) + b"".join(chain(parent, data, self.resolve))
+        return node.names if node.names is not None else bytearray()
+
+    @staticmethod
+    def _unnamed_grains(node: Node) -> int:
+        named = 0 if node.names is None else len(node.names) // NAME_BYTES
+        return node.end // GRAIN - node.start // GRAIN - named
+
+    def _text_before(self, node: Node, tokens: int) -> bytes:
+        text = b""
+        current = node.parent
+        while current is not None and len(text) < tokens * TOKEN_BYTES:
+            text = bytes(current.text) + text
+            current = current.parent
+        return text[-tokens * TOKEN_BYTES :]
+
+    def _name_at(self, node: Node, position: int) -> bytes:
+        """The name of the prefix that ends at `position` in `node`: a grain's, or a partial tail's."""
+        grains = position // GRAIN - node.start // GRAIN
+        parent = (
+            bytes(self.names(node)[(grains - 1) * NAME_BYTES : grains * NAME_BYTES])
+            if grains
+            else self.name_before(node)
+        )
+        if position % GRAIN == 0:
+            return parent
+        begin = position // GRAIN * GRAIN
+        text = bytes(node.text[max(0, begin - node.start) * TOKEN_BYTES : (position - node.start) * TOKEN_BYTES])
+        if begin < node.start:
+            text = self._text_before(node, node.start - begin) + text
+        return tail_name(parent, text, self.resolve)
+
+    # -- telling --------------------------------------------------------------------------------
+
+    def _name_list(self, node: Node, first: int, last: int) -> tuple[bytes, ...]:
+        """Names of the node's grains number `first` up to `last` (counted within the node)."""
+        names = self.names(node)
+        return tuple(bytes(names[i * NAME_BYTES : (i + 1) * NAME_BYTES]) for i in range(first, last))
+
+    def _tell_stored(self, node: Node, at: int) -> None:
+        base = node.start // GRAIN
+        first, last = at // GRAIN - base, node.end // GRAIN - base
+        if last > first:
+            names = self._name_list(node, 0, last)
+            parent = names[first - 1] if first else self.name_before(node)
+            self.events.emit(Stored(parent, names[first:], self.token_groups, PLACE))
+        tail = node.end % GRAIN
+        if tail:
+            name = self._name_at(node, node.end)
+            parent = self._name_at(node, node.end - tail) if last else self.name_before(node)
+            self.events.emit(Stored(parent, (name,), self.token_groups, PLACE, tail))
+
+    def _tell_snapshot(self, checkpoint: Checkpoint) -> None:
+        node, position = checkpoint.node, checkpoint.position
+        name = self._name_at(node, position)
+        before = (position - 1) // GRAIN * GRAIN
+        parent = self._name_at(node, before) if before > node.start else self.name_before(node)
+        self.events.emit(Stored(parent, (name,), self.state_groups, PLACE, position % GRAIN))
+
+    def _tell_adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
+        for window, columns in enumerate(self.window_columns):
+            rows = np.flatnonzero(missing[:, columns.start])
+            for name, parent in self._row_names(node, rows):
+                self.events.emit(Stored(parent, (name,), (self.window_groups[window],), PLACE))
+
+    def _tell_rows(self, node: Node, rows: npt.NDArray[np.intp], group: int, why: str) -> None:
+        names = tuple(name for name, _ in self._row_names(node, rows))
+        if names:
+            self.events.emit(Dropped(names, (group,), PLACE, why))
+
+    def _row_names(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes]]:
+        """(name, parent) of the grains in some of the node's blocks that end in the node."""
+        names = self._name_list(node, 0, node.end // GRAIN - node.start // GRAIN)
+        per_block = self.block // GRAIN
+        skipped = node.start // GRAIN - node.start // self.block * per_block
+        found = []
+        for row in rows.tolist():
+            for grain in range(row * per_block - skipped, (row + 1) * per_block - skipped):
+                if 0 <= grain < len(names):
+                    found.append((names[grain], names[grain - 1] if grain else self.name_before(node)))
+        return found
+
+    def _tell_dropped(self, node: Node, end: int, why: str) -> None:
+        base = node.start // GRAIN
+        names = self._name_list(node, end // GRAIN - base, node.end // GRAIN - base)
+        if node.end % GRAIN:
+            names += (self._name_at(node, node.end),)
+        if names:
+            self.events.emit(Dropped(names[::-1], self.token_groups, PLACE, why))

@@ -1,0 +1,324 @@
+"""Making room: which pages leave, or move, so that others fit.
+
+Everything cached competes under one policy: run tails, checkpoints, media runs; spare window pages
+go before all of them. Where slabs hold several pages, live pages are moved together. Deciding
+happens here; the tree and the pool carry it out, and byte copies are left in `copies`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+import numpy as np
+
+from .clock import Clock
+from .media import MediaRun
+from .policies import Entry
+from .pool import Columns, Ids, PagePool
+from .prefix import Checkpoint, Node, PrefixTree
+from .tenants import Account, Accounts
+
+__all__ = ["Copies", "CopyBatch", "Ghosts", "Room"]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBatch:
+    """Pages to copy inside the pool: page `source[i]` to page `target[i]`, ids of one page size.
+
+    To run before the next step writes anything, batch after batch. Within a batch no page is both a
+    source and a target, so its copies may run at once.
+    """
+
+    page_stride: int
+    source: Ids
+    target: Ids
+
+
+class Copies:
+    """Copies decided since the engine last took them. Their sources stay as they are until then, but
+    for pages that were moved: a later copy into a slab that moved pages came from goes into a later
+    batch."""
+
+    def __init__(self, pool: PagePool, slab_bytes: int) -> None:
+        self._per_slab = [c.per_slab for c in pool.classes]
+        self._slab_bytes = slab_bytes
+        self._pending: list[dict[int, int]] = [{} for _ in pool.classes]
+        self._batches: list[CopyBatch] = []
+        self._vacated: set[int] = set()
+        self._held: list[tuple[Columns, Ids, Account]] = []
+
+    def add(self, cls: int, source: Ids, target: Ids) -> None:
+        if self._vacated and not self._vacated.isdisjoint((target // self._per_slab[cls]).tolist()):
+            self._close_batch()
+        pending = self._pending[cls]
+        for src, dst in zip(source.tolist(), target.tolist(), strict=True):
+            # A source that is itself still to be written is read where its bytes are now.
+            pending[dst] = pending.get(src, src)
+
+    def add_rows(self, columns: Columns, source: Ids, target: Ids) -> None:
+        for cls in columns.classes:
+            at = columns.columns_of(cls)
+            self.add(cls, source[:, at].ravel(), target[:, at].ravel())
+
+    def add_move(self, cls: int, source: Ids, target: Ids) -> None:
+        """Pages leave a slab that may be lent again at once."""
+        self.add(cls, source, target)
+        self._vacated.update((source // self._per_slab[cls]).tolist())
+
+    def hold(self, columns: Columns, rows: Ids, account: Account) -> None:
+        """Take over a hold on source pages."""
+        self._held.append((columns, rows, account))
+
+    def held_rows(self) -> list[tuple[Columns, Ids]]:
+        return [(columns, rows) for columns, rows, _ in self._held]
+
+    def _close_batch(self) -> None:
+        for cls, pending in enumerate(self._pending):
+            if pending:
+                target = np.fromiter(pending.keys(), np.int32, len(pending))
+                source = np.fromiter(pending.values(), np.int32, len(pending))
+                self._batches.append(CopyBatch(self._slab_bytes // self._per_slab[cls], source, target))
+                pending.clear()
+        self._vacated.clear()
+
+    def take(self) -> list[CopyBatch]:
+        self._close_batch()
+        batches, self._batches = self._batches, []
+        for columns, rows, account in self._held:
+            idle, freed = columns.release(rows)
+            account.held -= idle
+            account.used -= freed
+        self._held.clear()
+        return batches
+
+
+class Ghosts:
+    """What left lately, so that a miss can be explained. Bounded; the oldest are forgotten."""
+
+    LIMIT = 1 << 16
+    _GRAIN = 64
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[tuple[int, int], tuple[float, str]] = OrderedDict()
+
+    def add(self, node: Node, text: bytes | bytearray, when: float, why: str) -> None:
+        """The run that began with `text` after the end of `node` left."""
+        self._seen[node.serial, hash(bytes(text[: self._GRAIN]))] = (when, why)
+        if len(self._seen) > self.LIMIT:
+            self._seen.popitem(last=False)
+
+    def find(self, node: Node, text: bytes) -> tuple[float, str] | None:
+        return self._seen.get((node.serial, hash(text[: self._GRAIN])))
+
+
+class Room:
+    def __init__(
+        self,
+        pool: PagePool,
+        tree: PrefixTree,
+        media: Columns,
+        accounts: Accounts,
+        clock: Clock,
+        slab_bytes: int,
+    ) -> None:
+        self.pool = pool
+        self.tree = tree
+        self.media = media
+        self.accounts = accounts
+        self.clock = clock
+        self.slab_bytes = slab_bytes
+        self.copies = Copies(pool, slab_bytes)
+        self.ghosts = Ghosts()
+        self.runs: dict[bytes, MediaRun] = {}
+        self.evictions = 0
+        self.evicted_bytes = 0
+        self.moves = 0
+        self.renumber: Callable[[int, Ids, Ids], None] = lambda cls, old, new: None
+        self.release_expired: Callable[[], None] = lambda: None
+        self._serials = count(1)
+
+    def bytes_of(self, needs: Sequence[int]) -> int:
+        return sum(n * self.slab_bytes // c.per_slab for n, c in zip(needs, self.pool.classes, strict=True))
+
+    def make(self, account: Account, needs: Sequence[int]) -> int:
+        """Make `needs[c]` pages of each class allocatable for `account`; returns how many pages are
+        missing. If any are, nothing was evicted for it (unless fair shares stopped it half way)."""
+        if not self.pool.lacking(needs) and account.tenant.quota is None:
+            return 0
+        self.release_expired()
+        want = self.bytes_of(needs)
+        beyond = account.beyond_quota(want)
+        if beyond:
+            return self._pages(beyond, needs)
+        short = self.pool.missing_slabs(needs)
+        if short:
+            return self._pages(short * self.slab_bytes, needs)
+        now = self.clock.now()
+        while account.over_quota(want):
+            over = -(-account.over_quota(want) // self.slab_bytes)
+            if not self._evict_from(account, over, now):
+                return self._pages(account.over_quota(want), needs)
+        while True:
+            lacking = self.pool.lacking(needs)
+            if not lacking:
+                return 0
+            if self._gather(cheaply=True):
+                continue
+            victim = self.accounts.victim(account, now)
+            if victim is not None:
+                self._evict_from(victim, lacking, now)
+            elif not self._gather(cheaply=False):
+                return self._pages(lacking * self.slab_bytes, needs)
+
+    def _pages(self, size: int, needs: Sequence[int]) -> int:
+        """Bytes as a number of pages of the size that is most asked for."""
+        cls = max(range(len(needs)), key=lambda c: needs[c])
+        return max(1, -(-size * self.pool.classes[cls].per_slab // self.slab_bytes))
+
+    # -- evicting -------------------------------------------------------------------------------
+
+    def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
+        """Let the next thing of `account` leave, about `slabs` slabs of it; False if there is none."""
+        queue = account.queue
+        before = account.used
+        if queue.spares:
+            entry, window = queue.spares.popleft()
+            assert isinstance(entry, Node)
+            self.tree.drop_spares(entry, window, self._rows(slabs), queue.policy.name)
+            if account.used < before:
+                self.tree.requeue(entry, now)
+        else:
+            entry = queue.pop(now)
+            if entry is None:
+                return False
+            queue.policy.on_evict(entry, now)
+            self._evict(entry, self._rows(slabs), now, queue.policy.name)
+        self.evictions += 1
+        self.evicted_bytes += before - account.used
+        return True
+
+    def _rows(self, slabs: int) -> int:
+        """Rows of token pages that fill so many slabs."""
+        per_row = self.tree.pages.row_bytes
+        return max(1, -(-slabs * self.slab_bytes // per_row)) if per_row else 1
+
+    def _evict(self, entry: Entry, rows: int, now: float, why: str) -> None:
+        if isinstance(entry, Node):
+            if entry.leaf:
+                resume = self.tree.last_resume(entry)
+                if resume == entry.end:
+                    last = (entry.end - 1) // self.tree.block
+                    resume = max(entry.start, (last - rows + 1) * self.tree.block)
+                self._cut(entry, resume, now, why)
+        elif isinstance(entry, Checkpoint):
+            node = entry.node
+            self.tree.drop_checkpoint(entry, why)
+            if node.leaf:
+                self._cut(node, node.end, now, why)
+        elif isinstance(entry, MediaRun) and not entry.holds:
+            del self.runs[entry.key]
+            entry.account.used -= self.media.drop(entry.rows)
+
+    def _cut(self, node: Node, end: int, now: float, why: str) -> None:
+        """Trim a leaf to `end` and on to where someone can still resume; what becomes a leaf is queued."""
+        while True:
+            if end < node.end:
+                parent = node.parent
+                assert parent is not None
+                text = node.text[max(0, end - node.start) * 4 :][:64]
+                self.ghosts.add(parent if end <= node.start else node, text, now, why)
+                self.tree.trim(node, end, why)
+                if node.parent is None:
+                    self.tree.requeue(parent, now)
+                    return
+            resume = self.tree.last_resume(node)
+            if resume == node.end:
+                self.tree.requeue(node, now)
+                return
+            end = resume
+
+    # -- media runs -----------------------------------------------------------------------------
+
+    def add_run(self, key: bytes, account: Account, rows: Ids, tokens: int, now: float) -> MediaRun:
+        """The cache keeps the pages of one image; the caller holds them."""
+        run = MediaRun(next(self._serials), now, key, account, rows, tokens, len(rows) * self.media.row_bytes)
+        self.runs[key] = run
+        self.media.keep(rows, run)
+        account.queue.policy.on_insert(run, now)
+        run.holds = 1
+        return run
+
+    def hold_run(self, run: MediaRun, now: float) -> None:
+        run.account.held += self.media.retain(run.rows)
+        run.holds += 1
+        run.hits += 1
+        run.last_used = now
+        run.account.queue.policy.on_hit(run, now)
+        run.account.queue.remove(run)
+
+    def let_run_go(self, run: MediaRun, now: float) -> None:
+        idle, freed = self.media.release(run.rows)
+        run.account.held -= idle
+        run.account.used -= freed
+        run.holds -= 1
+        if not run.holds:
+            run.account.queue.push(run, now)
+
+    # -- moving pages together ------------------------------------------------------------------
+
+    def _gather(self, cheaply: bool) -> bool:
+        """Empty one partly used slab by moving its pages to others. Cheaply: only if it is mostly free."""
+        for c in self.pool.classes:
+            if c.per_slab == 1 or not c.free_pages:
+                continue
+            slab = self.pool.movable(c.index)
+            if slab is None or (cheaply and 2 * int(c.used[slab]) > c.per_slab):
+                continue
+            self.pool.move_out(c.index, slab, partial(self._moved, c.index))
+            return True
+        return False
+
+    def _moved(self, cls: int, old: Ids, new: Ids) -> None:
+        self.moves += old.size
+        self.tree.version += 1
+        self.copies.add_move(cls, old, new)
+        new_of = dict(zip(old.tolist(), new.tolist(), strict=True))
+        for columns in (self.tree.pages, self.tree.states, self.media):
+            keepers = columns.keepers.get(cls)
+            if keepers is None:
+                continue
+            for page, target in new_of.items():
+                keeper = keepers[page]
+                keepers[page], keepers[target] = None, keeper
+                if isinstance(keeper, Node):
+                    self._renumber_nodes(keeper, columns.columns_of(cls), page, target)
+                elif isinstance(keeper, Checkpoint) and keeper.states is not None:
+                    keeper.states[keeper.states == page] = target
+                elif isinstance(keeper, MediaRun):
+                    keeper.rows[keeper.rows == page] = target
+        self.renumber(cls, old, new)
+
+    def _renumber_nodes(self, node: Node, columns: Ids, page: int, target: int) -> None:
+        """A page stands in one node, or in a chain of nodes that meet inside its block."""
+        seen = {node.serial}
+        todo = [node]
+        while todo:
+            current = todo.pop()
+            rows = current.pages[: current.count]
+            part = rows[:, columns]
+            hit = part == page
+            if not hit.any():
+                continue
+            part[hit] = target
+            rows[:, columns] = part
+            around = [n for n in current.children.values() if n.start % self.tree.block]
+            if current.parent is not None and current.start % self.tree.block:
+                around.append(current.parent)
+            for other in around:
+                if other.serial not in seen:
+                    seen.add(other.serial)
+                    todo.append(other)

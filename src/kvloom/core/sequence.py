@@ -1,0 +1,204 @@
+"""A request's view of the cache: its tables, its length, its states.
+
+Numbers live in arrays with a row per sequence, so that a decode step of many sequences is a few
+array operations; a Sequence is a handle on one row. Tables are indexed [column, row, block]; an
+entry is 0 where the sequence needs no page (never written, or left every window).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from .media import Media, MediaRun
+from .pool import Ids
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+    from .prefix import Node, Root
+
+__all__ = ["Control", "Retain", "Sequence", "SequenceRows", "Snapshots"]
+
+
+@dataclass(frozen=True, slots=True)
+class Retain:
+    """Tokens [start, stop) get `priority` (above 0 stays longer, below leaves sooner) for `ttl` seconds."""
+
+    start: int = 0
+    stop: int | None = None
+    priority: int = 1
+    ttl: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or (self.stop is not None and self.stop <= self.start):
+            raise ValueError(f"token range [{self.start}, {self.stop}) is empty or negative")
+        if self.ttl is not None and self.ttl <= 0:
+            raise ValueError(f"ttl {self.ttl} is not positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What a request may say about caching."""
+
+    tenant: str = ""
+    adapter: str = ""
+    store: bool = True
+    read: bool = True
+    session: str | None = None
+    retain: tuple[Retain, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshots:
+    """Where sequences leave resume points in models with windows or states.
+
+    `before_last` takes the prompt's snapshot one token early, so that the very same prompt can resume
+    from it too; it costs models with states one more step a prompt.
+    """
+
+    prompt_end: bool = True
+    before_last: bool = False
+    turn_end: bool = True
+    branch: bool = True
+    every_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every_blocks < 0:
+            raise ValueError(f"every_blocks {self.every_blocks} is negative")
+
+
+class SequenceRows:
+    """The arrays behind all sequences. Memory is touched only as far as sequences reach."""
+
+    def __init__(self, sequences: int, max_blocks: int, block: int, width: int, states: int, windows: int) -> None:
+        self.tables: Ids = np.zeros((width, sequences, max_blocks), np.int32)
+        self.states: Ids = np.zeros((states, sequences), np.int32)
+        self.length = np.zeros(sequences, np.int64)
+        self.blocks: Ids = np.zeros(sequences, np.int32)  # blocks reserved
+        self.first: Ids = np.zeros((windows, sequences), np.int32)  # first block still in each window
+        self.tail: Ids = np.zeros((sequences, block), np.int32)  # tokens after the last published block
+        self.special = np.zeros(sequences, np.bool_)  # must be extended one by one: see Sequence.shared_tail
+        self.changed = np.zeros(sequences, np.bool_)  # tables changed since the engine last looked
+        self.handles: list[Sequence | None] = [None] * sequences
+        self._free = list(range(sequences - 1, -1, -1))
+
+    def take(self) -> int:
+        if not self._free:
+            raise RuntimeError(
+                f"all {len(self.handles)} sequences are open; close one or raise max_sequences"
+            )
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        blocks = int(self.blocks[row])
+        self.tables[:, row, :blocks] = 0
+        self.states[:, row] = 0
+        self.length[row] = self.blocks[row] = 0
+        self.first[:, row] = 0
+        self.special[row] = False
+        self.changed[row] = True
+        self.handles[row] = None
+        self._free.append(row)
+
+    def open_rows(self) -> list[int]:
+        return [row for row, handle in enumerate(self.handles) if handle is not None]
+
+
+class Sequence:
+    """One request, beam or sample. All verbs are the cache's; these are shorthands.
+
+    | tokens        | meaning                                                    |
+    |---------------|------------------------------------------------------------|
+    | [0, resumed)  | were in the cache when it opened                           |
+    | [0, length)   | computed: their pages and states are real                  |
+    | up to reserve | pages are there to write to                                |
+    """
+
+    __slots__ = (
+        "cache",
+        "control",
+        "marks",
+        "media",
+        "node",
+        "prompt",
+        "published",
+        "resumed",
+        "root",
+        "row",
+        "runs",
+        "shared_tail",
+        "state_source",
+        "wanted",
+    )
+
+    def __init__(self, cache: KVCache, row: int, root: Root, node: Node, control: Control) -> None:
+        self.cache = cache
+        self.row = row
+        self.root = root
+        self.node = node  # the deepest node on its path; ends at `published`
+        self.control = control
+        self.published = node.end
+        self.resumed = 0
+        self.prompt = 0
+        self.shared_tail = False  # its partial block is someone else's page: copy before writing
+        self.state_source: Ids | None = None  # a snapshot to start from, held until copied
+        self.wanted: tuple[int, ...] = ()  # positions at which to leave a resume point
+        self.media: tuple[Media, ...] = ()
+        self.runs: dict[bytes, MediaRun | Ids] = {}
+
+    def __repr__(self) -> str:
+        state = f"row {self.row}, {self.length} tokens" if self.open else "closed"
+        return f"<Sequence {state}>"
+
+    @property
+    def open(self) -> bool:
+        return self.cache.rows.handles[self.row] is self
+
+    @property
+    def length(self) -> int:
+        return int(self.cache.rows.length[self.row])
+
+    @property
+    def reserve(self) -> int:
+        return int(self.cache.rows.blocks[self.row]) * self.cache.block_tokens
+
+    @property
+    def boundary(self) -> int | None:
+        """The next position at which a step should end, so that a state snapshot can be taken there."""
+        length = self.length
+        ahead = [p for p in self.wanted if p > length]
+        every = self.cache.snapshots.every_blocks * self.cache.block_tokens
+        if every:
+            ahead.append((length // every + 1) * every)
+        return min(ahead) if ahead and self.cache.has_states else None
+
+    def table(self, group: int) -> Ids:
+        """The page ids of one token group: [runs, blocks], a view."""
+        return self.cache.table(group)[:, self.row, : int(self.cache.rows.blocks[self.row])]
+
+    def states(self, group: int) -> Ids:
+        """The page ids of one state group's live state: [runs]."""
+        return self.cache.rows.states[self.cache.layout.groups[group].columns, self.row]
+
+    def media_rows(self, digest: bytes) -> Ids:
+        """The rows of page ids of an image's run: [blocks, columns]."""
+        run = self.runs[self.root.name + digest]
+        return run.rows if isinstance(run, MediaRun) else run
+
+    def extend(self, n: int) -> int:
+        return self.cache.extend(self, n)
+
+    def commit(self, tokens: npt.ArrayLike) -> None:
+        self.cache.commit(self, tokens)
+
+    def rollback(self, n: int) -> int:
+        return self.cache.rollback(self, n)
+
+    def fork(self) -> Sequence | None:
+        return self.cache.fork(self)
+
+    def close(self) -> None:
+        self.cache.close(self)

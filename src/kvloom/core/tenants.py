@@ -1,0 +1,87 @@
+"""Who pays for which pages: one account a tenant, with a quota and a fair share.
+
+Isolation is not here but in the names: a tenant's salt makes its pages unreachable to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .eviction import EvictionQueue
+from .policies import Entry, Policy
+
+__all__ = ["Account", "Accounts", "Tenant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """`quota` is the most bytes of the pool it may use; `weight` its share when the pool is full.
+
+    A tenant at or below its share (weight over the sum of weights) loses nothing to others. Weight
+    0 claims no share.
+    """
+
+    name: str
+    quota: int | None = None
+    weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.quota is not None and self.quota < 0:
+            raise ValueError(f"tenant {self.name!r}: quota {self.quota} is negative")
+        if self.weight < 0:
+            raise ValueError(f"tenant {self.name!r}: weight {self.weight} is negative")
+
+
+class Account:
+    """Bytes of one tenant: `used` in all, of which `held` by its sequences and pins."""
+
+    __slots__ = ("guaranteed", "held", "queue", "tenant", "used")
+
+    def __init__(self, tenant: Tenant, policy: Policy) -> None:
+        self.tenant = tenant
+        self.used = 0
+        self.held = 0
+        self.guaranteed = 0.0
+        self.queue: EvictionQueue[Entry] = EvictionQueue(policy)
+
+    def over_quota(self, need: int) -> int:
+        """Bytes that must leave before `need` more fit the quota."""
+        return 0 if self.tenant.quota is None else max(0, self.used + need - self.tenant.quota)
+
+    def beyond_quota(self, need: int) -> int:
+        """Bytes lacking for `need` even with everything of its own evicted."""
+        return 0 if self.tenant.quota is None else max(0, self.held + need - self.tenant.quota)
+
+
+class Accounts:
+    """The accounts of one pool. Tenants that were not declared share the account of DEFAULT."""
+
+    DEFAULT = ""
+
+    def __init__(self, tenants: Iterable[Tenant], policy: Policy, pool_bytes: int) -> None:
+        declared = {tenant.name: tenant for tenant in tenants}
+        declared.setdefault(self.DEFAULT, Tenant(self.DEFAULT))
+        self.accounts = {name: Account(tenant, policy) for name, tenant in declared.items()}
+        weights = sum(tenant.weight for tenant in declared.values())
+        for account in self.accounts.values():
+            account.guaranteed = pool_bytes * account.tenant.weight / weights if weights else 0.0
+
+    def __getitem__(self, tenant: str) -> Account:
+        return self.accounts.get(tenant) or self.accounts[self.DEFAULT]
+
+    def victim(self, requester: Account, now: float) -> Account | None:
+        """Whose entry leaves next so that `requester` gets room: spares first, then the smallest key
+        among the requester and those above their share. O(tenants)."""
+        if len(self.accounts) == 1:
+            return requester if requester.queue.spares or requester.queue.peek(now) is not None else None
+        best = None
+        for account in self.accounts.values():
+            if account is not requester and account.used <= account.guaranteed:
+                continue
+            if account.queue.spares:
+                return account
+            key = account.queue.peek(now)
+            if key is not None and (best is None or key < best[0]):
+                best = (key, account)
+        return best[1] if best else None

@@ -1,0 +1,1 @@
+"""What kvloom knows of model architectures."""

@@ -1,0 +1,67 @@
+"""The models kvloom knows by name, and configs read from disk. No network: a name is a shipped file."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from .reading import ModelError
+from .specs import ModelSpec, model_spec
+
+__all__ = ["known_models", "load_config", "load_spec"]
+
+
+@cache
+def known_models() -> tuple[str, ...]:
+    """Names that `load_config` takes, sorted."""
+    files = resources.files(__package__).joinpath("configs").iterdir()
+    return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
+
+
+def load_config(model: str) -> dict[str, Any]:
+    """The config of a known model, of a config.json, or of a folder that holds one."""
+    if model.lower() in known_models():
+        shipped = resources.files(__package__).joinpath("configs", f"{model.lower()}.json")
+        return _parse(shipped.read_text(encoding="utf-8"), model)
+    path = Path(model)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.exists():
+        raise ModelError(_unknown(model))
+    try:
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def load_spec(model: str, kv_dtype: str | None = None) -> ModelSpec:
+    """`model_spec` of `load_config`, under a name for people."""
+    path = Path(model)
+    name = path.parent.name or path.stem if path.name == "config.json" else path.name.removesuffix(".json")
+    return model_spec(load_config(model), name.lower() if name.lower() in known_models() else name, kv_dtype)
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{source} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{source} holds a {type(config).__name__}; a config is a JSON object")
+    return config
+
+
+def _unknown(model: str) -> str:
+    looks_like_path = model.endswith(".json") or model.startswith((".", "/", "~"))
+    if looks_like_path:
+        return (
+            f"there is no file {model!r}; give the path of a config.json, or a name from `kvloom plan --list`"
+        )
+    short = model.rsplit("/", 1)[-1].lower()
+    close = difflib.get_close_matches(short, known_models(), n=4, cutoff=0.5)
+    hint = f"did you mean {', '.join(close)}? " if close else ""
+    return f"model {model!r} is not known: {hint}`kvloom plan --list` shows all names; a path to a config.json works too"

@@ -1,0 +1,163 @@
+"""From a Hugging Face config to layer specs: what each layer of a model keeps of the past.
+
+No weights, no torch, no network, no pages. How a family's config is read stands in `reading`.
+
+| a layer of kind     | keeps                                                            |
+|---------------------|------------------------------------------------------------------|
+| full_attention      | K and V (or one latent) of every text token                      |
+| sliding_attention   | the same, of the last `sliding_window` tokens                    |
+| chunked_attention   | the same, of the current chunk of `attention_chunk_size`         |
+| cross_attention     | K and V of the image tokens alone                                |
+| linear_attention    | one state: the convolution's last inputs and the recurrent state |
+| hybrid              | full_attention and linear_attention side by side                 |
+| mlp, moe            | nothing                                                          |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from kvloom.core.layers import LayerSpec, Span
+
+from .reading import FAMILIES, TEXT_TYPES, Config, Family, ModelError, dtype_name, plain_family
+
+__all__ = ["KV_DTYPES", "Media", "ModelSpec", "model_spec", "with_draft"]
+
+KV_DTYPES = ("bf16", "fp16", "fp32", "int8", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """Where the tokens of an image go: "stream" (positions like text, in every layer) or "cross" (kept
+    by the cross-attention layers alone). `token_id` is the placeholder in the prompt."""
+
+    place: Literal["stream", "cross"]
+    token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the layers of one model keep, by name ("layers.3.attention", "layers.3.mamba").
+
+    `max_context` is None where nothing bounds it (purely recurrent models), `media` where the model
+    takes text alone.
+    """
+
+    name: str
+    layers: Mapping[str, LayerSpec]
+    max_context: int | None
+    media: Media | None = None
+
+    def canonical(self) -> str:
+        """One text for one spec, the same in every process: what a fingerprint of the layout covers.
+        It says nothing of the weights; two checkpoints of one architecture share it."""
+        layers = {name: asdict(spec) for name, spec in self.layers.items()}
+        return json.dumps({"name": self.name, "layers": layers}, sort_keys=True, separators=(",", ":"))
+
+
+def model_spec(config: Mapping[str, Any], name: str | None = None, kv_dtype: str | None = None) -> ModelSpec:
+    """Read a Hugging Face config. `kv_dtype` is what K and V are kept in (the model's own if None);
+    recurrent states stay as the model keeps them. Raises ModelError on what it cannot read."""
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise ModelError(f"KV dtype {kv_dtype!r} is not known; known: {', '.join(KV_DTYPES)}")
+    text = _text_config(config)
+    family = FAMILIES.get(text["model_type"]) or plain_family(text)
+    fields = Config(text, family.defaults)
+    set_dtypes = [source.get(key) for source in (text, config) for key in ("dtype", "torch_dtype")]
+    dtype = dtype_name(next(filter(None, set_dtypes), "bfloat16"))
+    layers = _layers(fields, family, kv_dtype or dtype, dtype)
+    if not layers:
+        raise ModelError(f"{fields.model_type}: no layer keeps anything")
+    return ModelSpec(
+        name=name or str(config.get("_name_or_path") or config.get("model_type")),
+        layers=layers,
+        max_context=fields.optional("max_position_embeddings"),
+        media=_media(config, layers),
+    )
+
+
+def with_draft(target: ModelSpec, draft: ModelSpec) -> ModelSpec:
+    """Both models in one mapping, the draft's layers under "draft." with a lifetime of their own."""
+    beside = {f"draft.{name}": replace(spec, lifetime="draft") for name, spec in draft.layers.items()}
+    limits = [spec.max_context for spec in (target, draft) if spec.max_context is not None]
+    return ModelSpec(
+        name=f"{target.name} + {draft.name}",
+        layers={**target.layers, **beside},
+        max_context=min(limits, default=None),
+        media=target.media,
+    )
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the text model, with its model_type set."""
+    outer = config.get("model_type")
+    inner = config.get("text_config")
+    text = dict(inner if isinstance(inner, Mapping) else config)
+    text["model_type"] = TEXT_TYPES.get(str(text.get("model_type") or outer), text.get("model_type") or outer)
+    if not isinstance(text["model_type"], str):
+        raise ModelError("the config has no model_type; is it the config.json of a Hugging Face model?")
+    return text
+
+
+def _kinds(config: Config, family: Family) -> list[str]:
+    """The kind of every layer: as the config lists them, else by the family's pattern."""
+    older = {"attention": "full_attention", "mamba": "linear_attention"}
+    listed = config.get("layer_types") or config.get("layers_block_type")
+    if listed is not None and not isinstance(listed, list):
+        raise ModelError(f"{config.model_type}: layer_types is {listed!r}; a list of kinds is needed")
+    kinds = family.pattern(config) if listed is None else [older.get(str(kind), str(kind)) for kind in listed]
+    declared = config.optional("num_hidden_layers")
+    if declared is not None and declared != len(kinds):
+        raise ModelError(
+            f"{config.model_type}: {len(kinds)} kinds of layers for {declared} num_hidden_layers"
+        )
+    return kinds
+
+
+def _layers(config: Config, family: Family, kv_dtype: str, dtype: str) -> dict[str, LayerSpec]:
+    specs: dict[str, dict[str, LayerSpec]] = {}
+    layers: dict[str, LayerSpec] = {}
+    for index, kind in enumerate(_kinds(config, family)):
+        if kind not in specs:
+            specs[kind] = _parts(config, family, kind, kv_dtype, dtype)
+        layers.update({f"layers.{index}.{part}": spec for part, spec in specs[kind].items()})
+    return layers
+
+
+def _parts(config: Config, family: Family, kind: str, kv_dtype: str, dtype: str) -> dict[str, LayerSpec]:
+    """What one layer of `kind` keeps: part name → spec."""
+
+    def attention(span: Span) -> dict[str, LayerSpec]:
+        return {"attention": LayerSpec("token", family.token(config, kv_dtype), span)}
+
+    def state() -> dict[str, LayerSpec]:
+        if family.state is None:
+            raise ModelError(f"{config.model_type}: a {kind} layer, but the shape of its state is not known")
+        return {family.mixer: LayerSpec("state", family.state(config, dtype))}
+
+    parts: dict[str, Callable[[], dict[str, LayerSpec]]] = {
+        "full_attention": lambda: attention(Span("full")),
+        "sliding_attention": lambda: attention(Span("sliding", config.size("sliding_window"))),
+        "chunked_attention": lambda: attention(Span("chunked", config.size("attention_chunk_size"))),
+        "cross_attention": lambda: {
+            "cross": LayerSpec("token", family.token(config, kv_dtype), axis="media")
+        },
+        "linear_attention": state,
+        "hybrid": lambda: attention(Span("full")) | state(),
+        "mlp": dict,
+        "moe": dict,
+    }
+    if kind not in parts:
+        raise ModelError(f"{config.model_type}: layer kind {kind!r} is not known; known: {', '.join(parts)}")
+    return parts[kind]()
+
+
+def _media(config: Mapping[str, Any], layers: Mapping[str, LayerSpec]) -> Media | None:
+    token = config.get("image_token_id", config.get("image_token_index"))
+    if any(spec.axis == "media" for spec in layers.values()):
+        return Media("cross", token)
+    sees = config.get("model_type") in TEXT_TYPES or "vision_config" in config
+    return Media("stream", token) if sees else None

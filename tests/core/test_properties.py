@@ -1,0 +1,216 @@
+"""Any interleaving of a scheduler's calls: pages are conserved, nothing is read that was not written,
+and without eviction the hits are exactly those of a plain list of prompts."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvloom.core import POLICIES, Control, Media, Retain, Snapshots, Tenant
+
+from .world import LAYOUTS, Open, World, make_world
+
+FUZZ = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", "40"))
+
+segments = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 45)), min_size=1, max_size=4)
+tenants = st.sampled_from(["", "", "", "gold", "free"])
+controls = st.builds(
+    Control,
+    tenant=tenants,
+    adapter=st.sampled_from(["", "", "lora"]),
+    store=st.sampled_from([True, True, True, False]),
+    read=st.sampled_from([True, True, True, False]),
+    session=st.sampled_from([None, "s1", "s2"]),
+    retain=st.sampled_from([(), (), (Retain(0, 20, 2, 5.0),), (Retain(10, None, -1),)]),
+)
+
+
+def spell(parts: list[tuple[int, int]]) -> list[int]:
+    return [token for token, n in parts for _ in range(n)]
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class Machine(RuleBasedStateMachine):
+    world: World
+
+    @initialize(
+        kind=st.sampled_from(sorted(LAYOUTS)),
+        slabs=st.sampled_from([12, 40, 90, 3000]),
+        policy=st.sampled_from(sorted(POLICIES)),
+        every=st.sampled_from([0, 0, 2]),
+        before_last=st.booleans(),
+        shares=st.booleans(),
+        quota=st.sampled_from([None, 30]),
+    )
+    def start(
+        self, kind: str, slabs: int, policy: str, every: int, before_last: bool, shares: bool, quota: int | None
+    ) -> None:
+        self.kind = kind
+        names = ("", "gold", "free") if shares else ()
+        slab = make_world(kind, 2).cache.layout.slab_bytes
+        declared = [Tenant(n, None if quota is None else quota * slab, 1.0) for n in names]
+        snapshots = Snapshots(every_blocks=every, before_last=before_last)
+        self.world = make_world(kind, slabs, policy=policy, tenants=declared, snapshots=snapshots)
+        self.roomy = slabs == 3000 and quota is None
+        self.pins: list[object] = []
+
+    @property
+    def cache(self):  # type: ignore[no-untyped-def]
+        return self.world.cache
+
+    def _media(self, prompt: list[int], which: int | None) -> tuple[Media, ...]:
+        if which is None or self.kind != "cross":
+            return ()
+        start = min(5, len(prompt) - 1)
+        return (Media(start, start + 1, bytes([which]) * 16, tokens=20),)
+
+    @precondition(lambda self: len(self.world.opened) < 6)
+    @rule(parts=segments, control=controls, image=st.sampled_from([None, 1, 2]))
+    def open(self, parts: list[tuple[int, int]], control: Control, image: int | None) -> None:
+        prompt = spell(parts)
+        media = self._media(prompt, image)
+        match = self.cache.match(prompt, control, media)
+        seen = self.cache.media_ids.place(__import__("numpy").array(prompt, "int32"), media).tolist()
+        root = self.cache.root_name(control)
+        known = max((common(seen, text) for name, text in self.world.stored if name == root), default=0)
+        expected = min(known, len(prompt) - 1) if control.read else 0
+        assert match.resume <= match.matched <= expected or not control.read
+        if self.roomy and self.cache.room.evictions == 0:
+            assert match.matched == expected
+            if not self.cache.tree.keeps_checkpoints and not media:
+                assert match.resume == expected
+        assert self.cache.explain(match).reason
+        sequence = self.cache.open(match)
+        assert sequence.length == match.resume == sequence.resumed
+        self.world.opened.append(Open(sequence, seen[: match.resume], seen, control, media))
+
+    @precondition(lambda self: self.world.opened)
+    @rule(pick=st.integers(0, 9), n=st.integers(1, 70), keep=st.integers(0, 70), token=st.integers(0, 2))
+    def step(self, pick: int, n: int, keep: int, token: int) -> None:
+        """A chunk of prefill, a decoded token, or a draft of which some tokens are accepted."""
+        item = self.world.opened[pick % len(self.world.opened)]
+        seq = item.sequence
+        left = item.prompt[len(item.tokens) :]
+        tokens = (left or [token] * 70)[:n]
+        before = (seq.length, seq.reserve, self.cache.rows.tables[:, seq.row].copy().tobytes())
+        missing = seq.extend(len(tokens))
+        if missing:
+            assert before == (seq.length, seq.reserve, self.cache.rows.tables[:, seq.row].tobytes())
+            return
+        accepted = tokens if left else tokens[: max(1, keep)]
+        if self.cache.has_states and seq.boundary is not None:
+            accepted = accepted[: max(1, seq.boundary - seq.length)]
+        self.world.step(item, accepted)
+        self._note(item)
+
+    @precondition(lambda self: self.world.opened)
+    @rule(token=st.integers(0, 2))
+    def decode(self, token: int) -> None:
+        import numpy as np
+
+        ready = [i for i in self.world.opened if len(i.tokens) >= len(i.prompt)]
+        if not ready:
+            return
+        rows = np.array([i.sequence.row for i in ready])
+        if self.cache.extend_many(rows, 1):
+            return
+        self.world.run_copies()
+        for item in ready:
+            self.world.verify(item)
+            self._write_token(item, token)
+        self.cache.commit_many(rows, np.full(rows.size, token, np.int32))
+        for item in ready:
+            item.tokens.append(token)
+            self._note(item)
+
+    def _write_token(self, item: Open, token: int) -> None:
+        seq, world = item.sequence, self.world
+        from .world import prefix_hash
+
+        value = prefix_hash([*item.tokens, token], seq.root.name)
+        block, slot = divmod(seq.length, self.cache.block_tokens)
+        for column, cls, _ in world._columns("token"):
+            world._write(cls, int(self.cache.rows.tables[column, seq.row, block]), (column, slot), value)
+        for column, cls, _ in world._columns("state"):
+            world._write(cls, int(self.cache.rows.states[column, seq.row]), "state", value)
+
+    def _note(self, item: Open) -> None:
+        """What others may find from now on: its full blocks (a checkpoint may add its tail)."""
+        if item.control.store:
+            whole = len(item.tokens) // self.cache.block_tokens * self.cache.block_tokens
+            stop = len(item.tokens) if self._has_checkpoint(item) else whole
+            self.world.stored.append((item.sequence.root.name, item.tokens[:stop]))
+
+    def _has_checkpoint(self, item: Open) -> bool:
+        if not self.cache.tree.keeps_checkpoints:
+            return False
+        every = self.cache.snapshots.every_blocks * self.cache.block_tokens
+        points = {len(item.prompt) - self.cache.snapshots.before_last}
+        return len(item.tokens) in points or bool(every and len(item.tokens) % every == 0)
+
+    @precondition(lambda self: self.world.opened)
+    @rule(pick=st.integers(0, 9), n=st.integers(0, 60))
+    def rollback(self, pick: int, n: int) -> None:
+        item = self.world.opened[pick % len(self.world.opened)]
+        n = min(n, len(item.tokens))
+        reached = item.sequence.rollback(n)
+        assert reached <= len(item.tokens) - n
+        if not self.cache.tree.keeps_checkpoints:
+            assert reached == len(item.tokens) - n
+        dropped = item.tokens[reached:]
+        item.tokens = item.tokens[:reached]
+        item.prompt = item.tokens + dropped[: len(item.prompt) - reached if reached < len(item.prompt) else 0]
+
+    @precondition(lambda self: 0 < len(self.world.opened) < 6)
+    @rule(pick=st.integers(0, 9))
+    def fork(self, pick: int) -> None:
+        item = self.world.opened[pick % len(self.world.opened)]
+        child = item.sequence.fork()
+        if child is not None:
+            self.world.opened.append(Open(child, list(item.tokens), list(item.prompt), item.control, item.media))
+
+    @precondition(lambda self: self.world.opened)
+    @rule(pick=st.integers(0, 9))
+    def close(self, pick: int) -> None:
+        item = self.world.opened.pop(pick % len(self.world.opened))
+        if item.control.store:
+            self.world.stored.append((item.sequence.root.name, list(item.tokens)))
+        item.sequence.close()
+
+    @rule(parts=segments, ttl=st.sampled_from([0.5, 5.0]), control=controls)
+    def pin(self, parts: list[tuple[int, int]], ttl: float, control: Control) -> None:
+        if len(self.pins) < 3:
+            self.pins.append(self.cache.pin(spell(parts), ttl, control))
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self) -> None:
+        self.cache.unpin(self.pins.pop())
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.clock.advance(seconds)
+
+    @rule(session=st.sampled_from(["s1", "s2"]))
+    def end_session(self, session: str) -> None:
+        self.cache.end_session(session)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+
+Machine.TestCase.settings = settings(
+    max_examples=FUZZ,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestCacheMachine = Machine.TestCase

@@ -1,0 +1,175 @@
+"""A cache with pretend bytes: every page slot remembers which prefix was written to it.
+
+The oracle of the property tests. It knows nothing of how the cache decides: it writes where the
+tables say, runs the copies it is given, and afterwards every slot that a sequence may read must
+hold exactly what that sequence's own tokens put there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvloom.core import (
+    Control,
+    Field,
+    KVCache,
+    LayerSpec,
+    Media,
+    PoolLayout,
+    Sequence,
+    Span,
+    VirtualClock,
+    attention_fields,
+)
+
+
+def attention(span: Span | None = None, heads: int = 1, **kind: str) -> LayerSpec:
+    return LayerSpec("token", attention_fields(heads, 16, "bf16"), span or Span("full"), **kind)  # type: ignore[arg-type]
+
+
+def state(size: int = 1024) -> LayerSpec:
+    return LayerSpec("state", (Field("conv", (size // 4,), "bf16"), Field("recurrent", (size // 8,), "fp32")))
+
+
+LAYOUTS: dict[str, dict[str, LayerSpec]] = {
+    "full": {f"l{i}": attention() for i in range(2)},
+    "sliding": {f"l{i}": attention(Span("sliding", 40)) for i in range(2)},
+    "sliding+full": {
+        **{f"s{i}": attention(Span("sliding", 40)) for i in range(4)},
+        **{f"f{i}": attention() for i in range(2)},
+    },
+    "chunked+full": {"c": attention(Span("chunked", 48)), "f": attention()},
+    "state": {f"m{i}": state() for i in range(2)},
+    "state+full": {**{f"m{i}": state(2048) for i in range(3)}, "f": attention()},
+    "state+sliding+full": {
+        "m": state(6144),
+        **{f"s{i}": attention(Span("sliding", 24)) for i in range(2)},
+        "f": attention(),
+    },
+    "several pages a slab": {"m": state(4096), "n": state(3000), "f": attention(), "d": attention(lifetime="draft")},
+    "cross": {"f": attention(), "x": attention(axis="media")},
+}
+
+
+def prefix_hash(tokens: list[int], root: bytes) -> bytes:
+    return hashlib.blake2b(root + np.array(tokens, np.int64).tobytes(), digest_size=8).digest()
+
+
+@dataclass
+class Open:
+    sequence: Sequence
+    tokens: list[int]
+    prompt: list[int]
+    control: Control
+    media: tuple[Media, ...] = ()
+
+
+@dataclass
+class World:
+    cache: KVCache
+    clock: VirtualClock
+    bytes_: dict[tuple[int, int], dict[object, bytes]] = field(default_factory=dict)
+    opened: list[Open] = field(default_factory=list)
+    stored: list[tuple[bytes, list[int]]] = field(default_factory=list)
+
+    # -- what an engine does ----------------------------------------------------------------------
+
+    def run_copies(self) -> None:
+        strides = {self.cache.layout.slab_bytes // c.per_slab: c.index for c in self.cache.pool.classes}
+        for batch in self.cache.take_copies():
+            cls = strides[batch.page_stride]
+            assert not set(batch.source.tolist()) & set(batch.target.tolist())
+            assert len(set(batch.target.tolist())) == batch.target.size
+            moved = [dict(self.bytes_.get((cls, s), {})) for s in batch.source.tolist()]
+            for target, content in zip(batch.target.tolist(), moved, strict=True):
+                # A page of another size may have stood here: its bytes are gone.
+                self._wipe(cls, target)
+                self.bytes_[cls, target] = content
+
+    def _wipe(self, cls: int, page: int) -> None:
+        per_slab = self.cache.pool.classes[cls].per_slab
+        slab = page // per_slab
+        for other in self.cache.pool.classes:
+            if other.index != cls:
+                for i in range(slab * other.per_slab, (slab + 1) * other.per_slab):
+                    self.bytes_.pop((other.index, i), None)
+
+    def _write(self, cls: int, page: int, slot: object, value: bytes) -> None:
+        assert page > 0, "written to no page"
+        self._wipe(cls, page)
+        self.bytes_.setdefault((cls, page), {})[slot] = value
+
+    def _columns(self, numbering: str) -> list[tuple[int, int, Span]]:
+        """(column, size class, span) of a numbering."""
+        return [
+            (column, self.cache.pool.class_of[g.index], g.spec.span)
+            for g in self.cache.layout.of(numbering)
+            for column in range(g.columns.start, g.columns.stop)
+        ]
+
+    def step(self, item: Open, tokens: list[int]) -> None:
+        """Compute `tokens` after what the sequence has (they are reserved) and commit them."""
+        self.run_copies()
+        seq, cache = item.sequence, self.cache
+        self.verify(item)
+        start = seq.length
+        assert start == len(item.tokens)
+        after = item.tokens + tokens
+        for position in range(start, len(after)):
+            value = prefix_hash(after[: position + 1], seq.root.name)
+            block, slot = divmod(position, cache.block_tokens)
+            for column, cls, _ in self._columns("token"):
+                self._write(cls, int(cache.rows.tables[column, seq.row, block]), (column, slot), value)
+        for column, cls, _ in self._columns("state"):
+            self._write(cls, int(cache.rows.states[column, seq.row]), "state", prefix_hash(after, seq.root.name))
+        for media in item.media:
+            if media.start < len(after) and self.cache.media.width:
+                for i, row in enumerate(seq.media_rows(media.digest).tolist()):
+                    for column, cls, _ in self._columns("media"):
+                        key = seq.root.name + media.digest
+                        if seq.length <= media.start:
+                            self._write(cls, row[column], ("media", column, i), key)
+        seq.commit(np.array(tokens, np.int32))
+        item.tokens = after
+
+    # -- what must hold ---------------------------------------------------------------------------
+
+    def verify(self, item: Open) -> None:
+        """Everything that the next query of a sequence reads is its own."""
+        seq, cache = item.sequence, self.cache
+        length = seq.length
+        hashes = {}
+        for column, cls, span in self._columns("token"):
+            for position in range(span.first_visible(length), length):
+                block, slot = divmod(position, cache.block_tokens)
+                page = int(cache.rows.tables[column, seq.row, block])
+                expected = hashes.setdefault(position, prefix_hash(item.tokens[: position + 1], seq.root.name))
+                assert page > 0, f"no page for position {position} of {length}, column {column}"
+                assert self.bytes_[cls, page].get((column, slot)) == expected, f"wrong bytes at {position} of {length}"
+        if length and cache.has_states and cache.rows.states[0, seq.row]:
+            for column, cls, _ in self._columns("state"):
+                page = int(cache.rows.states[column, seq.row])
+                assert self.bytes_[cls, page].get("state") == prefix_hash(item.tokens, seq.root.name), "wrong state"
+        for media in item.media:
+            if media.stop <= length and cache.media.width:
+                for i, row in enumerate(seq.media_rows(media.digest).tolist()):
+                    for column, cls, _ in self._columns("media"):
+                        assert self.bytes_[cls, row[column]][("media", column, i)] == seq.root.name + media.digest
+
+    def check(self) -> None:
+        self.cache.check()
+        for item in self.opened:
+            if not self.cache.rows.special[item.sequence.row]:
+                self.run_copies()
+                self.verify(item)
+        self.cache.check()
+
+
+def make_world(kind: str, slabs: int, **options: object) -> World:
+    clock = VirtualClock()
+    layout = PoolLayout.build(LAYOUTS[kind])
+    cache = KVCache(layout, slabs, clock=clock, max_sequences=8, max_tokens=1024, **options)  # type: ignore[arg-type]
+    return World(cache, clock)

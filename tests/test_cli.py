@@ -1,0 +1,159 @@
+"""The command as a user runs it: a process, its output and its exit code."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvloom.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["bench", "--help"]])
+def test_help(arguments: list[str]) -> None:
+    done = kvloom(*arguments)
+    assert done.returncode == 0
+    assert "usage: kvloom" in done.stdout
+    assert done.stderr == ""
+
+
+def test_plan_in_json() -> None:
+    done = kvloom(
+        "plan", "ministral-8b", "--context", "131072", "--concurrency", "2", "--gpu-memory", "80GiB", "--json"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    got = json.loads(done.stdout)
+    assert got["bytes_per_token"] == 147_456
+    assert got["slab_bytes"] == 589_824
+    assert [row["layers"] for row in got["groups"]] == [9, 27]
+    assert got["schemes"].keys() == {"contiguous", "uniform", "kvloom"}
+    for scheme in got["schemes"].values():
+        assert scheme.keys() == {"bytes", "waste", "max_requests"}
+        assert scheme["max_requests"] > 0
+    assert got["schemes"]["uniform"]["waste"] == 0.5625
+
+
+def test_max_requests_is_null_without_gpu_memory() -> None:
+    got = json.loads(kvloom("plan", "llama-3-8b", "--json").stdout)
+    assert {scheme["max_requests"] for scheme in got["schemes"].values()} == {None}
+
+
+def test_the_flags_of_the_load() -> None:
+    done = kvloom(
+        *(
+            "plan",
+            "llama-3.2-11b-vision",
+            "--context",
+            "43",
+            "--image-tokens",
+            "6193",
+            "--max-context",
+            "4096",
+        ),
+        *("--kv-dtype", "fp8", "--block-tokens", "32", "--draft", "llama-3.2-1b", "--json"),
+    )
+    got = json.loads(done.stdout)
+    assert (got["context"], got["image_tokens"], got["max_context"]) == (43, 6193, 4096)
+    assert (got["kv_dtype"], got["block_tokens"], len(got["groups"])) == ("fp8", 32, 3)
+
+
+def test_plan_in_tables_is_readable_when_piped() -> None:
+    done = kvloom("plan", "gemma-3-12b", "--gpu-memory", "40GiB")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert "sliding 1024" in done.stdout
+    assert "40 GiB" in done.stdout
+
+
+def test_a_path_to_a_config(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    for path in (folder, folder / "config.json"):
+        got = json.loads(kvloom("plan", str(path), "--json").stdout)
+        assert (got["model"], got["bytes_per_token"]) == ("my-model", 2 * 2 * 64 * 2)
+
+
+def test_list() -> None:
+    names = kvloom("plan", "--list").stdout.split()
+    assert {"llama-3-70b", "gemma-3-27b", "qwen3-next-80b"} <= set(names)
+    assert json.loads(kvloom("plan", "--list", "--json").stdout) == names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "usage"),
+        (["plan"], "which model"),
+        (["plan", "llama-3-70"], "did you mean llama-3-70b"),
+        (["plan", "meta-llama/Llama-3.1-8B-Instruct"], "llama-3.1-8b"),
+        (["plan", "zzz"], "--list"),
+        (["plan", "no/such/config.json"], "no file 'no/such/config.json'"),
+        (["plan", "llama-3-8b", "--context", "-5"], "-5 is out of range"),
+        (["plan", "llama-3-8b", "--context", "many"], "'many' is not a whole number"),
+        (["plan", "llama-3-8b", "--concurrency", "0"], "0 is out of range"),
+        (["plan", "llama-3-8b", "--gpu-memory", "80 gigs"], "'80 gigs' is not understood"),
+        (["plan", "llama-3-8b", "--gpu-memory=-1GiB"], "'-1GiB' is not understood"),
+        (["plan", "llama-3-8b", "--kv-dtype", "int3"], "'int3' is not known"),
+        (["plan", "llama-3-8b", "--image-tokens", "5"], "takes no images"),
+        (["plan", "llama-3-8b", "--block-tokens", "10"], "multiple of 16"),
+        (["plan", "llama-3-8b", "--context", "100", "--max-context", "50"], "shorter than the request's 100"),
+        (["plan", "llama-3-8b", "--draft", "nothing-like-it"], "'nothing-like-it' is not known"),
+        (["bench", "nothing"], "invalid choice"),
+    ],
+)
+def test_bad_input_is_named_and_exits_with_two(arguments: list[str], words: str) -> None:
+    done = kvloom(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{broken", "not valid JSON"),
+        (b"[1, 2]", "holds a list"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"{}", "no model_type"),
+        (b'{"model_type": "llama", "num_hidden_layers": -1}', "num_hidden_layers is -1"),
+        (b'{"model_type": "unheard_of"}', "'unheard_of' is not known"),
+    ],
+)
+def test_bad_files_are_named_and_exit_with_two(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    done = kvloom("plan", str(path))
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import sys; from kvloom.cli import main; main(['plan', 'llama-3-8b']); "
+        "assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_plan_in_the_readme_is_what_the_command_prints() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition("```console\n$ kvloom plan ")[2].partition("```")[0]
+    command, _, output = shown.partition("\n")
+    printed = kvloom("plan", *command.split()).stdout
+    assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()
