@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloom.core import POLICIES, Control, Media, Retain, Snapshots, Tenant
 
-from .world import LAYOUTS, Open, World, make_world
+from .world import LAYOUTS, Open, World, make_world, prefix_hash
 
 FUZZ = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", "40"))
 
@@ -49,7 +50,14 @@ class Machine(RuleBasedStateMachine):
         quota=st.sampled_from([None, 30]),
     )
     def start(
-        self, kind: str, slabs: int, policy: str, every: int, before_last: bool, shares: bool, quota: int | None
+        self,
+        kind: str,
+        slabs: int,
+        policy: str,
+        every: int,
+        before_last: bool,
+        shares: bool,
+        quota: int | None,
     ) -> None:
         self.kind = kind
         names = ("", "gold", "free") if shares else ()
@@ -65,18 +73,18 @@ class Machine(RuleBasedStateMachine):
         return self.world.cache
 
     def _media(self, prompt: list[int], which: int | None) -> tuple[Media, ...]:
-        if which is None or self.kind != "cross":
+        if which is None:
             return ()
         start = min(5, len(prompt) - 1)
         return (Media(start, start + 1, bytes([which]) * 16, tokens=20),)
 
     @precondition(lambda self: len(self.world.opened) < 6)
-    @rule(parts=segments, control=controls, image=st.sampled_from([None, 1, 2]))
+    @rule(parts=segments, control=controls, image=st.sampled_from([None, None, 1, 2]))
     def open(self, parts: list[tuple[int, int]], control: Control, image: int | None) -> None:
         prompt = spell(parts)
         media = self._media(prompt, image)
         match = self.cache.match(prompt, control, media)
-        seen = self.cache.media_ids.place(__import__("numpy").array(prompt, "int32"), media).tolist()
+        seen = self.cache.media_ids.place(np.array(prompt, np.int32), media).tolist()
         root = self.cache.root_name(control)
         known = max((common(seen, text) for name, text in self.world.stored if name == root), default=0)
         expected = min(known, len(prompt) - 1) if control.read else 0
@@ -112,8 +120,6 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.opened)
     @rule(token=st.integers(0, 2))
     def decode(self, token: int) -> None:
-        import numpy as np
-
         ready = [i for i in self.world.opened if len(i.tokens) >= len(i.prompt)]
         if not ready:
             return
@@ -131,8 +137,6 @@ class Machine(RuleBasedStateMachine):
 
     def _write_token(self, item: Open, token: int) -> None:
         seq, world = item.sequence, self.world
-        from .world import prefix_hash
-
         value = prefix_hash([*item.tokens, token], seq.root.name)
         block, slot = divmod(seq.length, self.cache.block_tokens)
         for column, cls, _ in world._columns("token"):
@@ -163,9 +167,7 @@ class Machine(RuleBasedStateMachine):
         assert reached <= len(item.tokens) - n
         if not self.cache.tree.keeps_checkpoints:
             assert reached == len(item.tokens) - n
-        dropped = item.tokens[reached:]
         item.tokens = item.tokens[:reached]
-        item.prompt = item.tokens + dropped[: len(item.prompt) - reached if reached < len(item.prompt) else 0]
 
     @precondition(lambda self: 0 < len(self.world.opened) < 6)
     @rule(pick=st.integers(0, 9))
@@ -173,7 +175,9 @@ class Machine(RuleBasedStateMachine):
         item = self.world.opened[pick % len(self.world.opened)]
         child = item.sequence.fork()
         if child is not None:
-            self.world.opened.append(Open(child, list(item.tokens), list(item.prompt), item.control, item.media))
+            self.world.opened.append(
+                Open(child, list(item.tokens), list(item.prompt), item.control, item.media)
+            )
 
     @precondition(lambda self: self.world.opened)
     @rule(pick=st.integers(0, 9))

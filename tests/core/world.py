@@ -49,7 +49,12 @@ LAYOUTS: dict[str, dict[str, LayerSpec]] = {
         **{f"s{i}": attention(Span("sliding", 24)) for i in range(2)},
         "f": attention(),
     },
-    "several pages a slab": {"m": state(4096), "n": state(3000), "f": attention(), "d": attention(lifetime="draft")},
+    "several pages a slab": {
+        "m": state(4096),
+        "n": state(3000),
+        "f": attention(),
+        "d": attention(lifetime="draft"),
+    },
     "cross": {"f": attention(), "x": attention(axis="media")},
 }
 
@@ -124,7 +129,9 @@ class World:
             for column, cls, _ in self._columns("token"):
                 self._write(cls, int(cache.rows.tables[column, seq.row, block]), (column, slot), value)
         for column, cls, _ in self._columns("state"):
-            self._write(cls, int(cache.rows.states[column, seq.row]), "state", prefix_hash(after, seq.root.name))
+            self._write(
+                cls, int(cache.rows.states[column, seq.row]), "state", prefix_hash(after, seq.root.name)
+            )
         for media in item.media:
             if media.start < len(after) and self.cache.media.width:
                 for i, row in enumerate(seq.media_rows(media.digest).tolist()):
@@ -132,7 +139,7 @@ class World:
                         key = seq.root.name + media.digest
                         if seq.length <= media.start:
                             self._write(cls, row[column], ("media", column, i), key)
-        seq.commit(np.array(tokens, np.int32))
+        seq.commit(np.maximum(np.array(tokens, np.int32), 0))  # media ids are given as placeholders
         item.tokens = after
 
     # -- what must hold ---------------------------------------------------------------------------
@@ -146,18 +153,27 @@ class World:
             for position in range(span.first_visible(length), length):
                 block, slot = divmod(position, cache.block_tokens)
                 page = int(cache.rows.tables[column, seq.row, block])
-                expected = hashes.setdefault(position, prefix_hash(item.tokens[: position + 1], seq.root.name))
+                expected = hashes.setdefault(
+                    position, prefix_hash(item.tokens[: position + 1], seq.root.name)
+                )
                 assert page > 0, f"no page for position {position} of {length}, column {column}"
-                assert self.bytes_[cls, page].get((column, slot)) == expected, f"wrong bytes at {position} of {length}"
+                assert self.bytes_[cls, page].get((column, slot)) == expected, (
+                    f"wrong bytes at {position} of {length}"
+                )
         if length and cache.has_states and cache.rows.states[0, seq.row]:
             for column, cls, _ in self._columns("state"):
                 page = int(cache.rows.states[column, seq.row])
-                assert self.bytes_[cls, page].get("state") == prefix_hash(item.tokens, seq.root.name), "wrong state"
+                assert self.bytes_[cls, page].get("state") == prefix_hash(item.tokens, seq.root.name), (
+                    "wrong state"
+                )
         for media in item.media:
             if media.stop <= length and cache.media.width:
                 for i, row in enumerate(seq.media_rows(media.digest).tolist()):
                     for column, cls, _ in self._columns("media"):
-                        assert self.bytes_[cls, row[column]][("media", column, i)] == seq.root.name + media.digest
+                        assert (
+                            self.bytes_[cls, row[column]][("media", column, i)]
+                            == seq.root.name + media.digest
+                        )
 
     def check(self) -> None:
         self.cache.check()

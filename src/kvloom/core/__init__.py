@@ -3,9 +3,10 @@
 The engine, the simulator and the router all import this, and only what is named here.
 """
 
-from .cache import KVCache, Pin
+from .cache import KVCache
 from .clock import Clock, VirtualClock, WallClock
 from .events import Dropped, Event, EventBus, Moved, Stored
+from .hints import Pin
 from .layers import DTYPE_BYTES, Field, LayerSpec, Span, attention_fields
 from .layout import GRAIN, MAX_WASTE, PageGroup, PoolLayout
 from .lookup import REASONS, Match, Stop

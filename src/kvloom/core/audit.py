@@ -12,7 +12,8 @@ from .pool import Columns, Ids
 from .prefix import Node
 
 if TYPE_CHECKING:
-    from .cache import KVCache, Pin
+    from .cache import KVCache
+    from .hints import Pin
 
 __all__ = ["audit"]
 
@@ -29,7 +30,9 @@ def audit(cache: KVCache, pins: Iterable[Pin]) -> None:
         assert not rows.tables[:, row, blocks:].any(), f"row {row} names pages beyond its blocks"
         assert rows.length[row] <= blocks * cache.block_tokens, f"row {row} is longer than its pages"
         assert seq.node.locks > 0, f"row {row} stands on an unlocked node"
-        assert not seq.control.store or seq.node.end == seq.published, f"row {row} stands elsewhere than it published"
+        assert not seq.control.store or seq.node.end == seq.published, (
+            f"row {row} stands elsewhere than it published"
+        )
         _count(held, cache.pages, rows.tables[:, row, :blocks].T)
         if rows.states[:, row].any():
             _count(held, cache.states, rows.states[:, row][None])
@@ -58,8 +61,12 @@ def audit(cache: KVCache, pins: Iterable[Pin]) -> None:
     for run in cache.room.runs.values():
         _count(kept, cache.media, run.rows)
     for c, holds, keeps in zip(cache.pool.classes, held, kept, strict=True):
-        assert (c.held == holds).all(), f"class {c.index}: holds differ at pages {np.flatnonzero(c.held != holds)[:8]}"
-        assert (c.kept == keeps).all(), f"class {c.index}: keeps differ at pages {np.flatnonzero(c.kept != keeps)[:8]}"
+        assert (c.held == holds).all(), (
+            f"class {c.index}: holds differ at pages {np.flatnonzero(c.held != holds)[:8]}"
+        )
+        assert (c.kept == keeps).all(), (
+            f"class {c.index}: keeps differ at pages {np.flatnonzero(c.kept != keeps)[:8]}"
+        )
     cache.pool.check()
     _check_accounts(cache)
 
@@ -76,7 +83,9 @@ def _check_node(cache: KVCache, node: Node) -> None:
     block = cache.block_tokens
     assert len(node.text) == 4 * (node.end - node.start) > 0, "a node's text and range differ"
     assert node.count == (node.end - 1) // block - node.start // block + 1, "a node's rows and range differ"
-    assert node.parent is not None and node.start == node.parent.end, "a node does not begin where its parent ends"
+    assert node.parent is not None and node.start == node.parent.end, (
+        "a node does not begin where its parent ends"
+    )
     assert all(int.from_bytes(c.text[:4], "little", signed=True) == k for k, c in node.children.items())
     windowed = {c for columns in cache.tree.window_columns for c in range(columns.start, columns.stop)}
     full = [c for c in range(cache.pages.width) if c not in windowed]
@@ -87,7 +96,9 @@ def _check_node(cache: KVCache, node: Node) -> None:
             marked = node.marks[: node.count, window] > 0
             shared = np.zeros(node.count, bool)
             shared[-1] = node.end % block != 0 and bool(node.children)
-            assert (node.pages[: node.count, columns.start][marked & ~shared] > 0).all(), "a marked page is missing"
+            assert (node.pages[: node.count, columns.start][marked & ~shared] > 0).all(), (
+                "a marked page is missing"
+            )
     if node.leaf:
         assert node.queued is not None, "a leaf that may leave is not queued"
 
@@ -102,8 +113,12 @@ def _check_accounts(cache: KVCache) -> None:
     held = sum(c.held_pages * s for c, s in zip(cache.pool.classes, strides, strict=True))
     used = held + sum(c.cached_pages * s for c, s in zip(cache.pool.classes, strides, strict=True))
     accounts = cache.accounts.accounts.values()
-    assert sum(a.held for a in accounts) == held, f"accounts hold {sum(a.held for a in accounts)}, pages {held}"
-    assert sum(a.used for a in accounts) == used, f"accounts use {sum(a.used for a in accounts)}, pages {used}"
+    assert sum(a.held for a in accounts) == held, (
+        f"accounts hold {sum(a.held for a in accounts)}, pages {held}"
+    )
+    assert sum(a.used for a in accounts) == used, (
+        f"accounts use {sum(a.used for a in accounts)}, pages {used}"
+    )
     for account in accounts:
         quota = account.tenant.quota
         assert quota is None or account.used <= quota, f"tenant {account.tenant.name!r} is over its quota"

@@ -42,11 +42,15 @@ class Field:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"field {self.name!r}: unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+            raise ValueError(
+                f"field {self.name!r}: unknown dtype {self.dtype!r}; known: {', '.join(DTYPE_BYTES)}"
+            )
         if not self.shape or any(size <= 0 for size in self.shape):
             raise ValueError(f"field {self.name!r}: shape {self.shape} needs positive sizes")
         if self.shard_axis is not None and not 0 <= self.shard_axis < len(self.shape):
-            raise ValueError(f"field {self.name!r}: shard_axis {self.shard_axis} is not an axis of {self.shape}")
+            raise ValueError(
+                f"field {self.name!r}: shard_axis {self.shard_axis} is not an axis of {self.shape}"
+            )
 
     @property
     def bytes(self) -> int:
@@ -71,7 +75,9 @@ class Span:
         if self.kind not in ("full", "sliding", "chunked"):
             raise ValueError(f"unknown span kind {self.kind!r}; known: full, sliding, chunked")
         if (self.kind == "full") != (self.size == 0) or self.size < 0:
-            raise ValueError(f"span {self.kind!r} with size {self.size}: full takes none, the others a positive one")
+            raise ValueError(
+                f"span {self.kind!r} with size {self.size}: full takes none, the others a positive one"
+            )
 
     def first_visible(self, position: int) -> int:
         """The first token that the query at `position` sees. It never falls as `position` grows."""
@@ -136,7 +142,9 @@ class LayerSpec:
         return "cross" if self.axis == "media" else self.span.kind
 
 
-def attention_fields(kv_heads: int, head_dim: int, dtype: str, scales: bool | None = None) -> tuple[Field, ...]:
+def attention_fields(
+    kv_heads: int, head_dim: int, dtype: str, scales: bool | None = None
+) -> tuple[Field, ...]:
     """K and V of one attention layer; int8 and fp8 carry a float32 scale per token and head unless
     `scales` is False (static scales live with the weights)."""
     fields: tuple[Field, ...] = (

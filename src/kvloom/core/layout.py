@@ -184,9 +184,7 @@ def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _choose(
-    sizes: tuple[tuple[int, int], ...], granularity: int
-) -> tuple[int, tuple[tuple[int, int], ...]]:
+def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, tuple[tuple[int, int], ...]]:
     """The slab and, for each group of (layer bytes, layers), its (runs, page stride).
 
     Tries every slab that is a small multiple of some group's page; each group takes the cut that

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .clock import Clock
 from .layout import GRAIN
 from .media import Media
 from .names import NAME_BYTES, TOKEN_BYTES, NameIndex, chain, tail_name
@@ -66,10 +65,9 @@ class Match:
 
 
 class Lookup:
-    def __init__(self, tree: PrefixTree, room: Room, clock: Clock) -> None:
+    def __init__(self, tree: PrefixTree, room: Room) -> None:
         self.tree = tree
         self.room = room
-        self.clock = clock
 
     def find(
         self, root_name: bytes, data: bytes, control: Control, media: Sequence[Media], limit: int
@@ -80,7 +78,7 @@ class Lookup:
         path, matched = tree.walk(root, data, limit)
         rows = tree.rows(path, matched)
         resume, reason = matched, ""
-        if self.room.runs or media:
+        if self.room.media.width:
             for item in media:
                 if item.tokens and item.start < resume and root_name + item.digest not in self.room.runs:
                     resume, reason = item.start, "media missing"
@@ -116,7 +114,8 @@ class Lookup:
     ) -> tuple[int, Checkpoint | None, str]:
         tree = self.tree
         windows = [
-            (span, rows[:, columns.start]) for span, columns in zip(tree.windows, tree.window_columns, strict=True)
+            (span, rows[:, columns.start])
+            for span, columns in zip(tree.windows, tree.window_columns, strict=True)
         ]
         if not tree.state_groups:
             resume, broken = longest_resume(limit, windows, tree.block)
@@ -134,7 +133,9 @@ class Lookup:
                 if checkpoint.position <= limit:
                     yield checkpoint
 
-    def _where_text_ends(self, root: Root | None, path: list[Node], matched: int, data: bytes, limit: int) -> Stop:
+    def _where_text_ends(
+        self, root: Root | None, path: list[Node], matched: int, data: bytes, limit: int
+    ) -> Stop:
         if matched == limit:
             return Stop("complete", matched)
         last = path[-1] if path else root

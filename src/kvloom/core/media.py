@@ -47,7 +47,9 @@ class MediaRun(Entry):
 
     __slots__ = ("_bytes", "_tokens", "account", "holds", "key", "rows")
 
-    def __init__(self, serial: int, now: float, key: bytes, account: Account, rows: Ids, tokens: int, size: int):
+    def __init__(
+        self, serial: int, now: float, key: bytes, account: Account, rows: Ids, tokens: int, size: int
+    ):
         super().__init__(serial, now)
         self.key = key
         self.account = account

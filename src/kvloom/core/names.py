@@ -34,18 +34,21 @@ def token_bytes(tokens: npt.ArrayLike) -> bytes:
     array = np.asarray(tokens)
     if array.ndim != 1:
         raise ValueError(f"tokens must be one row of ids, got shape {array.shape}")
-    if array.dtype == np.int32:
-        return array.astype("<i4", copy=False).tobytes()
-    if array.size and array.dtype.kind not in "iu":
-        raise ValueError(f"tokens must be integers, got {array.dtype}")
-    if array.size and not (-(2**31) <= int(array.min()) and int(array.max()) < 2**31):
-        raise ValueError("token ids must fit 32 bits")
-    return array.astype("<i4").tobytes()
+    if array.size:
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"tokens must be integers, got {array.dtype}")
+        if array.min() < 0:
+            raise ValueError(f"token id {array.min()} is negative")
+        if array.dtype != np.int32 and array.max() >= 2**31:
+            raise ValueError(f"token id {array.max()} does not fit 31 bits")
+    return array.astype("<i4", copy=False).tobytes()
 
 
 def root_name(model: str, salt: str = "", adapter: str = "") -> bytes:
     """The name that all names of one model, tenant and adapter hang below."""
-    message = b"".join(struct.pack("<Q", len(part)) + part for part in (s.encode() for s in (model, salt, adapter)))
+    message = b"".join(
+        struct.pack("<Q", len(part)) + part for part in (s.encode() for s in (model, salt, adapter))
+    )
     return blake2b(message, digest_size=NAME_BYTES, person=b"kvloom.root").digest()
 
 
@@ -137,7 +140,9 @@ class NameIndex:
         bits = self._bits(tuple(groups), place)
         if tail_tokens:
             if not 0 < tail_tokens < GRAIN or len(names) != 1:
-                raise ValueError(f"a tail is one name of 1 to {GRAIN - 1} tokens, got {len(names)} of {tail_tokens}")
+                raise ValueError(
+                    f"a tail is one name of 1 to {GRAIN - 1} tokens, got {len(names)} of {tail_tokens}"
+                )
             self._tails.setdefault(parent, {})[names[0]] = tail_tokens
         entries = self._entries
         for name in names:
@@ -199,9 +204,14 @@ class NameIndex:
         """
         folded = self._fold(names[: -(-limit // GRAIN)], places)
         need = self._full
-        reach = next((i for i, mask in enumerate(folded) if mask & need != need), len(folded)) if need else len(folded)
+        reach = (
+            next((i for i, mask in enumerate(folded) if mask & need != need), len(folded))
+            if need
+            else len(folded)
+        )
         windows = [
-            (span, np.fromiter((mask & bit for mask in folded[:reach]), bool, reach)) for span, bit in self._windows
+            (span, np.fromiter((mask & bit for mask in folded[:reach]), bool, reach))
+            for span, bit in self._windows
         ]
         if not self._states:
             return longest_resume(min(limit, reach * GRAIN), windows, GRAIN)[0]
@@ -231,7 +241,11 @@ class NameIndex:
     def _fold(self, names: Sequence[bytes], places: Iterable[str] | None) -> list[int]:
         """The groups each name has in any of `places`, as a mask."""
         every = (1 << self._groups) - 1
-        chosen = range(len(self._places)) if places is None else [self._places[p] for p in places if p in self._places]
+        chosen = (
+            range(len(self._places))
+            if places is None
+            else [self._places[p] for p in places if p in self._places]
+        )
         shifts = [index * self._groups for index in chosen]
         folded = []
         entries = self._entries

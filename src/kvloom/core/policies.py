@@ -7,8 +7,9 @@ no pages. The queue asks for an entry's priority when it is queued and again whe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 __all__ = ["POLICIES", "Cost", "Entry", "Policy", "make_policy"]
 
@@ -69,7 +70,8 @@ class Entry:
 class Policy(Protocol):
     """Smaller priorities leave first. The hooks are optional in spirit: most do nothing."""
 
-    name: ClassVar[str]
+    @property
+    def name(self) -> str: ...
 
     def priority(self, entry: Entry, now: float) -> tuple[float, ...]: ...
     def on_insert(self, entry: Entry, now: float) -> None: ...
@@ -169,7 +171,15 @@ class CostAware:
         self.age = max(self.age, entry.value)
 
 
-POLICIES: dict[str, type[Policy]] = {p.name: p for p in (LRU, LFU, FIFO, MRU, SLRU, PriorityTTL, CostAware)}
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "fifo": FIFO,
+    "mru": MRU,
+    "slru": SLRU,
+    "priority": PriorityTTL,
+    "cost": CostAware,
+}
 
 
 def make_policy(policy: str | Policy) -> Policy:

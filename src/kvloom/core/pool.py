@@ -90,7 +90,9 @@ class PagePool:
 
     def __init__(self, pages_per_slab: Sequence[int], slabs: int) -> None:
         if slabs < 2:
-            raise ValueError(f"a pool of {slabs} slabs cannot lend any: slab 0 is reserved, so give it 2 or more")
+            raise ValueError(
+                f"a pool of {slabs} slabs cannot lend any: slab 0 is reserved, so give it 2 or more"
+            )
         if not pages_per_slab or any(n < 1 for n in pages_per_slab):
             raise ValueError(f"pages_per_slab {tuple(pages_per_slab)} needs positive counts")
         self.slabs = slabs
@@ -160,7 +162,9 @@ class PagePool:
             elif fresh:
                 n -= self._take(c, self._borrow(c), n, parts)
             else:
-                found = next((p for p in c.partial[n:] if p), None) or next(p for p in reversed(c.partial) if p)
+                found = next((p for p in c.partial[n:] if p), None) or next(
+                    p for p in reversed(c.partial) if p
+                )
                 n -= self._take(c, next(iter(found)), n, parts)
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
@@ -169,7 +173,8 @@ class PagePool:
         slabs = self._free[self.free_slabs : self.free_slabs + whole]
         c.lent_slabs += whole
         c.used[slabs] = c.per_slab
-        parts.append((slabs[:, None] * c.per_slab + np.arange(c.per_slab, dtype=np.int32)).ravel())
+        pages = np.arange(c.per_slab, dtype=np.int32)
+        parts.append(np.add.outer(slabs * c.per_slab, pages).ravel().astype(np.int32))
         return whole * c.per_slab
 
     def _borrow(self, c: SizeClass) -> int:
@@ -198,11 +203,13 @@ class PagePool:
         if idle.size:
             c.distinct(at)
             if not c.kept[idle].all():
-                raise ValueError(f"page {int(idle[c.kept[idle] == 0][0])} is free; only a live page can be held")
+                raise ValueError(
+                    f"page {int(idle[c.kept[idle] == 0][0])} is free; only a live page can be held"
+                )
             c.cached_pages -= idle.size
             c.held_pages += idle.size
         c.held[at] = held + 1
-        return idle.size
+        return int(idle.size)
 
     def release(self, cls: int, ids: Ids) -> tuple[int, int]:
         """Drop one hold of each page. Returns how many pages nobody holds now, and how many of those
@@ -311,19 +318,23 @@ class PagePool:
             held, cached = int((c.held > 0).sum()), int(((c.held == 0) & (c.kept > 0)).sum())
             assert (c.held >= 0).all() and (c.kept >= 0).all(), f"class {c.index}: negative count"
             assert held == c.held_pages, f"class {c.index}: {held} pages held, counted {c.held_pages}"
-            assert cached == c.cached_pages, f"class {c.index}: {cached} pages cached, counted {c.cached_pages}"
+            assert cached == c.cached_pages, (
+                f"class {c.index}: {cached} pages cached, counted {c.cached_pages}"
+            )
             total = c.lent_slabs * c.per_slab
             assert held + cached + c.free_pages == total, f"class {c.index}: pages are not conserved"
             if c.per_slab > 1:
                 busy = ((c.held > 0) | (c.kept > 0)).reshape(self.slabs, c.per_slab).sum(1)
                 assert (busy == c.used).all(), f"class {c.index}: used counts are wrong"
                 for free, slabs in enumerate(c.partial):
-                    assert all(c.per_slab - int(c.used[s]) == free for s in slabs), f"class {c.index}: partial lists"
+                    assert all(c.per_slab - int(c.used[s]) == free for s in slabs), (
+                        f"class {c.index}: partial lists"
+                    )
                 assert sum(map(len, c.partial)) == int(((busy > 0) & (busy < c.per_slab)).sum())
             lent += c.lent_slabs
         assert lent + self.free_slabs == self.slabs - 1, "slabs are not conserved"
-        free = self._free[: self.free_slabs]
-        assert len(set(free.tolist())) == free.size and (free > 0).all(), "a slab is free twice"
+        stack = self._free[: self.free_slabs]
+        assert len(set(stack.tolist())) == stack.size and bool((stack > 0).all()), "a slab is free twice"
 
 
 class Columns:

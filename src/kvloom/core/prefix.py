@@ -364,7 +364,9 @@ class PrefixTree:
         first, cut = node.start // self.block, at // self.block
         offset = (at - node.start) * TOKEN_BYTES
         upper_rows = (at - 1) // self.block - first + 1
-        upper = Node(next(self._serials), node.created, node.start, node.text[:offset], node.pages[:upper_rows].copy())
+        upper = Node(
+            next(self._serials), node.created, node.start, node.text[:offset], node.pages[:upper_rows].copy()
+        )
         upper.parent, upper.root, upper.row_bytes = node.parent, node.root, node.row_bytes
         for name in ("last_used", "hits", "priority", "expires", "ended", "value"):
             setattr(upper, name, getattr(node, name))
@@ -452,7 +454,10 @@ class PrefixTree:
         while current is not None and current.parent is not None and last >= first:
             base = current.start // self.block
             if base <= last:
-                yield current, slice(max(first, base) - base, min(last, (current.end - 1) // self.block) - base + 1)
+                yield (
+                    current,
+                    slice(max(first, base) - base, min(last, (current.end - 1) // self.block) - base + 1),
+                )
             if base < first or (base == first and current.start % self.block == 0):
                 return
             current = current.parent
@@ -462,7 +467,9 @@ class PrefixTree:
         for `query`. The deepest node's row counts where a block stands in two."""
         for window, columns in enumerate(self.window_columns):
             covered = (position - 1) // self.block + 1
-            for current, rows in self._window_rows(node, position, window, position if query is None else query):
+            for current, rows in self._window_rows(
+                node, position, window, position if query is None else query
+            ):
                 base = current.start // self.block
                 stop = min(rows.stop, covered - base)
                 if stop > rows.start and not current.pages[rows.start : stop, columns.start].all():
@@ -642,7 +649,9 @@ class PrefixTree:
         if position % GRAIN == 0:
             return parent
         begin = position // GRAIN * GRAIN
-        text = bytes(node.text[max(0, begin - node.start) * TOKEN_BYTES : (position - node.start) * TOKEN_BYTES])
+        text = bytes(
+            node.text[max(0, begin - node.start) * TOKEN_BYTES : (position - node.start) * TOKEN_BYTES]
+        )
         if begin < node.start:
             text = self._text_before(node, node.start - begin) + text
         return tail_name(parent, text, self.resolve)

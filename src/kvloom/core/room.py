@@ -18,7 +18,7 @@ import numpy as np
 from .clock import Clock
 from .media import MediaRun
 from .policies import Entry
-from .pool import Columns, Ids, PagePool
+from .pool import Columns, Ids, Index, PagePool
 from .prefix import Checkpoint, Node, PrefixTree
 from .tenants import Account, Accounts
 
@@ -186,11 +186,11 @@ class Room:
         queue = account.queue
         before = account.used
         if queue.spares:
-            entry, window = queue.spares.popleft()
-            assert isinstance(entry, Node)
-            self.tree.drop_spares(entry, window, self._rows(slabs), queue.policy.name)
+            node, window = queue.spares.popleft()
+            assert isinstance(node, Node)
+            self.tree.drop_spares(node, window, self._rows(slabs), queue.policy.name)
             if account.used < before:
-                self.tree.requeue(entry, now)
+                self.tree.requeue(node, now)
         else:
             entry = queue.pop(now)
             if entry is None:
@@ -302,7 +302,7 @@ class Room:
                     keeper.rows[keeper.rows == page] = target
         self.renumber(cls, old, new)
 
-    def _renumber_nodes(self, node: Node, columns: Ids, page: int, target: int) -> None:
+    def _renumber_nodes(self, node: Node, columns: Index, page: int, target: int) -> None:
         """A page stands in one node, or in a chain of nodes that meet inside its block."""
         seen = {node.serial}
         todo = [node]

@@ -73,14 +73,17 @@ class Snapshots:
 class SequenceRows:
     """The arrays behind all sequences. Memory is touched only as far as sequences reach."""
 
-    def __init__(self, sequences: int, max_blocks: int, block: int, width: int, states: int, windows: int) -> None:
+    def __init__(
+        self, sequences: int, max_blocks: int, block: int, width: int, states: int, windows: int
+    ) -> None:
         self.tables: Ids = np.zeros((width, sequences, max_blocks), np.int32)
         self.states: Ids = np.zeros((states, sequences), np.int32)
         self.length = np.zeros(sequences, np.int64)
         self.blocks: Ids = np.zeros(sequences, np.int32)  # blocks reserved
         self.first: Ids = np.zeros((windows, sequences), np.int32)  # first block still in each window
         self.tail: Ids = np.zeros((sequences, block), np.int32)  # tokens after the last published block
-        self.special = np.zeros(sequences, np.bool_)  # must be extended one by one: see Sequence.shared_tail
+        self.special = np.zeros(sequences, np.bool_)  # must be served one by one: see Verbs.mark_special
+        self.watched = np.zeros(sequences, np.bool_)  # wants a resume point ahead: see Sequence.wanted
         self.changed = np.zeros(sequences, np.bool_)  # tables changed since the engine last looked
         self.handles: list[Sequence | None] = [None] * sequences
         self._free = list(range(sequences - 1, -1, -1))
@@ -98,7 +101,7 @@ class SequenceRows:
         self.states[:, row] = 0
         self.length[row] = self.blocks[row] = 0
         self.first[:, row] = 0
-        self.special[row] = False
+        self.special[row] = self.watched[row] = False
         self.changed[row] = True
         self.handles[row] = None
         self._free.append(row)

@@ -1,0 +1,200 @@
+"""Tokens become real: full blocks are published, pages that left a window go back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from .names import TOKEN_BYTES, token_bytes
+from .parts import Parts, Rows, Verbs
+from .points import Points
+from .sequence import Sequence
+
+__all__ = ["Committing"]
+
+
+class Committing(Verbs):
+    def __init__(self, parts: Parts, points: Points) -> None:
+        super().__init__(parts)
+        self.points = points
+
+    def commit(self, seq: Sequence, tokens: npt.ArrayLike) -> None:
+        self.ensure_open(seq)
+        data = token_bytes(tokens)
+        row = seq.row
+        length = int(self.rows.length[row])
+        n = len(data) // TOKEN_BYTES
+        if length + n > seq.reserve or (n and not self._ready(seq, length + n)):
+            raise ValueError(
+                f"commit of {n} tokens after {length}, but {seq.reserve} are reserved; extend first"
+            )
+        data = self._with_media(seq, data, length)
+        held_back = length - seq.published
+        if held_back:
+            data = self.rows.tail[row, :held_back].tobytes() + data
+        whole = len(data) // TOKEN_BYTES // self.block_tokens * self.block_tokens
+        self.rows.length[row] = length + n
+        if whole:
+            self._publish(seq, data[: whole * TOKEN_BYTES])
+        rest = len(data) // TOKEN_BYTES - whole
+        if rest:
+            self.rows.tail[row, :rest] = np.frombuffer(data, np.int32, rest, whole * TOKEN_BYTES)
+        self._commit_runs(seq, length + n)
+        self.points.leave_points(seq, length)
+        self._leave_windows(seq)
+        if seq.media:
+            self.mark_special(seq)
+
+    def commit_many(self, rows: Rows, tokens: npt.ArrayLike) -> None:
+        ids = np.asarray(tokens, np.int32)
+        if ids.shape != rows.shape:
+            raise ValueError(f"{ids.size} tokens for {rows.size} sequences")
+        if ids.size and ids.min() < 0:
+            raise ValueError(f"token id {ids.min()} is negative")
+        table = self.rows
+        lengths = table.length[rows]
+        late = lengths >= table.blocks[rows] * self.block_tokens
+        if late.any():
+            raise ValueError(f"row {int(rows[late][0])} has no page for its next token; extend first")
+        special = table.special[rows]
+        if special.any():
+            for row, token in zip(rows[special].tolist(), ids[special].tolist(), strict=True):
+                self.commit(self.handle(row), [token])
+            rows, ids, lengths = rows[~special], ids[~special], lengths[~special]
+        table.tail[rows, lengths % self.block_tokens] = ids
+        lengths += 1
+        table.length[rows] = lengths
+        filled = rows[lengths % self.block_tokens == 0]
+        if filled.size:
+            self._publish_many(filled)
+        watched = rows[self.rows.watched[rows]]
+        for row in watched.tolist():
+            self.points.leave_points(self.handle(row), int(table.length[row]) - 1)
+        if self.snapshots.every_blocks and self.tree.keeps_checkpoints:
+            for row in rows[lengths % (self.snapshots.every_blocks * self.block_tokens) == 0].tolist():
+                self.points.leave_points(self.handle(row), int(table.length[row]) - 1)
+        for window, span in enumerate(self.tree.windows):
+            if span.kind == "sliding":
+                first = np.maximum(lengths - (span.size - 1), 0) // self.block_tokens
+            else:
+                first = lengths // span.size * span.size // self.block_tokens
+            moved = rows[first > table.first[window, rows]]
+            if moved.size:
+                self._leave_window_many(window, moved)
+
+    def _publish_many(self, rows: Rows) -> None:
+        """A full block each: those that only lengthen their own run go together."""
+        table = self.rows
+        plain: list[Sequence] = []
+        rest: list[Sequence] = []
+        for row in rows.tolist():
+            seq = self.handle(row)
+            own = seq.control.store and not seq.control.retain and self.tree.may_append(seq.node)
+            (plain if own else rest).append(seq)
+        if plain:
+            at = np.array([seq.row for seq in plain])
+            pages = table.tables[:, at, table.length[at] // self.block_tokens - 1].T
+            nodes = [seq.node for seq in plain]
+            self.tree.append_blocks(nodes, table.tail[at].tobytes(), pages, self.clock.now())
+            for seq in plain:
+                seq.published += self.block_tokens
+        for seq in rest:
+            self._publish(seq, table.tail[seq.row].tobytes())
+
+    def _publish(self, seq: Sequence, data: bytes) -> None:
+        """Full blocks after `published` enter the tree (or only count, for a request that stores nothing)."""
+        tokens = len(data) // TOKEN_BYTES
+        start = seq.published
+        if not seq.control.store:
+            seq.published += tokens
+            return
+        now = self.clock.now()
+        node = seq.node
+        cuts = [start, *self._retention_cuts(seq, start, start + tokens), start + tokens]
+        for first, last in pairwise(cuts):
+            part = (
+                data if len(cuts) == 2 else data[(first - start) * TOKEN_BYTES : (last - start) * TOKEN_BYTES]
+            )
+            node = self.points.publish_part(seq, node, part, first, last, now)
+        if node is not seq.node:
+            self.tree.lock(node)
+            self.tree.unlock(seq.node, now)
+            seq.node = node
+        seq.published = start + tokens
+
+    def _retention_cuts(self, seq: Sequence, start: int, stop: int) -> list[int]:
+        edges = {
+            e // self.block_tokens * self.block_tokens
+            for r in seq.control.retain
+            for e in (r.start, r.stop or 0)
+        }
+        return sorted(e for e in edges if start < e < stop)
+
+    def _ready(self, seq: Sequence, stop: int) -> bool:
+        """Whether tokens up to `stop` could be written: nothing is left to copy or to give."""
+        return (
+            not seq.shared_tail
+            and (not self.has_states or bool(self.rows.states[0, seq.row]))
+            and all(
+                item.start >= stop or not self.has_run(item) or seq.root.name + item.digest in seq.runs
+                for item in seq.media
+            )
+        )
+
+    def _with_media(self, seq: Sequence, data: bytes, start: int) -> bytes:
+        """Media placeholders as ids of their content, also in what is committed."""
+        if not seq.media:
+            return data
+        ids = np.frombuffer(data, np.int32).copy()
+        for item in seq.media:
+            ids[max(0, item.start - start) : max(0, item.stop - start)] = self.media_ids.id_of(item.digest)
+        return ids.tobytes()
+
+    def _commit_runs(self, seq: Sequence, length: int) -> None:
+        """Runs whose placeholder is computed are real: the cache keeps them for the next prompt."""
+        if not seq.control.store:
+            return
+        for item in seq.media:
+            key = seq.root.name + item.digest
+            rows = seq.runs.get(key)
+            if item.stop <= length and isinstance(rows, np.ndarray) and key not in self.room.runs:
+                run = self.room.add_run(key, seq.root.account, rows, item.tokens, self.clock.now())
+                seq.runs[key] = run
+
+    def _leave_windows(self, seq: Sequence) -> None:
+        """Pages that left a window go back: to the cache if published, else to the pool."""
+        row, length = seq.row, int(self.rows.length[seq.row])
+        for window, (span, columns) in enumerate(
+            zip(self.tree.windows, self.tree.window_columns, strict=True)
+        ):
+            old, new = int(self.rows.first[window, row]), span.first_visible(length) // self.block_tokens
+            if new <= old:
+                continue
+            gone = np.zeros((new - old, self.pages.width), np.int32)
+            part = self.rows.tables[columns, row, old:new]
+            gone[:, columns] = part.T
+            self.let_go(seq.root.account, self.pages, gone)
+            part[:] = 0
+            self.rows.first[window, row] = new
+            self.rows.changed[row] = True
+            self.tree.offer_range(seq.node, window, old, new - 1)
+
+    def _leave_window_many(self, window: int, rows: Rows) -> None:
+        """`_leave_windows` of one block each for many rows, unless some share the page or the account."""
+        table, columns = self.rows, self.tree.window_columns[window]
+        old = table.first[window, rows]
+        pages = table.tables[columns, rows, old]
+        if len(self.accounts.accounts) > 1 or np.unique(pages[0]).size < rows.size or not pages.all():
+            for row in rows.tolist():
+                self._leave_windows(self.handle(row))
+            return
+        gone = np.zeros((rows.size, self.pages.width), np.int32)
+        gone[:, columns] = pages.T
+        self.let_go(self.handle(int(rows[0])).root.account, self.pages, gone)
+        table.tables[columns, rows, old] = 0
+        table.first[window, rows] = old + 1
+        table.changed[rows] = True
+        for row, block in zip(rows.tolist(), old.tolist(), strict=True):
+            self.tree.offer_range(self.handle(row).node, window, block, block)

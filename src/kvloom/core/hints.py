@@ -1,0 +1,98 @@
+"""What users ask of a cache: keep this for a while, forget that session."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from itertools import count
+
+from .lookup import Match
+from .parts import Parts, Verbs
+from .pool import Ids
+from .prefix import Node
+
+__all__ = ["Hints", "Pin"]
+
+
+class Pin:
+    """Pages that stay until `expires`, whatever the pressure."""
+
+    __slots__ = ("account", "expires", "length", "node", "rows", "states")
+
+    def __init__(self, node: Node, length: int, rows: Ids, states: Ids | None, expires: float) -> None:
+        self.node: Node | None = node
+        self.account = node.root.account
+        self.length = length
+        self.rows = rows
+        self.states = states
+        self.expires = expires
+
+
+class Hints(Verbs):
+    SESSIONS = 1 << 16
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._pins: list[tuple[float, int, Pin]] = []
+        self._pin_numbers = count()
+        self._sessions: OrderedDict[str, Node] = OrderedDict()
+
+    def pins(self) -> list[Pin]:
+        return [pin for _, _, pin in self._pins if pin.node is not None]
+
+    def pin(self, match: Match, ttl: float) -> Pin:
+        now = self.clock.now()
+        root = self.tree.root(match.root_name, self.accounts[match.control.tenant])
+        node: Node = root
+        for passed in match.path:
+            if passed.start >= match.resume:
+                break
+            node = passed if passed.end <= match.resume else self.tree.split(passed, match.resume)
+        rows = self.in_view(match.rows, match.resume)
+        states = match.checkpoint.states if match.checkpoint is not None else None
+        pin = Pin(node, match.resume, rows, None if states is None else states.copy(), now + ttl)
+        self.tree.lock(node)
+        pin.account.held += self.pages.retain(pin.rows)
+        if pin.states is not None:
+            pin.account.held += self.states.retain(pin.states)
+        heapq.heappush(self._pins, (pin.expires, next(self._pin_numbers), pin))
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        if pin.node is None:
+            return
+        node, pin.node = pin.node, None
+        self.let_go(pin.account, self.pages, pin.rows)
+        if pin.states is not None:
+            self.let_go(pin.account, self.states, pin.states)
+        for window in range(len(self.tree.windows)):
+            self.tree.offer_range(node, window, 0, max(0, node.end - 1) // self.block_tokens)
+        self.tree.unlock(node, self.clock.now())
+
+    def release_expired(self) -> None:
+        """End the pins whose time is over. Called whenever room is short."""
+        now = self.clock.now()
+        while self._pins and self._pins[0][0] <= now:
+            self.unpin(heapq.heappop(self._pins)[2])
+
+    def remember(self, session: str, node: Node) -> None:
+        self._sessions[session] = node
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > self.SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def end_session(self, session: str) -> int:
+        node: Node | None = self._sessions.pop(session, None)
+        now = self.clock.now()
+        tokens = 0
+        while node is not None and node.parent is not None and len(node.children) <= 1:
+            node.ended = True
+            tokens += node.tokens
+            queue = node.root.account.queue
+            for entry in node.checkpoints:
+                entry.ended = True
+                queue.push(entry, now)
+            if node.leaf:
+                queue.push(node, now)
+            node = node.parent
+        return tokens

@@ -1,0 +1,196 @@
+"""Opening a sequence on what the cache has, sharing it, and leaving it to the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .lookup import Match
+from .media import MediaRun
+from .names import TOKEN_BYTES
+from .parts import Parts, Verbs
+from .points import Points
+from .pool import Ids
+from .prefix import Node
+from .reserving import Reserving
+from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+__all__ = ["Opening"]
+
+
+class Opening(Verbs):
+    def __init__(self, parts: Parts, points: Points, reserving: Reserving) -> None:
+        super().__init__(parts)
+        self.points = points
+        self.reserving = reserving
+
+    def open(self, cache: KVCache, match: Match) -> Sequence:
+        row = self.rows.take()
+        now = self.clock.now()
+        account = self.accounts[match.control.tenant]
+        root = self.tree.root(match.root_name, account)
+        node = self._stand(match, root, now)
+        self.tree.lock(node)
+        seq = Sequence(cache, row, root, node, match.control)
+        self.rows.handles[row] = seq
+        point = match.resume
+        seq.resumed = point
+        seq.prompt = match.length
+        seq.media = tuple(sorted(match.media, key=lambda m: m.start))
+        self._seat(seq, point, self.in_view(match.rows, point), match.data)
+        if match.checkpoint is not None:
+            self.start_from(seq, match.checkpoint, now)
+        elif point and self.snapshots.branch and self.tree.windows and not self.has_states:
+            self.tree.checkpoint(self._node_at(node, match.data, point), point, None, now)
+        for item in seq.media:
+            if self.has_run(item) and item.start < point:
+                self.hold_run(seq, self.room.runs[seq.root.name + item.digest], now)
+        seq.wanted = self._wanted(match)
+        self.rows.watched[row] = bool(seq.wanted)
+        return seq
+
+    def _stand(self, match: Match, root: Node, now: float) -> Node:
+        """The node that ends at the resume point's block boundary; cut where it must be, counted as hit."""
+        boundary = match.resume // self.block_tokens * self.block_tokens
+        policy = self.accounts[match.control.tenant].queue.policy
+        node = root
+        for passed in match.path:
+            if passed.start >= boundary:
+                if passed.start < match.resume:
+                    passed.last_used = now
+                break
+            node = passed if passed.end <= boundary else self.tree.split(passed, boundary)
+            node.hits += 1
+            node.last_used = now
+            policy.on_hit(node, now)
+            if passed is not node:
+                passed.last_used = now if boundary < match.resume else passed.last_used
+                break
+        return node
+
+    def _seat(self, seq: Sequence, point: int, rows: Ids, data: bytes) -> None:
+        """Give a row its first `point` tokens: holds, table, window edges, tail."""
+        row = seq.row
+        seq.root.account.held += self.pages.retain(rows)
+        self.rows.tables[:, row, : len(rows)] = rows.T
+        self.rows.blocks[row] = len(rows)
+        self.rows.length[row] = point
+        self.set_window_edges(row, point)
+        tail = point - seq.published
+        if tail:
+            start = seq.published * TOKEN_BYTES
+            self.rows.tail[row, :tail] = np.frombuffer(data, np.int32, tail, start)
+        seq.shared_tail = bool(tail)
+        self.mark_special(seq)
+        self.rows.changed[row] = True
+
+    def _node_at(self, node: Node, data: bytes, point: int) -> Node:
+        """The node that holds `point`, at or below `node` on the path of `data`."""
+        ids = memoryview(data).cast("i")
+        while node.end < point:
+            node = node.children[ids[node.end]]
+        return node
+
+    def _wanted(self, match: Match) -> tuple[int, ...]:
+        if not self.tree.keeps_checkpoints or not match.control.store:
+            return ()
+        wanted = set()
+        if self.snapshots.prompt_end:
+            wanted.add(match.length - self.snapshots.before_last)
+        if self.snapshots.branch and self.has_states:
+            # Others have come this way and could not resume here: leave a snapshot for the next.
+            wanted.add(match.matched // self.block_tokens * self.block_tokens)
+        return tuple(sorted(p for p in wanted if p > match.resume))
+
+    def fork(self, seq: Sequence) -> Sequence | None:
+        self.ensure_open(seq)
+        account = seq.root.account
+        live = bool(self.has_states and self.rows.states[0, seq.row])
+        needs = self.needs(0, int(live), 0)
+        if live and self.room.make(account, needs):
+            return None
+        row = self.rows.take()
+        now = self.clock.now()
+        child = Sequence(seq.cache, row, seq.root, seq.node, seq.control)
+        self.rows.handles[row] = child
+        self.tree.lock(seq.node)
+        child.published, child.resumed, child.prompt = seq.published, seq.resumed, seq.prompt
+        child.wanted, child.media = seq.wanted, seq.media
+        table, length = self.rows, int(self.rows.length[seq.row])
+        blocks = -(-length // self.block_tokens)
+        rows = table.tables[:, seq.row, :blocks].T.copy()
+        account.held += self.pages.retain(rows)
+        table.tables[:, row, :blocks] = rows.T
+        table.blocks[row], table.length[row] = blocks, length
+        table.first[:, row] = table.first[:, seq.row]
+        table.tail[row] = table.tail[seq.row]
+        table.changed[row] = True
+        self.rows.watched[row] = self.rows.watched[seq.row]
+        child.shared_tail = length % self.block_tokens != 0
+        if live:
+            account.used += self.room.bytes_of(needs)
+            account.held += self.room.bytes_of(needs)
+            self.reserving.give_states(child)
+            source = table.states[:, seq.row][None].copy()
+            account.held += self.states.retain(source)
+            self.room.copies.add_rows(self.states, source, table.states[:, row][None])
+            self.room.copies.hold(self.states, source, account)
+        elif seq.state_source is not None:
+            child.state_source = seq.state_source.copy()
+            account.held += self.states.retain(child.state_source)
+        for key, run in seq.runs.items():
+            if isinstance(run, MediaRun):
+                self.hold_run(child, run, now)
+            else:
+                account.held += self.media.retain(run)
+                child.runs[key] = run.copy()
+        self.mark_special(child)
+        return child
+
+    def close(self, seq: Sequence) -> Node:
+        """Let a sequence go; returns the node where its tokens end."""
+        self.ensure_open(seq)
+        now = self.clock.now()
+        account, row = seq.root.account, seq.row
+        length = int(self.rows.length[row])
+        node = seq.node
+        if seq.control.store and length > seq.resumed:
+            node = self._leave_turn(seq, length, now)
+        blocks = int(self.rows.blocks[row])
+        self.let_go(account, self.pages, self.rows.tables[:, row, :blocks].T.copy())
+        if self.has_states and self.rows.states[0, row]:
+            self.let_go(account, self.states, self.rows.states[:, row][None].copy())
+        if seq.state_source is not None:
+            self.let_go(account, self.states, seq.state_source)
+        for run in list(seq.runs.values()):
+            if isinstance(run, MediaRun):
+                self.room.let_run_go(run, now)
+            else:
+                self.let_go(account, self.media, run)
+        self.rows.watched[row] = False
+        self.rows.give_back(row)
+        passed: Node | None = node
+        while passed is not None:
+            passed.last_used = now
+            passed = passed.parent
+        for window in range(len(self.tree.windows)):
+            self.tree.offer_range(
+                node, window, max(0, length // self.block_tokens - 1), length // self.block_tokens
+            )
+        self.tree.unlock(seq.node, now)
+        return node
+
+    def _leave_turn(self, seq: Sequence, length: int, now: float) -> Node:
+        """Enter the partial tail and leave a resume point at the end; live states become its snapshot."""
+        if self.tree.keeps_checkpoints and not self.snapshots.turn_end:
+            return seq.node
+        node = self.points.published_node(seq, length, now, closing=True) or seq.node
+        if self.tree.keeps_checkpoints:
+            states = self.rows.states[:, seq.row][None].copy() if self.has_states else None
+            if states is None or states[0, 0]:
+                self.tree.checkpoint(node, length, states, now)
+        return node

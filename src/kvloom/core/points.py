@@ -1,0 +1,99 @@
+"""Resume points: where a sequence leaves checkpoints, and how its tokens enter the tree for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .parts import Verbs
+from .prefix import Node, Retention
+from .sequence import Sequence
+
+__all__ = ["Points"]
+
+
+class Points(Verbs):
+    def leave_points(self, seq: Sequence, before: int) -> None:
+        """Checkpoints at the wanted positions that the last commit passed."""
+        if not self.tree.keeps_checkpoints or not seq.control.store:
+            return
+        length = int(self.rows.length[seq.row])
+        points = {p for p in seq.wanted if before < p <= length}
+        every = self.snapshots.every_blocks * self.block_tokens
+        if every:
+            points.update(range((before // every + 1) * every, length + 1, every))
+        if self.has_states:
+            points &= {length}
+        for point in sorted(points):
+            self.snapshot(seq, point)
+        if seq.wanted and seq.wanted[-1] <= length:
+            seq.wanted = ()
+            self.rows.watched[seq.row] = False
+
+    def snapshot(self, seq: Sequence, position: int | None = None) -> bool:
+        self.ensure_open(seq)
+        length = int(self.rows.length[seq.row])
+        point = length if position is None else position
+        if not self.tree.keeps_checkpoints or not seq.control.store or not 0 < point <= length:
+            return False
+        now = self.clock.now()
+        if not self.has_states:
+            node = self.published_node(seq, point, now)
+            return node is not None and self.tree.checkpoint(node, point, None, now) is not None
+        if point != length:
+            return False
+        node = self.published_node(seq, point, now)
+        if node is None or self.tree.checkpoint_at(node, point) is not None:
+            return False
+        needs = self.states.needs(1)
+        self.tree.lock(node)
+        missing = self.room.make(seq.root.account, needs)
+        taken = None
+        if not missing:
+            account = seq.root.account
+            account.used += self.room.bytes_of(needs)
+            account.held += self.room.bytes_of(needs)
+            copy = self.states.allocate(1)
+            live = self.rows.states[:, seq.row][None].copy()
+            taken = self.tree.checkpoint(node, point, copy.copy(), now)
+            if taken is not None:
+                self.room.copies.add_rows(self.states, live, copy)
+                account.held += self.states.retain(live)
+                self.room.copies.hold(self.states, live, account)
+            self.let_go(account, self.states, copy)
+        self.tree.unlock(node, now)
+        return taken is not None
+
+    def published_node(self, seq: Sequence, point: int, now: float, closing: bool = False) -> Node | None:
+        """The tree's node that holds `point` of a sequence; its partial tail is entered if need be."""
+        if point <= seq.published:
+            node: Node | None = seq.node
+            while node is not None and node.start >= point:
+                node = node.parent
+            return node if node is not None and node.parent is not None else None
+        if point != int(self.rows.length[seq.row]):
+            return None
+        data = self.rows.tail[seq.row, : point - seq.published].tobytes()
+        return self.publish_part(seq, seq.node, data, seq.published, point, now, closing)
+
+    def publish_part(
+        self, seq: Sequence, node: Node, data: bytes, first: int, last: int, now: float, closing: bool = False
+    ) -> Node:
+        table = self.rows.tables[:, seq.row, first // self.block_tokens : -(-last // self.block_tokens)]
+        rows = table.T.copy()
+        node, met = self.tree.publish(node, data, rows, now, self._retention(seq, first, now), closing)
+        if met and last % self.block_tokens == 0:
+            differs = rows != table.T
+            if differs.any():
+                account = seq.root.account
+                account.held += self.pages.retain(np.where(differs, rows, 0))
+                self.let_go(account, self.pages, np.where(differs, table.T, 0))
+                table[:] = rows.T
+                self.rows.changed[seq.row] = True
+        return node
+
+    def _retention(self, seq: Sequence, position: int, now: float) -> Retention:
+        for item in seq.control.retain:
+            start = item.start // self.block_tokens * self.block_tokens
+            if start <= position and (item.stop is None or position < item.stop):
+                return item.priority, None if item.ttl is None else now + item.ttl
+        return 0, None
