@@ -122,7 +122,7 @@ def test_extend_reserves_whole_blocks_and_the_same_tokens_only_once(kind: str) -
 
 @every_layout
 def test_extend_returns_the_missing_pages_and_changes_nothing(kind: str) -> None:
-    world = make_world(kind, 12)
+    world = make_world(kind, 8)
     item = serve(world, prompt_of(33))
     seq, cache = item.sequence, world.cache
     before = (seq.length, seq.reserve, tables(cache, item), cache.stats())
@@ -136,12 +136,10 @@ def test_extend_returns_the_missing_pages_and_changes_nothing(kind: str) -> None
     run(world, item, [1])
 
 
-@every_layout
+@pytest.mark.parametrize("kind", ["full", "sliding", "chunked+full", "cross"])
 def test_missing_pages_are_what_a_larger_pool_needs_more(kind: str) -> None:
     """With one page a slab the number is exact: so many slabs more, and it fits; one fewer, and it does not."""
     probe = make_world(kind, 6).cache
-    if any(c.per_slab > 1 for c in probe.pool.classes) or kind in ("state", "cross"):
-        pytest.skip("pages are not slabs here")
     missing = probe.open(probe.match([1])).extend(200)
     assert missing > 0
     for slabs, expected in ((6 + missing, 0), (6 + missing - 1, 1)):
@@ -178,7 +176,7 @@ BAD: dict[str, tuple[Callable[[World, Open], object], str]] = {
     "rollback of a negative number": (lambda w, i: i.sequence.rollback(-1), "-1 of 20"),
     "a table of tokens": (lambda w, i: i.sequence.commit([[1, 2]]), r"shape \(1, 2\)"),
     "tokens that are no integers": (lambda w, i: w.cache.match([0.5]), "float64"),
-    "token ids beyond 32 bits": (lambda w, i: w.cache.match([2**40]), "32 bits"),
+    "token ids beyond 31 bits": (lambda w, i: w.cache.match([2**40]), str(2**40)),
     "a row without a sequence": (lambda w, i: w.cache.extend_many(np.array([7]), 1), "row 7"),
     "tokens and rows that differ": (
         lambda w, i: w.cache.commit_many(np.array([i.sequence.row]), [1, 2]),
@@ -295,21 +293,17 @@ def test_a_fork_shares_full_blocks_and_copies_only_the_partial_one(length: int) 
 
 @pytest.mark.parametrize("kind", WITH_STATES)
 def test_a_fork_without_room_for_its_states_is_none_and_changes_nothing(kind: str) -> None:
-    world = make_world(kind, 12)
+    world = make_world(kind, 5)
     item = serve(world, prompt_of(20))
     forks = []
-    before = world.cache.stats()
-    while len(forks) < 7:
-        before = world.cache.stats()
+    while True:
+        held = world.cache.stats()["held_pages"]
         child = item.sequence.fork()
         if child is None:
             break
         forks.append(child)
         world.run_copies()
-    else:
-        pytest.skip("seven forks fit")
-    after = world.cache.stats()
-    assert after["held_pages"] == before["held_pages"]
+    assert world.cache.stats()["held_pages"] == held
     world.check()
     forks.pop().close()
     assert item.sequence.fork() is not None
@@ -431,7 +425,7 @@ def test_extend_many_that_lacks_pages_extends_none(kind: str) -> None:
         missing = world.cache.extend_many(rows, 1)
         if missing:
             assert [item.sequence.reserve for item in items] == before
-            world.check()
+            world.cache.check()
             return
         world.run_copies()
         world.cache.commit_many(rows, np.zeros(rows.size, np.int32))

@@ -105,7 +105,7 @@ def _check_node(cache: KVCache, node: Node) -> None:
 
 def _count(counts: list[Ids], columns: Columns, rows: Ids) -> None:
     for cls, ids in columns.by_class(rows):
-        np.add.at(counts[cls], ids, 1)
+        np.add.at(counts[cls], ids[ids > 0], 1)
 
 
 def _check_accounts(cache: KVCache) -> None:

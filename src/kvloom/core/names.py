@@ -20,6 +20,11 @@ from .layers import Span
 from .layout import GRAIN, PageGroup
 from .resume import longest_resume
 
+try:
+    from ._native import chain as native_chain
+except ImportError:  # installed without a compiler: the same names, slower
+    native_chain = None  # type: ignore[assignment]
+
 __all__ = ["NAME_BYTES", "NameIndex", "chain", "root_name", "tail_name", "token_bytes"]
 
 NAME_BYTES = 16
@@ -60,6 +65,8 @@ def chain(parent: bytes, data: bytes | memoryview, resolve: Resolve | None = Non
     raw = bytes(data)
     whole = len(raw) // _GRAIN_BYTES * _GRAIN_BYTES
     media = resolve is not None and whole > 0 and np.frombuffer(raw, "<i4", whole // TOKEN_BYTES).min() < 0
+    if not media and native_chain is not None:
+        return native_chain(parent, raw)
     names = []
     fresh = _HASH.copy  # copying a hash costs less than making one
     for (grain,) in struct.iter_unpack(f"{_GRAIN_BYTES}s", raw[:whole]):

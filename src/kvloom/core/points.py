@@ -80,7 +80,7 @@ class Points(Verbs):
     ) -> Node:
         table = self.rows.tables[:, seq.row, first // self.block_tokens : -(-last // self.block_tokens)]
         rows = table.T.copy()
-        node, met = self.tree.publish(node, data, rows, now, self._retention(seq, first, now), closing)
+        node, met = self.tree.publish(node, data, rows, now, self._retention(seq, first), seq.node, closing)
         if met and last % self.block_tokens == 0:
             differs = rows != table.T
             if differs.any():
@@ -91,9 +91,9 @@ class Points(Verbs):
                 self.rows.changed[seq.row] = True
         return node
 
-    def _retention(self, seq: Sequence, position: int, now: float) -> Retention:
+    def _retention(self, seq: Sequence, position: int) -> Retention:
         for item in seq.control.retain:
             start = item.start // self.block_tokens * self.block_tokens
             if start <= position and (item.stop is None or position < item.stop):
-                return item.priority, None if item.ttl is None else now + item.ttl
+                return item.priority, None if item.ttl is None else seq.opened + item.ttl
         return 0, None

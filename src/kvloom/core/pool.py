@@ -20,6 +20,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+try:
+    from . import _native as loops
+except ImportError:  # installed without a compiler: the same counts, slower
+    from . import counts as loops  # type: ignore[no-redef]
+
 __all__ = ["Columns", "PagePool", "SizeClass"]
 
 Ids = npt.NDArray[np.int32]
@@ -30,9 +35,9 @@ class SizeClass:
     """All pages of one stride: `per_slab` of them in a slab."""
 
     __slots__ = (
-        "_order",
         "cached_pages",
         "free_pages",
+        "freed",
         "held",
         "held_pages",
         "index",
@@ -48,7 +53,7 @@ class SizeClass:
         self.per_slab = per_slab
         self.held: Ids = np.zeros(slabs * per_slab, np.int32)
         self.kept: npt.NDArray[np.int16] = np.zeros(slabs * per_slab, np.int16)
-        self._order: Ids = np.zeros(slabs * per_slab, np.int32)
+        self.freed: Ids = np.zeros(slabs * per_slab, np.int32)  # where the loops write what came free
         self.held_pages = 0
         self.cached_pages = 0
         self.free_pages = 0  # free pages inside lent slabs; always 0 where a slab is one page
@@ -58,14 +63,6 @@ class SizeClass:
         several = per_slab > 1
         self.used: Ids = np.zeros(slabs if several else 0, np.int32)
         self.partial: list[dict[int, None]] = [{} for _ in range(per_slab)] if several else []
-
-    def distinct(self, ids: Index) -> None:
-        """Refuse a page that is listed twice, in O(n) and without sorting."""
-        if ids.size > 1:
-            order = np.arange(ids.size, dtype=np.int32)
-            self._order[ids] = order
-            if (self._order[ids] != order).any():
-                raise ValueError(f"page {int(ids[self._order[ids] != order][0])} is listed twice")
 
     def free_in(self, slab: int) -> Ids:
         start = slab * self.per_slab
@@ -84,8 +81,8 @@ class SizeClass:
 class PagePool:
     """One pool of `slabs` slabs serving pages of several sizes.
 
-    All calls are batched over int32 arrays of distinct page ids; a call that fails raises before
-    anything has changed. O(1) per page.
+    All calls are batched over int32 arrays of page ids, where 0 is no page; a call that fails raises
+    before anything has changed. O(1) per page.
     """
 
     def __init__(self, pages_per_slab: Sequence[int], slabs: int) -> None:
@@ -197,69 +194,42 @@ class PagePool:
     def retain(self, cls: int, ids: Ids) -> int:
         """Add one hold to each page; the pages must be cached or held. Returns how many nobody held."""
         c = self.classes[cls]
-        at = ids.astype(np.intp)
-        held = c.held[at]
-        idle = at[held == 0]
-        if idle.size:
-            c.distinct(at)
-            if not c.kept[idle].all():
-                raise ValueError(
-                    f"page {int(idle[c.kept[idle] == 0][0])} is free; only a live page can be held"
-                )
-            c.cached_pages -= idle.size
-            c.held_pages += idle.size
-        c.held[at] = held + 1
-        return int(idle.size)
+        fresh = loops.retain(c.held, c.kept, ids)
+        c.cached_pages -= fresh
+        c.held_pages += fresh
+        return fresh
 
     def release(self, cls: int, ids: Ids) -> tuple[int, int]:
         """Drop one hold of each page. Returns how many pages nobody holds now, and how many of those
         are free again because the cache does not keep them."""
         c = self.classes[cls]
-        at = ids.astype(np.intp)
-        c.distinct(at)
-        left = c.held[at] - 1
-        if at.size and left.min() < 0:
-            raise ValueError(f"page {int(at[left < 0][0])} is released more often than it was held")
-        c.held[at] = left
-        idle = at[left == 0]
-        if not idle.size:
-            return 0, 0
-        c.held_pages -= idle.size
-        loose = idle[c.kept[idle] == 0]
-        c.cached_pages += idle.size - loose.size
-        return idle.size, self._free_pages(c, loose) if loose.size else 0
+        idle, freed = loops.release(c.held, c.kept, ids, c.freed)
+        c.held_pages -= idle
+        c.cached_pages += idle - freed
+        if freed:
+            self._free_pages(c, c.freed[:freed])
+        return idle, freed
 
     # -- the cache ---------------------------------------------------------------------------
 
     def keep(self, cls: int, ids: Ids) -> None:
         """The cache keeps each page once more; the pages must be held or kept already."""
         c = self.classes[cls]
-        at = ids.astype(np.intp)
-        kept = c.kept[at]
-        if at.size and (c.held[at] + kept).min() == 0:
-            raise ValueError(f"page {int(at[c.held[at] + kept == 0][0])} is free and cannot be kept")
-        c.kept[at] = kept + 1
+        loops.keep(c.held, c.kept, ids)
 
     def drop(self, cls: int, ids: Ids) -> int:
         """The cache lets each page go once; returns how many became free."""
         c = self.classes[cls]
-        at = ids.astype(np.intp)
-        c.distinct(at)
-        left = c.kept[at] - 1
-        if at.size and left.min() < 0:
-            raise ValueError(f"page {int(at[left < 0][0])} is dropped more often than it was kept")
-        c.kept[at] = left
-        idle = at[(left == 0) & (c.held[at] == 0)]
-        if not idle.size:
-            return 0
-        c.cached_pages -= idle.size
-        return self._free_pages(c, idle)
+        freed = loops.drop(c.held, c.kept, ids, c.freed)
+        c.cached_pages -= freed
+        if freed:
+            self._free_pages(c, c.freed[:freed])
+        return freed
 
-    def _free_pages(self, c: SizeClass, ids: Index) -> int:
-        n = ids.size
+    def _free_pages(self, c: SizeClass, ids: Ids) -> None:
         if c.per_slab == 1:
             self._give_back(c, ids)
-            return n
+            return
         slabs, counts = np.unique(ids // c.per_slab, return_counts=True)
         emptied = []
         for slab, count in zip(slabs.tolist(), counts.tolist(), strict=True):
@@ -271,10 +241,9 @@ class PagePool:
                 emptied.append(slab)
                 c.free_pages -= c.per_slab
         if emptied:
-            self._give_back(c, np.array(emptied, np.intp))
-        return n
+            self._give_back(c, np.array(emptied, np.int32))
 
-    def _give_back(self, c: SizeClass, slabs: Index) -> None:
+    def _give_back(self, c: SizeClass, slabs: Ids) -> None:
         c.lent_slabs -= slabs.size
         self._free[self.free_slabs : self.free_slabs + slabs.size] = slabs
         self.free_slabs += slabs.size
@@ -307,7 +276,7 @@ class PagePool:
         c.held[new], c.kept[new] = c.held[old], c.kept[old]
         renumber(old, new)
         c.held[old] = c.kept[old] = c.used[slab] = 0
-        self._give_back(c, np.array([slab], np.intp))
+        self._give_back(c, np.array([slab], np.int32))
 
     # -- truth -----------------------------------------------------------------------------------
 
@@ -365,14 +334,10 @@ class Columns:
         return needs
 
     def by_class(self, rows: Ids) -> list[tuple[int, Ids]]:
+        """The page ids of `rows` for each size class, zeros included."""
         if len(self.classes) == 1:
-            ids = rows.ravel()
-            return [(self.classes[0], ids[ids > 0])]
-        parts = []
-        for c in self.classes:
-            ids = rows[:, self._columns[c]].ravel()
-            parts.append((c, ids[ids > 0]))
-        return parts
+            return [(self.classes[0], rows.ravel())]
+        return [(c, rows[:, self._columns[c]].ravel()) for c in self.classes]
 
     def allocate(self, n: int, near: Ids | None = None) -> Ids:
         """`n` rows of fresh pages; the caller has made sure that they are there."""
@@ -405,7 +370,7 @@ class Columns:
         for c, ids in self.by_class(rows):
             self.pool.keep(c, ids)
             if c in self.keepers:
-                self.keepers[c][ids] = keeper
+                self.keepers[c][ids[ids > 0]] = keeper
 
     def own(self, rows: Ids, keeper: object) -> None:
         """Pages already kept change their keeper."""
@@ -419,6 +384,7 @@ class Columns:
         for c, ids in self.by_class(rows):
             freed += self.pool.drop(c, ids) * self._strides[c]
             if c in self.keepers:
+                ids = ids[ids > 0]
                 kept = self.pool.classes[c].kept[ids] > 0
                 self.keepers[c][ids] = None
                 self.keepers[c][ids[kept]] = heir

@@ -221,16 +221,19 @@ class PrefixTree:
         rows: Ids,
         now: float,
         retention: Retention = (0, None),
+        standing: Node | None = None,
         last: bool = False,
     ) -> tuple[Node, bool]:
         """Enter the tokens `data` after `cursor` (which ends at a block's start) with their pages.
 
         Where the tree already has a block's page, `rows` is changed to it: the caller then holds the
         tree's page instead of its own. Returns the node that now ends where `data` does, and
-        whether anything of it was in the tree before. `last` says that nobody will stand at `cursor`
-        any more, so that it may grow by a partial block too.
+        whether anything of it was in the tree before. `standing` is the node that the caller has
+        locked, if it is not `cursor`; `last` says that it will not stand there any more, so that the
+        node may grow by a partial block too.
         """
         node, start = cursor, cursor.end
+        standing = standing or cursor
         at, stop = start, start + len(data) // TOKEN_BYTES
         ids = memoryview(data).cast("i")
         while at < stop and node.children:
@@ -245,8 +248,8 @@ class PrefixTree:
         if at < stop:
             rest = data[(at - start) * TOKEN_BYTES :]
             fresh = rows[at // self.block - start // self.block :]
-            stays = node is cursor and stop % self.block and not last
-            if not stays and self._may_grow(node, cursor, retention):
+            stays = node is standing and stop % self.block and not last
+            if not stays and self._may_grow(node, standing, retention):
                 self._grow(node, rest, fresh, now)
             else:
                 node = self._add_child(node, rest, fresh, now, retention)
@@ -278,12 +281,12 @@ class PrefixTree:
         else:
             theirs[:] = ours
 
-    def _may_grow(self, node: Node, cursor: Node, retention: Retention) -> bool:
+    def _may_grow(self, node: Node, standing: Node, retention: Retention) -> bool:
         """A run grows in place while it is one sequence's own: nobody else is there, none has hit it."""
         return (
             node.parent is not None
             and not node.children
-            and node.locks == (1 if node is cursor else 0)
+            and node.locks == (1 if node is standing else 0)
             and node.hits == 0
             and (node.priority, node.expires) == retention
         )

@@ -126,6 +126,7 @@ class Sequence:
         "marks",
         "media",
         "node",
+        "opened",
         "prompt",
         "published",
         "resumed",
@@ -144,6 +145,7 @@ class Sequence:
         self.node = node  # the deepest node on its path; ends at `published`
         self.control = control
         self.published = node.end
+        self.opened = cache.clock.now()
         self.resumed = 0
         self.prompt = 0
         self.shared_tail = False  # its partial block is someone else's page: copy before writing

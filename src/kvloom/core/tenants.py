@@ -74,7 +74,7 @@ class Accounts:
         """Whose entry leaves next so that `requester` gets room: spares first, then the smallest key
         among the requester and those above their share. O(tenants)."""
         if len(self.accounts) == 1:
-            return requester if requester.queue.spares or requester.queue.peek(now) is not None else None
+            return requester if requester.queue.spares or len(requester.queue) else None
         best = None
         for account in self.accounts.values():
             if account is not requester and account.used <= account.guaranteed:

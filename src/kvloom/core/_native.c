@@ -1,0 +1,282 @@
+/* The two loops of the core that Python is too slow for: counting holds and keeps of pages, and
+ * hashing a chain of names. Each has a twin in plain Python (counts.py, names.py) that it equals in
+ * every result; without a compiler the package installs without this file. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+/* -- counts: int32 holds, int16 keeps, int32 page ids (0 is no page) ------------------------- */
+
+typedef struct {
+    Py_buffer held, kept, ids, out;
+    int32_t *h, *p, *o;
+    int16_t *k;
+    Py_ssize_t n, pages;
+} Counts;
+
+static int get(PyObject *object, Py_buffer *view, Py_ssize_t itemsize, int writable, const char *what)
+{
+    if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) < 0)
+        return -1;
+    if (view->itemsize != itemsize) {
+        PyErr_Format(PyExc_TypeError, "%s has items of %zd bytes, not %zd", what, view->itemsize, itemsize);
+        PyBuffer_Release(view);
+        return -1;
+    }
+    return 0;
+}
+
+static void let_go(Counts *c, int with_out)
+{
+    PyBuffer_Release(&c->held);
+    PyBuffer_Release(&c->kept);
+    PyBuffer_Release(&c->ids);
+    if (with_out)
+        PyBuffer_Release(&c->out);
+}
+
+static int open_counts(PyObject *args, Counts *c, int with_out)
+{
+    PyObject *held, *kept, *ids, *out = NULL;
+    if (!PyArg_ParseTuple(args, with_out ? "OOOO" : "OOO", &held, &kept, &ids, &out))
+        return -1;
+    if (get(held, &c->held, 4, 1, "held") < 0)
+        return -1;
+    if (get(kept, &c->kept, 2, 1, "kept") < 0) {
+        PyBuffer_Release(&c->held);
+        return -1;
+    }
+    if (get(ids, &c->ids, 4, 0, "ids") < 0) {
+        PyBuffer_Release(&c->held);
+        PyBuffer_Release(&c->kept);
+        return -1;
+    }
+    if (with_out && get(out, &c->out, 4, 1, "out") < 0) {
+        let_go(c, 0);
+        return -1;
+    }
+    c->h = c->held.buf;
+    c->k = c->kept.buf;
+    c->p = c->ids.buf;
+    c->o = with_out ? c->out.buf : NULL;
+    c->n = c->ids.len / 4;
+    c->pages = c->held.len / 4;
+    if (c->kept.len / 2 != c->pages || (with_out && c->out.len / 4 < c->n)) {
+        PyErr_SetString(PyExc_ValueError, "held, kept and out do not fit together");
+        let_go(c, with_out);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < c->n; i++)
+        if (c->p[i] < 0 || c->p[i] >= c->pages) {
+            PyErr_Format(PyExc_IndexError, "page %d is not one of %zd", (int)c->p[i], c->pages);
+            let_go(c, with_out);
+            return -1;
+        }
+    return 0;
+}
+
+static PyObject *refuse(Counts *c, int with_out, int32_t page, const char *why)
+{
+    let_go(c, with_out);
+    return PyErr_Format(PyExc_ValueError, why, (int)page);
+}
+
+static PyObject *retain(PyObject *self, PyObject *args)
+{
+    Counts c;
+    Py_ssize_t fresh = 0;
+    if (open_counts(args, &c, 0) < 0)
+        return NULL;
+    for (Py_ssize_t i = 0; i < c.n; i++) {
+        int32_t page = c.p[i];
+        if (page && c.h[page] == 0 && c.k[page] == 0)
+            return refuse(&c, 0, page, "page %d is free; only a live page can be held");
+    }
+    for (Py_ssize_t i = 0; i < c.n; i++)
+        if (c.p[i] && c.h[c.p[i]]++ == 0)
+            fresh++;
+    let_go(&c, 0);
+    return PyLong_FromSsize_t(fresh);
+}
+
+static PyObject *release(PyObject *self, PyObject *args)
+{
+    Counts c;
+    Py_ssize_t idle = 0, freed = 0;
+    if (open_counts(args, &c, 1) < 0)
+        return NULL;
+    for (Py_ssize_t i = 0; i < c.n; i++)
+        if (c.p[i] && --c.h[c.p[i]] < 0) {
+            int32_t page = c.p[i];
+            for (; i >= 0; i--)
+                if (c.p[i])
+                    c.h[c.p[i]]++;
+            return refuse(&c, 1, page, "page %d is released more often than it was held");
+        }
+    for (Py_ssize_t i = 0; i < c.n; i++) {
+        int32_t page = c.p[i];
+        if (page && c.h[page] == 0) {
+            c.h[page] = -1; /* seen: a page listed twice counts once */
+            idle++;
+            if (c.k[page] == 0)
+                c.o[freed++] = page;
+        }
+    }
+    for (Py_ssize_t i = 0; i < c.n; i++)
+        if (c.p[i] && c.h[c.p[i]] < 0)
+            c.h[c.p[i]] = 0;
+    let_go(&c, 1);
+    return Py_BuildValue("nn", idle, freed);
+}
+
+static PyObject *keep(PyObject *self, PyObject *args)
+{
+    Counts c;
+    if (open_counts(args, &c, 0) < 0)
+        return NULL;
+    for (Py_ssize_t i = 0; i < c.n; i++) {
+        int32_t page = c.p[i];
+        if (page && c.h[page] == 0 && c.k[page] == 0)
+            return refuse(&c, 0, page, "page %d is free and cannot be kept");
+    }
+    for (Py_ssize_t i = 0; i < c.n; i++)
+        if (c.p[i])
+            c.k[c.p[i]]++;
+    let_go(&c, 0);
+    Py_RETURN_NONE;
+}
+
+static PyObject *drop(PyObject *self, PyObject *args)
+{
+    Counts c;
+    Py_ssize_t freed = 0;
+    if (open_counts(args, &c, 1) < 0)
+        return NULL;
+    for (Py_ssize_t i = 0; i < c.n; i++)
+        if (c.p[i] && --c.k[c.p[i]] < 0) {
+            int32_t page = c.p[i];
+            for (; i >= 0; i--)
+                if (c.p[i])
+                    c.k[c.p[i]]++;
+            return refuse(&c, 1, page, "page %d is dropped more often than it was kept");
+        }
+    for (Py_ssize_t i = 0; i < c.n; i++) {
+        int32_t page = c.p[i];
+        if (page && c.k[page] == 0 && c.h[page] == 0) {
+            c.k[page] = -1;
+            c.o[freed++] = page;
+        }
+    }
+    for (Py_ssize_t i = 0; i < freed; i++)
+        c.k[c.o[i]] = 0;
+    let_go(&c, 1);
+    return PyLong_FromSsize_t(freed);
+}
+
+/* -- names: BLAKE2b (RFC 7693) with a digest of 16 bytes over parent (16) and grain (64) ------- */
+
+static const uint64_t IV[8] = {
+    0x6a09e667f3bcc908u, 0xbb67ae8584caa73bu, 0x3c6ef372fe94f82bu, 0xa54ff53a5f1d36f1u,
+    0x510e527fade682d1u, 0x9b05688c2b3e6c1fu, 0x1f83d9abfb41bd6bu, 0x5be0cd19137e2179u};
+
+static const uint8_t ORDER[12][16] = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3},
+    {11, 8, 12, 0, 5, 2, 15, 13, 10, 14, 3, 6, 7, 1, 9, 4},
+    {7, 9, 3, 1, 13, 12, 11, 14, 2, 6, 5, 10, 4, 0, 15, 8},
+    {9, 0, 5, 7, 2, 4, 10, 15, 14, 1, 11, 12, 6, 8, 3, 13},
+    {2, 12, 6, 10, 0, 11, 8, 3, 4, 13, 7, 5, 15, 14, 1, 9},
+    {12, 5, 1, 15, 14, 13, 4, 10, 0, 7, 6, 3, 9, 2, 8, 11},
+    {13, 11, 7, 14, 12, 1, 3, 9, 5, 0, 15, 4, 8, 6, 2, 10},
+    {6, 15, 14, 9, 11, 3, 0, 8, 12, 2, 13, 7, 1, 4, 10, 5},
+    {10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0},
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3}};
+
+static uint64_t load64(const uint8_t *b)
+{
+    uint64_t w = 0;
+    for (int i = 7; i >= 0; i--)
+        w = w << 8 | b[i];
+    return w;
+}
+
+static uint64_t turn(uint64_t w, int n) { return w >> n | w << (64 - n); }
+
+static void mix(uint64_t *v, int a, int b, int c, int d, uint64_t x, uint64_t y)
+{
+    v[a] += v[b] + x;
+    v[d] = turn(v[d] ^ v[a], 32);
+    v[c] += v[d];
+    v[b] = turn(v[b] ^ v[c], 24);
+    v[a] += v[b] + y;
+    v[d] = turn(v[d] ^ v[a], 16);
+    v[c] += v[d];
+    v[b] = turn(v[b] ^ v[c], 63);
+}
+
+/* One message of 80 bytes fits one block, so a link of the chain is one compression. */
+static void link_name(uint8_t name[16], const uint8_t grain[64])
+{
+    uint64_t m[16], v[16];
+    m[0] = load64(name);
+    m[1] = load64(name + 8);
+    for (int i = 0; i < 8; i++)
+        m[i + 2] = load64(grain + 8 * i);
+    memset(m + 10, 0, 6 * sizeof *m);
+    uint64_t first = IV[0] ^ 0x01010000u ^ 16u;
+    memcpy(v, IV, sizeof IV);
+    memcpy(v + 8, IV, sizeof IV);
+    v[0] = first;
+    v[12] ^= 80;
+    v[14] = ~v[14];
+    for (int r = 0; r < 12; r++) {
+        const uint8_t *s = ORDER[r];
+        mix(v, 0, 4, 8, 12, m[s[0]], m[s[1]]);
+        mix(v, 1, 5, 9, 13, m[s[2]], m[s[3]]);
+        mix(v, 2, 6, 10, 14, m[s[4]], m[s[5]]);
+        mix(v, 3, 7, 11, 15, m[s[6]], m[s[7]]);
+        mix(v, 0, 5, 10, 15, m[s[8]], m[s[9]]);
+        mix(v, 1, 6, 11, 12, m[s[10]], m[s[11]]);
+        mix(v, 2, 7, 8, 13, m[s[12]], m[s[13]]);
+        mix(v, 3, 4, 9, 14, m[s[14]], m[s[15]]);
+    }
+    uint64_t out[2] = {first ^ v[0] ^ v[8], IV[1] ^ v[1] ^ v[9]};
+    for (int i = 0; i < 16; i++)
+        name[i] = (uint8_t)(out[i / 8] >> 8 * (i % 8));
+}
+
+static PyObject *chain(PyObject *self, PyObject *args)
+{
+    const char *parent, *data;
+    Py_ssize_t parent_size, size;
+    uint8_t name[16];
+    if (!PyArg_ParseTuple(args, "y#y#", &parent, &parent_size, &data, &size))
+        return NULL;
+    if (parent_size != 16)
+        return PyErr_Format(PyExc_ValueError, "a name has 16 bytes, not %zd", parent_size);
+    memcpy(name, parent, 16);
+    PyObject *names = PyList_New(size / 64);
+    for (Py_ssize_t i = 0; names != NULL && i < size / 64; i++) {
+        link_name(name, (const uint8_t *)data + 64 * i);
+        PyObject *bytes = PyBytes_FromStringAndSize((const char *)name, 16);
+        if (bytes == NULL || PyList_SetItem(names, i, bytes) < 0) {
+            Py_DECREF(names);
+            return NULL;
+        }
+    }
+    return names;
+}
+
+static PyMethodDef methods[] = {
+    {"retain", retain, METH_VARARGS, "retain(held, kept, ids) -> pages that nobody held before"},
+    {"release", release, METH_VARARGS, "release(held, kept, ids, out) -> (idle pages, pages freed into out)"},
+    {"keep", keep, METH_VARARGS, "keep(held, kept, ids)"},
+    {"drop", drop, METH_VARARGS, "drop(held, kept, ids, out) -> pages freed into out"},
+    {"chain", chain, METH_VARARGS, "chain(parent, data) -> the names of the whole grains"},
+    {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&module); }

@@ -1,0 +1,378 @@
+"""What leaves when room is short: the policies' orders, what comes before any policy, and no starvation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import numpy as np
+import pytest
+
+from kvloom.core import (
+    POLICIES,
+    Control,
+    Cost,
+    KVCache,
+    PoolLayout,
+    Retain,
+    Snapshots,
+    VirtualClock,
+    make_policy,
+)
+from kvloom.models.catalog import load_spec
+from kvloom.models.specs import ModelSpec, with_draft
+
+from .test_sequence import cached, finish, prompt_of, run, serve, start
+from .world import LAYOUTS, Open, World, make_world
+
+every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
+every_layout = pytest.mark.parametrize("kind", sorted(LAYOUTS))
+
+
+def press(world: World, tokens: int, seed: int = 99) -> Open:
+    """A request that takes room for `tokens` tokens and keeps it."""
+    item = start(world, prompt_of(4, seed))
+    assert item.sequence.extend(tokens) == 0
+    return item
+
+
+def found(world: World, prompt: list[int]) -> int:
+    return world.cache.match([*prompt, 0]).resume
+
+
+# -- every policy --------------------------------------------------------------------------------------------
+
+
+@every_layout
+@every_policy
+def test_everything_evictable_leaves_and_capacity_is_full_again(kind: str, policy: str) -> None:
+    world = make_world(kind, 30, policy=policy)
+    for i in range(12):
+        cached(world, prompt_of(40 + 3 * i, seed=i % 4))
+        world.clock.advance(1)
+    cache = world.cache
+    empty = make_world(kind, 30).cache
+    most = 1024
+    while empty.open(empty.match([1])).extend(most):
+        empty = make_world(kind, 30).cache
+        most -= 16
+    hog = press(world, most)
+    assert world.cache.stats()["held_pages"] == empty.stats()["held_pages"]
+    world.cache.check()
+    finish(world, hog)
+    assert cache.stats()["held_pages"] == 0
+
+
+@every_layout
+@every_policy
+def test_nothing_that_is_held_leaves(kind: str, policy: str) -> None:
+    world = make_world(kind, 40, policy=policy)
+    items = [serve(world, prompt_of(45, seed=i)) for i in range(2)]
+    for i in range(20):
+        other = start(world, prompt_of(60, seed=10 + i))
+        if other.sequence.extend(60) == 0:
+            world.step(other, other.prompt)
+        finish(world, other)
+        world.clock.advance(1)
+        world.check()  # reads every byte of the open sequences
+    assert [item.sequence.length for item in items] == [45, 45]
+
+
+@every_policy
+def test_children_leave_before_parents(policy: str) -> None:
+    world = make_world("full", 60, policy=policy)
+    trunk = prompt_of(160)
+    for i in range(4):
+        cached(world, [*trunk, *prompt_of(80, seed=i + 1)])
+        world.clock.advance(1)
+    hog = start(world, prompt_of(4, seed=99))
+    seen = [240] * 4
+    for blocks in range(1, 59):
+        assert hog.sequence.extend(16 * blocks) == 0
+        now = [found(world, [*trunk, *prompt_of(80, seed=i + 1)]) for i in range(4)]
+        if any(n > 160 for n in now):
+            assert min(now) >= 160, "a parent left before its children"
+        assert all(n <= before for n, before in zip(now, seen, strict=True))
+        seen = now
+    assert max(seen) < 160
+    world.cache.check()
+
+
+# -- one order each ------------------------------------------------------------------------------------------
+
+A, B, C = 1, 2, 3
+LENGTH = 64
+
+
+def leaving_order(policy: str | object, requests: list[int], lengths: dict[int, int] | None = None) -> list[int]:
+    """Run one request a second, then take the room block by block; the prompts in the order in which they leave."""
+    prompts = {seed: prompt_of((lengths or {}).get(seed, LENGTH), seed) for seed in requests}
+    world = make_world("full", 1 + sum(len(p) for p in prompts.values()) // 16, policy=policy)
+    for seed in requests:
+        cached(world, prompts[seed])
+        world.clock.advance(1)
+    return as_they_leave(world, prompts)
+
+
+def as_they_leave(world: World, prompts: dict[int, list[int]]) -> list[int]:
+    """A prompt has left when less than half of it is found."""
+    assert world.cache.pool.free_slabs == 0
+    hog = start(world, [4])
+    order: list[int] = []
+    for blocks in range(1, world.cache.pool.slabs):
+        assert hog.sequence.extend(16 * blocks) == 0
+        order += [k for k, p in prompts.items() if k not in order and found(world, p) < len(p) // 2]
+    assert len(order) == len(prompts)
+    world.cache.check()
+    return order
+
+
+def test_lru_lets_what_was_used_longest_ago_leave() -> None:
+    assert leaving_order("lru", [A, B, C, A]) == [B, C, A]
+
+
+def test_fifo_lets_what_came_first_leave() -> None:
+    assert leaving_order("fifo", [A, B, C, A]) == [A, B, C]
+
+
+def test_mru_lets_what_was_used_last_leave() -> None:
+    assert leaving_order("mru", [A, B, C]) == [C, B, A]
+
+
+def test_lfu_lets_what_was_hit_least_leave() -> None:
+    assert leaving_order("lfu", [A, A, A, A, C, C, B]) == [B, C, A]
+
+
+def test_slru_lets_what_was_never_hit_leave_and_then_goes_by_last_use() -> None:
+    assert leaving_order("slru", [A, A, A, A, C, C, B]) == [B, A, C]
+
+
+def test_cost_lets_what_is_cheap_to_compute_again_leave() -> None:
+    assert leaving_order("cost", [A, B, C], {A: 256, B: 64, C: 128}) == [B, C, A]
+    assert leaving_order("lru", [A, B, C], {A: 256, B: 64, C: 128}) == [A, B, C]
+
+
+def test_cost_weighs_uses_and_follows_the_given_cost() -> None:
+    assert leaving_order("cost", [A, A, A, A, B, C], {A: 64, B: 256, C: 64}) == [C, B, A]
+    flat = POLICIES["cost"](Cost(per_token=1.0, per_token_per_depth=0.0))  # type: ignore[call-arg]
+    assert leaving_order(flat, [A, B, C], {A: 256, B: 64, C: 128}) == [A, B, C]
+
+
+def retained(policy: str, wishes: dict[int, Retain | None], wait: float = 0.0) -> list[int]:
+    world = make_world("full", 1 + len(wishes) * LENGTH // 16, policy=policy)
+    for seed, wish in wishes.items():
+        cached(world, prompt_of(LENGTH, seed), Control(retain=() if wish is None else (wish,)))
+        world.clock.advance(1)
+    world.clock.advance(wait)
+    return as_they_leave(world, {seed: prompt_of(LENGTH, seed) for seed in wishes})
+
+
+@every_policy
+def test_priorities_of_requests_come_before_any_policy(policy: str) -> None:
+    high, low = Retain(priority=2), Retain(priority=-1)
+    assert retained(policy, {A: high, B: None, C: low}) == [C, B, A]
+    assert retained(policy, {A: low, B: None, C: high}) == [A, B, C]
+
+
+@every_policy
+def test_a_priority_ends_with_its_ttl(policy: str) -> None:
+    wishes = {A: Retain(priority=1, ttl=5.0), B: Retain(priority=1)}
+    assert retained(policy, wishes, wait=10.0) == [A, B]
+
+
+def test_priority_lets_what_expires_soonest_leave() -> None:
+    wishes = {A: Retain(ttl=500.0), B: Retain(ttl=100.0), C: Retain()}
+    assert retained("priority", wishes) == [B, A, C]
+    assert retained("lru", wishes) == [A, B, C]
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'belady'.*lru"):
+        make_policy("belady")
+
+
+# -- before any policy -----------------------------------------------------------------------------------------
+
+
+@every_policy
+def test_spare_window_pages_leave_before_anything_that_helps_a_hit(policy: str) -> None:
+    """25 + 3 blocks of which the windows (40 tokens) at 400 and 40 need 3 each."""
+    world = make_world("sliding", 1 + 28, policy=policy)
+    cached(world, prompt_of(40, A))
+    world.clock.advance(1)
+    cached(world, prompt_of(400, B))
+    world.clock.advance(1)
+    press(world, 22 * 16)
+    assert [found(world, prompt_of(40, A)), found(world, prompt_of(400, B))] == [40, 400]
+    world.check()
+
+
+def test_a_leaf_without_a_resume_point_leaves_first() -> None:
+    """The newest request leaves an answer nobody can resume in; it goes before an older, useful prompt."""
+    world = make_world("state+full", 1 + 8, snapshots=Snapshots(turn_end=False, branch=False))
+    cached(world, prompt_of(48, A))
+    world.clock.advance(1)
+    finish(world, run(world, serve(world, prompt_of(48, B)), [7] * 160))
+    world.clock.advance(1)
+    before = world.cache.pool.free_slabs
+    press(world, 16 * 6 * (before - 1) + 16)  # a state, and one block more than is free
+    assert found(world, prompt_of(48, A)) == 48
+    assert found(world, prompt_of(48, B)) == 48
+    assert world.cache.match([*prompt_of(48, B), *[7] * 160, 0]).matched < 208, "the answer left"
+    world.check()
+
+
+# -- no starvation ---------------------------------------------------------------------------------------------
+
+MODELS: dict[str, Callable[[], ModelSpec]] = {
+    "Nemotron-H": lambda: load_spec("nemotron-h-8b"),
+    "Qwen3-Next": lambda: load_spec("qwen3-next-80b"),
+    "DeepSeek-V3 with a Mamba-2 draft": lambda: with_draft(load_spec("deepseek-v3"), load_spec("mamba2-2.7b")),
+}
+every_model = pytest.mark.parametrize("model", sorted(MODELS))
+
+
+def hybrid(model: str, states: int, more: int, **options: object) -> World:
+    """A pool with the slabs of `states` states and `more`."""
+    layout = PoolLayout.build(MODELS[model]().layers)
+    clock = VirtualClock()
+    slabs = 1 + states * layout.width("state") + more
+    return World(KVCache(layout, slabs, clock=clock, max_sequences=32, max_tokens=1 << 18, **options), clock)  # type: ignore[arg-type]
+
+
+def attention_per_slab(cache: KVCache) -> float:
+    """Blocks of attention pages in a slab."""
+    return cache.layout.of("token")[0].pages_per_slab / cache.layout.width("token")
+
+
+def fill(world: World, tokens: int, seed: int) -> None:
+    """A request without pretend bytes."""
+    seq = world.cache.open(world.cache.match([seed]))
+    assert seq.extend(tokens) == 0
+    seq.commit([seed] * tokens)
+    world.cache.take_copies()
+    seq.close()
+    world.clock.advance(1)
+
+
+@every_model
+def test_a_pool_full_of_cached_attention_pages_still_gives_states(model: str) -> None:
+    world = hybrid(model, states=1, more=200, snapshots=Snapshots(prompt_end=False, branch=False))
+    cache = world.cache
+    fill(world, int(200 * attention_per_slab(cache)) // 1 * 16, seed=1)
+    assert cache.pool.free_slabs <= 1
+    could = (cache.pool.slabs - 1) // (cache.layout.width("state") + 1)
+    for i in range(could):
+        assert cache.open(cache.match([100 + i])).extend(16) == 0
+    assert cache.stats()["evictions"]
+    cache.check()
+
+
+@every_model
+def test_a_pool_full_of_cached_snapshots_still_gives_attention_pages(model: str) -> None:
+    world = hybrid(model, states=6, more=1)
+    cache = world.cache
+    for seed in range(1, 12):
+        fill(world, 16, seed)
+    assert cache.stats()["cached_pages"] >= 5 * cache.layout.width("state")  # type: ignore[operator]
+    assert cache.pool.free_slabs < cache.layout.width("state")
+    slabs = cache.pool.slabs - 1 - cache.layout.width("state")
+    hog = cache.open(cache.match([100]))
+    assert hog.extend(int(slabs * attention_per_slab(cache)) * 16) == 0
+    assert hog.extend(int(slabs * attention_per_slab(cache)) * 16 + 16) > 0
+    cache.check()
+
+
+@every_model
+def test_live_pages_scattered_over_slabs_are_moved_together_for_a_state(model: str) -> None:
+    """Three live sequences of one block have a slab each; a fourth fits only if these are emptied."""
+    width = MODELS[model]
+    layout = PoolLayout.build(width().layers)
+    pages, per_slab = layout.width("token"), layout.of("token")[0].pages_per_slab
+    world = hybrid(model, states=4, more=-(-4 * pages // per_slab))
+    live = [serve(world, prompt_of(16, seed=i)) for i in range(3)]
+    slabs = {int(page) // per_slab for item in live for page in item.sequence.table(layout.of("token")[0].index)[:, 0]}
+    assert len(slabs) == 3
+    last = serve(world, prompt_of(16, seed=9))
+    assert world.cache.stats()["moved_pages"]
+    world.check()
+    for item in [*live, last]:
+        finish(world, item)
+
+
+@every_model
+def test_cached_and_live_pages_scattered_over_slabs_never_starve_anyone(model: str) -> None:
+    """Whatever is cached or live where: a request is refused only if it would not fit an empty pool
+    beside the live pages. Bytes are checked after every step."""
+    world = hybrid(model, states=5, more=4)
+    cache = world.cache
+    chance = np.random.default_rng(3)
+    refused = 0
+    for i in range(60):
+        world.clock.advance(1)
+        item = start(world, prompt_of(int(chance.integers(17, 120)), seed=int(chance.integers(0, 6))))
+        n = len(item.prompt) - len(item.tokens)
+        blocks = -(-(len(item.tokens) + n) // 16) - item.sequence.reserve // 16 + item.sequence.shared_tail
+        missing = item.sequence.extend(n)
+        if missing:
+            refused += 1
+            needs = [0] * len(cache.pool.classes)
+            for group in cache.layout.groups:
+                wanted = group.runs * (1 if group.spec.unit == "state" else blocks)
+                needs[cache.pool.class_of[group.index]] += wanted
+            assert cache.pool.missing_slabs(needs) > 0, "it would have fitted"
+            finish(world, item)
+        else:
+            world.step(item, item.prompt[len(item.tokens) :])
+            world.check()
+        while len(world.opened) > int(chance.integers(1, 6)):
+            finish(world, world.opened[int(chance.integers(len(world.opened)))])
+    assert refused < 30
+    assert cache.stats()["evictions"]
+
+
+# -- cost ------------------------------------------------------------------------------------------------------
+
+
+def calls(work: Callable[[], object]) -> int:
+    """Python and built-in calls made by `work`."""
+    made = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal made
+        made += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding+full"])
+@every_policy
+def test_eviction_costs_the_same_in_a_pool_a_hundred_times_as_large(kind: str, policy: str) -> None:
+    made = []
+    for blocks in (1_000, 100_000):
+        layout = PoolLayout.build(LAYOUTS[kind])
+        row_slabs = sum(g.runs / g.pages_per_slab for g in layout.groups)
+        clock = VirtualClock()
+        cache = KVCache(layout, 1 + int(blocks * row_slabs), policy=policy, clock=clock, max_sequences=4, max_tokens=1024)
+        seed = 0
+        while not cache.stats()["evictions"]:
+            seed += 1
+            seq = cache.open(cache.match([seed]))
+            assert seq.extend(1024) == 0
+            seq.commit(np.full(1024, seed, np.int32))
+            seq.close()
+            clock.advance(1)
+        for i in range(64):  # settle: spares that are left over from filling
+            seq = cache.open(cache.match([5]))
+            seq.extend(1024)
+            seq.close()
+        seq = cache.open(cache.match([5]))
+        made.append(calls(lambda seq=seq: seq.extend(1024)))  # type: ignore[misc]
+        assert seq.reserve == 1024
+    assert made[1] < 2 * made[0] + 100
