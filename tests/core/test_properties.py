@@ -10,7 +10,18 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvloom.core import POLICIES, Control, Media, Retain, Snapshots, Tenant
+from kvloom.core import (
+    POLICIES,
+    Control,
+    Dropped,
+    Media,
+    Moved,
+    NameIndex,
+    Retain,
+    Snapshots,
+    Stored,
+    Tenant,
+)
 
 from .world import LAYOUTS, Open, World, make_world, prefix_hash
 
@@ -48,6 +59,7 @@ class Machine(RuleBasedStateMachine):
         before_last=st.booleans(),
         shares=st.booleans(),
         quota=st.sampled_from([None, 30]),
+        listen=st.booleans(),
     )
     def start(
         self,
@@ -58,6 +70,7 @@ class Machine(RuleBasedStateMachine):
         before_last: bool,
         shares: bool,
         quota: int | None,
+        listen: bool,
     ) -> None:
         self.kind = kind
         names = ("", "gold", "free") if shares else ()
@@ -67,6 +80,16 @@ class Machine(RuleBasedStateMachine):
         self.world = make_world(kind, slabs, policy=policy, tenants=declared, snapshots=snapshots)
         self.roomy = slabs == 3000 and quota is None
         self.pins: list[object] = []
+        self.index = NameIndex(self.cache.layout.groups) if listen else None
+        if listen:
+            self.cache.events.subscribe(self._tell)
+
+    def _tell(self, event: Stored | Dropped | Moved) -> None:
+        assert self.index is not None
+        if isinstance(event, Stored):
+            self.index.stored(event.parent, event.names, event.groups, event.place, event.tail_tokens)
+        elif isinstance(event, Dropped):
+            self.index.dropped(event.names, event.groups, event.place)
 
     @property
     def cache(self):  # type: ignore[no-untyped-def]
@@ -94,6 +117,11 @@ class Machine(RuleBasedStateMachine):
             if not self.cache.tree.keeps_checkpoints and not media:
                 assert match.resume == expected
         assert self.cache.explain(match).reason
+        if self.index is not None and control.read and not media:
+            named = self.cache.lookup.beyond(match, self.index)
+            assert named <= match.resume, "the name index promises more than there is"
+            if self.kind == "full":
+                assert named == match.resume // 16 * 16
         sequence = self.cache.open(match)
         assert sequence.length == match.resume == sequence.resumed
         self.world.opened.append(Open(sequence, seen[: match.resume], seen, control, media))

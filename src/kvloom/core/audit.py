@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .media import MediaRun
+from .nodes import Node
 from .pool import Columns, Ids
-from .prefix import Node
 
 if TYPE_CHECKING:
     from .cache import KVCache

@@ -21,6 +21,7 @@ from .layout import PoolLayout
 from .lookup import Lookup, Match, Stop
 from .media import Media, MediaIds, MediaRun
 from .names import TOKEN_BYTES, root_name, token_bytes
+from .naming import Teller
 from .opening import Opening
 from .parts import Parts, Rows
 from .points import Points
@@ -68,7 +69,8 @@ class KVCache:
         self.pool = PagePool([g.pages_per_slab for g in layout.groups], slabs)
         self.pages, self.states, self.media = (self._columns(n) for n in ("token", "state", "media"))
         self.media_ids = MediaIds()
-        self.tree = PrefixTree(layout, self.pages, self.states, self.events, self.media_ids.digest_of)
+        teller = Teller(layout, self.events, self.media_ids.digest_of)
+        self.tree = PrefixTree(layout, self.pages, self.states, teller)
         self.accounts = Accounts(tenants, make_policy(policy), (slabs - 1) * layout.slab_bytes)
         self.room = Room(self.pool, self.tree, self.media, self.accounts, self.clock, layout.slab_bytes)
         self.lookup = Lookup(self.tree, self.room)

@@ -61,8 +61,9 @@ def drop(held: Ids, kept: Kept, ids: Ids, out: Ids) -> int:
 
 
 def _real(ids: Ids) -> npt.NDArray[np.intp]:
-    at = ids.ravel().astype(np.intp)
-    return at[at != 0]
+    at: npt.NDArray[np.intp] = ids.ravel().astype(np.intp)
+    real: npt.NDArray[np.intp] = at[at != 0]
+    return real
 
 
 def _once(at: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:

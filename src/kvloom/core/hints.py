@@ -7,9 +7,9 @@ from collections import OrderedDict
 from itertools import count
 
 from .lookup import Match
+from .nodes import Node
 from .parts import Parts, Verbs
 from .pool import Ids
-from .prefix import Node
 
 __all__ = ["Hints", "Pin"]
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .layout import GRAIN
 from .media import Media
-from .names import NAME_BYTES, TOKEN_BYTES, NameIndex, chain, tail_name
+from .names import TOKEN_BYTES, NameIndex, chain, tail_name
+from .nodes import Checkpoint, Node, Root
 from .pool import Ids
-from .prefix import Checkpoint, Node, PrefixTree, Root
+from .prefix import PrefixTree
 from .resume import longest_resume
 from .room import Room
 from .sequence import Control
@@ -31,8 +33,7 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(NamedTuple):
     """Where a lookup stopped and why; `when` and `policy` for what was evicted."""
 
     reason: str
@@ -117,7 +118,7 @@ class Lookup:
             (span, rows[:, columns.start])
             for span, columns in zip(tree.windows, tree.window_columns, strict=True)
         ]
-        if not tree.state_groups:
+        if not tree.has_states:
             resume, broken = longest_resume(limit, windows, tree.block)
             return resume, None, reason if broken is None else "window page missing"
         found = {c.position: c for c in self._snapshots(path, limit)}
@@ -160,20 +161,19 @@ class Lookup:
 
     def names(self, match: Match) -> list[bytes]:
         """The names of all whole grains of the prompt; those that the tree knows are not hashed again."""
+        teller = self.tree.teller
         known: list[bytes] = []
         for node in match.path:
             if node.end <= match.matched:
-                names = self.tree.names(node)
-                known += [bytes(names[i : i + NAME_BYTES]) for i in range(0, len(names), NAME_BYTES)]
+                known += teller.names(node)
         parent = known[-1] if known else match.root_name
-        rest = match.data[len(known) * GRAIN * TOKEN_BYTES :]
-        return known + chain(parent, rest, self.tree.resolve)
+        return known + chain(parent, match.data[len(known) * GRAIN * TOKEN_BYTES :], teller.resolve)
 
     def beyond(self, match: Match, index: NameIndex) -> int:
         """The longest resume point that the pages in `index` give this prompt."""
 
         def tail(parent: bytes, start: int, length: int) -> bytes:
             text = match.data[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES]
-            return tail_name(parent, text, self.tree.resolve)
+            return tail_name(parent, text, self.tree.teller.resolve)
 
         return index.match(self.names(match), match.limit, root=match.root_name, tail=tail)

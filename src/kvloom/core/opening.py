@@ -9,10 +9,10 @@ import numpy as np
 from .lookup import Match
 from .media import MediaRun
 from .names import TOKEN_BYTES
+from .nodes import Node
 from .parts import Parts, Verbs
 from .points import Points
 from .pool import Ids
-from .prefix import Node
 from .reserving import Reserving
 from .sequence import Sequence
 

@@ -10,8 +10,9 @@ import numpy.typing as npt
 from .clock import Clock
 from .layout import PoolLayout
 from .media import Media, MediaIds, MediaRun
+from .nodes import Checkpoint, Node
 from .pool import Columns, Ids
-from .prefix import Checkpoint, Node, PrefixTree
+from .prefix import PrefixTree
 from .room import Room
 from .sequence import Sequence, SequenceRows, Snapshots
 from .tenants import Account, Accounts

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from .nodes import Node
 from .parts import Verbs
-from .prefix import Node, Retention
+from .prefix import Retention
 from .sequence import Sequence
 
 __all__ = ["Points"]

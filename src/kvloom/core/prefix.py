@@ -11,121 +11,23 @@ owns the state snapshot taken there. The tree decides nothing about when things 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
-import numpy.typing as npt
 
-from .events import Dropped, EventBus, Stored
 from .layers import Span
 from .layout import GRAIN, PoolLayout
-from .names import NAME_BYTES, TOKEN_BYTES, chain, tail_name
-from .policies import Entry
+from .names import TOKEN_BYTES
+from .naming import Teller
+from .nodes import Checkpoint, Node, Root
 from .pool import Columns, Ids
 from .tenants import Account
 
-__all__ = ["Checkpoint", "Node", "PrefixTree", "Retention"]
+__all__ = ["PrefixTree", "Retention"]
 
-PLACE = "device"
 Retention = tuple[int, float | None]
 """Priority, and when it expires."""
-
-
-class Node(Entry):
-    """A run of tokens [start, end) and the pages of the blocks it touches."""
-
-    __slots__ = (
-        "checkpoints",
-        "children",
-        "count",
-        "end",
-        "locks",
-        "marks",
-        "names",
-        "pages",
-        "parent",
-        "root",
-        "row_bytes",
-        "spare",
-        "start",
-        "text",
-    )
-
-    parent: Node | None
-    root: Root
-
-    def __init__(self, serial: int, now: float, start: int, text: bytearray, pages: Ids) -> None:
-        super().__init__(serial, now)
-        self.start = start
-        self.end = start + len(text) // TOKEN_BYTES
-        self.text = text
-        self.pages = pages  # may have spare capacity; `count` rows are real
-        self.count = len(pages)
-        self.row_bytes = 0
-        self.children: dict[int, Node] = {}
-        self.checkpoints: list[Checkpoint] = []
-        self.marks: npt.NDArray[np.int16] | None = None
-        self.names: bytearray | None = None
-        self.locks = 0
-        self.spare = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.end - self.start
-
-    @property
-    def depth(self) -> int:
-        return self.start
-
-    @property
-    def bytes(self) -> int:
-        return self.count * self.row_bytes
-
-    @property
-    def leaf(self) -> bool:
-        """May it leave: nothing hangs below it and nobody is there."""
-        return not self.children and self.locks == 0 and self.parent is not None
-
-
-class Root(Node):
-    """Where the names of one model, tenant and adapter begin."""
-
-    __slots__ = ("account", "name")
-
-    def __init__(self, serial: int, name: bytes, account: Account, width: int) -> None:
-        super().__init__(serial, 0.0, 0, bytearray(), np.empty((0, width), np.int32))
-        self.name = name
-        self.account = account
-        self.parent = None
-        self.root = self
-
-
-class Checkpoint(Entry):
-    """A resume point at `position` in `node`, with its state snapshot where the model keeps states."""
-
-    __slots__ = ("node", "position", "reach", "row_bytes", "states")
-
-    def __init__(self, serial: int, now: float, node: Node, position: int, states: Ids | None) -> None:
-        super().__init__(serial, now, node.priority, node.expires)
-        self.node = node
-        self.position = position
-        self.reach = position  # the earliest query whose window it protects
-        self.states = states
-        self.row_bytes = 0
-
-    @property
-    def tokens(self) -> int:
-        before = [c.position for c in self.node.checkpoints if c.position < self.position]
-        return self.position - (max(before) if before else self.node.start)
-
-    @property
-    def depth(self) -> int:
-        return self.position - self.tokens
-
-    @property
-    def bytes(self) -> int:
-        return self.row_bytes
 
 
 class PrefixTree:
@@ -137,21 +39,18 @@ class PrefixTree:
         layout: PoolLayout,
         pages: Columns,
         states: Columns,
-        events: EventBus,
-        resolve: Callable[[int], bytes],
+        teller: Teller,
     ) -> None:
         self.block = layout.block_tokens
         self.pages = pages
         self.states = states
-        self.events = events
-        self.resolve = resolve
-        self.token_groups = tuple(g.index for g in layout.of("token"))
-        self.state_groups = tuple(g.index for g in layout.of("state"))
+        self.teller = teller
+        self.has_states = bool(states.width)
         windowed = [g for g in layout.of("token") if g.spec.span.windowed]
         self.windows: tuple[Span, ...] = tuple(g.spec.span for g in windowed)
         self.window_columns = tuple(g.columns for g in windowed)
         self.window_groups = tuple(g.index for g in windowed)
-        self.keeps_checkpoints = bool(self.windows or self.state_groups)
+        self.keeps_checkpoints = bool(self.windows) or self.has_states
         self.roots: dict[bytes, Root] = {}
         self.nodes = 0
         self.version = 0  # changes when a path or its pages may have
@@ -253,8 +152,8 @@ class PrefixTree:
                 self._grow(node, rest, fresh, now)
             else:
                 node = self._add_child(node, rest, fresh, now, retention)
-            if self.events.listening:
-                self._tell_stored(node, at)
+            if self.teller.listening:
+                self.teller.stored(node, at)
         return node, at > start
 
     def _adopt(self, node: Node, rows: Ids, stop: int) -> None:
@@ -268,8 +167,8 @@ class PrefixTree:
                 taken = np.where(missing, theirs, 0)
                 self.pages.keep(taken, node)
                 ours[missing] = theirs[missing]
-                if self.events.listening:
-                    self._tell_adopted(node, missing)
+                if self.teller.listening:
+                    self.teller.adopted(node, missing)
             np.copyto(theirs, ours, where=theirs != 0)
             if node.end == stop and node.end % self.block:
                 # The data ends in this block as the node does: a page the node lacks may be taken.
@@ -310,8 +209,8 @@ class PrefixTree:
             node.last_used = now
             if self.pages.keepers:
                 self.pages.own(rows[i : i + 1], node)
-            if self.events.listening:
-                self._tell_stored(node, node.end - self.block)
+            if self.teller.listening:
+                self.teller.stored(node, node.end - self.block)
 
     def _make_capacity(self, node: Node, capacity: int) -> None:
         pages = np.zeros((capacity, self.pages.width), np.int32)
@@ -326,8 +225,8 @@ class PrefixTree:
         self.pages.keep(rows, node)
         have = node.count
         if node.end % self.block:  # a partial tail goes on: its last block gets the fuller page
-            if self.events.listening and node.end % GRAIN and self.checkpoint_at(node, node.end) is None:
-                self.events.emit(Dropped((self._name_at(node, node.end),), self.token_groups, PLACE, "grown"))
+            if self.teller.listening:
+                self.teller.grown(node)
             have -= 1
             node.root.account.used -= self.pages.drop(node.pages[have : have + 1], node)
         if have + len(rows) > len(node.pages):
@@ -385,9 +284,8 @@ class PrefixTree:
             node.marks = node.marks[cut - first :].copy()
             if at % self.block:
                 node.marks[0] -= sum(c.position > cut * self.block for c in upper.checkpoints)
-        if node.names is not None:
-            grains = (at // GRAIN - node.start // GRAIN) * NAME_BYTES
-            upper.names, node.names = node.names[:grains], node.names[grains:]
+        grains = at // GRAIN - node.start // GRAIN
+        upper.names, node.names = node.names[:grains], node.names[grains:]
         assert node.parent is not None
         node.parent.children[self._first_id(node)] = upper
         node.pages = node.pages[cut - first : node.count].copy()
@@ -411,8 +309,8 @@ class PrefixTree:
         freed = 0
         while node.checkpoints and node.checkpoints[-1].position > end:
             freed += self.drop_checkpoint(node.checkpoints[-1], why)
-        if self.events.listening:
-            self._tell_dropped(node, max(end, node.start), why)
+        if self.teller.listening:
+            self.teller.dropped(node, max(end, node.start), why)
         keep = 0 if end <= node.start else (end - 1) // self.block - node.start // self.block + 1
         pages = self.pages.drop(node.pages[keep : node.count], node.parent)
         node.root.account.used -= pages
@@ -421,8 +319,7 @@ class PrefixTree:
             self._remove(node)
         else:
             del node.text[(end - node.start) * TOKEN_BYTES :]
-            if node.names is not None:
-                del node.names[(end // GRAIN - node.start // GRAIN) * NAME_BYTES :]
+            del node.names[end // GRAIN - node.start // GRAIN :]
             node.end = end
         return freed + pages
 
@@ -442,7 +339,7 @@ class PrefixTree:
         """The deepest point of a leaf that a request can resume at, or its start if there is none."""
         if not self.keeps_checkpoints:
             return node.end
-        if not self.state_groups and self.complete(node, node.end):
+        if not self.has_states and self.complete(node, node.end):
             return node.end
         return node.checkpoints[-1].position if node.checkpoints else node.start
 
@@ -500,8 +397,8 @@ class PrefixTree:
         queue = node.root.account.queue
         queue.policy.on_insert(checkpoint, now)
         queue.push(checkpoint, now)
-        if states is not None and self.events.listening:
-            self._tell_snapshot(checkpoint)
+        if states is not None and self.teller.listening:
+            self.teller.snapshot(checkpoint)
         return checkpoint
 
     @staticmethod
@@ -520,12 +417,8 @@ class PrefixTree:
 
     def drop_checkpoint(self, checkpoint: Checkpoint, why: str) -> int:
         """Forget a resume point; its window pages become spare. Returns the bytes of its snapshot."""
-        if self.events.listening:
-            name = self._name_at(checkpoint.node, checkpoint.position)
-            inner_tail = checkpoint.position % GRAIN and checkpoint.position != checkpoint.node.end
-            groups = self.state_groups + (self.token_groups if inner_tail else ())
-            if groups:
-                self.events.emit(Dropped((name,), groups, PLACE, why))
+        if self.teller.listening:
+            self.teller.forgotten(checkpoint, why)
         self.version += 1
         checkpoint.node.checkpoints.remove(checkpoint)
         self._mark(checkpoint, -1)
@@ -569,8 +462,8 @@ class PrefixTree:
             return 0
         gone = np.zeros((rows.size, self.pages.width), np.int32)
         gone[:, columns] = pages[rows, columns]
-        if self.events.listening:
-            self._tell_rows(node, rows, self.window_groups[window], why)
+        if self.teller.listening:
+            self.teller.rows(node, rows, self.window_groups[window], why)
         self.version += 1
         pages[rows, columns] = 0
         freed = self.pages.drop(gone, node.parent)
@@ -594,125 +487,3 @@ class PrefixTree:
         if node.leaf:
             node.useless = self.last_resume(node) == node.start
             node.root.account.queue.push(node, now)
-
-    # -- names ----------------------------------------------------------------------------------
-
-    def name_before(self, node: Node) -> bytes:
-        """The name of the last whole grain that ends at or before the node's start."""
-        return self._last_name(node.parent) if node.parent is not None else node.root.name
-
-    def _last_name(self, node: Node | None) -> bytes:
-        while node is not None and node.parent is not None:
-            names = self.names(node)
-            if names:
-                return bytes(names[-NAME_BYTES:])
-            node = node.parent
-        assert node is not None
-        return node.root.name
-
-    def names(self, node: Node) -> bytearray:
-        """The names of the grains that end in `node`, computed once and kept with it."""
-        unnamed = []
-        current = node
-        while current.parent is not None and self._unnamed_grains(current):
-            unnamed.append(current)
-            current = current.parent
-        for current in reversed(unnamed):
-            first = current.start // GRAIN
-            named = 0 if current.names is None else len(current.names) // NAME_BYTES
-            begin = (first + named) * GRAIN
-            data = bytes(current.text[max(0, begin - current.start) * TOKEN_BYTES :])
-            if begin < current.start:
-                data = self._text_before(current, current.start - begin) + data
-            parent = bytes(current.names[-NAME_BYTES:]) if current.names else self.name_before(current)
-            current.names = (current.names or bytearray()) + b"".join(chain(parent, data, self.resolve))
-        return node.names if node.names is not None else bytearray()
-
-    @staticmethod
-    def _unnamed_grains(node: Node) -> int:
-        named = 0 if node.names is None else len(node.names) // NAME_BYTES
-        return node.end // GRAIN - node.start // GRAIN - named
-
-    def _text_before(self, node: Node, tokens: int) -> bytes:
-        text = b""
-        current = node.parent
-        while current is not None and len(text) < tokens * TOKEN_BYTES:
-            text = bytes(current.text) + text
-            current = current.parent
-        return text[-tokens * TOKEN_BYTES :]
-
-    def _name_at(self, node: Node, position: int) -> bytes:
-        """The name of the prefix that ends at `position` in `node`: a grain's, or a partial tail's."""
-        grains = position // GRAIN - node.start // GRAIN
-        parent = (
-            bytes(self.names(node)[(grains - 1) * NAME_BYTES : grains * NAME_BYTES])
-            if grains
-            else self.name_before(node)
-        )
-        if position % GRAIN == 0:
-            return parent
-        begin = position // GRAIN * GRAIN
-        text = bytes(
-            node.text[max(0, begin - node.start) * TOKEN_BYTES : (position - node.start) * TOKEN_BYTES]
-        )
-        if begin < node.start:
-            text = self._text_before(node, node.start - begin) + text
-        return tail_name(parent, text, self.resolve)
-
-    # -- telling --------------------------------------------------------------------------------
-
-    def _name_list(self, node: Node, first: int, last: int) -> tuple[bytes, ...]:
-        """Names of the node's grains number `first` up to `last` (counted within the node)."""
-        names = self.names(node)
-        return tuple(bytes(names[i * NAME_BYTES : (i + 1) * NAME_BYTES]) for i in range(first, last))
-
-    def _tell_stored(self, node: Node, at: int) -> None:
-        base = node.start // GRAIN
-        first, last = at // GRAIN - base, node.end // GRAIN - base
-        if last > first:
-            names = self._name_list(node, 0, last)
-            parent = names[first - 1] if first else self.name_before(node)
-            self.events.emit(Stored(parent, names[first:], self.token_groups, PLACE))
-        tail = node.end % GRAIN
-        if tail:
-            name = self._name_at(node, node.end)
-            parent = self._name_at(node, node.end - tail) if last else self.name_before(node)
-            self.events.emit(Stored(parent, (name,), self.token_groups, PLACE, tail))
-
-    def _tell_snapshot(self, checkpoint: Checkpoint) -> None:
-        node, position = checkpoint.node, checkpoint.position
-        name = self._name_at(node, position)
-        before = (position - 1) // GRAIN * GRAIN
-        parent = self._name_at(node, before) if before > node.start else self.name_before(node)
-        self.events.emit(Stored(parent, (name,), self.state_groups, PLACE, position % GRAIN))
-
-    def _tell_adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
-        for window, columns in enumerate(self.window_columns):
-            rows = np.flatnonzero(missing[:, columns.start])
-            for name, parent in self._row_names(node, rows):
-                self.events.emit(Stored(parent, (name,), (self.window_groups[window],), PLACE))
-
-    def _tell_rows(self, node: Node, rows: npt.NDArray[np.intp], group: int, why: str) -> None:
-        names = tuple(name for name, _ in self._row_names(node, rows))
-        if names:
-            self.events.emit(Dropped(names, (group,), PLACE, why))
-
-    def _row_names(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes]]:
-        """(name, parent) of the grains in some of the node's blocks that end in the node."""
-        names = self._name_list(node, 0, node.end // GRAIN - node.start // GRAIN)
-        per_block = self.block // GRAIN
-        skipped = node.start // GRAIN - node.start // self.block * per_block
-        found = []
-        for row in rows.tolist():
-            for grain in range(row * per_block - skipped, (row + 1) * per_block - skipped):
-                if 0 <= grain < len(names):
-                    found.append((names[grain], names[grain - 1] if grain else self.name_before(node)))
-        return found
-
-    def _tell_dropped(self, node: Node, end: int, why: str) -> None:
-        base = node.start // GRAIN
-        names = self._name_list(node, end // GRAIN - base, node.end // GRAIN - base)
-        if node.end % GRAIN:
-            names += (self._name_at(node, node.end),)
-        if names:
-            self.events.emit(Dropped(names[::-1], self.token_groups, PLACE, why))

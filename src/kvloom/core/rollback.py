@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from .names import TOKEN_BYTES
+from .nodes import Checkpoint, Node
 from .parts import Verbs
 from .pool import Ids
-from .prefix import Checkpoint, Node
 from .resume import longest_resume
 from .sequence import Sequence
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from .clock import Clock
 from .media import MediaRun
+from .nodes import Checkpoint, Node
 from .policies import Entry
 from .pool import Columns, Ids, Index, PagePool
-from .prefix import Checkpoint, Node, PrefixTree
+from .prefix import PrefixTree
 from .tenants import Account, Accounts
 
 __all__ = ["Copies", "CopyBatch", "Ghosts", "Room"]
@@ -229,7 +230,8 @@ class Room:
             if end < node.end:
                 parent = node.parent
                 assert parent is not None
-                text = node.text[max(0, end - node.start) * 4 :][:64]
+                start = max(0, end - node.start) * 4
+                text = node.text[start : start + 64]
                 self.ghosts.add(parent if end <= node.start else node, text, now, why)
                 self.tree.trim(node, end, why)
                 if node.parent is None:

@@ -18,7 +18,7 @@ from .pool import Ids
 
 if TYPE_CHECKING:
     from .cache import KVCache
-    from .prefix import Node, Root
+    from .nodes import Node, Root
 
 __all__ = ["Control", "Retain", "Sequence", "SequenceRows", "Snapshots"]
 

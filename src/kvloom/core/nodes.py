@@ -1,0 +1,109 @@
+"""What the prefix tree is made of: nodes, the roots they hang from, and checkpoints in them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .names import TOKEN_BYTES
+from .policies import Entry
+from .pool import Ids
+from .tenants import Account
+
+__all__ = ["Checkpoint", "Node", "Root"]
+
+
+class Node(Entry):
+    """A run of tokens [start, end) and the pages of the blocks it touches."""
+
+    __slots__ = (
+        "checkpoints",
+        "children",
+        "count",
+        "end",
+        "locks",
+        "marks",
+        "names",
+        "pages",
+        "parent",
+        "root",
+        "row_bytes",
+        "spare",
+        "start",
+        "text",
+    )
+
+    parent: Node | None
+    root: Root
+
+    def __init__(self, serial: int, now: float, start: int, text: bytearray, pages: Ids) -> None:
+        super().__init__(serial, now)
+        self.start = start
+        self.end = start + len(text) // TOKEN_BYTES
+        self.text = text
+        self.pages = pages  # may have spare capacity; `count` rows are real
+        self.count = len(pages)
+        self.row_bytes = 0
+        self.children: dict[int, Node] = {}
+        self.checkpoints: list[Checkpoint] = []
+        self.marks: npt.NDArray[np.int16] | None = None
+        self.names: list[bytes] = []  # of the grains that end in it, as far as anyone asked
+        self.locks = 0
+        self.spare = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def depth(self) -> int:
+        return self.start
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.row_bytes
+
+    @property
+    def leaf(self) -> bool:
+        """May it leave: nothing hangs below it and nobody is there."""
+        return not self.children and self.locks == 0 and self.parent is not None
+
+
+class Root(Node):
+    """Where the names of one model, tenant and adapter begin."""
+
+    __slots__ = ("account", "name")
+
+    def __init__(self, serial: int, name: bytes, account: Account, width: int) -> None:
+        super().__init__(serial, 0.0, 0, bytearray(), np.empty((0, width), np.int32))
+        self.name = name
+        self.account = account
+        self.parent = None
+        self.root = self
+
+
+class Checkpoint(Entry):
+    """A resume point at `position` in `node`, with its state snapshot where the model keeps states."""
+
+    __slots__ = ("node", "position", "reach", "row_bytes", "states")
+
+    def __init__(self, serial: int, now: float, node: Node, position: int, states: Ids | None) -> None:
+        super().__init__(serial, now, node.priority, node.expires)
+        self.node = node
+        self.position = position
+        self.reach = position  # the earliest query whose window it protects
+        self.states = states
+        self.row_bytes = 0
+
+    @property
+    def tokens(self) -> int:
+        before = [c.position for c in self.node.checkpoints if c.position < self.position]
+        return self.position - (max(before) if before else self.node.start)
+
+    @property
+    def depth(self) -> int:
+        return self.position - self.tokens
+
+    @property
+    def bytes(self) -> int:
+        return self.row_bytes
