@@ -142,7 +142,7 @@ class Machine(RuleBasedStateMachine):
         accepted = tokens if left else tokens[: max(1, keep)]
         if self.cache.has_states and seq.boundary is not None:
             accepted = accepted[: max(1, seq.boundary - seq.length)]
-        self.world.step(item, accepted)
+        self.world.step(item, accepted, draft=not left and len(accepted) < len(tokens))
         self._note(item)
 
     @precondition(lambda self: self.world.opened)

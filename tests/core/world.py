@@ -115,8 +115,9 @@ class World:
             for column in range(g.columns.start, g.columns.stop)
         ]
 
-    def step(self, item: Open, tokens: list[int]) -> None:
-        """Compute `tokens` after what the sequence has (they are reserved) and commit them."""
+    def step(self, item: Open, tokens: list[int], draft: bool = False) -> None:
+        """Compute `tokens` after what the sequence has (they are reserved) and commit them. A step that
+        verifies a `draft` brings the states up to the tokens before it, and no further."""
         self.run_copies()
         seq, cache = item.sequence, self.cache
         self.verify(item)
@@ -128,10 +129,9 @@ class World:
             block, slot = divmod(position, cache.block_tokens)
             for column, cls, _ in self._columns("token"):
                 self._write(cls, int(cache.rows.tables[column, seq.row, block]), (column, slot), value)
+        reached = prefix_hash(item.tokens if draft else after, seq.root.name)
         for column, cls, _ in self._columns("state"):
-            self._write(
-                cls, int(cache.rows.states[column, seq.row]), "state", prefix_hash(after, seq.root.name)
-            )
+            self._write(cls, int(cache.rows.states[column, seq.row]), "state", reached)
         for media in item.media:
             if media.start < len(after) and self.cache.media.width:
                 for i, row in enumerate(seq.media_rows(media.digest).tolist()):
@@ -139,7 +139,8 @@ class World:
                         key = seq.root.name + media.digest
                         if seq.length <= media.start:
                             self._write(cls, row[column], ("media", column, i), key)
-        seq.commit(np.maximum(np.array(tokens, np.int32), 0))  # media ids are given as placeholders
+        ids = np.maximum(np.array(tokens, np.int32), 0)  # media ids are given as placeholders
+        seq.commit(ids, start if draft else None)
         item.tokens = after
 
     # -- what must hold ---------------------------------------------------------------------------
@@ -160,12 +161,11 @@ class World:
                 assert self.bytes_[cls, page].get((column, slot)) == expected, (
                     f"wrong bytes at {position} of {length}"
                 )
-        if length and cache.has_states and cache.rows.states[0, seq.row]:
+        if seq.state_length and cache.has_states and cache.rows.states[0, seq.row]:
+            so_far = prefix_hash(item.tokens[: seq.state_length], seq.root.name)
             for column, cls, _ in self._columns("state"):
                 page = int(cache.rows.states[column, seq.row])
-                assert self.bytes_[cls, page].get("state") == prefix_hash(item.tokens, seq.root.name), (
-                    "wrong state"
-                )
+                assert self.bytes_[cls, page].get("state") == so_far, "wrong state"
         for media in item.media:
             if media.stop <= length and cache.media.width:
                 for i, row in enumerate(seq.media_rows(media.digest).tolist()):

@@ -134,13 +134,12 @@ def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
     that holds 256 other prompts over 8 prefixes."""
     shape = layout_of("full")
     block = shape.block_tokens
-    cache = KVCache(shape, (256 + 8) * tokens // block + 2, max_sequences=4)
+    # Exactly full: one prompt's own blocks leave for another's, as in the peers' measurement.
+    cache = KVCache(shape, (256 * (tokens - shared) + 8 * shared) // block + 1, max_sequences=4)
     draw = _drawer()
     prefixes = [draw(shared) for _ in range(8)]
     for i in range(256):
         _live(cache, np.concatenate([prefixes[i % 8], draw(tokens - shared)]))
-    while cache.pool.free_slabs >= (tokens - shared) // block:
-        _live(cache, draw(tokens - shared))
     figures = []
     account = cache.accounts[""]
     needs = cache.pages.needs((tokens - shared) // block)

@@ -28,6 +28,7 @@ def audit(cache: KVCache, pins: Iterable[Pin]) -> None:
         assert seq is not None
         blocks = int(rows.blocks[row])
         assert not rows.tables[:, row, blocks:].any(), f"row {row} names pages beyond its blocks"
+        assert rows.state_length[row] <= rows.length[row], f"row {row}: its states stand beyond its tokens"
         assert rows.length[row] <= blocks * cache.block_tokens, f"row {row} is longer than its pages"
         assert seq.node.locks > 0, f"row {row} stands on an unlocked node"
         assert not seq.control.store or seq.node.end == seq.published, (

@@ -36,6 +36,8 @@ from .tenants import Accounts, Tenant
 
 __all__ = ["KVCache"]
 
+_PLAIN = Control()
+
 
 class KVCache:
     """See the module. Not thread-safe: one scheduler calls it.
@@ -129,7 +131,7 @@ class KVCache:
 
     def match(self, tokens: npt.ArrayLike, control: Control | None = None, media: Many[Media] = ()) -> Match:
         """How far the cache can take a prompt (its last token is always left to compute). Changes nothing."""
-        return self._match(tokens, control or Control(), media, spare_last=True)
+        return self._match(tokens, control or _PLAIN, media, spare_last=True)
 
     def _match(self, tokens: npt.ArrayLike, control: Control, media: Many[Media], spare_last: bool) -> Match:
         data = token_bytes(tokens)
@@ -171,9 +173,14 @@ class KVCache:
         the pages missing for all of them together; then none was extended."""
         return self._reserving.extend_many(rows, n)
 
-    def commit(self, seq: Sequence, tokens: npt.ArrayLike) -> None:
-        """The next tokens are computed: their pages are real, and full blocks become findable."""
-        self._committing.commit(seq, tokens)
+    def commit(self, seq: Sequence, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
+        """The next tokens are computed: their pages are real, and full blocks become findable.
+
+        The live states stand at the new end, unless `state_length` says where the step left them. A step
+        that verifies a draft keeps them before it, commits the accepted tokens, and the next step gives
+        those to the recurrent layers again.
+        """
+        self._committing.commit(seq, tokens, state_length)
 
     def commit_many(self, rows: Rows, tokens: npt.ArrayLike) -> None:
         """One computed token for each of many rows (no row twice); costs by how many fill a block."""
@@ -209,7 +216,7 @@ class KVCache:
         many tokens that is."""
         if ttl <= 0:
             raise ValueError(f"ttl {ttl} is not positive")
-        return self._hints.pin(self._match(tokens, control or Control(), media, spare_last=False), ttl)
+        return self._hints.pin(self._match(tokens, control or _PLAIN, media, spare_last=False), ttl)
 
     def unpin(self, pin: Pin) -> None:
         """End a pin early. Ending it twice is harmless."""

@@ -20,7 +20,7 @@ class Committing(Verbs):
         super().__init__(parts)
         self.points = points
 
-    def commit(self, seq: Sequence, tokens: npt.ArrayLike) -> None:
+    def commit(self, seq: Sequence, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
         self.ensure_open(seq)
         data = token_bytes(tokens)
         row = seq.row
@@ -30,6 +30,12 @@ class Committing(Verbs):
             raise ValueError(
                 f"commit of {n} tokens after {length}, but {seq.reserve} are reserved; extend first"
             )
+        at = length + n if state_length is None else state_length
+        if not int(self.rows.state_length[row]) <= at <= length + n:
+            raise ValueError(
+                f"states cannot stand at {at}: they were at {seq.state_length}, tokens end at {length + n}"
+            )
+        self.rows.state_length[row] = at
         data = self._with_media(seq, data, length)
         held_back = length - seq.published
         if held_back:
@@ -65,7 +71,7 @@ class Committing(Verbs):
             rows, ids, lengths = rows[~special], ids[~special], lengths[~special]
         table.tail[rows, lengths % self.block_tokens] = ids
         lengths += 1
-        table.length[rows] = lengths
+        table.length[rows] = table.state_length[rows] = lengths
         filled = rows[lengths % self.block_tokens == 0]
         if filled.size:
             self._publish_many(filled)

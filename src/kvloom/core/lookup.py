@@ -141,7 +141,7 @@ class Lookup:
             return Stop("complete", matched)
         last = path[-1] if path else root
         if last is not None and last.end == matched:
-            ghost = self.room.ghosts.find(last, data[matched * TOKEN_BYTES :])
+            ghost = self.room.ghosts.find(last, data, matched * TOKEN_BYTES)
             if ghost is not None:
                 return Stop("evicted", matched, *ghost)
         return Stop("never seen", matched)

@@ -78,7 +78,7 @@ class Opening(Verbs):
         seq.root.account.held += self.pages.retain(rows)
         self.rows.tables[:, row, : len(rows)] = rows.T
         self.rows.blocks[row] = len(rows)
-        self.rows.length[row] = point
+        self.rows.length[row] = self.rows.state_length[row] = point
         self.set_window_edges(row, point)
         tail = point - seq.published
         if tail:
@@ -126,6 +126,7 @@ class Opening(Verbs):
         account.held += self.pages.retain(rows)
         table.tables[:, row, :blocks] = rows.T
         table.blocks[row], table.length[row] = blocks, length
+        table.state_length[row] = table.state_length[seq.row]
         table.first[:, row] = table.first[:, seq.row]
         table.tail[row] = table.tail[seq.row]
         table.changed[row] = True
@@ -159,8 +160,9 @@ class Opening(Verbs):
         length = int(self.rows.length[row])
         node = seq.node
         if seq.control.store and length > seq.resumed:
-            node = self._leave_turn(seq, length, now)
+            node = self._leave_turn(seq, now)
         blocks = int(self.rows.blocks[row])
+        firsts = self.rows.first[:, row].tolist()
         self.let_go(account, self.pages, self.rows.tables[:, row, :blocks].T.copy())
         if self.has_states and self.rows.states[0, row]:
             self.let_go(account, self.states, self.rows.states[:, row][None].copy())
@@ -177,20 +179,21 @@ class Opening(Verbs):
         while passed is not None:
             passed.last_used = now
             passed = passed.parent
-        for window in range(len(self.tree.windows)):
-            self.tree.offer_range(
-                node, window, max(0, length // self.block_tokens - 1), length // self.block_tokens
-            )
+        for window, first in enumerate(firsts):
+            self.tree.offer_range(node, window, first, length // self.block_tokens)
         self.tree.unlock(seq.node, now)
         return node
 
-    def _leave_turn(self, seq: Sequence, length: int, now: float) -> Node:
+    def _leave_turn(self, seq: Sequence, now: float) -> Node:
         """Enter the partial tail and leave a resume point at the end; live states become its snapshot."""
         if self.tree.keeps_checkpoints and not self.snapshots.turn_end:
             return seq.node
-        node = self.points.published_node(seq, length, now, closing=True) or seq.node
+        end = int((self.rows.state_length if self.has_states else self.rows.length)[seq.row])
+        node = self.points.published_node(seq, end, now, closing=True)
+        if node is None:
+            return seq.node
         if self.tree.keeps_checkpoints:
             states = self.rows.states[:, seq.row][None].copy() if self.has_states else None
             if states is None or states[0, 0]:
-                self.tree.checkpoint(node, length, states, now)
+                self.tree.checkpoint(node, end, states, now)
         return node

@@ -23,7 +23,7 @@ class Points(Verbs):
         if every:
             points.update(range((before // every + 1) * every, length + 1, every))
         if self.has_states:
-            points &= {length}
+            points &= {int(self.rows.state_length[seq.row])}
         for point in sorted(points):
             self.snapshot(seq, point)
         if seq.wanted and seq.wanted[-1] <= length:
@@ -33,14 +33,15 @@ class Points(Verbs):
     def snapshot(self, seq: Sequence, position: int | None = None) -> bool:
         self.ensure_open(seq)
         length = int(self.rows.length[seq.row])
-        point = length if position is None else position
+        here = int(self.rows.state_length[seq.row]) if self.has_states else length
+        point = here if position is None else position
         if not self.tree.keeps_checkpoints or not seq.control.store or not 0 < point <= length:
             return False
         now = self.clock.now()
         if not self.has_states:
             node = self.published_node(seq, point, now)
             return node is not None and self.tree.checkpoint(node, point, None, now) is not None
-        if point != length:
+        if point != here or not self.rows.states[0, seq.row]:
             return False
         node = self.published_node(seq, point, now)
         if node is None or self.tree.checkpoint_at(node, point) is not None:
@@ -71,8 +72,6 @@ class Points(Verbs):
             while node is not None and node.start >= point:
                 node = node.parent
             return node if node is not None and node.parent is not None else None
-        if point != int(self.rows.length[seq.row]):
-            return None
         data = self.rows.tail[seq.row, : point - seq.published].tobytes()
         return self.publish_part(seq, seq.node, data, seq.published, point, now, closing)
 

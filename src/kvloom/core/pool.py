@@ -231,17 +231,16 @@ class PagePool:
             self._give_back(c, ids)
             return
         slabs, counts = np.unique(ids // c.per_slab, return_counts=True)
-        emptied = []
-        for slab, count in zip(slabs.tolist(), counts.tolist(), strict=True):
-            before = c.per_slab - int(c.used[slab])
-            c.used[slab] -= count
-            c.file(slab, before + count, before)
-            c.free_pages += count
-            if before + count == c.per_slab:
-                emptied.append(slab)
-                c.free_pages -= c.per_slab
-        if emptied:
-            self._give_back(c, np.array(emptied, np.int32))
+        used = c.used[slabs]
+        left = used - counts
+        c.used[slabs] = left
+        emptied = slabs[left == 0]
+        c.free_pages += ids.size - emptied.size * c.per_slab
+        # A slab that was full and is empty now was in no list and goes to none.
+        for k in np.flatnonzero((used < c.per_slab) | (left > 0)).tolist():
+            c.file(int(slabs[k]), c.per_slab - int(left[k]), c.per_slab - int(used[k]))
+        if emptied.size:
+            self._give_back(c, emptied)
 
     def _give_back(self, c: SizeClass, slabs: Ids) -> None:
         c.lent_slabs -= slabs.size

@@ -29,8 +29,9 @@ class Rollback(Verbs):
         np.copyto(rows[:known], in_tree[:known], where=rows[:known] == 0)
         point, checkpoint = self._point_below(seq, path, rows, length - n, length)
         self._retreat(seq, point, rows, path, now)
-        if self.has_states and point < length:
+        if self.has_states and point < self.rows.state_length[seq.row]:
             self._rewind_states(seq, checkpoint, now)
+        self.rows.state_length[seq.row] = min(point, int(self.rows.state_length[seq.row]))
         self.mark_special(seq)
         return point
 
@@ -43,8 +44,10 @@ class Rollback(Verbs):
             (span, rows[:, columns.start])
             for span, columns in zip(self.tree.windows, self.tree.window_columns, strict=True)
         ]
-        if not self.has_states:
-            return longest_resume(target, windows, self.block_tokens)[0], None
+        if not self.has_states or target >= self.rows.state_length[seq.row]:
+            point = longest_resume(target, windows, self.block_tokens)[0]
+            if not self.has_states or point >= self.rows.state_length[seq.row]:
+                return point, None
         candidates = list(path)
         if target > seq.published:  # a snapshot in its own partial tail
             ids = self.rows.tail[seq.row, : target - seq.published].tobytes()

@@ -112,8 +112,8 @@ class Ghosts:
         if len(self._seen) > self.LIMIT:
             self._seen.popitem(last=False)
 
-    def find(self, node: Node, text: bytes) -> tuple[float, str] | None:
-        return self._seen.get((node.serial, hash(text[: self._GRAIN])))
+    def find(self, node: Node, data: bytes, start: int) -> tuple[float, str] | None:
+        return self._seen.get((node.serial, hash(data[start : start + self._GRAIN])))
 
 
 class Room:

@@ -80,6 +80,7 @@ class SequenceRows:
         self.states: Ids = np.zeros((states, sequences), np.int32)
         self.length = np.zeros(sequences, np.int64)
         self.blocks: Ids = np.zeros(sequences, np.int32)  # blocks reserved
+        self.state_length = np.zeros(sequences, np.int64)  # where the live states stand, where there are any
         self.first: Ids = np.zeros((windows, sequences), np.int32)  # first block still in each window
         self.tail: Ids = np.zeros((sequences, block), np.int32)  # tokens after the last published block
         self.special = np.zeros(sequences, np.bool_)  # must be served one by one: see Verbs.mark_special
@@ -99,7 +100,7 @@ class SequenceRows:
         blocks = int(self.blocks[row])
         self.tables[:, row, :blocks] = 0
         self.states[:, row] = 0
-        self.length[row] = self.blocks[row] = 0
+        self.length[row] = self.blocks[row] = self.state_length[row] = 0
         self.first[:, row] = 0
         self.special[row] = self.watched[row] = False
         self.changed[row] = True
@@ -167,6 +168,12 @@ class Sequence:
         return int(self.cache.rows.length[self.row])
 
     @property
+    def state_length(self) -> int:
+        """Where the live states stand: at `length`, or before it while drafts are verified; the tokens
+        between must be given to the recurrent layers again."""
+        return int(self.cache.rows.state_length[self.row])
+
+    @property
     def reserve(self) -> int:
         return int(self.cache.rows.blocks[self.row]) * self.cache.block_tokens
 
@@ -196,8 +203,8 @@ class Sequence:
     def extend(self, n: int) -> int:
         return self.cache.extend(self, n)
 
-    def commit(self, tokens: npt.ArrayLike) -> None:
-        self.cache.commit(self, tokens)
+    def commit(self, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
+        self.cache.commit(self, tokens, state_length)
 
     def rollback(self, n: int) -> int:
         return self.cache.rollback(self, n)
