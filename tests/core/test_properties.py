@@ -25,7 +25,7 @@ from kvloom.core import (
 
 from .world import LAYOUTS, Open, World, make_world, prefix_hash
 
-FUZZ = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", "40"))
+FUZZ = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", "400"))
 
 segments = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 45)), min_size=1, max_size=4)
 tenants = st.sampled_from(["", "", "", "gold", "free"])
@@ -173,18 +173,22 @@ class Machine(RuleBasedStateMachine):
             world._write(cls, int(self.cache.rows.states[column, seq.row]), "state", value)
 
     def _note(self, item: Open) -> None:
-        """What others may find from now on: its full blocks (a checkpoint may add its tail)."""
+        """What others may find from now on: its full blocks, and its tail up to a checkpoint."""
         if item.control.store:
-            whole = len(item.tokens) // self.cache.block_tokens * self.cache.block_tokens
-            stop = len(item.tokens) if self._has_checkpoint(item) else whole
-            self.world.stored.append((item.sequence.root.name, item.tokens[:stop]))
+            length = len(item.tokens)
+            points = [length // self.cache.block_tokens * self.cache.block_tokens]
+            points += [p for p in self._checkpoints(item) if p <= length]
+            self.world.stored.append((item.sequence.root.name, item.tokens[: max(points)]))
 
-    def _has_checkpoint(self, item: Open) -> bool:
+    def _checkpoints(self, item: Open) -> list[int]:
+        """Where the last step left one: with states only where it ended, else wherever it passed."""
         if not self.cache.tree.keeps_checkpoints:
-            return False
+            return []
         every = self.cache.snapshots.every_blocks * self.cache.block_tokens
-        points = {len(item.prompt) - self.cache.snapshots.before_last}
-        return len(item.tokens) in points or bool(every and len(item.tokens) % every == 0)
+        points = [len(item.prompt) - self.cache.snapshots.before_last]
+        if every:
+            points += range(every, len(item.tokens) + 1, every)
+        return [p for p in points if not self.cache.has_states or p == item.sequence.state_length]
 
     @precondition(lambda self: self.world.opened)
     @rule(pick=st.integers(0, 9), n=st.integers(0, 60))
@@ -212,7 +216,9 @@ class Machine(RuleBasedStateMachine):
     def close(self, pick: int) -> None:
         item = self.world.opened.pop(pick % len(self.world.opened))
         if item.control.store:
-            self.world.stored.append((item.sequence.root.name, list(item.tokens)))
+            whole = len(item.tokens) // self.cache.block_tokens * self.cache.block_tokens
+            end = item.sequence.state_length if self.cache.has_states else len(item.tokens)
+            self.world.stored.append((item.sequence.root.name, item.tokens[: max(whole, end)]))
         item.sequence.close()
 
     @rule(parts=segments, ttl=st.sampled_from([0.5, 5.0]), control=controls)

@@ -38,8 +38,8 @@ LAYOUTS: dict[str, dict[str, LayerSpec]] = {
     "full": {f"l{i}": attention() for i in range(2)},
     "sliding": {f"l{i}": attention(Span("sliding", 40)) for i in range(2)},
     "sliding+full": {
-        **{f"s{i}": attention(Span("sliding", 40)) for i in range(4)},
-        **{f"f{i}": attention() for i in range(2)},
+        **{f"s{i}": attention(Span("sliding", 40), heads=256) for i in range(4)},  # two pages a block
+        **{f"f{i}": attention(heads=256) for i in range(2)},
     },
     "chunked+full": {"c": attention(Span("chunked", 48)), "f": attention()},
     "state": {f"m{i}": state() for i in range(2)},
@@ -54,6 +54,12 @@ LAYOUTS: dict[str, dict[str, LayerSpec]] = {
         "n": state(3000),
         "f": attention(),
         "d": attention(lifetime="draft"),
+    },
+    "several pages a slab, every kind": {
+        "m": state(512),
+        "f": attention(heads=3),
+        "s": attention(Span("sliding", 40), heads=5),
+        "x": attention(axis="media", heads=3),
     },
     "cross": {"f": attention(), "x": attention(axis="media")},
 }

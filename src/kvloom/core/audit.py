@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .hints import Pin
 from .media import MediaRun
 from .nodes import Node
+from .parts import Parts
 from .pool import Columns, Ids
-
-if TYPE_CHECKING:
-    from .cache import KVCache
-    from .hints import Pin
 
 __all__ = ["audit"]
 
 
-def audit(cache: KVCache, pins: Iterable[Pin]) -> None:
+def audit(cache: Parts, pins: Iterable[Pin]) -> None:
     """Every page's holds and keeps equal what sequences, pins, pending copies and the cache name."""
-    held = [np.zeros_like(c.held) for c in cache.pool.classes]
-    kept = [np.zeros_like(c.held) for c in cache.pool.classes]
+    held = [np.zeros_like(c.held) for c in cache.room.pool.classes]
+    kept = [np.zeros_like(c.held) for c in cache.room.pool.classes]
     rows = cache.rows
     for row in rows.open_rows():
         seq = rows.handles[row]
@@ -29,7 +26,7 @@ def audit(cache: KVCache, pins: Iterable[Pin]) -> None:
         blocks = int(rows.blocks[row])
         assert not rows.tables[:, row, blocks:].any(), f"row {row} names pages beyond its blocks"
         assert rows.state_length[row] <= rows.length[row], f"row {row}: its states stand beyond its tokens"
-        assert rows.length[row] <= blocks * cache.block_tokens, f"row {row} is longer than its pages"
+        assert rows.length[row] <= blocks * cache.layout.block_tokens, f"row {row} is longer than its pages"
         assert seq.node.locks > 0, f"row {row} stands on an unlocked node"
         assert not seq.control.store or seq.node.end == seq.published, (
             f"row {row} stands elsewhere than it published"
@@ -61,14 +58,14 @@ def audit(cache: KVCache, pins: Iterable[Pin]) -> None:
     assert nodes == cache.tree.nodes, f"{nodes} nodes, counted {cache.tree.nodes}"
     for run in cache.room.runs.values():
         _count(kept, cache.media, run.rows)
-    for c, holds, keeps in zip(cache.pool.classes, held, kept, strict=True):
+    for c, holds, keeps in zip(cache.room.pool.classes, held, kept, strict=True):
         assert (c.held == holds).all(), (
             f"class {c.index}: holds differ at pages {np.flatnonzero(c.held != holds)[:8]}"
         )
         assert (c.kept == keeps).all(), (
             f"class {c.index}: keeps differ at pages {np.flatnonzero(c.kept != keeps)[:8]}"
         )
-    cache.pool.check()
+    cache.room.pool.check()
     _check_accounts(cache)
 
 
@@ -80,8 +77,8 @@ def _below(root: Node) -> Iterable[Node]:
         todo.extend(node.children.values())
 
 
-def _check_node(cache: KVCache, node: Node) -> None:
-    block = cache.block_tokens
+def _check_node(cache: Parts, node: Node) -> None:
+    block = cache.layout.block_tokens
     assert len(node.text) == 4 * (node.end - node.start) > 0, "a node's text and range differ"
     assert node.count == (node.end - 1) // block - node.start // block + 1, "a node's rows and range differ"
     assert node.parent is not None and node.start == node.parent.end, (
@@ -109,10 +106,10 @@ def _count(counts: list[Ids], columns: Columns, rows: Ids) -> None:
         np.add.at(counts[cls], ids[ids > 0], 1)
 
 
-def _check_accounts(cache: KVCache) -> None:
-    strides = [cache.layout.slab_bytes // c.per_slab for c in cache.pool.classes]
-    held = sum(c.held_pages * s for c, s in zip(cache.pool.classes, strides, strict=True))
-    used = held + sum(c.cached_pages * s for c, s in zip(cache.pool.classes, strides, strict=True))
+def _check_accounts(cache: Parts) -> None:
+    strides = [cache.layout.slab_bytes // c.per_slab for c in cache.room.pool.classes]
+    held = sum(c.held_pages * s for c, s in zip(cache.room.pool.classes, strides, strict=True))
+    used = held + sum(c.cached_pages * s for c, s in zip(cache.room.pool.classes, strides, strict=True))
     accounts = cache.accounts.accounts.values()
     assert sum(a.held for a in accounts) == held, (
         f"accounts hold {sum(a.held for a in accounts)}, pages {held}"

@@ -90,7 +90,7 @@ class KVCache:
         self.looked_up_tokens = 0
         self.hit_tokens = 0
         self._roots: dict[tuple[str, str], bytes] = {}
-        parts = Parts(
+        self._parts = parts = Parts(
             layout,
             self.pages,
             self.states,
@@ -245,7 +245,7 @@ class KVCache:
 
     def check(self) -> None:
         """Recount every page from scratch; raises AssertionError on the first lie. For tests and idle time."""
-        audit(self, self._hints.pins())
+        audit(self._parts, self._hints.pins())
 
     def stats(self) -> dict[str, float | int | dict[str, int]]:
         """Counters for people and dashboards. O(1)."""

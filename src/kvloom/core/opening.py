@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from .lookup import Match
@@ -14,10 +12,7 @@ from .parts import Parts, Verbs
 from .points import Points
 from .pool import Ids
 from .reserving import Reserving
-from .sequence import Sequence
-
-if TYPE_CHECKING:
-    from .cache import KVCache
+from .sequence import Owner, Sequence
 
 __all__ = ["Opening"]
 
@@ -28,7 +23,7 @@ class Opening(Verbs):
         self.points = points
         self.reserving = reserving
 
-    def open(self, cache: KVCache, match: Match) -> Sequence:
+    def open(self, cache: Owner, match: Match) -> Sequence:
         row = self.rows.take()
         now = self.clock.now()
         account = self.accounts[match.control.tenant]

@@ -8,17 +8,16 @@ entry is 0 where the sequence needs no page (never written, or left every window
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from .clock import Clock
+from .layout import PoolLayout
 from .media import Media, MediaRun
+from .nodes import Node, Root
 from .pool import Ids
-
-if TYPE_CHECKING:
-    from .cache import KVCache
-    from .nodes import Node, Root
 
 __all__ = ["Control", "Retain", "Sequence", "SequenceRows", "Snapshots"]
 
@@ -111,6 +110,24 @@ class SequenceRows:
         return [row for row, handle in enumerate(self.handles) if handle is not None]
 
 
+class Owner(Protocol):
+    """The cache, as far as a sequence needs it."""
+
+    layout: PoolLayout
+    block_tokens: int
+    snapshots: Snapshots
+    clock: Clock
+    rows: SequenceRows
+    has_states: bool
+
+    def table(self, group: int) -> Ids: ...
+    def extend(self, seq: Sequence, n: int) -> int: ...
+    def commit(self, seq: Sequence, tokens: npt.ArrayLike, state_length: int | None = None) -> None: ...
+    def rollback(self, seq: Sequence, n: int) -> int: ...
+    def fork(self, seq: Sequence) -> Sequence | None: ...
+    def close(self, seq: Sequence) -> None: ...
+
+
 class Sequence:
     """One request, beam or sample. All verbs are the cache's; these are shorthands.
 
@@ -139,7 +156,7 @@ class Sequence:
         "wanted",
     )
 
-    def __init__(self, cache: KVCache, row: int, root: Root, node: Node, control: Control) -> None:
+    def __init__(self, cache: Owner, row: int, root: Root, node: Node, control: Control) -> None:
         self.cache = cache
         self.row = row
         self.root = root

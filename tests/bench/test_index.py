@@ -1,0 +1,47 @@
+"""The benchmark runs, measures what it says, and reports without its peers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvloom.bench import index
+
+
+@pytest.mark.parametrize("layout", index.LAYOUTS)
+def test_a_life_hits_what_is_cached(layout: str) -> None:
+    figures = index.life(layout, tokens=2048, cached=1024, repeats=5)
+    assert figures["hit"] == 1024
+    assert figures["total"] >= figures["match"] > 0
+    assert index.life(layout, tokens=2048, evicting=True, repeats=5)["hit"] == 0
+
+
+def test_bookkeeping_stays_under_200_bytes_a_block() -> None:
+    assert index.pool_scale(20_000, repeats=5)["bytes_per_block"] < 200
+
+
+def test_ratios_compare_like_with_like() -> None:
+    own = {
+        "life": {layout: {"total": 100.0} for layout in index.LAYOUTS},
+        "life_named": {layout: {"total": 200.0} for layout in index.LAYOUTS},
+        "life_evicting": {layout: {"total": 50.0} for layout in index.LAYOUTS},
+        "decode_step": {layout: {"total": 10.0} for layout in index.LAYOUTS},
+        "tree": {"match": 1.0, "insert": 2.0, "evict": 4.0},
+    }
+    peers = {"vllm_life": {"full": {"total": 1000.0}}, "sglang_tree": {"rust": {"match": 3.0}}}
+    rows = {(row["work"], row["peer"]): row for row in index.compare(own, peers)}
+    assert rows["life of 8,192 tokens, half cached, full", "vLLM"]["ratio"] == 10
+    assert rows["… with names told to a listener, full", "vLLM"]["ratio"] == 5
+    assert rows["decode step of 256, full", "vLLM"]["ratio"] is None
+    assert rows["prefix tree: match", "SGLang rust"]["ratio"] == 3
+
+
+def test_the_command_prints_json() -> None:
+    command = [sys.executable, "-m", "kvloom.cli", "bench", "index", "--quick", "--no-peers", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    report = json.loads(done.stdout)
+    assert {row["work"] for row in report["comparison"]} >= {"prefix tree: match", "decode step of 256, full"}
+    assert "life and decode step" in done.stderr  # progress

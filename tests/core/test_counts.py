@@ -1,0 +1,68 @@
+"""The native loops and their plain twins give the same counts, the same names and the same refusals."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from kvloom.core import counts, names
+
+native = pytest.importorskip(
+    "kvloom.core._native", reason="built without a C compiler; the plain loops serve alone"
+)
+
+PAGES = 12
+calls = st.lists(
+    st.tuples(
+        st.sampled_from(["retain", "release", "keep", "drop"]),
+        st.lists(st.integers(0, PAGES - 1), max_size=8),
+    ),
+    max_size=12,
+)
+
+
+def run(loops: ModuleType, held: np.ndarray, kept: np.ndarray, verb: str, ids: list[int]) -> object:
+    pages = np.array(ids, np.int32)
+    out = np.zeros(PAGES, np.int32)
+    try:
+        if verb in ("retain", "keep"):
+            return getattr(loops, verb)(held, kept, pages)
+        result = getattr(loops, verb)(held, kept, pages, out)
+        return result, sorted(out[: result[1] if isinstance(result, tuple) else result].tolist())
+    except ValueError as error:
+        return str(error).split(" ", 2)[2]  # which of several wrong pages is named may differ
+
+
+@given(calls, st.lists(st.integers(0, 2), min_size=PAGES, max_size=PAGES), st.integers(0, 2))
+def test_native_and_plain_loops_agree(
+    steps: list[tuple[str, list[int]]], start: list[int], keeps: int
+) -> None:
+    held, kept = np.array(start, np.int32), np.full(PAGES, keeps, np.int16)
+    twin_held, twin_kept = held.copy(), kept.copy()
+    for verb, ids in steps:
+        assert run(native, held, kept, verb, ids) == run(counts, twin_held, twin_kept, verb, ids)
+        assert (held == twin_held).all()
+        assert (kept == twin_kept).all()
+
+
+def test_native_loops_refuse_what_does_not_fit() -> None:
+    held, kept = np.zeros(4, np.int32), np.zeros(4, np.int16)
+    with pytest.raises(IndexError, match="page 4"):
+        native.retain(held, kept, np.array([4], np.int32))
+    with pytest.raises(TypeError, match="items of 8 bytes"):
+        native.retain(held, kept, np.array([1], np.int64))
+    with pytest.raises(ValueError, match="fit together"):
+        native.release(held, kept, np.array([1, 2], np.int32), np.zeros(1, np.int32))
+
+
+@given(st.binary(min_size=16, max_size=16), st.lists(st.integers(0, 2**31 - 1), max_size=70))
+def test_native_names_are_those_of_the_standard_library(parent: bytes, tokens: list[int]) -> None:
+    data = np.array(tokens, "<i4").tobytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(names, "native_chain", None)
+        plain = names.chain(parent, data)
+    assert native.chain(parent, data) == plain
