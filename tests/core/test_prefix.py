@@ -7,7 +7,7 @@ import pytest
 from kvloom.core import KVCache, Media, PoolLayout, Snapshots, VirtualClock
 from kvloom.models.catalog import load_spec
 
-from .test_sequence import cached, finish, prompt_of, run, serve, start
+from .test_sequence import WITH_STATES, cached, finish, prompt_of, run, serve, start
 from .world import LAYOUTS, World, make_world
 
 
@@ -221,7 +221,7 @@ def test_qwen3_next_leaves_a_snapshot_where_a_second_prompt_branches_off() -> No
     world.verify(item)
 
 
-@pytest.mark.parametrize("kind", [k for k in sorted(LAYOUTS) if "state" in k or k == "several pages a slab"])
+@pytest.mark.parametrize("kind", WITH_STATES)
 @pytest.mark.parametrize("length", [96, 100])
 def test_the_very_same_prompt_resumes_before_its_last_token(kind: str, length: int) -> None:
     for before_last, point in ((True, length - 1), (False, 0)):

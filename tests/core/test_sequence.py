@@ -10,13 +10,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvloom.core import Control, KVCache, Media, Snapshots
+from kvloom.core import Control, KVCache, Media, PoolLayout, Snapshots
 
 from .world import LAYOUTS, Open, World, make_world
 
 every_layout = pytest.mark.parametrize("kind", sorted(LAYOUTS))
-WITHOUT_STATES = sorted(kind for kind in LAYOUTS if "state" not in kind and kind != "several pages a slab")
-WITH_STATES = sorted(set(LAYOUTS) - set(WITHOUT_STATES))
+WITH_STATES = sorted(
+    k for k, layers in LAYOUTS.items() if any(spec.unit == "state" for spec in layers.values())
+)
+WITHOUT_STATES = sorted(set(LAYOUTS) - set(WITH_STATES))
 
 
 # -- what an engine does, shared by the feature tests ------------------------------------------------
@@ -74,6 +76,15 @@ def cached(
     return resumed
 
 
+def slabs_for(kind: str, tokens: int, states: int = 2) -> int:
+    """A pool that just holds one sequence of `tokens` tokens, a block more, and so many states."""
+    slabs = 1
+    for group in PoolLayout.build(LAYOUTS[kind]).groups:
+        units = states if group.spec.unit == "state" else -(-tokens // 16) + 1
+        slabs += -(-units * group.runs // group.pages_per_slab)
+    return slabs
+
+
 def tables(cache: KVCache, item: Open) -> list[list[list[bool]]]:
     """Which entries of a sequence's tables name a page."""
     return [(item.sequence.table(g.index) > 0).tolist() for g in cache.layout.of("token")]
@@ -122,7 +133,7 @@ def test_extend_reserves_whole_blocks_and_the_same_tokens_only_once(kind: str) -
 
 @every_layout
 def test_extend_returns_the_missing_pages_and_changes_nothing(kind: str) -> None:
-    world = make_world(kind, 8)
+    world = make_world(kind, slabs_for(kind, 100))
     item = serve(world, prompt_of(33))
     seq, cache = item.sequence, world.cache
     before = (seq.length, seq.reserve, tables(cache, item), cache.stats())
@@ -165,7 +176,10 @@ def test_a_draft_is_extended_and_what_was_accepted_is_committed(kind: str) -> No
 BAD: dict[str, tuple[Callable[[World, Open], object], str]] = {
     "commit without extend": (lambda w, i: i.sequence.commit([1] * 30), "commit of 30 tokens after 20"),
     "extend by a negative number": (lambda w, i: i.sequence.extend(-1), "-1"),
-    "extend many by a negative number": (lambda w, i: w.cache.extend_many(np.array([i.sequence.row]), -2), "-2"),
+    "extend many by a negative number": (
+        lambda w, i: w.cache.extend_many(np.array([i.sequence.row]), -2),
+        "-2",
+    ),
     "too long": (lambda w, i: i.sequence.extend(5000), r"20 \+ 5000 tokens exceed max_tokens 1024"),
     "too long together": (
         lambda w, i: w.cache.extend_many(np.array([i.sequence.row]), 5000),
@@ -291,7 +305,7 @@ def test_a_fork_shares_full_blocks_and_copies_only_the_partial_one(length: int) 
     world.check()
 
 
-@pytest.mark.parametrize("kind", WITH_STATES)
+@pytest.mark.parametrize("kind", ["state", "state+full", "state+sliding+full", "several pages a slab"])
 def test_a_fork_without_room_for_its_states_is_none_and_changes_nothing(kind: str) -> None:
     world = make_world(kind, 5)
     item = serve(world, prompt_of(20))
@@ -461,7 +475,9 @@ def test_a_decode_step_costs_by_crossings_not_by_batch(kind: str, monkeypatch: p
             lengths = cache.rows.length[some]
             crossings = int((lengths % 16 == 0).sum() + (lengths % 16 == 15).sum())
             for span in cache.tree.windows:
-                crossings += sum(span.first_visible(n + 1) // 16 > span.first_visible(n) // 16 for n in lengths.tolist())
+                crossings += sum(
+                    span.first_visible(n + 1) // 16 > span.first_visible(n) // 16 for n in lengths.tolist()
+                )
             Counted.looked_at = 0
             assert cache.extend_many(some, 1) == 0
             cache.commit_many(some, np.zeros(batch, np.int32))

@@ -42,6 +42,8 @@ def audit(cache: Parts, pins: Iterable[Pin]) -> None:
         _count(held, cache.pages, pin.rows)
         if pin.states is not None:
             _count(held, cache.states, pin.states)
+        for run in pin.runs:
+            _count(held, cache.media, run.rows)
     for columns, pages in cache.room.copies.held_rows():
         _count(held, columns, pages)
     nodes = 0

@@ -20,7 +20,7 @@ from .hints import Hints, Pin
 from .layout import PoolLayout
 from .lookup import Lookup, Match, Stop
 from .media import Media, MediaIds, MediaRun
-from .names import TOKEN_BYTES, root_name, token_bytes
+from .names import TOKEN_BYTES, NameIndex, root_name, token_bytes
 from .naming import Teller
 from .opening import Opening
 from .parts import Parts, Rows
@@ -147,6 +147,10 @@ class KVCache:
         """Why a prompt hit no further. `across_tenants` also looks at others' prefixes: for operators."""
         return self.lookup.explain(match, across_tenants)
 
+    def beyond(self, match: Match, index: NameIndex) -> int:
+        """The longest resume point that the pages a name index knows of would give this prompt."""
+        return self.lookup.beyond(match, index)
+
     def _fresh(self, match: Match) -> Match:
         if match.version == self.tree.version:
             return match
@@ -226,6 +230,10 @@ class KVCache:
         """A hint that a session will not come back: what only it used leaves first. Returns the tokens
         that concerns."""
         return self._hints.end_session(session)
+
+    def release_expired(self) -> None:
+        """End the pins whose time is over; this also happens whenever room is short."""
+        self._hints.release_expired()
 
     # -- the engine's side ----------------------------------------------------------------------
 

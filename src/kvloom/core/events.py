@@ -62,7 +62,12 @@ class EventBus:
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Add a listener; the returned call removes it."""
         self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+
+        def unsubscribe() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return unsubscribe
 
     def emit(self, event: Event) -> None:
         for listener in self._listeners:

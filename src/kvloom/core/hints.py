@@ -7,7 +7,8 @@ from collections import OrderedDict
 from itertools import count
 
 from .lookup import Match
-from .nodes import Node
+from .media import MediaRun
+from .nodes import Checkpoint, Node
 from .parts import Parts, Verbs
 from .pool import Ids
 
@@ -17,14 +18,20 @@ __all__ = ["Hints", "Pin"]
 class Pin:
     """Pages that stay until `expires`, whatever the pressure."""
 
-    __slots__ = ("account", "expires", "length", "node", "rows", "states")
+    __slots__ = ("account", "checkpoint", "expires", "length", "node", "rows", "runs", "states")
 
-    def __init__(self, node: Node, length: int, rows: Ids, states: Ids | None, expires: float) -> None:
+    def __init__(
+        self, node: Node, length: int, rows: Ids, checkpoint: Checkpoint | None, expires: float
+    ) -> None:
         self.node: Node | None = node
+        self.checkpoint = checkpoint
+        self.runs: list[MediaRun] = []
         self.account = node.root.account
         self.length = length
         self.rows = rows
-        self.states = states
+        self.states = (
+            checkpoint.states.copy() if checkpoint is not None and checkpoint.states is not None else None
+        )
         self.expires = expires
 
 
@@ -49,12 +56,17 @@ class Hints(Verbs):
                 break
             node = passed if passed.end <= match.resume else self.tree.split(passed, match.resume)
         rows = self.in_view(match.rows, match.resume)
-        states = match.checkpoint.states if match.checkpoint is not None else None
-        pin = Pin(node, match.resume, rows, None if states is None else states.copy(), now + ttl)
+        pin = Pin(node, match.resume, rows, match.checkpoint, now + ttl)
         self.tree.lock(node)
         pin.account.held += self.pages.retain(pin.rows)
         if pin.states is not None:
             pin.account.held += self.states.retain(pin.states)
+        if pin.checkpoint is not None:
+            pin.checkpoint.locks += 1
+        for item in match.media:
+            if self.has_run(item) and item.start < match.resume:
+                pin.runs.append(self.room.runs[match.root_name + item.digest])
+                self.room.hold_run(pin.runs[-1], now)
         heapq.heappush(self._pins, (pin.expires, next(self._pin_numbers), pin))
         return pin
 
@@ -63,11 +75,17 @@ class Hints(Verbs):
             return
         node, pin.node = pin.node, None
         self.let_go(pin.account, self.pages, pin.rows)
+        now = self.clock.now()
         if pin.states is not None:
             self.let_go(pin.account, self.states, pin.states)
+        if pin.checkpoint is not None:
+            pin.checkpoint.locks -= 1
+            pin.account.queue.push(pin.checkpoint, now)
+        for run in pin.runs:
+            self.room.let_run_go(run, now)
         for window in range(len(self.tree.windows)):
             self.tree.offer_range(node, window, 0, max(0, node.end - 1) // self.block_tokens)
-        self.tree.unlock(node, self.clock.now())
+        self.tree.unlock(node, now)
 
     def release_expired(self) -> None:
         """End the pins whose time is over. Called whenever room is short."""

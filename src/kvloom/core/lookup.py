@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from .layout import GRAIN
 from .media import Media
-from .names import TOKEN_BYTES, NameIndex, chain, tail_name
-from .nodes import Checkpoint, Node, Root
+from .names import TOKEN_BYTES, NameIndex, chain, media_name, tail_name
+from .nodes import Checkpoint, Node
 from .pool import Ids
 from .prefix import PrefixTree
 from .resume import longest_resume
@@ -91,7 +91,7 @@ class Lookup:
         elif resume < matched:
             stop = Stop(reason, resume)
         else:
-            stop = self._where_text_ends(root, path, matched, data, limit)
+            stop = self._where_text_ends(root_name, path, matched, data, limit)
         blocks = -(-resume // tree.block)
         length = len(data) // TOKEN_BYTES
         return Match(
@@ -135,13 +135,13 @@ class Lookup:
                     yield checkpoint
 
     def _where_text_ends(
-        self, root: Root | None, path: list[Node], matched: int, data: bytes, limit: int
+        self, root_name: bytes, path: list[Node], matched: int, data: bytes, limit: int
     ) -> Stop:
         if matched == limit:
             return Stop("complete", matched)
-        last = path[-1] if path else root
-        if last is not None and last.end == matched:
-            ghost = self.room.ghosts.find(last, data, matched * TOKEN_BYTES)
+        if not path or path[-1].end == matched:
+            place = path[-1].serial if path else root_name
+            ghost = self.room.ghosts.find(place, data, matched * TOKEN_BYTES)
             if ghost is not None:
                 return Stop("evicted", matched, *ghost)
         return Stop("never seen", matched)
@@ -176,4 +176,9 @@ class Lookup:
             text = match.data[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES]
             return tail_name(parent, text, self.tree.teller.resolve)
 
-        return index.match(self.names(match), match.limit, root=match.root_name, tail=tail)
+        limit = match.limit
+        for item in match.media:
+            if item.tokens and self.room.media.width and item.start < limit:
+                if media_name(match.root_name, item.digest) not in index:
+                    limit = item.start
+        return index.match(self.names(match), limit, root=match.root_name, tail=tail)

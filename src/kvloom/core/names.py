@@ -25,7 +25,7 @@ try:
 except ImportError:  # installed without a compiler: the same names, slower
     native_chain = None  # type: ignore[assignment]
 
-__all__ = ["NAME_BYTES", "NameIndex", "chain", "root_name", "tail_name", "token_bytes"]
+__all__ = ["NAME_BYTES", "NameIndex", "chain", "media_name", "root_name", "tail_name", "token_bytes"]
 
 NAME_BYTES = 16
 TOKEN_BYTES = 4
@@ -55,6 +55,11 @@ def root_name(model: str, salt: str = "", adapter: str = "") -> bytes:
         struct.pack("<Q", len(part)) + part for part in (s.encode() for s in (model, salt, adapter))
     )
     return blake2b(message, digest_size=NAME_BYTES, person=b"kvloom.root").digest()
+
+
+def media_name(root: bytes, digest: bytes) -> bytes:
+    """The name of an image's own run of pages below a root."""
+    return blake2b(root + digest, digest_size=NAME_BYTES, person=b"kvloom.media").digest()
 
 
 def chain(parent: bytes, data: bytes | memoryview, resolve: Resolve | None = None) -> list[bytes]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .events import Dropped, EventBus, Stored
 from .layout import GRAIN, PoolLayout
-from .names import TOKEN_BYTES, chain, tail_name
+from .names import TOKEN_BYTES, chain, media_name, tail_name
 from .nodes import Checkpoint, Node
 
 __all__ = ["PLACE", "Teller"]
@@ -29,6 +29,7 @@ class Teller:
         self.resolve = resolve
         self.token_groups = tuple(g.index for g in layout.of("token"))
         self.state_groups = tuple(g.index for g in layout.of("state"))
+        self.media_groups = tuple(g.index for g in layout.of("media"))
         windowed = [g for g in layout.of("token") if g.spec.span.windowed]
         self.window_columns = tuple(g.columns for g in windowed)
         self.window_groups = tuple(g.index for g in windowed)
@@ -111,7 +112,9 @@ class Teller:
         name = self.name_at(node, position)
         before = (position - 1) // GRAIN * GRAIN
         parent = self.name_at(node, before) if before > node.start else self.name_before(node)
-        self.events.emit(Stored(parent, (name,), self.state_groups, PLACE, position % GRAIN))
+        # A tail inside a longer run has its pages there; only the snapshot makes its name worth telling.
+        groups = self.state_groups + (self.token_groups if position % GRAIN else ())
+        self.events.emit(Stored(parent, (name,), groups, PLACE, position % GRAIN))
 
     def adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
         for window, columns in enumerate(self.window_columns):
@@ -143,6 +146,12 @@ class Teller:
             names = [*names, self.name_at(node, node.end)]
         if names:
             self.events.emit(Dropped(tuple(reversed(names)), self.token_groups, PLACE, why))
+
+    def media_stored(self, root: bytes, digest: bytes) -> None:
+        self.events.emit(Stored(root, (media_name(root, digest),), self.media_groups, PLACE))
+
+    def media_dropped(self, root: bytes, digest: bytes, why: str) -> None:
+        self.events.emit(Dropped((media_name(root, digest),), self.media_groups, PLACE, why))
 
     def grown(self, node: Node) -> None:
         """A partial tail is about to be filled; its name goes unless a checkpoint stands there."""

@@ -85,7 +85,7 @@ class Root(Node):
 class Checkpoint(Entry):
     """A resume point at `position` in `node`, with its state snapshot where the model keeps states."""
 
-    __slots__ = ("node", "position", "reach", "row_bytes", "states")
+    __slots__ = ("locks", "node", "position", "reach", "row_bytes", "states")
 
     def __init__(self, serial: int, now: float, node: Node, position: int, states: Ids | None) -> None:
         super().__init__(serial, now, node.priority, node.expires)
@@ -94,6 +94,7 @@ class Checkpoint(Entry):
         self.reach = position  # the earliest query whose window it protects
         self.states = states
         self.row_bytes = 0
+        self.locks = 0  # pins that need it
 
     @property
     def tokens(self) -> int:

@@ -38,7 +38,7 @@ class Entry:
         self.priority = priority
         self.expires = expires
         self.ended = False  # its session said that it will not come back
-        self.useless = False  # completes no resume point any more
+        self.useless = False  # some of it completes no resume point any more
         self.value = 0.0
         self.queued: tuple[int, tuple[float, ...]] | None = None
 

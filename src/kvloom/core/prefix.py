@@ -228,7 +228,8 @@ class PrefixTree:
             if self.teller.listening:
                 self.teller.grown(node)
             have -= 1
-            node.root.account.used -= self.pages.drop(node.pages[have : have + 1], node)
+            node.root.account.used -= self.pages.drop(node.pages[have : have + 1], node.parent)
+            self.pages.own(rows[:1], node)
         if have + len(rows) > len(node.pages):
             self._make_capacity(node, max(have + len(rows), 2 * have))
         node.count = have + len(rows)
@@ -483,7 +484,7 @@ class PrefixTree:
             self.roots.pop(node.root.name, None)
 
     def requeue(self, node: Node, now: float) -> None:
-        """Queue a node if it may leave; at the front if nobody can resume in it."""
+        """Queue a node if it may leave; at the front if it has a tail in which nobody can resume."""
         if node.leaf:
-            node.useless = self.last_resume(node) == node.start
+            node.useless = self.last_resume(node) < node.end
             node.root.account.queue.push(node, now)

@@ -17,7 +17,8 @@ import numpy as np
 
 from .clock import Clock
 from .media import MediaRun
-from .nodes import Checkpoint, Node
+from .names import NAME_BYTES
+from .nodes import Checkpoint, Node, Root
 from .policies import Entry
 from .pool import Columns, Ids, Index, PagePool
 from .prefix import PrefixTree
@@ -104,16 +105,21 @@ class Ghosts:
     _GRAIN = 64
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[tuple[int, int], tuple[float, str]] = OrderedDict()
+        self._seen: OrderedDict[tuple[int | bytes, int], tuple[float, str]] = OrderedDict()
 
-    def add(self, node: Node, text: bytes | bytearray, when: float, why: str) -> None:
-        """The run that began with `text` after the end of `node` left."""
-        self._seen[node.serial, hash(bytes(text[: self._GRAIN]))] = (when, why)
+    @staticmethod
+    def place(node: Node) -> int | bytes:
+        """What stands for the end of a node; for a root its name, which outlives it."""
+        return node.name if isinstance(node, Root) else node.serial
+
+    def add(self, place: int | bytes, text: bytes | bytearray, when: float, why: str) -> None:
+        """The run that began with `text` after `place` left."""
+        self._seen[place, hash(bytes(text[: self._GRAIN]))] = (when, why)
         if len(self._seen) > self.LIMIT:
             self._seen.popitem(last=False)
 
-    def find(self, node: Node, data: bytes, start: int) -> tuple[float, str] | None:
-        return self._seen.get((node.serial, hash(data[start : start + self._GRAIN])))
+    def find(self, place: int | bytes, data: bytes, start: int) -> tuple[float, str] | None:
+        return self._seen.get((place, hash(data[start : start + self._GRAIN])))
 
 
 class Room:
@@ -171,9 +177,15 @@ class Room:
                 continue
             victim = self.accounts.victim(account, now)
             if victim is not None:
-                self._evict_from(victim, lacking, now)
+                self._evict_from(victim, self._fair(account, victim, lacking), now)
             elif not self._gather(cheaply=False):
                 return self._pages(lacking * self.slab_bytes, needs)
+
+    def _fair(self, requester: Account, victim: Account, slabs: int) -> int:
+        """How many of `slabs` another tenant can give without falling below its share."""
+        if victim is requester or not victim.guaranteed:
+            return slabs
+        return max(1, min(slabs, int((victim.used - victim.guaranteed) // self.slab_bytes)))
 
     def _pages(self, size: int, needs: Sequence[int]) -> int:
         """Bytes as a number of pages of the size that is most asked for."""
@@ -215,13 +227,15 @@ class Room:
                     last = (entry.end - 1) // self.tree.block
                     resume = max(entry.start, (last - rows + 1) * self.tree.block)
                 self._cut(entry, resume, now, why)
-        elif isinstance(entry, Checkpoint):
+        elif isinstance(entry, Checkpoint) and not entry.locks:
             node = entry.node
             self.tree.drop_checkpoint(entry, why)
             if node.leaf:
                 self._cut(node, node.end, now, why)
         elif isinstance(entry, MediaRun) and not entry.holds:
             del self.runs[entry.key]
+            if self.tree.teller.listening:
+                self.tree.teller.media_dropped(entry.key[:NAME_BYTES], entry.key[NAME_BYTES:], why)
             entry.account.used -= self.media.drop(entry.rows)
 
     def _cut(self, node: Node, end: int, now: float, why: str) -> None:
@@ -232,7 +246,8 @@ class Room:
                 assert parent is not None
                 start = max(0, end - node.start) * 4
                 text = node.text[start : start + 64]
-                self.ghosts.add(parent if end <= node.start else node, text, now, why)
+                place = self.ghosts.place(parent if end <= node.start else node)
+                self.ghosts.add(place, text, now, why)
                 self.tree.trim(node, end, why)
                 if node.parent is None:
                     self.tree.requeue(parent, now)
@@ -252,6 +267,8 @@ class Room:
         self.media.keep(rows, run)
         account.queue.policy.on_insert(run, now)
         run.holds = 1
+        if self.tree.teller.listening:
+            self.tree.teller.media_stored(key[:NAME_BYTES], key[NAME_BYTES:])
         return run
 
     def hold_run(self, run: MediaRun, now: float) -> None:
@@ -267,6 +284,7 @@ class Room:
         run.account.held -= idle
         run.account.used -= freed
         run.holds -= 1
+        run.last_used = now
         if not run.holds:
             run.account.queue.push(run, now)
 
@@ -299,9 +317,9 @@ class Room:
                 if isinstance(keeper, Node):
                     self._renumber_nodes(keeper, columns.columns_of(cls), page, target)
                 elif isinstance(keeper, Checkpoint) and keeper.states is not None:
-                    keeper.states[keeper.states == page] = target
+                    _renumber(keeper.states, columns.columns_of(cls), page, target)
                 elif isinstance(keeper, MediaRun):
-                    keeper.rows[keeper.rows == page] = target
+                    _renumber(keeper.rows, columns.columns_of(cls), page, target)
         self.renumber(cls, old, new)
 
     def _renumber_nodes(self, node: Node, columns: Index, page: int, target: int) -> None:
@@ -310,13 +328,8 @@ class Room:
         todo = [node]
         while todo:
             current = todo.pop()
-            rows = current.pages[: current.count]
-            part = rows[:, columns]
-            hit = part == page
-            if not hit.any():
+            if not _renumber(current.pages[: current.count], columns, page, target):
                 continue
-            part[hit] = target
-            rows[:, columns] = part
             around = [n for n in current.children.values() if n.start % self.tree.block]
             if current.parent is not None and current.start % self.tree.block:
                 around.append(current.parent)
@@ -324,3 +337,13 @@ class Room:
                 if other.serial not in seen:
                     seen.add(other.serial)
                     todo.append(other)
+
+
+def _renumber(rows: Ids, columns: Index, page: int, target: int) -> bool:
+    """Replace a page id in some columns; ids of other page sizes stand in the others."""
+    part = rows[:, columns]
+    hit = part == page
+    if hit.any():
+        part[hit] = target
+        rows[:, columns] = part
+    return bool(hit.any())

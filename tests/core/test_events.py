@@ -1,0 +1,181 @@
+"""What the cache tells its listeners, and that it costs nothing when there is none."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from kvloom.core import Control, Dropped, Event, Snapshots, Stored, chain, tail_name
+
+from .test_sequence import cached, finish, prompt_of, run, serve, slabs_for, start
+from .world import LAYOUTS, World, make_world
+
+every_layout = pytest.mark.parametrize("kind", sorted(LAYOUTS))
+
+
+def listen(world: World) -> list[Event]:
+    heard: list[Event] = []
+    world.cache.events.subscribe(heard.append)
+    return heard
+
+
+def raw(tokens: list[int]) -> bytes:
+    return np.array(tokens, "<i4").tobytes()
+
+
+def names_of(world: World, tokens: list[int], control: Control | None = None) -> list[bytes]:
+    return chain(world.cache.root_name(control or Control()), raw(tokens))
+
+
+def busy(world: World) -> None:
+    """Prefill, decode, sharing, forks, rollbacks, evictions."""
+    for i in range(12):
+        trunk = prompt_of(48, seed=i % 3)
+        item = serve(world, [*trunk, *prompt_of(20 + i, seed=i)])
+        run(world, item, [7] * 20)
+        if i % 4 == 0:
+            fork = item.sequence.fork()
+            if fork is not None:
+                fork.close()
+        item.tokens = item.tokens[: item.sequence.rollback(5)]
+        finish(world, item)
+        world.clock.advance(1)
+
+
+@every_layout
+def test_nothing_is_named_when_nobody_listens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> bytes:
+        raise AssertionError("a name was computed")
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvloom.core."):
+            for function in ("chain", "native_chain", "tail_name"):
+                if hasattr(module, function):
+                    monkeypatch.setattr(module, function, refuse)
+    world = make_world(kind, slabs_for(kind, 100, states=3))
+    busy(world)
+    assert world.cache.stats()["evictions"]
+    listen(world)
+    with pytest.raises(AssertionError, match="a name was computed"):
+        serve(world, prompt_of(40, seed=50))
+
+
+def test_full_blocks_are_told_once_they_are_committed() -> None:
+    world = make_world("full", 60)
+    heard = listen(world)
+    item = start(world, prompt_of(70))
+    names = names_of(world, prompt_of(70))
+    run(world, item, prompt_of(70)[:20])
+    run(world, item, prompt_of(70)[20:64])
+    assert heard == [
+        Stored(item.sequence.root.name, tuple(names[:1]), (0,), "device"),
+        Stored(names[0], tuple(names[1:4]), (0,), "device"),
+    ]
+    run(world, item)
+    assert len(heard) == 2, "six tokens are no block yet"
+    finish(world, item)
+    tail = tail_name(names[3], raw(prompt_of(70)[64:]))
+    assert heard[2:] == [Stored(names[3], (tail,), (0,), "device", tail_tokens=6)]
+
+
+def test_the_root_of_what_is_told_covers_tenant_and_adapter() -> None:
+    world = make_world("full", 60)
+    heard = listen(world)
+    control = Control(tenant="gold", adapter="lora")
+    cached(world, prompt_of(32), control)
+    root = world.cache.root_name(control)
+    assert heard == [Stored(root, tuple(chain(root, raw(prompt_of(32)))), (0,), "device")]
+    assert root != world.cache.root_name(Control())
+
+
+def test_a_block_that_was_there_already_is_not_told_again() -> None:
+    world = make_world("full", 60)
+    heard = listen(world)
+    cached(world, prompt_of(64))
+    del heard[:]
+    cached(world, prompt_of(64))
+    assert not [e for e in heard if isinstance(e, Stored) and not e.tail_tokens]
+
+
+def test_a_late_listener_hears_names_below_the_right_parent() -> None:
+    world = make_world("full", 60)
+    item = start(world, prompt_of(80))
+    run(world, item, prompt_of(80)[:40])
+    heard = listen(world)
+    run(world, item)
+    names = names_of(world, prompt_of(80))
+    assert heard == [Stored(names[1], tuple(names[2:]), (0,), "device")]
+
+
+def test_evicted_blocks_are_told_deepest_first_with_the_policy() -> None:
+    world = make_world("full", 1 + 4, policy="fifo")
+    heard = listen(world)
+    cached(world, prompt_of(64))
+    del heard[:]
+    hog = start(world, prompt_of(4, seed=1))
+    names = names_of(world, prompt_of(64))
+    assert hog.sequence.extend(16) == 0
+    assert heard == [Dropped((names[3],), (0,), "device", "fifo")]
+    assert hog.sequence.extend(64) == 0
+    gone = [name for event in heard if isinstance(event, Dropped) for name in event.names]
+    assert gone == names[::-1]
+
+
+@pytest.mark.parametrize("length", [64, 70])
+def test_a_snapshot_is_told_with_its_group_where_it_stands(length: int) -> None:
+    world = make_world("state+full", 60, snapshots=Snapshots(turn_end=False))
+    (states,) = (g.index for g in world.cache.layout.of("state"))
+    heard = listen(world)
+    serve(world, prompt_of(length))
+    (told,) = (e for e in heard if isinstance(e, Stored) and states in e.groups)
+    names = names_of(world, prompt_of(length))
+    if length == 64:
+        assert told == Stored(names[2], (names[3],), (states,), "device")
+    else:
+        tail = tail_name(names[3], raw(prompt_of(70)[64:]))
+        assert (told.parent, told.names, told.tail_tokens) == (names[3], (tail,), 6)
+
+
+@every_layout
+def test_nothing_is_told_below_an_unknown_parent_or_dropped_before_it_was_stored(kind: str) -> None:
+    world = make_world(kind, slabs_for(kind, 100, states=3))
+    heard = listen(world)
+    busy(world)
+    roots = {world.cache.root_name(Control())}
+    known: dict[bytes, set[int]] = {}
+    dropped = 0
+    for event in heard:
+        assert event.names  # type: ignore[union-attr]
+        if isinstance(event, Stored):
+            assert event.parent in known or event.parent in roots
+            for name in event.names:
+                known.setdefault(name, set()).update(event.groups)
+        elif isinstance(event, Dropped):
+            assert event.why in ("lru", "grown")
+            for name in event.names:
+                if name in known:
+                    dropped += 1
+                    known[name] -= set(event.groups)
+    assert dropped
+
+
+def test_unsubscribing_ends_it_and_leaves_other_listeners() -> None:
+    world = make_world("full", 60)
+    first: list[Event] = []
+    stop = world.cache.events.subscribe(first.append)
+    second = listen(world)
+    cached(world, prompt_of(32))
+    assert first == second
+    stop()
+    cached(world, prompt_of(32, seed=1))
+    assert (len(first), len(second)) == (1, 2)
+    assert world.cache.events.listening
+
+
+def test_requests_that_store_nothing_tell_nothing() -> None:
+    world = make_world("state+full", 60)
+    heard = listen(world)
+    cached(world, prompt_of(70), Control(store=False))
+    assert heard == []
