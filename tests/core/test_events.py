@@ -9,8 +9,7 @@ import pytest
 
 from kvloom.core import Control, Dropped, Event, Snapshots, Stored, chain, tail_name
 
-from .test_sequence import cached, finish, prompt_of, run, serve, slabs_for, start
-from .world import LAYOUTS, World, make_world
+from .world import LAYOUTS, World, cached, finish, make_world, prompt_of, run, serve, slabs_for, start
 
 every_layout = pytest.mark.parametrize("kind", sorted(LAYOUTS))
 

@@ -23,8 +23,7 @@ from kvloom.core import (
 from kvloom.models.catalog import load_spec
 from kvloom.models.specs import ModelSpec, with_draft
 
-from .test_sequence import cached, finish, prompt_of, run, serve, slabs_for, start
-from .world import LAYOUTS, Open, World, make_world
+from .world import LAYOUTS, Open, World, cached, finish, make_world, prompt_of, run, serve, slabs_for, start
 
 every_policy = pytest.mark.parametrize("policy", sorted(POLICIES))
 every_layout = pytest.mark.parametrize("kind", sorted(LAYOUTS))

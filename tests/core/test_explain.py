@@ -8,8 +8,7 @@ import pytest
 
 from kvloom.core import REASONS, Control, Match, Media, Snapshots, Stop
 
-from .test_sequence import cached, finish, prompt_of, run, serve, start
-from .world import World, make_world
+from .world import World, cached, finish, make_world, prompt_of, run, serve, start
 
 Situation = tuple[World, Match]
 

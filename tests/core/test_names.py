@@ -26,8 +26,7 @@ from kvloom.core import (
     tail_name,
 )
 
-from .test_sequence import cached, finish, prompt_of, run, serve, slabs_for, start
-from .world import LAYOUTS, World, make_world
+from .world import LAYOUTS, World, cached, finish, make_world, prompt_of, run, serve, slabs_for, start
 
 TEXT_LAYOUTS = sorted(set(LAYOUTS) - {"cross"})
 ROOT = "f18d0ab795167dd5bd8c38fabda53052"

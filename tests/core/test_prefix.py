@@ -7,8 +7,7 @@ import pytest
 from kvloom.core import KVCache, Media, PoolLayout, Snapshots, VirtualClock
 from kvloom.models.catalog import load_spec
 
-from .test_sequence import WITH_STATES, cached, finish, prompt_of, run, serve, start
-from .world import LAYOUTS, World, make_world
+from .world import LAYOUTS, WITH_STATES, World, cached, finish, make_world, prompt_of, run, serve, start
 
 
 def model_world(model: str, slabs: int, **options: object) -> World:

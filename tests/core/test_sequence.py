@@ -10,79 +10,25 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvloom.core import Control, KVCache, Media, PoolLayout, Snapshots
+from kvloom.core import KVCache, Snapshots
 
-from .world import LAYOUTS, Open, World, make_world
+from .world import (
+    LAYOUTS,
+    WITH_STATES,
+    Open,
+    World,
+    cached,
+    finish,
+    make_world,
+    prompt_of,
+    run,
+    serve,
+    slabs_for,
+    start,
+)
 
 every_layout = pytest.mark.parametrize("kind", sorted(LAYOUTS))
-WITH_STATES = sorted(
-    k for k, layers in LAYOUTS.items() if any(spec.unit == "state" for spec in layers.values())
-)
 WITHOUT_STATES = sorted(set(LAYOUTS) - set(WITH_STATES))
-
-
-# -- what an engine does, shared by the feature tests ------------------------------------------------
-
-
-def prompt_of(n: int, seed: int = 0) -> list[int]:
-    """`n` tokens that part from those of every other seed at once."""
-    return [(seed * 7919 + i * 31) % 50000 + 1 for i in range(n)]
-
-
-def start(
-    world: World, prompt: list[int], control: Control | None = None, media: tuple[Media, ...] = ()
-) -> Open:
-    """Look a prompt up and open it; nothing is computed yet."""
-    cache = world.cache
-    control = control or Control()
-    sequence = cache.open(cache.match(prompt, control, media))
-    seen = cache.media_ids.place(np.array(prompt, np.int32), media).tolist()
-    item = Open(sequence, seen[: sequence.length], seen, control, media)
-    world.opened.append(item)
-    return item
-
-
-def run(world: World, item: Open, tokens: list[int] | None = None) -> Open:
-    """Compute `tokens` (what is left of the prompt, if not given), ending steps where a snapshot is wanted."""
-    left = item.prompt[len(item.tokens) :] if tokens is None else list(tokens)
-    while left:
-        boundary = item.sequence.boundary
-        n = len(left) if boundary is None else min(len(left), boundary - item.sequence.length)
-        assert item.sequence.extend(n) == 0, "out of pages"
-        world.step(item, left[:n])
-        left = left[n:]
-    return item
-
-
-def serve(
-    world: World, prompt: list[int], control: Control | None = None, media: tuple[Media, ...] = ()
-) -> Open:
-    return run(world, start(world, prompt, control, media))
-
-
-def finish(world: World, item: Open) -> None:
-    world.opened.remove(item)
-    item.sequence.close()
-    world.check()
-
-
-def cached(
-    world: World, prompt: list[int], control: Control | None = None, media: tuple[Media, ...] = ()
-) -> int:
-    """A request from its prompt to its end; returns where it resumed."""
-    item = serve(world, prompt, control, media)
-    resumed = item.sequence.resumed
-    finish(world, item)
-    return resumed
-
-
-def slabs_for(kind: str, tokens: int, states: int = 2) -> int:
-    """A pool that just holds one sequence of `tokens` tokens, a block more, and so many states."""
-    slabs = 1
-    for group in PoolLayout.build(LAYOUTS[kind]).groups:
-        units = states if group.spec.unit == "state" else -(-tokens // 16) + 1
-        slabs += -(-units * group.runs // group.pages_per_slab)
-    return slabs
 
 
 def tables(cache: KVCache, item: Open) -> list[list[list[bool]]]:

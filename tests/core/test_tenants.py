@@ -8,8 +8,7 @@ import pytest
 
 from kvloom.core import POLICIES, Control, Media, Retain, Snapshots, Tenant
 
-from .test_sequence import cached, finish, prompt_of, run, serve, slabs_for, start
-from .world import LAYOUTS, Open, World, make_world
+from .world import LAYOUTS, Open, World, cached, finish, make_world, prompt_of, run, serve, slabs_for, start
 
 every_layout = pytest.mark.parametrize("kind", sorted(LAYOUTS))
 GOLD, FREE = Control(tenant="gold"), Control(tenant="free")
