@@ -1,5 +1,5 @@
-/* The two loops of the core that Python is too slow for: counting holds and keeps of pages, and
- * hashing a chain of names. Each has a twin in plain Python (counts.py, names.py) that it equals in
+/* The loops of the core that Python is too slow for: counting holds and keeps of pages, checking token
+ * ids and hashing a chain of names. Each has a twin in plain Python (counts.py, names.py) that it equals in
  * every result; without a compiler the package installs without this file. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -269,7 +269,23 @@ static PyObject *chain(PyObject *self, PyObject *args)
     return names;
 }
 
+static PyObject *any_negative(PyObject *self, PyObject *args)
+{
+    const char *data;
+    Py_ssize_t size;
+    uint32_t all = 0;
+    if (!PyArg_ParseTuple(args, "y#", &data, &size))
+        return NULL;
+    for (Py_ssize_t i = 0; i < size / 4; i++) {
+        uint32_t id;
+        memcpy(&id, data + 4 * i, 4);
+        all |= id;
+    }
+    return PyBool_FromLong(all >> 31);
+}
+
 static PyMethodDef methods[] = {
+    {"any_negative", any_negative, METH_VARARGS, "any_negative(data) -> whether an int32 in data is"},
     {"retain", retain, METH_VARARGS, "retain(held, kept, ids) -> pages that nobody held before"},
     {"release", release, METH_VARARGS, "release(held, kept, ids, out) -> (idle pages, pages freed into out)"},
     {"keep", keep, METH_VARARGS, "keep(held, kept, ids)"},

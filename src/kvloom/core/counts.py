@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["drop", "keep", "release", "retain"]
+__all__ = ["any_negative", "drop", "keep", "release", "retain"]
 
 Ids = npt.NDArray[np.int32]
 Kept = npt.NDArray[np.int16]
@@ -58,6 +58,11 @@ def drop(held: Ids, kept: Kept, ids: Ids, out: Ids) -> int:
     free = _once(at[(kept[at] == 0) & (held[at] == 0)])
     out[: free.size] = free
     return free.size
+
+
+def any_negative(data: bytes) -> bool:
+    """Whether a run of int32s has a negative one."""
+    return len(data) > 0 and bool(np.frombuffer(data, "<i4").min() < 0)
 
 
 def _real(ids: Ids) -> npt.NDArray[np.intp]:

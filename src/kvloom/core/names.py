@@ -21,14 +21,17 @@ from .layout import GRAIN, PageGroup
 from .resume import longest_resume
 
 try:
-    from ._native import chain as native_chain
+    from ._native import any_negative, chain as native_chain
 except ImportError:  # installed without a compiler: the same names, slower
+    from .counts import any_negative
+
     native_chain = None  # type: ignore[assignment]
 
 __all__ = ["NAME_BYTES", "NameIndex", "chain", "media_name", "root_name", "tail_name", "token_bytes"]
 
 NAME_BYTES = 16
 TOKEN_BYTES = 4
+_TOKEN = np.dtype("<i4")
 _GRAIN_BYTES = GRAIN * TOKEN_BYTES
 Resolve = Callable[[int], bytes]
 _HASH = blake2b(digest_size=NAME_BYTES)
@@ -36,17 +39,18 @@ _HASH = blake2b(digest_size=NAME_BYTES)
 
 def token_bytes(tokens: npt.ArrayLike) -> bytes:
     """Token ids as the little-endian int32 run that names and the tree compare."""
-    array = np.asarray(tokens)
+    array = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
     if array.ndim != 1:
         raise ValueError(f"tokens must be one row of ids, got shape {array.shape}")
-    if array.size:
+    if array.dtype != _TOKEN and array.size:
         if array.dtype.kind not in "iu":
             raise ValueError(f"tokens must be integers, got {array.dtype}")
-        if array.min() < 0:
-            raise ValueError(f"token id {array.min()} is negative")
-        if array.dtype != np.int32 and array.max() >= 2**31:
-            raise ValueError(f"token id {array.max()} does not fit 31 bits")
-    return array.astype("<i4", copy=False).tobytes()
+        if not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
+            raise ValueError(f"token ids from {array.min()} to {array.max()} do not fit 31 bits")
+    data = array.astype(_TOKEN, copy=False).tobytes()
+    if any_negative(data):
+        raise ValueError(f"token id {array.min()} is negative")
+    return data
 
 
 def root_name(model: str, salt: str = "", adapter: str = "") -> bytes:
