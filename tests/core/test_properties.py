@@ -54,6 +54,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         kind=st.sampled_from(sorted(LAYOUTS)),
         slabs=st.sampled_from([12, 40, 90, 3000]),
+        block=st.sampled_from([16, 16, 32]),
         policy=st.sampled_from(sorted(POLICIES)),
         every=st.sampled_from([0, 0, 2]),
         before_last=st.booleans(),
@@ -65,6 +66,7 @@ class Machine(RuleBasedStateMachine):
         self,
         kind: str,
         slabs: int,
+        block: int,
         policy: str,
         every: int,
         before_last: bool,
@@ -74,10 +76,10 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         self.kind = kind
         names = ("", "gold", "free") if shares else ()
-        slab = make_world(kind, 2).cache.layout.slab_bytes
+        slab = make_world(kind, 40, block).cache.layout.slab_bytes
         declared = [Tenant(n, None if quota is None else quota * slab, 1.0) for n in names]
         snapshots = Snapshots(every_blocks=every, before_last=before_last)
-        self.world = make_world(kind, slabs, policy=policy, tenants=declared, snapshots=snapshots)
+        self.world = make_world(kind, slabs, block, policy=policy, tenants=declared, snapshots=snapshots)
         self.roomy = slabs == 3000 and quota is None
         self.pins: list[object] = []
         self.index = NameIndex(self.cache.layout.groups) if listen else None
@@ -191,8 +193,8 @@ class Machine(RuleBasedStateMachine):
         return [p for p in points if not self.cache.has_states or p == item.sequence.state_length]
 
     @precondition(lambda self: self.world.opened)
-    @rule(pick=st.integers(0, 9), n=st.integers(0, 60))
-    def rollback(self, pick: int, n: int) -> None:
+    @rule(pick=st.integers(0, 9), n=st.integers(0, 60), elsewhere=st.booleans())
+    def rollback(self, pick: int, n: int, elsewhere: bool) -> None:
         item = self.world.opened[pick % len(self.world.opened)]
         n = min(n, len(item.tokens))
         reached = item.sequence.rollback(n)
@@ -200,6 +202,8 @@ class Machine(RuleBasedStateMachine):
         if not self.cache.tree.keeps_checkpoints:
             assert reached == len(item.tokens) - n
         item.tokens = item.tokens[:reached]
+        if elsewhere:  # it goes on with other tokens than before
+            item.prompt = item.prompt[:reached]
 
     @precondition(lambda self: 0 < len(self.world.opened) < 6)
     @rule(pick=st.integers(0, 9))

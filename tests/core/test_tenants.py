@@ -54,7 +54,7 @@ def test_tenants_with_the_same_prompt_share_no_page(kind: str) -> None:
 
 
 def with_quota(kind: str, slabs: int, quota_slabs: int) -> World:
-    slab = make_world(kind, 2).cache.layout.slab_bytes
+    slab = make_world(kind, 40).cache.layout.slab_bytes
     return make_world(kind, slabs, tenants=[Tenant("gold", quota=quota_slabs * slab), Tenant("free")])
 
 

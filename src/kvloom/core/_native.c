@@ -62,7 +62,7 @@ static int open_counts(PyObject *args, Counts *c, int with_out)
     c->o = with_out ? c->out.buf : NULL;
     c->n = c->ids.len / 4;
     c->pages = c->held.len / 4;
-    if (c->kept.len / 2 != c->pages || (with_out && c->out.len / 4 < c->n)) {
+    if (c->kept.len / 2 != c->pages || (with_out && c->out.len / 4 < c->pages)) {
         PyErr_SetString(PyExc_ValueError, "held, kept and out do not fit together");
         let_go(c, with_out);
         return -1;

@@ -86,6 +86,13 @@ class KVCache:
             len(self.tree.windows),
         )
         self.has_states = bool(self.states.width)
+        least = [a + b for a, b in zip(self.pages.needs(1), self.states.needs(1), strict=True)]
+        short = self.pool.missing_slabs(least)
+        if short:
+            raise ValueError(
+                f"a pool of {slabs} slabs of {layout.slab_bytes} bytes cannot hold one block and one state of "
+                f"this model; give it {slabs + short} or more"
+            )
         self.misses: Counter[str] = Counter()
         self.looked_up_tokens = 0
         self.hit_tokens = 0
@@ -276,28 +283,35 @@ class KVCache:
 
     def _renumber(self, cls: int, old: Ids, new: Ids) -> None:
         """Pages moved: every table that names them follows."""
+        order = np.argsort(old)
+        old, new = old[order], new[order]
+
+        def follow(columns: Columns, array: Ids) -> bool:
+            if cls not in columns.classes:
+                return False
+            at = columns.columns_of(cls)
+            part = array[:, at]
+            place = np.minimum(np.searchsorted(old, part), old.size - 1)
+            hit = old[place] == part
+            if hit.any():
+                array[:, at] = np.where(hit, new[place], part)
+            return bool(hit.any())
+
         rows = self.rows
-        arrays: list[tuple[Columns, Ids]] = []
         for row in rows.open_rows():
             seq = rows.handles[row]
             assert seq is not None
-            blocks = int(rows.blocks[row])
-            arrays.append((self.pages, rows.tables[:, row, :blocks].T))
-            arrays.append((self.states, rows.states[:, row][None]))
+            moved = follow(self.pages, rows.tables[:, row, : int(rows.blocks[row])].T)
+            moved |= follow(self.states, rows.states[:, row][None])
+            for run in seq.runs.values():
+                if not isinstance(run, MediaRun):
+                    moved |= follow(self.media, run)
             if seq.state_source is not None:
-                arrays.append((self.states, seq.state_source))
-            arrays += [(self.media, run) for run in seq.runs.values() if not isinstance(run, MediaRun)]
-            rows.changed[row] = True
+                follow(self.states, seq.state_source)
+            rows.changed[row] |= moved
         for pin in self._hints.pins():
-            arrays.append((self.pages, pin.rows))
+            follow(self.pages, pin.rows)
             if pin.states is not None:
-                arrays.append((self.states, pin.states))
-        arrays += self.room.copies.held_rows()
-        order = np.argsort(old)
-        old, new = old[order], new[order]
-        for columns, array in arrays:
-            if cls in columns.classes:
-                at = columns.columns_of(cls)
-                part = array[:, at]
-                place = np.minimum(np.searchsorted(old, part), old.size - 1)
-                array[:, at] = np.where(old[place] == part, new[place], part)
+                follow(self.states, pin.states)
+        for columns, held in self.room.copies.held_rows():
+            follow(columns, held)

@@ -54,11 +54,10 @@ class Committing(Verbs):
             self.mark_special(seq)
 
     def commit_many(self, rows: Rows, tokens: npt.ArrayLike) -> None:
-        ids = np.asarray(tokens, np.int32)
+        rows = self.rows.checked(rows)
+        ids = np.frombuffer(token_bytes(tokens), np.int32)
         if ids.shape != rows.shape:
             raise ValueError(f"{ids.size} tokens for {rows.size} sequences")
-        if ids.size and ids.min() < 0:
-            raise ValueError(f"token id {ids.min()} is negative")
         table = self.rows
         lengths = table.length[rows]
         late = lengths >= table.blocks[rows] * self.block_tokens
@@ -86,9 +85,11 @@ class Committing(Verbs):
                 first = np.maximum(lengths - (span.size - 1), 0) // self.block_tokens
             else:
                 first = lengths // span.size * span.size // self.block_tokens
-            moved = rows[first > table.first[window, rows]]
-            if moved.size:
-                self._leave_window_many(window, moved)
+            steps = first - table.first[window, rows]
+            if (steps > 0).any():
+                self._leave_window_many(window, rows[steps == 1])
+                for row in rows[steps > 1].tolist():
+                    self._leave_windows(self.handle(row))
 
     def _publish_many(self, rows: Rows) -> None:
         """A full block each: those that only lengthen their own run go together."""
@@ -131,11 +132,9 @@ class Committing(Verbs):
         seq.published = start + tokens
 
     def _retention_cuts(self, seq: Sequence, start: int, stop: int) -> list[int]:
-        edges = {
-            e // self.block_tokens * self.block_tokens
-            for r in seq.control.retain
-            for e in (r.start, r.stop or 0)
-        }
+        block = self.block_tokens
+        edges = {r.start // block * block for r in seq.control.retain}
+        edges |= {-(-r.stop // block) * block for r in seq.control.retain if r.stop is not None}
         return sorted(e for e in edges if start < e < stop)
 
     def _ready(self, seq: Sequence, stop: int) -> bool:
@@ -190,6 +189,8 @@ class Committing(Verbs):
     def _leave_window_many(self, window: int, rows: Rows) -> None:
         """`_leave_windows` of one block each for many rows, unless some share the page or the account."""
         table, columns = self.rows, self.tree.window_columns[window]
+        if not rows.size:
+            return
         old = table.first[window, rows]
         pages = table.tables[columns, rows, old]
         if len(self.accounts.accounts) > 1 or np.unique(pages[0]).size < rows.size or not pages.all():

@@ -46,7 +46,8 @@ class EvictionQueue(Generic[E]):
             entry.queued = key
             self._pushed += 1
             heapq.heappush(self._heap, (key, self._pushed, entry))
-            if entry.expires is not None and entry.expires > now:
+            if entry.expires is not None and now < entry.expires != entry.expiring:
+                entry.expiring = entry.expires
                 heapq.heappush(self._expiring, (entry.expires, self._pushed, entry))
 
     def remove(self, entry: E) -> None:

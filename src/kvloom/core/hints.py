@@ -18,7 +18,7 @@ __all__ = ["Hints", "Pin"]
 class Pin:
     """Pages that stay until `expires`, whatever the pressure."""
 
-    __slots__ = ("account", "checkpoint", "expires", "length", "node", "rows", "runs", "states")
+    __slots__ = ("account", "checkpoint", "expires", "length", "node", "number", "rows", "runs", "states")
 
     def __init__(
         self, node: Node, length: int, rows: Ids, checkpoint: Checkpoint | None, expires: float
@@ -33,6 +33,7 @@ class Pin:
             checkpoint.states.copy() if checkpoint is not None and checkpoint.states is not None else None
         )
         self.expires = expires
+        self.number = 0
 
 
 class Hints(Verbs):
@@ -40,12 +41,13 @@ class Hints(Verbs):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self._pins: list[tuple[float, int, Pin]] = []
-        self._pin_numbers = count()
+        self._pins: dict[int, Pin] = {}
+        self._expiring: list[tuple[float, int]] = []
+        self._numbers = count()
         self._sessions: OrderedDict[str, Node] = OrderedDict()
 
     def pins(self) -> list[Pin]:
-        return [pin for _, _, pin in self._pins if pin.node is not None]
+        return list(self._pins.values())
 
     def pin(self, match: Match, ttl: float) -> Pin:
         now = self.clock.now()
@@ -67,13 +69,19 @@ class Hints(Verbs):
             if self.has_run(item) and item.start < match.resume:
                 pin.runs.append(self.room.runs[match.root_name + item.digest])
                 self.room.hold_run(pin.runs[-1], now)
-        heapq.heappush(self._pins, (pin.expires, next(self._pin_numbers), pin))
+        pin.number = next(self._numbers)
+        self._pins[pin.number] = pin
+        heapq.heappush(self._expiring, (pin.expires, pin.number))
         return pin
 
     def unpin(self, pin: Pin) -> None:
         if pin.node is None:
             return
         node, pin.node = pin.node, None
+        del self._pins[pin.number]
+        if len(self._expiring) > 64 + 2 * len(self._pins):
+            self._expiring = [item for item in self._expiring if item[1] in self._pins]
+            heapq.heapify(self._expiring)
         self.let_go(pin.account, self.pages, pin.rows)
         now = self.clock.now()
         if pin.states is not None:
@@ -90,8 +98,10 @@ class Hints(Verbs):
     def release_expired(self) -> None:
         """End the pins whose time is over. Called whenever room is short."""
         now = self.clock.now()
-        while self._pins and self._pins[0][0] <= now:
-            self.unpin(heapq.heappop(self._pins)[2])
+        while self._expiring and self._expiring[0][0] <= now:
+            pin = self._pins.get(heapq.heappop(self._expiring)[1])
+            if pin is not None:
+                self.unpin(pin)
 
     def remember(self, session: str, node: Node) -> None:
         self._sessions[session] = node
@@ -103,7 +113,7 @@ class Hints(Verbs):
         node: Node | None = self._sessions.pop(session, None)
         now = self.clock.now()
         tokens = 0
-        while node is not None and node.parent is not None and len(node.children) <= 1:
+        while node is not None and node.parent is not None and len(node.children) <= 1 and not node.locks:
             node.ended = True
             tokens += node.tokens
             queue = node.root.account.queue

@@ -198,7 +198,7 @@ def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, 
         for k in range(1, _MULTIPLES + 1)
     }
     # The least common multiple always fits, however large.
-    slabs.add(_round_up(math.lcm(*(layer * count for layer, count in sizes)), granularity))
+    slabs.add(math.lcm(granularity, *(layer * count for layer, count in sizes)))
     best: tuple[float, int, tuple[tuple[int, int], ...]] | None = None
     for slab in sorted(slabs):
         cost, cuts = 0.0, []

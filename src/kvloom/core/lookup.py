@@ -76,16 +76,19 @@ class Lookup:
         """The longest resume point of `data` at or below `limit` tokens."""
         tree = self.tree
         root = tree.roots.get(root_name) if control.read else None
-        path, matched = tree.walk(root, data, limit)
+        path, matched = ([], 0) if root is None else tree.walk(root, data, limit)
         rows = tree.rows(path, matched)
         resume, reason = matched, ""
         if self.room.media.width:
             for item in media:
-                if item.tokens and item.start < resume and root_name + item.digest not in self.room.runs:
+                run = self.room.runs.get(root_name + item.digest)
+                if run is not None and item.tokens not in (0, run.tokens):
+                    raise ValueError(f"media {item.digest.hex()} has {run.tokens} tokens, not {item.tokens}")
+                if item.tokens and item.start < resume and run is None:
                     resume, reason = item.start, "media missing"
         checkpoint = None
         if tree.keeps_checkpoints and resume:
-            resume, checkpoint, reason = self._resume(path, resume, rows, reason)
+            rows, resume, checkpoint, reason = self._resume(path, resume, rows, reason)
         if not control.read:
             stop = Stop("reading off", 0)
         elif resume < matched:
@@ -112,20 +115,21 @@ class Lookup:
 
     def _resume(
         self, path: list[Node], limit: int, rows: Ids, reason: str
-    ) -> tuple[int, Checkpoint | None, str]:
+    ) -> tuple[Ids, int, Checkpoint | None, str]:
+        """The rows, the longest resume point, its checkpoint, and the reason why it is not `limit`."""
         tree = self.tree
-        windows = [
-            (span, rows[:, columns.start])
-            for span, columns in zip(tree.windows, tree.window_columns, strict=True)
-        ]
-        if not tree.has_states:
-            resume, broken = longest_resume(limit, windows, tree.block)
-            return resume, None, reason if broken is None else "window page missing"
-        found = {c.position: c for c in self._snapshots(path, limit)}
+        windows = tree.presence(rows)
+        found = {c.position: c for c in self._snapshots(path, limit)} if tree.has_states else None
         resume, broken = longest_resume(limit, windows, tree.block, found)
         if resume < limit:
-            reason = "snapshot missing" if broken is None else "window page missing"
-        return resume, found.get(resume), reason
+            reason = "window page missing" if broken is not None else reason or "snapshot missing"
+            above = path[:-1]
+            if above and resume < above[-1].end <= limit and above[-1].end % tree.block:
+                # Where nodes meet inside a block, the upper one's page may be there though the lower's left.
+                upper = self._resume(above, above[-1].end, tree.rows(above, above[-1].end), reason)
+                if upper[1] > resume:
+                    return upper
+        return rows, resume, found.get(resume) if found else None, reason
 
     @staticmethod
     def _snapshots(path: list[Node], limit: int) -> Iterator[Checkpoint]:

@@ -44,9 +44,8 @@ class Teller:
 
     def _last_name(self, node: Node | None) -> bytes:
         while node is not None and node.parent is not None:
-            names = self.names(node)
-            if names:
-                return names[-1]
+            if self.names(node):
+                return node.names[-1]
             node = node.parent
         assert node is not None
         return node.root.name
@@ -55,8 +54,11 @@ class Teller:
         """The names of the grains that end in `node`, computed once and kept with it."""
         unnamed = []
         current = node
-        while current.parent is not None and self._unnamed_grains(current):
-            unnamed.append(current)
+        while current.parent is not None:  # up to the first node that has a name to go on from
+            if self._unnamed_grains(current):
+                unnamed.append(current)
+            if current.names:
+                break
             current = current.parent
         for current in reversed(unnamed):
             first = current.start // GRAIN

@@ -46,7 +46,7 @@ class Node(Entry):
         self.row_bytes = 0
         self.children: dict[int, Node] = {}
         self.checkpoints: list[Checkpoint] = []
-        self.marks: npt.NDArray[np.int16] | None = None
+        self.marks: npt.NDArray[np.int32] | None = None
         self.names: list[bytes] = []  # of the grains that end in it, as far as anyone asked
         self.locks = 0
         self.spare = 0

@@ -12,7 +12,7 @@ from .parts import Parts, Verbs
 from .points import Points
 from .pool import Ids
 from .reserving import Reserving
-from .sequence import Owner, Sequence
+from .sequence import Control, Owner, Sequence
 
 __all__ = ["Opening"]
 
@@ -24,6 +24,11 @@ class Opening(Verbs):
         self.reserving = reserving
 
     def open(self, cache: Owner, match: Match) -> Sequence:
+        runs = [
+            self.room.runs[match.root_name + item.digest]
+            for item in match.media
+            if self.has_run(item) and item.start < match.resume
+        ]
         row = self.rows.take()
         now = self.clock.now()
         account = self.accounts[match.control.tenant]
@@ -41,9 +46,8 @@ class Opening(Verbs):
             self.start_from(seq, match.checkpoint, now)
         elif point and self.snapshots.branch and self.tree.windows and not self.has_states:
             self.tree.checkpoint(self._node_at(node, match.data, point), point, None, now)
-        for item in seq.media:
-            if self.has_run(item) and item.start < point:
-                self.hold_run(seq, self.room.runs[seq.root.name + item.digest], now)
+        for run in runs:
+            self.hold_run(seq, run, now)
         seq.wanted = self._wanted(match)
         self.rows.watched[row] = bool(seq.wanted)
         return seq
@@ -61,11 +65,23 @@ class Opening(Verbs):
             node = passed if passed.end <= boundary else self.tree.split(passed, boundary)
             node.hits += 1
             node.last_used = now
+            node.ended = False
+            self._raise_priority(node, match.control, now)
             policy.on_hit(node, now)
             if passed is not node:
                 passed.last_used = now if boundary < match.resume else passed.last_used
                 break
         return node
+
+    @staticmethod
+    def _raise_priority(node: Node, control: Control, now: float) -> None:
+        """What a request asks for its tokens also holds for those that were cached before it came."""
+        for item in control.retain:
+            if item.start <= node.start and (item.stop is None or node.end <= item.stop):
+                if item.priority >= node.rank(now):
+                    node.priority = item.priority
+                    node.expires = None if item.ttl is None else now + item.ttl
+                return
 
     def _seat(self, seq: Sequence, point: int, rows: Ids, data: bytes) -> None:
         """Give a row its first `point` tokens: holds, table, window edges, tail."""
@@ -106,9 +122,10 @@ class Opening(Verbs):
         account = seq.root.account
         live = bool(self.has_states and self.rows.states[0, seq.row])
         needs = self.needs(0, int(live), 0)
-        if live and self.room.make(account, needs):
-            return None
         row = self.rows.take()
+        if live and self.room.make(account, needs):
+            self.rows.give_back(row)
+            return None
         now = self.clock.now()
         child = Sequence(seq.cache, row, seq.root, seq.node, seq.control)
         self.rows.handles[row] = child
@@ -168,7 +185,6 @@ class Opening(Verbs):
                 self.room.let_run_go(run, now)
             else:
                 self.let_go(account, self.media, run)
-        self.rows.watched[row] = False
         self.rows.give_back(row)
         passed: Node | None = node
         while passed is not None:

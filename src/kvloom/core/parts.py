@@ -98,6 +98,7 @@ class Verbs:
         seq.state_source = checkpoint.states.copy()
         seq.root.account.held += self.states.retain(seq.state_source)
         checkpoint.hits += 1
+        checkpoint.ended = False
         checkpoint.last_used = now
         seq.root.account.queue.policy.on_hit(checkpoint, now)
 

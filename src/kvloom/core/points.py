@@ -35,7 +35,9 @@ class Points(Verbs):
         length = int(self.rows.length[seq.row])
         here = int(self.rows.state_length[seq.row]) if self.has_states else length
         point = here if position is None else position
-        if not self.tree.keeps_checkpoints or not seq.control.store or not 0 < point <= length:
+        if not 0 <= point <= length:
+            raise ValueError(f"no resume point at {point}: the sequence has {length} tokens")
+        if not self.tree.keeps_checkpoints or not seq.control.store or not point:
             return False
         now = self.clock.now()
         if not self.has_states:

@@ -14,6 +14,10 @@ from typing import Protocol
 __all__ = ["POLICIES", "Cost", "Entry", "Policy", "make_policy"]
 
 
+FIRST = -(1 << 31)
+"""The rank of what nobody can use, or said it would not: below any priority that a request may give."""
+
+
 class Entry:
     """What a policy may look at. `value` is the policy's own."""
 
@@ -21,6 +25,7 @@ class Entry:
         "created",
         "ended",
         "expires",
+        "expiring",
         "hits",
         "last_used",
         "priority",
@@ -37,6 +42,7 @@ class Entry:
         self.hits = 0
         self.priority = priority
         self.expires = expires
+        self.expiring: float | None = None  # the time at which its queue will look at it again
         self.ended = False  # its session said that it will not come back
         self.useless = False  # some of it completes no resume point any more
         self.value = 0.0
@@ -58,10 +64,9 @@ class Entry:
         raise NotImplementedError
 
     def rank(self, now: float) -> int:
-        """What comes before any policy: -1 leaves first, then 0, then the priorities that requests
-        gave, until they expire."""
+        """What comes before any policy: FIRST, or the priority that requests gave until it expires."""
         if self.useless or self.ended:
-            return -1
+            return FIRST
         if self.expires is not None and now >= self.expires:
             return 0
         return self.priority

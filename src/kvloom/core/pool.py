@@ -377,17 +377,31 @@ class Columns:
             ids = rows[:, self._columns[c]].ravel()
             keepers[ids[ids > 0]] = keeper
 
-    def drop(self, rows: Ids, heir: object = None) -> int:
-        """The cache lets go; returns the bytes now free. Pages kept elsewhere pass to `heir`."""
+    def drop(self, rows: Ids) -> int:
+        """The cache lets go; returns the bytes now free."""
         freed = 0
         for c, ids in self.by_class(rows):
             freed += self.pool.drop(c, ids) * self._strides[c]
             if c in self.keepers:
-                ids = ids[ids > 0]
-                kept = self.pool.classes[c].kept[ids] > 0
                 self.keepers[c][ids] = None
-                self.keepers[c][ids[kept]] = heir
         return freed
+
+    def orphans(self, rows: Ids) -> list[tuple[int, int]]:
+        """Pages of `rows` that are still kept, but whose keeper let go: (class, page) each."""
+        return [
+            (c, page)
+            for c in self.keepers
+            for page in rows[:, self._columns[c]].ravel().tolist()
+            if page and self.pool.classes[c].kept[page] and self.keepers[c][page] is None
+        ]
+
+    def shared(self, rows: Ids) -> bool:
+        """Whether anyone but the one who asks (and holds them once) could read a page of `rows`."""
+        classes = self.pool.classes
+        return any(
+            bool((classes[c].held[ids] > 1).any() or (classes[c].kept[ids] > 0).any())
+            for c, ids in ((c, ids[ids > 0]) for c, ids in self.by_class(rows))
+        )
 
     def columns_of(self, cls: int) -> npt.NDArray[np.intp]:
         return self._columns[cls]

@@ -11,6 +11,7 @@ owns the state snapshot taken there. The tree decides nothing about when things 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import count
 
@@ -28,6 +29,10 @@ __all__ = ["PrefixTree", "Retention"]
 
 Retention = tuple[int, float | None]
 """Priority, and when it expires."""
+
+
+def _position(checkpoint: Checkpoint) -> int:
+    return checkpoint.position
 
 
 class PrefixTree:
@@ -64,12 +69,8 @@ class PrefixTree:
             root = self.roots[name] = Root(next(self._serials), name, account, self.pages.width)
         return root
 
-    def walk(self, root: Root | None, data: bytes, limit: int) -> tuple[list[Node], int]:
-        """The nodes that `data` passes and how many of its first `limit` tokens they match."""
-        return ([], 0) if root is None else self.walk_below(root, data, limit)
-
-    def walk_below(self, node: Node, data: bytes, limit: int) -> tuple[list[Node], int]:
-        """The same for tokens that come after the end of `node`."""
+    def walk(self, node: Node, data: bytes, limit: int) -> tuple[list[Node], int]:
+        """The nodes that `data`, the tokens after `node`, passes; how many of the first `limit` they match."""
         path: list[Node] = []
         at = 0
         ids = memoryview(data).cast("i")
@@ -143,6 +144,7 @@ class PrefixTree:
             node = child if common == child.end - child.start else self.split(child, child.start + common)
             self._adopt(node, rows[node.start // self.block - start // self.block :], stop)
             node.last_used = now
+            node.ended = False
             at += common
         if at < stop:
             rest = data[(at - start) * TOKEN_BYTES :]
@@ -192,7 +194,7 @@ class PrefixTree:
 
     def may_append(self, cursor: Node) -> bool:
         """Whether a block after `cursor` can be added by `append_blocks`: it is one sequence's own run."""
-        return not cursor.children and self._may_grow(cursor, cursor, (0, None))
+        return self._may_grow(cursor, cursor, (0, None))
 
     def append_blocks(self, nodes: list[Node], data: bytes, rows: Ids, now: float) -> None:
         """`publish` of one block each for many nodes that may be appended to."""
@@ -217,7 +219,7 @@ class PrefixTree:
         pages[: node.count] = node.pages[: node.count]
         node.pages = pages
         if node.marks is not None:
-            marks = np.zeros((capacity, len(self.windows)), np.int16)
+            marks = np.zeros((capacity, len(self.windows)), np.int32)
             marks[: node.count] = node.marks[: node.count]
             node.marks = marks
 
@@ -228,8 +230,12 @@ class PrefixTree:
             if self.teller.listening:
                 self.teller.grown(node)
             have -= 1
-            node.root.account.used -= self.pages.drop(node.pages[have : have + 1], node.parent)
+            self.version += 1
+            old = node.pages[have : have + 1].copy()
+            node.root.account.used -= self.pages.drop(old)
+            node.pages[have] = 0
             self.pages.own(rows[:1], node)
+            self._rehome(node, old)
         if have + len(rows) > len(node.pages):
             self._make_capacity(node, max(have + len(rows), 2 * have))
         node.count = have + len(rows)
@@ -246,7 +252,7 @@ class PrefixTree:
         node.priority, node.expires = retention
         node.row_bytes = self.pages.row_bytes
         if self.windows:
-            node.marks = np.zeros((node.count, len(self.windows)), np.int16)
+            node.marks = np.zeros((node.count, len(self.windows)), np.int32)
         self.pages.keep(rows, node)
         parent.children[self._first_id(node)] = node
         self.nodes += 1
@@ -313,9 +319,11 @@ class PrefixTree:
         if self.teller.listening:
             self.teller.dropped(node, max(end, node.start), why)
         keep = 0 if end <= node.start else (end - 1) // self.block - node.start // self.block + 1
-        pages = self.pages.drop(node.pages[keep : node.count], node.parent)
+        gone = node.pages[keep : node.count]
+        pages = self.pages.drop(gone)
         node.root.account.used -= pages
         node.count = keep
+        self._rehome(node, gone[:1])
         if end <= node.start:
             self._remove(node)
         else:
@@ -324,6 +332,29 @@ class PrefixTree:
             node.end = end
         return freed + pages
 
+    def meeting(self, node: Node) -> Iterator[Node]:
+        """The nodes that meet `node` inside its first block or its last, where a page may stand in several."""
+        current, first = node, node.start // self.block * self.block
+        while current.start > first and current.parent is not None and current.parent.parent is not None:
+            current = current.parent
+            yield current
+        last = node.end // self.block
+        below = [child for child in node.children.values() if node.end % self.block]
+        while below:
+            current = below.pop()
+            yield current
+            if current.end // self.block == last:
+                below += current.children.values()
+
+    def _rehome(self, node: Node, rows: Ids) -> None:
+        """Pages that `node` let go and a node that meets it still keeps are that one's now."""
+        if self.pages.keepers:
+            for cls, page in self.pages.orphans(rows):
+                columns = self.pages.columns_of(cls)
+                for other in self.meeting(node):
+                    if (other.pages[: other.count, columns] == page).any():
+                        self.pages.keepers[cls][page] = other
+
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
@@ -331,6 +362,8 @@ class PrefixTree:
         node.root.account.queue.remove(node)
         node.end = node.start
         node.parent = None
+        node.text, node.names = bytearray(), []  # whoever remembers the node needs no more of it
+        node.pages = node.pages[:0].copy()
         self.nodes -= 1
         if isinstance(parent, Root):
             if not parent.children and not parent.locks:
@@ -392,8 +425,12 @@ class PrefixTree:
         if states is not None:
             checkpoint.row_bytes = self.states.row_bytes
             self.states.keep(states, checkpoint)
-        node.checkpoints.append(checkpoint)
-        node.checkpoints.sort(key=lambda c: c.position)
+        for span, columns in zip(self.windows, self.window_columns, strict=True):
+            rows = -(-position // self.block) - span.first_visible(position) // self.block
+            checkpoint.row_bytes += (
+                rows * self.pages.row_bytes * (columns.stop - columns.start) // self.pages.width
+            )
+        insort(node.checkpoints, checkpoint, key=_position)
         self._mark(checkpoint, 1)
         queue = node.root.account.queue
         queue.policy.on_insert(checkpoint, now)
@@ -404,7 +441,17 @@ class PrefixTree:
 
     @staticmethod
     def checkpoint_at(node: Node, position: int) -> Checkpoint | None:
-        return next((c for c in node.checkpoints if c.position == position), None)
+        i = bisect_left(node.checkpoints, position, key=_position)
+        return (
+            node.checkpoints[i]
+            if i < len(node.checkpoints) and node.checkpoints[i].position == position
+            else None
+        )
+
+    def presence(self, rows: Ids) -> list[tuple[Span, Ids]]:
+        """Of each windowed group its span, and which rows have its page."""
+        columns = (rows[:, c.start] for c in self.window_columns)
+        return list(zip(self.windows, columns, strict=True))
 
     def _mark(self, checkpoint: Checkpoint, delta: int) -> None:
         for window in range(len(self.windows)):
@@ -467,8 +514,9 @@ class PrefixTree:
             self.teller.rows(node, rows, self.window_groups[window], why)
         self.version += 1
         pages[rows, columns] = 0
-        freed = self.pages.drop(gone, node.parent)
+        freed = self.pages.drop(gone)
         node.root.account.used -= freed
+        self._rehome(node, gone[[0, -1]])
         return freed
 
     # -- who stands where -----------------------------------------------------------------------

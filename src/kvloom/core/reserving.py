@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import index
+
 from .media import Media, MediaRun
 from .parts import Rows, Verbs
 from .sequence import Sequence
@@ -13,6 +15,7 @@ __all__ = ["Reserving"]
 class Reserving(Verbs):
     def extend(self, seq: Sequence, n: int) -> int:
         self.ensure_open(seq)
+        n = index(n)
         if n < 0:
             raise ValueError(f"cannot extend by {n} tokens")
         length = int(self.rows.length[seq.row])
@@ -82,6 +85,7 @@ class Reserving(Verbs):
             seq.state_source = None
 
     def extend_many(self, rows: Rows, n: int = 1) -> int:
+        n, rows = index(n), self.rows.checked(rows)
         if n < 0:
             raise ValueError(f"cannot extend by {n} tokens")
         lengths = self.rows.length[rows]
@@ -118,7 +122,9 @@ class Reserving(Verbs):
             blocks, copy_tail, states = self._wants(seq, int(self.rows.length[seq.row]), n)
             account = seq.root.account
             _, sums = total.setdefault(id(account), (account, [0] * len(self.room.pool.classes)))
-            for cls, pages in enumerate(self.needs(blocks + copy_tail, states, 0)):
+            stop = int(self.rows.length[seq.row]) + n
+            media = sum(-(-item.tokens // self.block_tokens) for item in self._new_runs(seq, stop))
+            for cls, pages in enumerate(self.needs(blocks + copy_tail, states, media)):
                 sums[cls] += pages
         together = [sum(pages) for pages in zip(*(sums for _, sums in total.values()), strict=True)]
         if together and self.room.pool.missing_slabs(together):
@@ -136,24 +142,24 @@ class Reserving(Verbs):
 
     def _runs_for(self, seq: Sequence, stop: int, now: float) -> tuple[list[Media], list[MediaRun]]:
         """Media runs that tokens up to `stop` need and the sequence lacks: to allocate, and now held."""
-        new: list[Media] = []
-        held: list[MediaRun] = []
+        held = []
         for item in seq.media:
             key = seq.root.name + item.digest
-            if (
-                not self.has_run(item)
-                or item.start >= stop
-                or key in seq.runs
-                or any(m.digest == item.digest for m in new)
-            ):
-                continue
             run = self.room.runs.get(key) if seq.control.read else None
-            if run is None:
-                new.append(item)
-            else:
+            if run is not None and self.has_run(item) and item.start < stop and key not in seq.runs:
                 self.hold_run(seq, run, now)
                 held.append(run)
-        return new, held
+        return self._new_runs(seq, stop), held
+
+    def _new_runs(self, seq: Sequence, stop: int) -> list[Media]:
+        """Media before `stop` whose runs neither the sequence nor, as far as it may read, the cache has."""
+        new: dict[bytes, Media] = {}
+        for item in seq.media:
+            key = seq.root.name + item.digest
+            known = key in seq.runs or (seq.control.read and key in self.room.runs)
+            if self.has_run(item) and item.start < stop and not known:
+                new.setdefault(item.digest, item)
+        return list(new.values())
 
     def _drop_run(self, seq: Sequence, run: MediaRun, now: float) -> None:
         del seq.runs[run.key]

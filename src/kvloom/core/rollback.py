@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import index
+
 import numpy as np
 
 from .names import TOKEN_BYTES
@@ -18,6 +20,7 @@ class Rollback(Verbs):
     def rollback(self, seq: Sequence, n: int) -> int:
         self.ensure_open(seq)
         length = int(self.rows.length[seq.row])
+        n = index(n)
         if not 0 <= n <= length:
             raise ValueError(f"cannot roll back {n} of {length} tokens")
         now = self.clock.now()
@@ -40,20 +43,23 @@ class Rollback(Verbs):
     ) -> tuple[int, Checkpoint | None]:
         if target == length or not self.tree.keeps_checkpoints:
             return target, None
-        windows = [
-            (span, rows[:, columns.start])
-            for span, columns in zip(self.tree.windows, self.tree.window_columns, strict=True)
-        ]
+        windows = self.tree.presence(rows)
         if not self.has_states or target >= self.rows.state_length[seq.row]:
             point = longest_resume(target, windows, self.block_tokens)[0]
             if not self.has_states or point >= self.rows.state_length[seq.row]:
                 return point, None
-        candidates = list(path)
-        if target > seq.published:  # a snapshot in its own partial tail
+        candidates, reach = list(path), seq.node.end
+        if target > seq.published == seq.node.end:  # a snapshot in its own partial tail
             ids = self.rows.tail[seq.row, : target - seq.published].tobytes()
-            below, _ = self.tree.walk_below(seq.node, ids, target - seq.published)
+            below, matched = self.tree.walk(seq.node, ids, target - seq.published)
             candidates += below
-        found = {c.position: c for node in reversed(candidates) for c in reversed(node.checkpoints)}
+            reach += matched
+        found = {
+            c.position: c
+            for node in reversed(candidates)
+            for c in reversed(node.checkpoints)
+            if c.position <= reach
+        }
         point, _ = longest_resume(target, windows, self.block_tokens, found)
         return point, found.get(point)
 
@@ -74,16 +80,13 @@ class Rollback(Verbs):
         boundary = point // block * block
         if boundary < seq.published:
             self._step_up(seq, path, boundary, point, now)
-        if point % block == 0:
-            seq.shared_tail = False
+        seq.shared_tail = point % block > 0 and self.pages.shared(kept[-1:])
 
     def _step_up(self, seq: Sequence, path: list[Node], boundary: int, point: int, now: float) -> None:
         """Stand at an earlier block boundary; the tokens from there to `point` are the new tail."""
         tail = point - boundary
-        seq.shared_tail = tail > 0
         if not seq.control.store and boundary >= seq.node.end:
-            seq.published = boundary  # never entered the tree; the page is its own
-            seq.shared_tail = False
+            seq.published = boundary  # never entered the tree
             return
         text = b"".join(bytes(n.text) for n in path if n.end > boundary)
         start = next((n.start for n in path if n.end > boundary), boundary)

@@ -47,6 +47,7 @@ class Copies:
 
     def __init__(self, pool: PagePool, slab_bytes: int) -> None:
         self._per_slab = [c.per_slab for c in pool.classes]
+        self._pool = pool
         self._slab_bytes = slab_bytes
         self._pending: list[dict[int, int]] = [{} for _ in pool.classes]
         self._batches: list[CopyBatch] = []
@@ -80,6 +81,9 @@ class Copies:
 
     def _close_batch(self) -> None:
         for cls, pending in enumerate(self._pending):
+            counts = self._pool.classes[cls]
+            for dst in [d for d in pending if not counts.held[d] and not counts.kept[d]]:
+                del pending[dst]  # let go before it was written; its bytes may be someone else's now
             if pending:
                 target = np.fromiter(pending.keys(), np.int32, len(pending))
                 source = np.fromiter(pending.values(), np.int32, len(pending))
@@ -153,7 +157,8 @@ class Room:
 
     def make(self, account: Account, needs: Sequence[int]) -> int:
         """Make `needs[c]` pages of each class allocatable for `account`; returns how many pages are
-        missing. If any are, nothing was evicted for it (unless fair shares stopped it half way)."""
+        missing. If any are, nothing was evicted for it, unless fair shares stopped it half way or the last
+        pages are copies of blocks in which running sequences part, which cannot leave before those do."""
         if not self.pool.lacking(needs) and account.tenant.quota is None:
             return 0
         self.release_expired()
@@ -234,6 +239,7 @@ class Room:
                 self._cut(node, node.end, now, why)
         elif isinstance(entry, MediaRun) and not entry.holds:
             del self.runs[entry.key]
+            self.tree.version += 1
             if self.tree.teller.listening:
                 self.tree.teller.media_dropped(entry.key[:NAME_BYTES], entry.key[NAME_BYTES:], why)
             entry.account.used -= self.media.drop(entry.rows)
@@ -323,27 +329,15 @@ class Room:
         self.renumber(cls, old, new)
 
     def _renumber_nodes(self, node: Node, columns: Index, page: int, target: int) -> None:
-        """A page stands in one node, or in a chain of nodes that meet inside its block."""
-        seen = {node.serial}
-        todo = [node]
-        while todo:
-            current = todo.pop()
-            if not _renumber(current.pages[: current.count], columns, page, target):
-                continue
-            around = [n for n in current.children.values() if n.start % self.tree.block]
-            if current.parent is not None and current.start % self.tree.block:
-                around.append(current.parent)
-            for other in around:
-                if other.serial not in seen:
-                    seen.add(other.serial)
-                    todo.append(other)
+        """A page stands in one node, or in some of those that meet it inside a block."""
+        for current in (node, *self.tree.meeting(node)):
+            _renumber(current.pages[: current.count], columns, page, target)
 
 
-def _renumber(rows: Ids, columns: Index, page: int, target: int) -> bool:
+def _renumber(rows: Ids, columns: Index, page: int, target: int) -> None:
     """Replace a page id in some columns; ids of other page sizes stand in the others."""
     part = rows[:, columns]
     hit = part == page
     if hit.any():
         part[hit] = target
         rows[:, columns] = part
-    return bool(hit.any())

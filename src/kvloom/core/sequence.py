@@ -86,6 +86,8 @@ class SequenceRows:
         self.watched = np.zeros(sequences, np.bool_)  # wants a resume point ahead: see Sequence.wanted
         self.changed = np.zeros(sequences, np.bool_)  # tables changed since the engine last looked
         self.handles: list[Sequence | None] = [None] * sequences
+        self._open = np.zeros(sequences, np.bool_)
+        self._order: Ids = np.zeros(sequences, np.int32)
         self._free = list(range(sequences - 1, -1, -1))
 
     def take(self) -> int:
@@ -93,7 +95,9 @@ class SequenceRows:
             raise RuntimeError(
                 f"all {len(self.handles)} sequences are open; close one or raise max_sequences"
             )
-        return self._free.pop()
+        row = self._free.pop()
+        self._open[row] = True
+        return row
 
     def give_back(self, row: int) -> None:
         blocks = int(self.blocks[row])
@@ -104,7 +108,23 @@ class SequenceRows:
         self.special[row] = self.watched[row] = False
         self.changed[row] = True
         self.handles[row] = None
+        self._open[row] = False
         self._free.append(row)
+
+    def checked(self, rows: npt.ArrayLike) -> npt.NDArray[np.integer]:
+        """Rows of many sequences, each open and named once; a few array operations."""
+        at = np.asarray(rows)
+        if at.ndim != 1 or (at.size and at.dtype.kind not in "iu"):
+            raise ValueError(f"rows must be one line of whole numbers, got {at.dtype} {at.shape}")
+        if at.size:
+            if at.min() < 0 or at.max() >= len(self._open) or not self._open[at].all():
+                wrong = next(r for r in at.tolist() if not 0 <= r < len(self._open) or not self._open[r])
+                raise ValueError(f"row {wrong} has no open sequence")
+            order = np.arange(at.size, dtype=np.int32)
+            self._order[at] = order
+            if (self._order[at] != order).any():
+                raise ValueError(f"row {int(at[self._order[at] != order][0])} is named twice")
+        return at
 
     def open_rows(self) -> list[int]:
         return [row for row, handle in enumerate(self.handles) if handle is not None]
@@ -141,7 +161,6 @@ class Sequence:
     __slots__ = (
         "cache",
         "control",
-        "marks",
         "media",
         "node",
         "opened",
@@ -182,17 +201,23 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        return int(self.cache.rows.length[self.row])
+        return int(self.cache.rows.length[self._place()])
 
     @property
     def state_length(self) -> int:
         """Where the live states stand: at `length`, or before it while drafts are verified; the tokens
         between must be given to the recurrent layers again."""
-        return int(self.cache.rows.state_length[self.row])
+        return int(self.cache.rows.state_length[self._place()])
 
     @property
     def reserve(self) -> int:
-        return int(self.cache.rows.blocks[self.row]) * self.cache.block_tokens
+        return int(self.cache.rows.blocks[self._place()]) * self.cache.block_tokens
+
+    def _place(self) -> int:
+        """Its row, unless that belongs to another by now."""
+        if not self.open:
+            raise ValueError(f"{self!r} is closed")
+        return self.row
 
     @property
     def boundary(self) -> int | None:
@@ -206,11 +231,14 @@ class Sequence:
 
     def table(self, group: int) -> Ids:
         """The page ids of one token group: [runs, blocks], a view."""
-        return self.cache.table(group)[:, self.row, : int(self.cache.rows.blocks[self.row])]
+        return self.cache.table(group)[:, self._place(), : int(self.cache.rows.blocks[self.row])]
 
     def states(self, group: int) -> Ids:
         """The page ids of one state group's live state: [runs]."""
-        return self.cache.rows.states[self.cache.layout.groups[group].columns, self.row]
+        groups = self.cache.layout.groups
+        if not 0 <= group < len(groups) or groups[group].spec.unit != "state":
+            raise KeyError(f"{group} is not a state group; the layout has {[g.name for g in groups]}")
+        return self.cache.rows.states[groups[group].columns, self._place()]
 
     def media_rows(self, digest: bytes) -> Ids:
         """The rows of page ids of an image's run: [blocks, columns]."""
