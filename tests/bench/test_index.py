@@ -45,3 +45,8 @@ def test_the_command_prints_json() -> None:
     report = json.loads(done.stdout)
     assert {row["work"] for row in report["comparison"]} >= {"prefix tree: match", "decode step of 256, full"}
     assert "life and decode step" in done.stderr  # progress
+
+
+def test_the_best_of_several_rounds_is_taken_figure_by_figure() -> None:
+    rounds = [{"a": {"total": 3.0, "note": "x"}, "b": 1.0}, {"a": {"total": 2.0, "note": "x"}, "b": 4.0}]
+    assert index.best(rounds) == {"a": {"total": 2.0, "note": "x"}, "b": 1.0}

@@ -144,8 +144,9 @@ class Machine(RuleBasedStateMachine):
         accepted = tokens if left else tokens[: max(1, keep)]
         if self.cache.has_states and seq.boundary is not None:
             accepted = accepted[: max(1, seq.boundary - seq.length)]
+        wanted = seq.wanted
         self.world.step(item, accepted, draft=not left and len(accepted) < len(tokens))
-        self._note(item)
+        self._note(item, wanted)
 
     @precondition(lambda self: self.world.opened)
     @rule(token=st.integers(0, 2))
@@ -160,10 +161,11 @@ class Machine(RuleBasedStateMachine):
         for item in ready:
             self.world.verify(item)
             self._write_token(item, token)
+        wanted = [item.sequence.wanted for item in ready]
         self.cache.commit_many(rows, np.full(rows.size, token, np.int32))
-        for item in ready:
+        for item, points in zip(ready, wanted, strict=True):
             item.tokens.append(token)
-            self._note(item)
+            self._note(item, points)
 
     def _write_token(self, item: Open, token: int) -> None:
         seq, world = item.sequence, self.world
@@ -174,20 +176,20 @@ class Machine(RuleBasedStateMachine):
         for column, cls, _ in world._columns("state"):
             world._write(cls, int(self.cache.rows.states[column, seq.row]), "state", value)
 
-    def _note(self, item: Open) -> None:
+    def _note(self, item: Open, wanted: tuple[int, ...]) -> None:
         """What others may find from now on: its full blocks, and its tail up to a checkpoint."""
         if item.control.store:
             length = len(item.tokens)
             points = [length // self.cache.block_tokens * self.cache.block_tokens]
-            points += [p for p in self._checkpoints(item) if p <= length]
+            points += [p for p in self._checkpoints(item, wanted) if p <= length]
             self.world.stored.append((item.sequence.root.name, item.tokens[: max(points)]))
 
-    def _checkpoints(self, item: Open) -> list[int]:
+    def _checkpoints(self, item: Open, wanted: tuple[int, ...]) -> list[int]:
         """Where the last step left one: with states only where it ended, else wherever it passed."""
         if not self.cache.tree.keeps_checkpoints:
             return []
         every = self.cache.snapshots.every_blocks * self.cache.block_tokens
-        points = [len(item.prompt) - self.cache.snapshots.before_last]
+        points = list(wanted)
         if every:
             points += range(every, len(item.tokens) + 1, every)
         return [p for p in points if not self.cache.has_states or p == item.sequence.state_length]
