@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvloom.core import counts, names
+from kvloom.core import counts, loops, names
 
 native = pytest.importorskip(
     "kvloom.core._native", reason="built without a C compiler; the plain loops serve alone"
@@ -63,6 +63,16 @@ def test_native_loops_refuse_what_does_not_fit() -> None:
 def test_native_names_are_those_of_the_standard_library(parent: bytes, tokens: list[int]) -> None:
     data = np.array(tokens, "<i4").tobytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(names, "native_chain", None)
+        patch.setattr(loops, "chain", None)
         plain = names.chain(parent, data)
     assert native.chain(parent, data) == plain
+
+
+@given(st.lists(st.integers(-1, 8), max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
+def test_native_and_plain_loops_find_the_same_wrong_row(rows: list[int], is_open: list[bool]) -> None:
+    flags = np.array(is_open)
+    at = np.array(rows, np.int64)
+    assert native.wrong_row(at, flags) == counts.wrong_row(at, flags)
+    assert flags.tolist() == is_open
+    ids = np.array(rows, "<i4").tobytes()
+    assert native.any_negative(ids) == counts.any_negative(ids)

@@ -50,7 +50,7 @@ def test_nothing_is_named_when_nobody_listens(kind: str, monkeypatch: pytest.Mon
 
     for name, module in list(sys.modules.items()):
         if name.startswith("kvloom.core."):
-            for function in ("chain", "native_chain", "tail_name"):
+            for function in ("chain", "tail_name"):
                 if hasattr(module, function):
                     monkeypatch.setattr(module, function, refuse)
     world = make_world(kind, slabs_for(kind, 100, states=3))

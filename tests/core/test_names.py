@@ -80,7 +80,7 @@ def test_names_are_the_same_in_another_process(hash_seed: str) -> None:
 def test_names_are_the_same_with_and_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
     data = raw(prompt_of(1000))
     names = chain(root_name("llama"), data)
-    monkeypatch.setattr("kvloom.core.names.native_chain", None, raising=False)
+    monkeypatch.setattr("kvloom.core.loops.chain", None)
     assert chain(root_name("llama"), data) == names
 
 

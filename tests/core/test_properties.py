@@ -204,7 +204,7 @@ class Machine(RuleBasedStateMachine):
         if not self.cache.tree.keeps_checkpoints:
             assert reached == len(item.tokens) - n
         item.tokens = item.tokens[:reached]
-        if elsewhere:  # it goes on with other tokens than before
+        if elsewhere and all(m.stop <= reached for m in item.media):  # it goes on with other tokens
             item.prompt = item.prompt[:reached]
 
     @precondition(lambda self: 0 < len(self.world.opened) < 6)

@@ -1,6 +1,6 @@
 """What our peers' cache bookkeeping costs on this CPU: vLLM's KVCacheManager and SGLang's prefix trees.
 
-Makes the calls their own schedulers make and returns microseconds (medians). Knows nothing of kvloom and
+Makes the calls their own schedulers make and returns microseconds (lower deciles). Knows nothing of kvloom and
 needs only numpy and the peer, so it also runs in another interpreter, where the peers live: `python -m
 kvloom.bench.peers --json`, or this file by its path, prints everything as one JSON object.
 """
@@ -70,7 +70,7 @@ def vllm_life(
     repeats: int = 40,
     layout: str = "full",
 ) -> Figures:
-    """Median microseconds of a request's life in vLLM's KVCacheManager, hashing as by default (sha256).
+    """Microseconds of a request's life in vLLM's KVCacheManager, hashing as by default (sha256).
 
     `hash`, `match` (get_computed_blocks), `allocate` (allocate_slots, which also publishes: `publish` is 0),
     `release` (free) and `total`; `hit` is the tokens found, `note` what is peculiar to the layout. Of a
@@ -133,7 +133,7 @@ def vllm_pool(
 def vllm_decode_step(
     batch: int = 256, context: int = 1024, block: int = 16, steps: int = 64, layout: str = "full"
 ) -> Figures:
-    """Median microseconds of one decode step over `batch` running requests in vLLM's KVCacheManager.
+    """Microseconds of one decode step over `batch` running requests in vLLM's KVCacheManager.
 
     `allocate`: allocate_slots of one token for each request; `append`: append_output_token_ids of each, which
     hashes the blocks that become full; `total`. Lengths start at `context` and are spread over one block, so
@@ -163,13 +163,13 @@ def vllm_decode_step(
             for request, token in zip(requests, sampled, strict=True):
                 request.append_output_token_ids(token)
             times["append"].append(clock() - start)
-    return _medians(times) | peer.note
+    return _typical(times) | peer.note
 
 
 def sglang_tree(
     tokens: int = 8192, shared: int = 4096, page: int = 16, core: str = "python", repeats: int = 100
 ) -> Figures:
-    """Median microseconds of `match`, `insert` and `evict` on a prefix tree of SGLang's, and their `total`.
+    """Microseconds of `match`, `insert` and `evict` on a prefix tree of SGLang's, and their `total`.
 
     `core` is `python` for its RadixCache, `rust` for the UnifiedRadixCache over the compiled core, the
     server's default. Both take token ids as array('q'), their fastest form, and slots as an int64 tensor.
@@ -212,7 +212,7 @@ def sglang_tree(
             did = (matched.device_prefix_len, inserted.prefix_len, evicted.num_tokens_evicted)
             if did != (shared, shared, tokens - shared):
                 raise RuntimeError(f"SGLang matched, found and evicted {did} of {shared} + {tokens - shared}")
-    return _medians(times)
+    return _typical(times)
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ def _timed_lives(peer: _Vllm, prompts: list[list[int]]) -> Figures:
     with _no_gc():
         lives = [peer.live(prompt) for prompt in prompts]
     hit = statistics.median(life.pop("hit") for life in lives)
-    figures = _medians({phase: [life[phase] for life in lives] for phase in lives[0]})
+    figures = _typical({phase: [life[phase] for life in lives] for phase in lives[0]})
     return figures | {"publish": 0.0, "hit": hit} | peer.note
 
 
@@ -433,10 +433,13 @@ def _drawer() -> Callable[[int], list[int]]:
     return lambda count: rng.integers(0, VOCABULARY, count).tolist()
 
 
-def _medians(times: dict[str, list[float]]) -> Figures:
-    """Microseconds of each phase and of their sum, the warm-up left out."""
+def _typical(times: dict[str, list[float]]) -> Figures:
+    """Microseconds of each phase and of their sum, the warm-up left out: the lower decile, which a machine
+    that is disturbed now and then still reaches."""
     rows = times | {"total": [sum(phases) for phases in zip(*times.values(), strict=True)]}
-    return {name: round(statistics.median(row[WARM_UP:]) * 1e6, 1) for name, row in rows.items()}
+    return {
+        name: round(sorted(row[WARM_UP:])[len(row[WARM_UP:]) // 10] * 1e6, 1) for name, row in rows.items()
+    }
 
 
 @contextlib.contextmanager

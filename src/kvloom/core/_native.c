@@ -284,7 +284,31 @@ static PyObject *any_negative(PyObject *self, PyObject *args)
     return PyBool_FromLong(all >> 31);
 }
 
+/* Rows named before are marked in place while looking, and unmarked again. */
+static PyObject *wrong_row(PyObject *self, PyObject *args)
+{
+    PyObject *rows, *open;
+    Py_buffer r, o;
+    if (!PyArg_ParseTuple(args, "OO", &rows, &open) || get(rows, &r, 8, 0, "rows") < 0)
+        return NULL;
+    if (get(open, &o, 1, 1, "open") < 0) {
+        PyBuffer_Release(&r);
+        return NULL;
+    }
+    const int64_t *row = r.buf;
+    uint8_t *flag = o.buf;
+    Py_ssize_t n = r.len / 8, i = 0;
+    for (; i < n && row[i] >= 0 && row[i] < o.len && flag[row[i]] == 1; i++)
+        flag[row[i]] = 2;
+    for (Py_ssize_t k = 0; k < i; k++)
+        flag[row[k]] = 1;
+    PyBuffer_Release(&r);
+    PyBuffer_Release(&o);
+    return PyLong_FromSsize_t(i < n ? i : -1);
+}
+
 static PyMethodDef methods[] = {
+    {"wrong_row", wrong_row, METH_VARARGS, "wrong_row(rows, open) -> place of the first bad row, or -1"},
     {"any_negative", any_negative, METH_VARARGS, "any_negative(data) -> whether an int32 in data is"},
     {"retain", retain, METH_VARARGS, "retain(held, kept, ids) -> pages that nobody held before"},
     {"release", release, METH_VARARGS, "release(held, kept, ids, out) -> (idle pages, pages freed into out)"},

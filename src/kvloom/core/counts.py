@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["any_negative", "drop", "keep", "release", "retain"]
+__all__ = ["any_negative", "drop", "keep", "release", "retain", "wrong_row"]
 
 Ids = npt.NDArray[np.int32]
 Kept = npt.NDArray[np.int16]
@@ -63,6 +63,16 @@ def drop(held: Ids, kept: Kept, ids: Ids, out: Ids) -> int:
 def any_negative(data: bytes) -> bool:
     """Whether a run of int32s has a negative one."""
     return len(data) > 0 and bool(np.frombuffer(data, "<i4").min() < 0)
+
+
+def wrong_row(rows: npt.NDArray[np.int64], is_open: npt.NDArray[np.bool_]) -> int:
+    """The place of the first row that is not open or was named before, or -1."""
+    seen: set[int] = set()
+    for place, row in enumerate(rows.tolist()):
+        if not 0 <= row < is_open.size or not is_open[row] or row in seen:
+            return place
+        seen.add(row)
+    return -1
 
 
 def _real(ids: Ids) -> npt.NDArray[np.intp]:

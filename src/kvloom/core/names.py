@@ -16,16 +16,10 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from . import loops
 from .layers import Span
 from .layout import GRAIN, PageGroup
 from .resume import longest_resume
-
-try:
-    from ._native import any_negative, chain as native_chain
-except ImportError:  # installed without a compiler: the same names, slower
-    from .counts import any_negative
-
-    native_chain = None  # type: ignore[assignment]
 
 __all__ = ["NAME_BYTES", "NameIndex", "chain", "media_name", "root_name", "tail_name", "token_bytes"]
 
@@ -48,7 +42,7 @@ def token_bytes(tokens: npt.ArrayLike) -> bytes:
         if not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
             raise ValueError(f"token ids from {array.min()} to {array.max()} do not fit 31 bits")
     data = array.astype(_TOKEN, copy=False).tobytes()
-    if any_negative(data):
+    if loops.any_negative(data):
         raise ValueError(f"token id {array.min()} is negative")
     return data
 
@@ -74,8 +68,8 @@ def chain(parent: bytes, data: bytes | memoryview, resolve: Resolve | None = Non
     raw = bytes(data)
     whole = len(raw) // _GRAIN_BYTES * _GRAIN_BYTES
     media = resolve is not None and whole > 0 and np.frombuffer(raw, "<i4", whole // TOKEN_BYTES).min() < 0
-    if not media and native_chain is not None:
-        return native_chain(parent, raw)
+    if not media and loops.chain is not None:
+        return loops.chain(parent, raw)
     names = []
     fresh = _HASH.copy  # copying a hash costs less than making one
     for (grain,) in struct.iter_unpack(f"{_GRAIN_BYTES}s", raw[:whole]):

@@ -20,10 +20,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-try:
-    from . import _native as loops
-except ImportError:  # installed without a compiler: the same counts, slower
-    from . import counts as loops  # type: ignore[no-redef]
+from . import loops
 
 __all__ = ["Columns", "PagePool", "SizeClass"]
 

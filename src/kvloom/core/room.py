@@ -58,9 +58,11 @@ class Copies:
         if self._vacated and not self._vacated.isdisjoint((target // self._per_slab[cls]).tolist()):
             self._close_batch()
         pending = self._pending[cls]
-        for src, dst in zip(source.tolist(), target.tolist(), strict=True):
+        sources = source.tolist()
+        if not pending.keys().isdisjoint(sources):
             # A source that is itself still to be written is read where its bytes are now.
-            pending[dst] = pending.get(src, src)
+            sources = [pending.get(src, src) for src in sources]
+        pending.update(zip(target.tolist(), sources, strict=True))
 
     def add_rows(self, columns: Columns, source: Ids, target: Ids) -> None:
         for cls in columns.classes:
@@ -81,13 +83,14 @@ class Copies:
 
     def _close_batch(self) -> None:
         for cls, pending in enumerate(self._pending):
-            counts = self._pool.classes[cls]
-            for dst in [d for d in pending if not counts.held[d] and not counts.kept[d]]:
-                del pending[dst]  # let go before it was written; its bytes may be someone else's now
             if pending:
                 target = np.fromiter(pending.keys(), np.int32, len(pending))
                 source = np.fromiter(pending.values(), np.int32, len(pending))
-                self._batches.append(CopyBatch(self._slab_bytes // self._per_slab[cls], source, target))
+                # What was let go before it was written is not: its bytes may be someone else's now.
+                counts = self._pool.classes[cls]
+                live = (counts.held[target] > 0) | (counts.kept[target] > 0)
+                stride = self._slab_bytes // self._per_slab[cls]
+                self._batches.append(CopyBatch(stride, source[live], target[live]))
                 pending.clear()
         self._vacated.clear()
 

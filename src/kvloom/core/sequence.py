@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from . import loops
 from .clock import Clock
 from .layout import PoolLayout
 from .media import Media, MediaRun
@@ -87,7 +88,6 @@ class SequenceRows:
         self.changed = np.zeros(sequences, np.bool_)  # tables changed since the engine last looked
         self.handles: list[Sequence | None] = [None] * sequences
         self._open = np.zeros(sequences, np.bool_)
-        self._order: Ids = np.zeros(sequences, np.int32)
         self._free = list(range(sequences - 1, -1, -1))
 
     def take(self) -> int:
@@ -111,19 +111,17 @@ class SequenceRows:
         self._open[row] = False
         self._free.append(row)
 
-    def checked(self, rows: npt.ArrayLike) -> npt.NDArray[np.integer]:
-        """Rows of many sequences, each open and named once; a few array operations."""
+    def checked(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Rows of many sequences, each open and named once."""
         at = np.asarray(rows)
         if at.ndim != 1 or (at.size and at.dtype.kind not in "iu"):
             raise ValueError(f"rows must be one line of whole numbers, got {at.dtype} {at.shape}")
-        if at.size:
-            if at.min() < 0 or at.max() >= len(self._open) or not self._open[at].all():
-                wrong = next(r for r in at.tolist() if not 0 <= r < len(self._open) or not self._open[r])
-                raise ValueError(f"row {wrong} has no open sequence")
-            order = np.arange(at.size, dtype=np.int32)
-            self._order[at] = order
-            if (self._order[at] != order).any():
-                raise ValueError(f"row {int(at[self._order[at] != order][0])} is named twice")
+        at = np.ascontiguousarray(at, np.int64)
+        wrong = loops.wrong_row(at, self._open)
+        if wrong >= 0:
+            row = int(at[wrong])
+            twice = row in at[:wrong].tolist()
+            raise ValueError(f"row {row} is named twice" if twice else f"row {row} has no open sequence")
         return at
 
     def open_rows(self) -> list[int]:
