@@ -222,3 +222,14 @@ def test_a_listener_that_comes_late_to_a_deep_tree_hears_names() -> None:
     assert sequence.extend(more.size - sequence.length) == 0
     sequence.commit(more[sequence.length :])
     assert any(isinstance(event, Stored) for event in heard)
+
+
+def test_a_page_that_cannot_leave_is_foreseen_and_nothing_is_evicted_in_vain() -> None:
+    world = make_world("full", 19)
+    finish(world, serve(world, [1] * 8))
+    serve(world, [1] * 5 + [2] * 11)  # parts from the first inside a block, and stays
+    finish(world, serve(world, [3] * 64))
+    needy = start(world, [4])
+    assert needy.sequence.extend(17 * 16) > 0
+    assert world.cache.match([3] * 65).resume == 64
+    assert needy.sequence.extend(16 * 16) == 0

@@ -80,6 +80,7 @@ class Machine(RuleBasedStateMachine):
         declared = [Tenant(n, None if quota is None else quota * slab, 1.0) for n in names]
         snapshots = Snapshots(every_blocks=every, before_last=before_last)
         self.world = make_world(kind, slabs, block, policy=policy, tenants=declared, snapshots=snapshots)
+        self.shares = shares
         self.roomy = slabs == 3000 and quota is None
         self.pins: list[object] = []
         self.index = NameIndex(self.cache.layout.groups) if listen else None
@@ -137,8 +138,10 @@ class Machine(RuleBasedStateMachine):
         left = item.prompt[len(item.tokens) :]
         tokens = (left or [token] * 70)[:n]
         before = (seq.length, seq.reserve, self.cache.rows.tables[:, seq.row].copy().tobytes())
+        evicted = self.cache.room.evictions
         missing = seq.extend(len(tokens))
         if missing:
+            assert self.shares or evicted == self.cache.room.evictions
             assert before == (seq.length, seq.reserve, self.cache.rows.tables[:, seq.row].tobytes())
             return
         accepted = tokens if left else tokens[: max(1, keep)]

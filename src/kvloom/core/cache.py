@@ -22,6 +22,7 @@ from .lookup import Lookup, Match, Stop
 from .media import Media, MediaIds, MediaRun
 from .names import TOKEN_BYTES, NameIndex, root_name, token_bytes
 from .naming import Teller
+from .nodes import Node
 from .opening import Opening
 from .parts import Parts, Rows
 from .points import Points
@@ -118,6 +119,7 @@ class KVCache:
         self._opening = Opening(parts, self._points, self._reserving)
         self._hints = Hints(parts)
         self.room.renumber = self._renumber
+        self.room.standing = self._standing
         self.room.release_expired = self._hints.release_expired
 
     def _columns(self, numbering: str) -> Columns:
@@ -280,6 +282,11 @@ class KVCache:
             "moved_pages": self.room.moves,
             "stops": dict(self.misses),
         }
+
+    def _standing(self) -> list[Node]:
+        """The nodes that open sequences and pins stand on."""
+        nodes = [seq.node for seq in self.rows.handles if seq is not None]
+        return nodes + [pin.node for pin in self._hints.pins() if pin.node is not None]
 
     def _renumber(self, cls: int, old: Ids, new: Ids) -> None:
         """Pages moved: every table that names them follows."""

@@ -8,7 +8,7 @@ happens here; the tree and the pool carry it out, and byte copies are left in `c
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -152,6 +152,7 @@ class Room:
         self.evicted_bytes = 0
         self.moves = 0
         self.renumber: Callable[[int, Ids, Ids], None] = lambda cls, old, new: None
+        self.standing: Callable[[], Iterable[Node]] = lambda: ()
         self.release_expired: Callable[[], None] = lambda: None
         self._serials = count(1)
 
@@ -160,8 +161,7 @@ class Room:
 
     def make(self, account: Account, needs: Sequence[int]) -> int:
         """Make `needs[c]` pages of each class allocatable for `account`; returns how many pages are
-        missing. If any are, nothing was evicted for it, unless fair shares stopped it half way or the last
-        pages are copies of blocks in which running sequences part, which cannot leave before those do."""
+        missing. If any are, nothing was evicted for it, unless fair shares stopped it half way."""
         if not self.pool.lacking(needs) and account.tenant.quota is None:
             return 0
         self.release_expired()
@@ -169,7 +169,7 @@ class Room:
         beyond = account.beyond_quota(want)
         if beyond:
             return self._pages(beyond, needs)
-        short = self.pool.missing_slabs(needs)
+        short = self.pool.missing_slabs(needs) or self.pool.missing_slabs(self._with_stuck(needs))
         if short:
             return self._pages(short * self.slab_bytes, needs)
         now = self.clock.now()
@@ -188,6 +188,32 @@ class Room:
                 self._evict_from(victim, self._fair(account, victim, lacking), now)
             elif not self._gather(cheaply=False):
                 return self._pages(lacking * self.slab_bytes, needs)
+
+    def _with_stuck(self, needs: Sequence[int]) -> list[int]:
+        """`needs` and the cached pages that cannot leave: where a prompt that someone stands on parts from
+        another inside a block, the part they share has a page of its own, and it leaves after them.
+        Looked for only where the room is so tight that they could matter."""
+        width = self.tree.pages.width
+        if not self.pool.missing_slabs([n + self.tree.nodes * width for n in needs]):
+            return list(needs)
+        stuck: set[tuple[int, int]] = set()
+        seen: set[int] = set()
+        for standing in self.standing():
+            node = standing.parent
+            while node is not None and node.serial not in seen:
+                seen.add(node.serial)
+                if node.end % self.tree.block and node.parent is not None:
+                    row = node.pages[node.count - 1 : node.count].copy()
+                    for columns in self.tree.window_columns:
+                        row[:, columns] = 0  # pages of windows leave one by one
+                    for cls, ids in self.tree.pages.by_class(row):
+                        held = self.pool.classes[cls].held
+                        stuck.update((cls, page) for page in ids.tolist() if page and not held[page])
+                node = node.parent
+        total = list(needs)
+        for cls, _ in stuck:
+            total[cls] += 1
+        return total
 
     def _fair(self, requester: Account, victim: Account, slabs: int) -> int:
         """How many of `slabs` another tenant can give without falling below its share."""
