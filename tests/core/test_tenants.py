@@ -343,3 +343,15 @@ def test_a_session_that_comes_back_is_an_ordinary_one_again() -> None:
     assert found(world, [*prompt_of(64, seed=1), *prompt_of(16, seed=5)]) == 80
     assert found(world, prompt_of(64, seed=2)) == 0, "used longer ago"
     world.check()
+
+
+def test_what_a_share_protects_is_foreseen_and_nothing_is_evicted_in_vain() -> None:
+    tenants = [Tenant("", weight=1.0), Tenant("gold", weight=1.0)]
+    world = make_world("full", 41, tenants=tenants)  # twenty blocks each
+    cached(world, prompt_of(20 * 16, 1), Control(tenant="gold"))
+    cached(world, prompt_of(15 * 16, 2))
+    needy = start(world, [1])
+    assert needy.sequence.extend(21 * 16) > 0
+    assert world.cache.match([*prompt_of(15 * 16, 2), 9]).resume == 15 * 16
+    assert needy.sequence.extend(20 * 16) == 0
+    assert world.cache.match([*prompt_of(20 * 16, 1), 9], Control(tenant="gold")).resume == 20 * 16

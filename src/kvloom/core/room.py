@@ -161,7 +161,8 @@ class Room:
 
     def make(self, account: Account, needs: Sequence[int]) -> int:
         """Make `needs[c]` pages of each class allocatable for `account`; returns how many pages are
-        missing. If any are, nothing was evicted for it, unless fair shares stopped it half way."""
+        missing, and then nothing was evicted for it. (Shares are counted in bytes: where slabs hold several
+        pages, a tenant's share may still stop it half way.)"""
         if not self.pool.lacking(needs) and account.tenant.quota is None:
             return 0
         self.release_expired()
@@ -172,6 +173,9 @@ class Room:
         short = self.pool.missing_slabs(needs) or self.pool.missing_slabs(self._with_stuck(needs))
         if short:
             return self._pages(short * self.slab_bytes, needs)
+        protected = want - self._reachable(account)
+        if protected > 0:
+            return self._pages(protected, needs)
         now = self.clock.now()
         while account.over_quota(want):
             over = -(-account.over_quota(want) // self.slab_bytes)
@@ -214,6 +218,14 @@ class Room:
         for cls, _ in stuck:
             total[cls] += 1
         return total
+
+    def _reachable(self, account: Account) -> int:
+        """Bytes that are free, or that `account` may evict: its own, and what others have above their shares."""
+        free = self.pool.free_slabs * self.slab_bytes
+        free += sum(c.free_pages * self.slab_bytes // c.per_slab for c in self.pool.classes)
+        others = (a for a in self.accounts.accounts.values() if a is not account)
+        given = (min(a.used - a.held, a.used - int(a.guaranteed)) for a in others)
+        return free + account.used - account.held + sum(max(0, size) for size in given)
 
     def _fair(self, requester: Account, victim: Account, slabs: int) -> int:
         """How many of `slabs` another tenant can give without falling below its share."""
