@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from .columns import Columns
 from .hints import Pin
 from .media import MediaRun
 from .nodes import Node
 from .parts import Parts
-from .pool import Columns, Ids
+from .pool import Ids
 
 __all__ = ["audit"]
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from .audit import audit
 from .clock import Clock, WallClock
+from .columns import Columns
 from .committing import Committing
 from .events import EventBus
 from .hints import Hints, Pin
@@ -27,7 +28,7 @@ from .opening import Opening
 from .parts import Parts, Rows
 from .points import Points
 from .policies import Policy, make_policy
-from .pool import Columns, Ids, PagePool
+from .pool import Ids, PagePool
 from .prefix import PrefixTree
 from .reserving import Reserving
 from .rollback import Rollback
@@ -77,23 +78,11 @@ class KVCache:
         self.accounts = Accounts(tenants, make_policy(policy), (slabs - 1) * layout.slab_bytes)
         self.room = Room(self.pool, self.tree, self.media, self.accounts, self.clock, layout.slab_bytes)
         self.lookup = Lookup(self.tree, self.room)
-        max_blocks = -(-max_tokens // self.block_tokens)
-        self.rows = SequenceRows(
-            max_sequences,
-            max_blocks,
-            self.block_tokens,
-            self.pages.width,
-            self.states.width,
-            len(self.tree.windows),
-        )
+        blocks, windows = -(-max_tokens // self.block_tokens), len(self.tree.windows)
+        widths = self.pages.width, self.states.width
+        self.rows = SequenceRows(max_sequences, blocks, self.block_tokens, *widths, windows)
         self.has_states = bool(self.states.width)
-        least = [a + b for a, b in zip(self.pages.needs(1), self.states.needs(1), strict=True)]
-        short = self.pool.missing_slabs(least)
-        if short:
-            raise ValueError(
-                f"a pool of {slabs} slabs of {layout.slab_bytes} bytes cannot hold one block and one state of "
-                f"this model; give it {slabs + short} or more"
-            )
+        self._refuse_too_small()
         self.misses: Counter[str] = Counter()
         self.looked_up_tokens = 0
         self.hit_tokens = 0
@@ -121,6 +110,16 @@ class KVCache:
         self.room.renumber = self._renumber
         self.room.standing = self._standing
         self.room.release_expired = self._hints.release_expired
+
+    def _refuse_too_small(self) -> None:
+        least = [a + b for a, b in zip(self.pages.needs(1), self.states.needs(1), strict=True)]
+        short = self.pool.missing_slabs(least)
+        if short:
+            slabs = self.pool.slabs
+            raise ValueError(
+                f"a pool of {slabs} slabs of {self.layout.slab_bytes} bytes cannot hold one block and one state of "
+                f"this model; give it {slabs + short} or more"
+            )
 
     def _columns(self, numbering: str) -> Columns:
         classes = [self.pool.class_of[g.index] for g in self.layout.of(numbering) for _ in range(g.runs)]

@@ -81,11 +81,7 @@ class Committing(Verbs):
             for row in rows[lengths % (self.snapshots.every_blocks * self.block_tokens) == 0].tolist():
                 self.points.leave_points(self.handle(row), int(table.length[row]) - 1)
         for window, span in enumerate(self.tree.windows):
-            if span.kind == "sliding":
-                first = np.maximum(lengths - (span.size - 1), 0) // self.block_tokens
-            else:
-                first = lengths // span.size * span.size // self.block_tokens
-            steps = first - table.first[window, rows]
+            steps = span.first_visible_each(lengths) // self.block_tokens - table.first[window, rows]
             if (steps > 0).any():
                 self._leave_window_many(window, rows[steps == 1])
                 for row in rows[steps > 1].tolist():

@@ -11,6 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 __all__ = ["DTYPE_BYTES", "Field", "LayerSpec", "Span", "attention_fields"]
 
 DTYPE_BYTES: dict[str, int] = {
@@ -86,6 +89,14 @@ class Span:
         if self.kind == "sliding":
             return max(0, position - self.size + 1)
         return position // self.size * self.size
+
+    def first_visible_each(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`first_visible` of many positions at once."""
+        if self.kind == "full":
+            return np.zeros_like(positions)
+        if self.kind == "sliding":
+            return np.maximum(positions - (self.size - 1), 0)
+        return positions // self.size * self.size
 
     def kept(self, length: int) -> int:
         """How many tokens a sequence of `length` tokens still needs at its last query."""

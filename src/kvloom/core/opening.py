@@ -145,8 +145,7 @@ class Opening(Verbs):
         self.rows.watched[row] = self.rows.watched[seq.row]
         child.shared_tail = length % self.block_tokens != 0
         if live:
-            account.used += self.room.bytes_of(needs)
-            account.held += self.room.bytes_of(needs)
+            account.charge(self.room.bytes_of(needs))
             self.reserving.give_states(child)
             source = table.states[:, seq.row][None].copy()
             account.held += self.states.retain(source)

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .clock import Clock
+from .columns import Columns
 from .layout import PoolLayout
 from .media import Media, MediaIds, MediaRun
 from .nodes import Checkpoint, Node
-from .pool import Columns, Ids
+from .pool import Ids
 from .prefix import PrefixTree
 from .room import Room
 from .sequence import Sequence, SequenceRows, Snapshots
@@ -70,9 +71,7 @@ class Verbs:
             raise ValueError(f"{seq!r} is not open in this cache")
 
     def let_go(self, account: Account, columns: Columns, rows: Ids) -> None:
-        idle, freed = columns.release(rows)
-        account.held -= idle
-        account.used -= freed
+        account.returned(*columns.release(rows))
 
     def needs(self, rows: int, states: int, media: int) -> list[int]:
         needs = self.pages.needs(rows)

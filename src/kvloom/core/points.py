@@ -54,8 +54,7 @@ class Points(Verbs):
         taken = None
         if not missing:
             account = seq.root.account
-            account.used += self.room.bytes_of(needs)
-            account.held += self.room.bytes_of(needs)
+            account.charge(self.room.bytes_of(needs))
             copy = self.states.allocate(1)
             live = self.rows.states[:, seq.row][None].copy()
             taken = self.tree.checkpoint(node, point, copy.copy(), now)

@@ -7,6 +7,7 @@ no pages. The queue asks for an entry's priority when it is queued and again whe
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +19,7 @@ FIRST = -(1 << 31)
 """The rank of what nobody can use, or said it would not: below any priority that a request may give."""
 
 
-class Entry:
+class Entry(ABC):
     """What a policy may look at. `value` is the policy's own."""
 
     __slots__ = (
@@ -49,19 +50,19 @@ class Entry:
         self.queued: tuple[int, tuple[float, ...]] | None = None
 
     @property
+    @abstractmethod
     def tokens(self) -> int:
         """Tokens whose pages would have to be computed again."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def depth(self) -> int:
         """Tokens before it."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def bytes(self) -> int:
         """Bytes of pages that leave with it."""
-        raise NotImplementedError
 
     def rank(self, now: float) -> int:
         """What comes before any policy: FIRST, or the priority that requests gave until it expires."""

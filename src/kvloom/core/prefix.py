@@ -17,12 +17,13 @@ from itertools import count
 
 import numpy as np
 
+from .columns import Columns
 from .layers import Span
 from .layout import GRAIN, PoolLayout
 from .names import TOKEN_BYTES
 from .naming import Teller
 from .nodes import Checkpoint, Node, Root
-from .pool import Columns, Ids
+from .pool import Ids
 from .tenants import Account
 
 __all__ = ["PrefixTree", "Retention"]

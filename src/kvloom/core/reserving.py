@@ -33,9 +33,7 @@ class Reserving(Verbs):
             for run in held_runs:
                 self._drop_run(seq, run, now)
             return missing
-        size = self.room.bytes_of(needs)
-        account.used += size
-        account.held += size
+        account.charge(self.room.bytes_of(needs))
         if copy_tail:
             self._copy_tail(seq, length // self.block_tokens)
         if blocks:
@@ -103,9 +101,7 @@ class Reserving(Verbs):
         missing = self.room.make(account, needs)
         if missing:
             return missing
-        size = self.room.bytes_of(needs)
-        account.used += size
-        account.held += size
+        account.charge(self.room.bytes_of(needs))
         if self.pages.keepers:
             for row in grow.tolist():
                 self._reserve(self.handle(row), 1)

@@ -64,8 +64,9 @@ def longest_resume(
         # Every point above the hole needs it too; the next candidate ends a run of present units.
         before = np.flatnonzero(windows[hole[0]][1][: hole[1]])
         point = min(hole[1] * unit, (int(before[-1]) + 1) * unit if before.size else 0)
-        # A chunked group needs nothing at a chunk's first position, holes or not.
+        # Where a query sees only itself (the start of a chunk), nothing is needed, holes or not.
         span = windows[hole[0]][0]
-        if span.kind == "chunked":
-            point = max(point, hole[1] * unit // span.size * span.size)
+        start = span.first_visible(hole[1] * unit)
+        if span.first_visible(start) == start:
+            point = max(point, start)
     return point, stopped

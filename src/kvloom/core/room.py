@@ -16,11 +16,12 @@ from itertools import count
 import numpy as np
 
 from .clock import Clock
+from .columns import Columns
 from .media import MediaRun
-from .names import NAME_BYTES
+from .names import NAME_BYTES, TOKEN_BYTES
 from .nodes import Checkpoint, Node, Root
 from .policies import Entry
-from .pool import Columns, Ids, Index, PagePool
+from .pool import Ids, Index, PagePool
 from .prefix import PrefixTree
 from .tenants import Account, Accounts
 
@@ -98,9 +99,7 @@ class Copies:
         self._close_batch()
         batches, self._batches = self._batches, []
         for columns, rows, account in self._held:
-            idle, freed = columns.release(rows)
-            account.held -= idle
-            account.used -= freed
+            account.returned(*columns.release(rows))
         self._held.clear()
         return batches
 
@@ -109,7 +108,7 @@ class Ghosts:
     """What left lately, so that a miss can be explained. Bounded; the oldest are forgotten."""
 
     LIMIT = 1 << 16
-    _GRAIN = 64
+    SEEN = 64  # bytes of text by which a run is known again
 
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[int | bytes, int], tuple[float, str]] = OrderedDict()
@@ -121,12 +120,12 @@ class Ghosts:
 
     def add(self, place: int | bytes, text: bytes | bytearray, when: float, why: str) -> None:
         """The run that began with `text` after `place` left."""
-        self._seen[place, hash(bytes(text[: self._GRAIN]))] = (when, why)
+        self._seen[place, hash(bytes(text[: self.SEEN]))] = (when, why)
         if len(self._seen) > self.LIMIT:
             self._seen.popitem(last=False)
 
     def find(self, place: int | bytes, data: bytes, start: int) -> tuple[float, str] | None:
-        return self._seen.get((place, hash(data[start : start + self._GRAIN])))
+        return self._seen.get((place, hash(data[start : start + self.SEEN])))
 
 
 class Room:
@@ -291,8 +290,8 @@ class Room:
             if end < node.end:
                 parent = node.parent
                 assert parent is not None
-                start = max(0, end - node.start) * 4
-                text = node.text[start : start + 64]
+                start = max(0, end - node.start) * TOKEN_BYTES
+                text = node.text[start : start + Ghosts.SEEN]
                 place = self.ghosts.place(parent if end <= node.start else node)
                 self.ghosts.add(place, text, now, why)
                 self.tree.trim(node, end, why)
@@ -327,9 +326,7 @@ class Room:
         run.account.queue.remove(run)
 
     def let_run_go(self, run: MediaRun, now: float) -> None:
-        idle, freed = self.media.release(run.rows)
-        run.account.held -= idle
-        run.account.used -= freed
+        run.account.returned(*self.media.release(run.rows))
         run.holds -= 1
         run.last_used = now
         if not run.holds:

@@ -45,6 +45,16 @@ class Account:
         self.guaranteed = 0.0
         self.queue: EvictionQueue[Entry] = EvictionQueue(policy)
 
+    def charge(self, size: int) -> None:
+        """Pages of `size` bytes were lent to it."""
+        self.used += size
+        self.held += size
+
+    def returned(self, idle: int, freed: int) -> None:
+        """It holds `idle` bytes less, of which `freed` are nobody's now."""
+        self.held -= idle
+        self.used -= freed
+
     def over_quota(self, need: int) -> int:
         """Bytes that must leave before `need` more fit the quota."""
         return 0 if self.tenant.quota is None else max(0, self.used + need - self.tenant.quota)

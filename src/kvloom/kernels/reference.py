@@ -143,11 +143,8 @@ def _visible(
     if mask.spans is not None:
         ids = mask.spans[first:last]
         seen[:, own:] |= (ids[:, None] == ids[None]) & (ids >= 0)[:, None]
-    if mask.span.kind == "sliding":
-        seen &= token > position - mask.span.size
-    elif mask.span.kind == "chunked":
-        seen &= token // mask.span.size == position // mask.span.size
-    return seen
+    first_seen = torch.tensor([mask.span.first_visible(p) for p in position[:, 0].tolist()], device=device)
+    return seen & (token >= first_seen[:, None])
 
 
 def _softmax(
