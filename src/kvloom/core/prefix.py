@@ -311,18 +311,16 @@ class PrefixTree:
 
     # -- shrinking ------------------------------------------------------------------------------
 
-    def trim(self, node: Node, end: int, why: str) -> int:
-        """Cut a leaf's run to `end`, or remove it if nothing is left; returns the bytes freed."""
+    def trim(self, node: Node, end: int, why: str) -> None:
+        """Cut a leaf's run to `end`, or remove it if nothing is left."""
         self.version += 1
-        freed = 0
         while node.checkpoints and node.checkpoints[-1].position > end:
-            freed += self.drop_checkpoint(node.checkpoints[-1], why)
+            self.drop_checkpoint(node.checkpoints[-1], why)
         if self.teller.listening:
             self.teller.dropped(node, max(end, node.start), why)
         keep = 0 if end <= node.start else (end - 1) // self.block - node.start // self.block + 1
         gone = node.pages[keep : node.count]
-        pages = self.pages.drop(gone)
-        node.root.account.used -= pages
+        node.root.account.used -= self.pages.drop(gone)
         node.count = keep
         self._rehome(node, gone[:1])
         if end <= node.start:
@@ -331,7 +329,6 @@ class PrefixTree:
             del node.text[(end - node.start) * TOKEN_BYTES :]
             del node.names[end // GRAIN - node.start // GRAIN :]
             node.end = end
-        return freed + pages
 
     def meeting(self, node: Node) -> Iterator[Node]:
         """The nodes that meet `node` inside its first block or its last, where a page may stand in several."""
@@ -464,8 +461,8 @@ class PrefixTree:
                 if delta < 0:
                     self.offer_spares(node, window)
 
-    def drop_checkpoint(self, checkpoint: Checkpoint, why: str) -> int:
-        """Forget a resume point; its window pages become spare. Returns the bytes of its snapshot."""
+    def drop_checkpoint(self, checkpoint: Checkpoint, why: str) -> None:
+        """Forget a resume point and its snapshot; its window pages become spare."""
         if self.teller.listening:
             self.teller.forgotten(checkpoint, why)
         self.version += 1
@@ -473,11 +470,8 @@ class PrefixTree:
         self._mark(checkpoint, -1)
         account = checkpoint.node.root.account
         account.queue.remove(checkpoint)
-        freed = 0
         if checkpoint.states is not None:
-            freed = self.states.drop(checkpoint.states)
-            account.used -= freed
-        return freed
+            account.used -= self.states.drop(checkpoint.states)
 
     def offer_spares(self, node: Node, window: int) -> None:
         """Some pages of `node` may now be needed by no sequence and no checkpoint: first to leave."""
@@ -495,11 +489,11 @@ class PrefixTree:
                 return
             current = current.parent
 
-    def drop_spares(self, node: Node, window: int, most: int, why: str) -> int:
-        """Free up to `most` pages' rows of a window that nobody needs; returns the bytes freed."""
+    def drop_spares(self, node: Node, window: int, most: int, why: str) -> None:
+        """Free the pages of up to `most` rows of a window that nobody needs."""
         node.spare &= ~(1 << window)
         if node.marks is None or node.parent is None:
-            return 0
+            return
         columns = self.window_columns[window]
         pages = node.pages[: node.count]
         idle = (node.marks[: node.count, window] == 0) & (pages[:, columns.start] > 0)
@@ -508,17 +502,15 @@ class PrefixTree:
             rows = rows[:most]
             self.offer_spares(node, window)
         if not rows.size:
-            return 0
+            return
         gone = np.zeros((rows.size, self.pages.width), np.int32)
         gone[:, columns] = pages[rows, columns]
         if self.teller.listening:
             self.teller.rows(node, rows, self.window_groups[window], why)
         self.version += 1
         pages[rows, columns] = 0
-        freed = self.pages.drop(gone)
-        node.root.account.used -= freed
+        node.root.account.used -= self.pages.drop(gone)
         self._rehome(node, gone[[0, -1]])
-        return freed
 
     # -- who stands where -----------------------------------------------------------------------
 
