@@ -172,9 +172,10 @@ class Room:
         short = self.pool.missing_slabs(needs) or self.pool.missing_slabs(self._with_stuck(needs))
         if short:
             return self._pages(short * self.slab_bytes, needs)
-        protected = want - self._reachable(account)
-        if protected > 0:
-            return self._pages(protected, needs)
+        if len(self.accounts.accounts) > 1:
+            protected = want - self._reachable(account)
+            if protected > 0:
+                return self._pages(protected, needs)
         now = self.clock.now()
         while account.over_quota(want):
             over = -(-account.over_quota(want) // self.slab_bytes)
