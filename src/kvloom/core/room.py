@@ -169,9 +169,11 @@ class Room:
         beyond = account.beyond_quota(want)
         if beyond:
             return self._pages(beyond, needs)
-        short = self.pool.missing_slabs(needs) or self.pool.missing_slabs(self._with_stuck(needs))
-        if short:
-            return self._pages(short * self.slab_bytes, needs)
+        tight = self.tree.nodes * self.tree.pages.width  # no more pages than these can be stuck
+        if self.pool.missing_slabs([n + tight for n in needs]):
+            short = self.pool.missing_slabs(needs) or self.pool.missing_slabs(self._with_stuck(needs))
+            if short:
+                return self._pages(short * self.slab_bytes, needs)
         if len(self.accounts.accounts) > 1:
             protected = want - self._reachable(account)
             if protected > 0:
@@ -197,9 +199,6 @@ class Room:
         """`needs` and the cached pages that cannot leave: where a prompt that someone stands on parts from
         another inside a block, the part they share has a page of its own, and it leaves after them.
         Looked for only where the room is so tight that they could matter."""
-        width = self.tree.pages.width
-        if not self.pool.missing_slabs([n + self.tree.nodes * width for n in needs]):
-            return list(needs)
         stuck: set[tuple[int, int]] = set()
         seen: set[int] = set()
         for standing in self.standing():
