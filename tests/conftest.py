@@ -1,11 +1,26 @@
-"""Profiles of the property tests: the same examples on every run, or (make fuzz) new ones each time."""
+"""Where kernels run, and the profiles of the property tests.
+
+Without a GPU, Triton's kernels run in its interpreter: set before anything imports Triton. Property tests see the same
+examples on every run, or (make fuzz) new ones each time; a machine that runs the kernel tests alone may lack hypothesis.
+"""
 
 import os
+import shutil
 
-from hypothesis import HealthCheck, settings
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
-settings.register_profile("plain", deadline=None, derandomize=True, max_examples=100, print_blob=True)
-settings.register_profile(
-    "fuzz", deadline=None, max_examples=2000, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile(os.environ.get("KVLOOM_HYPOTHESIS", "plain"))
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    pass
+else:
+    settings.register_profile("plain", deadline=None, derandomize=True, max_examples=100, print_blob=True)
+    settings.register_profile(
+        "fuzz",
+        deadline=None,
+        max_examples=2000,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile(os.environ.get("KVLOOM_HYPOTHESIS", "plain"))

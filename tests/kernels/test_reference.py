@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Span, attention_fields
+from kvloom.kernels import reference
 from kvloom.kernels.reference import Mask, attend, copy_pages, write
 from kvloom.kernels.views import LayerView, allocate, layer_views
 
@@ -41,37 +46,233 @@ def dense(
     return out
 
 
+@dataclass
+class Batch:
+    """Rows of random K and V in pages of NaN: what was never written, and page 0, poison whoever reads them."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    tables: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    rows: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def build(cls, lengths: list[int], queries: list[int], span: Span, kv: int = KV, dim: int = DIM) -> Batch:
+        blocks = max([1, *(-(-length // BLOCK) for length in lengths)])
+        k = torch.full((len(lengths) * blocks + 1, BLOCK, kv, dim), math.nan)
+        v = k.clone()
+        order = (torch.randperm(len(k) - 1) + 1).tolist()
+        tables = torch.zeros(len(lengths), blocks, dtype=torch.int32)
+        rows = []
+        for row, length in enumerate(lengths):
+            keys, values = torch.randn(2, length, kv, dim).unbind()
+            rows.append((keys, values))
+            first = span.first_visible(max(0, length - queries[row])) // BLOCK
+            for block in range(first, -(-length // BLOCK)):
+                page = order.pop()
+                tables[row, block] = page
+                part = slice(block * BLOCK, min(length, (block + 1) * BLOCK))
+                k[page, : part.stop - part.start] = keys[part]
+                v[page, : part.stop - part.start] = values[part]
+        starts = torch.tensor([0, *np.cumsum(queries, dtype=np.int64)])
+        return cls(k, v, tables, starts, torch.tensor(lengths, dtype=torch.long), rows)
+
+    def queries(self, heads: int = HEADS, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(int(self.starts[-1]), heads, self.k.shape[3], dtype=dtype)
+
+    def attend(self, q: torch.Tensor, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
+        return attend(q, self.k, self.v, self.tables, self.starts, self.lengths, mask)
+
+
 @pytest.mark.parametrize("span", SPANS, ids=str)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_packed_rows_equal_dense_attention(span: Span, softcap: float | None, with_sinks: bool) -> None:
     torch.manual_seed(0)
-    lengths, queries = [70, 1, 33, 16, 0], [1, 1, 33, 5, 0]
-    k = torch.full((40, BLOCK, KV, DIM), math.nan)
-    v = k.clone()
-    order = (torch.randperm(39) + 1).tolist()
-    tables = torch.zeros(len(lengths), 5, dtype=torch.int32)
-    rows = []
-    for row, length in enumerate(lengths):
-        keys, values = torch.randn(length, KV, DIM), torch.randn(length, KV, DIM)
-        rows.append((keys, values))
-        for block in range(-(-length // BLOCK)):
-            page = order.pop()
-            first = span.first_visible(max(0, length - queries[row])) // BLOCK
-            tables[row, block] = page if block >= first else 0
-            part = slice(block * BLOCK, min(length, (block + 1) * BLOCK))
-            k[page, : part.stop - part.start] = keys[part]
-            v[page, : part.stop - part.start] = values[part]
-    starts = torch.tensor([0, *np.cumsum(queries)])
-    q = torch.randn(int(starts[-1]), HEADS, DIM)
+    batch = Batch.build([70, 1, 33, 16, 0], [1, 1, 33, 5, 0], span)
+    q = batch.queries()
     sinks = torch.randn(HEADS) if with_sinks else None
-    out, lse = attend(q, k, v, tables, starts, torch.tensor(lengths), Mask(span, softcap, sinks))
+    out, lse = batch.attend(q, Mask(span, softcap, sinks))
     assert torch.isfinite(out).all()
-    for row, (keys, values) in enumerate(rows):
-        part = slice(int(starts[row]), int(starts[row + 1]))
+    for row, (keys, values) in enumerate(batch.rows):
+        part = slice(int(batch.starts[row]), int(batch.starts[row + 1]))
         expected = dense(q[part], keys, values, span, softcap, sinks)
         torch.testing.assert_close(out[part].double(), expected, atol=1e-5, rtol=1e-5)
     assert torch.isfinite(lse).all()
+
+
+def seen_by(batch: Batch, row: int, mask: Mask) -> torch.Tensor:
+    """[queries, tokens] of one row, asked one by one."""
+    first, last = int(batch.starts[row]), int(batch.starts[row + 1])
+    length = int(batch.lengths[row])
+    own = length - (last - first)
+    seen = torch.zeros(last - first, length, dtype=torch.bool)
+    for i, query in enumerate(range(first, last)):
+        for token in range(length):
+            sees = token <= own + i
+            if token >= own and mask.trees is not None:
+                sees = bool(mask.trees[query, token - own])
+            if token >= own and mask.spans is not None and mask.spans[query] >= 0:
+                sees |= bool(mask.spans[query] == mask.spans[first + token - own])
+            seen[i, token] = sees and token >= mask.span.first_visible(own + i)
+    return seen
+
+
+def dense_row(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, mask: Mask
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one row under any mask, in float64, with its log-sum-exp."""
+    share = q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(share, 1) for t in (k, v))
+    scores = torch.einsum("qhd,thd->qht", q.double(), k) * q.shape[-1] ** -0.5
+    if mask.softcap is not None:
+        scores = torch.tanh(scores / mask.softcap) * mask.softcap
+    scores = scores.masked_fill(~seen[:, None], -math.inf)
+    sinks = torch.full(q.shape[1:2], -math.inf) if mask.sinks is None else mask.sinks
+    scores = torch.cat([scores, sinks.double().expand(q.shape[0], -1)[..., None]], -1)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse[..., None].clamp_min(-1e300))[..., :-1]
+    return torch.einsum("qht,thd->qhd", weights, v), lse
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_mixed_batches_equal_dense_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single queries, drafts, prefills and empty rows together, every mask; in one batch or in many pieces."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    monkeypatch.setattr(reference, "BUDGET", rng.choice([1, 1 << 15, 64 << 20]))
+    monkeypatch.setattr(reference, "SMALL", rng.choice([0, 1 << 20]))
+    monkeypatch.setattr(reference, "FEWEST", rng.choice([1, 16]))
+    span = rng.choice(
+        [Span("full"), Span("sliding", rng.randint(1, 40)), Span("chunked", rng.randint(1, 40))]
+    )
+    lengths, queries = [], []
+    for _ in range(rng.randint(0, 10)):
+        length = rng.choice([0, rng.randint(1, 20), rng.randint(1, 100)])
+        lengths.append(length)
+        queries.append(min(length, rng.choice([0, 1, 1, 1, rng.randint(2, 8), length])))
+    kv, heads = rng.choice([(1, 4), (2, 4), (3, 3)])
+    batch = Batch.build(lengths, queries, span, kv, rng.choice([8, 24]))
+    q = batch.queries(heads, rng.choice([torch.float32, torch.float64]))
+    mask = Mask(
+        span,
+        softcap=rng.choice([None, 2.0]),
+        sinks=rng.choice([None, torch.randn(heads)]),
+        trees=rng.choice([None, None, torch.rand(len(q), max([1, *queries])) < 0.6]),
+        spans=rng.choice([None, None, torch.randint(-1, 3, (len(q),))]),
+    )
+    out, lse = batch.attend(q, mask)
+    assert out.dtype == lse.dtype == q.dtype
+    for row, (keys, values) in enumerate(batch.rows):
+        part = slice(int(batch.starts[row]), int(batch.starts[row + 1]))
+        expected, its_lse = dense_row(q[part], keys, values, seen_by(batch, row, mask), mask)
+        torch.testing.assert_close(out[part].double(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse[part].double(), its_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_queries_without_tokens_give_nothing() -> None:
+    batch = Batch.build([0, 20], [0, 1], Span("full"))
+    batch.starts = torch.tensor([0, 2, 3])  # a padded row: two queries, no tokens
+    out, lse = batch.attend(batch.queries(), Mask(sinks=torch.randn(HEADS)))
+    assert not out[:2].any()
+    assert (lse[:2] == -math.inf).all()
+    assert torch.isfinite(out[2]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_latents_serve_as_keys_and_values(dtype: torch.dtype) -> None:
+    """MLA: one head, and values that are the first dims of the keys, read from the same bytes."""
+    torch.manual_seed(0)
+    batch = Batch.build([50, 17, 40], [1, 3, 40], Span("full"), kv=1, dim=24)
+    q, scales = batch.queries(), {}
+    k, rows = batch.k, [keys for keys, _ in batch.rows]
+    if dtype == torch.int8:
+        k = (batch.k * 20).nan_to_num(99).round().clamp(-127, 127).to(dtype)
+        scale = torch.where(batch.k[..., 0].isnan(), math.nan, 0.05)
+        scales = {"k_scale": scale, "v_scale": scale}
+        rows = [(keys * 20).round().clamp(-127, 127) * 0.05 for keys in rows]
+    out, lse = attend(q, k, k[..., :16], batch.tables, batch.starts, batch.lengths, **scales)
+    apart, same = attend(q, k, k[..., :16].clone(), batch.tables, batch.starts, batch.lengths, **scales)
+    torch.testing.assert_close(out, apart)
+    torch.testing.assert_close(lse, same)
+    for row, keys in enumerate(rows):
+        part = slice(int(batch.starts[row]), int(batch.starts[row + 1]))
+        expected, _ = dense_row(q[part], keys, keys[..., :16], seen_by(batch, row, Mask()), Mask())
+        torch.testing.assert_close(out[part].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch is asked to do, and the bytes of the largest tensor that is asked for anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.largest = max(self.largest, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("span", SPANS, ids=str)
+@pytest.mark.parametrize("queries", [1, 4])
+def test_a_decode_step_costs_as_many_calls_for_many_rows_as_for_few(span: Span, queries: int) -> None:
+    counts = []
+    for rows in (2, 32, 100):
+        lengths = [queries + 16 * (i % 4) for i in range(rows)]
+        batch = Batch.build(lengths, [queries] * rows, span)
+        q = batch.queries()
+        batch.attend(q, Mask(span))  # the memory it keeps grows once
+        with Calls() as calls:
+            batch.attend(q, Mask(span))
+        counts.append(calls.count)
+    assert counts[1] == counts[2] <= counts[0] + 5
+    assert counts[2] < 80
+
+
+def test_memory_that_is_kept_serves_every_mode_and_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_SCRATCH", reference._Scratch())
+    batch = Batch.build([40, 20], [1, 1], Span("full"), kv=1)
+    q = batch.queries()
+    with torch.inference_mode():
+        first, its_lse = batch.attend(q, Mask())
+    kept, kept_lse = first.clone(), its_lse.clone()
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: batch.attend(q, Mask()), range(40)))
+    batch.attend(q * 2, Mask())
+    for out, lse in [(first, its_lse), *found]:  # results are not overwritten by later calls
+        assert torch.equal(out, kept)
+        assert torch.equal(lse, kept_lse)
+
+
+def test_lengths_that_differ_widely_are_not_padded_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "SMALL", 0)
+    monkeypatch.setattr(reference, "_SCRATCH", reference._Scratch())
+    batch = Batch.build([4000] + [16] * 40, [1] * 41, Span("full"))
+    q = batch.queries()
+    with Calls() as calls:
+        batch.attend(q, Mask())
+    assert calls.largest <= 4000 * KV * DIM * 4
+
+
+def test_a_long_prompt_is_scored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(reference, "BUDGET", 1 << 20)
+    monkeypatch.setattr(reference, "_SCRATCH", reference._Scratch())
+    batch = Batch.build([1500], [1500], Span("full"))
+    q = batch.queries()
+    with Calls() as calls:
+        out, lse = batch.attend(q, Mask())
+    assert calls.largest <= 1 << 20 < 1500 * 1500 * HEADS * 4
+    keys, values = batch.rows[0]
+    causal = torch.ones(1500, 1500, dtype=torch.bool).tril()
+    expected, its_lse = dense_row(q, keys, values, causal, Mask())
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), its_lse, atol=1e-5, rtol=1e-5)
 
 
 def test_draft_trees_and_image_spans_are_masked_as_told() -> None:
@@ -104,6 +305,27 @@ def test_quantised_pages_carry_their_scales(dtype: str, bound: float) -> None:
     out, _ = attend(q, view.fields["k"], view.fields["v"], table, starts, lengths, **scales)
     exact = dense(q, keys, values, Span("full"), None, None)
     assert (out.double() - exact).norm() / exact.norm() < bound
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (KV,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_static_scales_are_one_per_head_or_one(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    scales = torch.rand(2, *shape) * 0.02 + 0.01
+    keys, values = torch.randn(2, 40, KV, DIM).unbind()
+    fields = [torch.zeros(4, BLOCK, KV, DIM, dtype=dtype) for _ in range(2)]
+    fields[0].view(torch.uint8)[3, 8:] = 0x7F  # NaN in fp8
+    for pages, new, scale in zip(fields, (keys, values), scales, strict=True):
+        write(pages, torch.arange(BLOCK, BLOCK + 40), new, scale)
+    q = torch.randn(2, HEADS, DIM)
+    table, starts, lengths = torch.tensor([[1, 2, 3]]), torch.tensor([0, 2]), torch.tensor([40])
+    out, _ = attend(q, *fields, table, starts, lengths, k_scale=scales[0], v_scale=scales[1])
+    back = [
+        pages.float().flatten(0, 1)[BLOCK : BLOCK + 40] * scale.view(-1, 1)
+        for pages, scale in zip(fields, scales, strict=True)
+    ]
+    exact = dense(q, *back, Span("full"), None, None)
+    torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
 
 
 LAYERS = {

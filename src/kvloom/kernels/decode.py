@@ -1,0 +1,142 @@
+"""Decode on the GPU: a plan made once a step, run by every layer.
+
+    plan = DecodePlan(Shape(heads=32, kv_heads=8, k_dim=128, v_dim=128), sequences=256)
+    plan.make(starts, lengths)                     # one small launch; the host never looks at a length
+    out, lse = plan.attend(q, k, v, tables)        # every layer
+
+Both calls can be captured in a CUDA graph: buffers are fixed, and no grid depends on lengths. Does not know the cache:
+which sequences share pages is told by `sharing.Sharing`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from kvloom.core import Span
+
+from . import triton_attention as kernels
+from .reference import FULL, Mask
+from .shapes import Shape, check_call
+from .sharing import Sharing
+from .worklist import SPANS, Layer, Tile, WorkList, choose_tile
+
+__all__ = ["MOST_QUERIES", "DecodePlan"]
+
+MOST_QUERIES = 64
+"""Queries a sequence may bring to one step: a draft tree. Longer rows are prefill."""
+
+
+class DecodePlan:
+    """Attention of up to `sequences` rows of up to `queries` query tokens each, under one span.
+
+    With `sharing`, runs of pages that several sequences share are read once; what it holds when `make` is called
+    counts. `tile` and `shared_tile` replace the rule for tiles.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        sequences: int,
+        queries: int = 1,
+        span: Span = FULL,
+        device: torch.device | str = "cuda",
+        sharing: Sharing | None = None,
+        tile: Tile | None = None,
+        shared_tile: Tile | None = None,
+    ) -> None:
+        if not 1 <= queries <= MOST_QUERIES:
+            raise ValueError(
+                f"a decode row has 1 to {MOST_QUERIES} queries, got {queries}; longer is prefill"
+            )
+        if sequences < 1:
+            raise ValueError(f"a plan needs room for at least one sequence, got {sequences}")
+        if sharing is not None and (sharing.sequences, sharing.queries) != (sequences, queries):
+            raise ValueError(
+                f"sharing has room for {sharing.sequences} sequences of {sharing.queries} queries, "
+                f"the plan for {sequences} of {queries}"
+            )
+        self.shape, self.sequences, self.queries, self.span = shape, sequences, queries, span
+        self.device = torch.device(device)
+        self.sharing = sharing
+        rows = queries * shape.group
+        self.own = self._list(tile or choose_tile(shape, rows, self.device), sequences, sequences, rows)
+        self.shared: WorkList | None = None
+        if sharing is not None:
+            chosen = shared_tile or choose_tile(shape, sequences * rows, self.device)
+            self.shared = self._list(chosen, sharing.segments, sharing.depth, sequences * rows)
+        self.tokens = torch.zeros((sequences * queries, 4), dtype=torch.int32, device=self.device)
+        self._starts: torch.Tensor | None = None
+
+    def _list(self, tile: Tile, segments: int, times: int, rows: int) -> WorkList:
+        tiles = times * triton.cdiv(rows, tile.rows) + segments
+        return WorkList(tile, segments, tiles * self.shape.kv_heads, self.shape.v_dim, self.device)
+
+    def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Lay out the step's work from `starts` ([rows + 1]) and `lengths` ([rows]), int32 on the device."""
+        rows = lengths.numel()
+        for name, tensor in (("starts", starts), ("lengths", lengths)):
+            if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous int32, got {tensor.dtype} {tuple(tensor.shape)}")
+        if rows > self.sequences or starts.numel() != rows + 1:
+            raise ValueError(
+                f"{rows} lengths and {starts.numel()} starts do not fit a plan for {self.sequences} sequences"
+            )
+        self._starts = starts
+        sharing = self.sharing
+        kernels.plan_rows[(1,)](
+            starts, lengths, lengths if sharing is None else sharing.begin, *self.own.line, self.tokens, rows,
+            SPAN=SPANS[self.span.kind], SIZE=self.span.size, QUERIES=self.queries, BEGIN=sharing is not None,
+            num_warps=8, **self.own.cut(self.shape),
+        )  # fmt: skip
+        if sharing is not None and self.shared is not None:
+            kernels.plan_segments[(1,)](
+                sharing.given, sharing.number, *self.shared.line, num_warps=8, **self.shared.cut(self.shape)
+            )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: torch.Tensor,
+        mask: Mask | None = None,
+        scale: float | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`reference.attend` of the rows that `make` saw last, into `out` and `lse` where they are given."""
+        mask = mask or Mask(self.span)
+        if mask.span != self.span:
+            raise ValueError(f"the plan was made for {self.span}, the mask says {mask.span}")
+        if mask.spans is not None:
+            raise ValueError("image spans belong to prefill; decode rows have none")
+        if self._starts is None:
+            raise ValueError("call make(starts, lengths) before attend: there is no plan yet")
+        if q.shape[0] > self.sequences * self.queries:
+            raise ValueError(
+                f"{q.shape[0]} queries, but the plan has room for {self.sequences * self.queries}"
+            )
+        scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
+        if out is None:
+            out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
+        if lse is None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        layer = Layer(
+            self.shape, q, k, v, tables, self.tokens, mask, scale, k_scale, v_scale, scales, out, lse
+        )
+        # A single query sees its whole segment; several see different ends and, in windows, beginnings.
+        several = self.queries > 1
+        bounds = (3 if self.span.windowed else 1) if several else 0
+        if self.sharing is None or self.shared is None:
+            layer.tiles(self.own, bounds, direct=True)
+            layer.merge_split(self.own, self._starts, self.queries)
+        else:
+            layer.tiles(
+                self.shared, 2 if self.span.windowed else 0, direct=False, members=self.sharing.members
+            )
+            layer.tiles(self.own, bounds, direct=False, beside=True)
+            layer.merge_levels(self.own, self.shared, self.sharing.levels, self._starts)
+        return out, lse

@@ -1,0 +1,141 @@
+"""What an attention call looks like, and which calls the GPU kernels take. No kernels here, no memory.
+
+    q [queries, heads, k_dim]   k [pages, block, kv_heads, k_dim]   v [pages, block, kv_heads, v_dim]
+
+Pages may lie in any order (token or head first): only the last dimension must be dense, for values that or the tokens.
+Where `v` is the beginning of `k` (MLA's latent), it is read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .reference import Mask
+
+__all__ = ["DTYPES", "PAGE_DTYPES", "Shape", "check_call", "split_dim"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUANTISED = (torch.int8, torch.float8_e4m3fn)
+PAGE_DTYPES = (*DTYPES, *QUANTISED)
+DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
+BLOCKS = (16, 32, 64, 128)
+
+
+def split_dim(dim: int) -> tuple[int, int]:
+    """A head dimension as two powers of two, so that no lane loads padding: 80 = 64 + 16; 0 where one is enough."""
+    high = 1 << dim.bit_length() - 1
+    return high, dim - high
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The attention of one layer: heads, their dimensions, tokens of a page and the dtype of pages."""
+
+    heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    block_tokens: int = 16
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads do not divide over {self.kv_heads} KV heads")
+        for name, dim in (("k_dim", self.k_dim), ("v_dim", self.v_dim)):
+            if dim not in DIMS:
+                raise ValueError(f"{name} {dim} is not supported; supported: {', '.join(map(str, DIMS))}")
+        if self.block_tokens not in BLOCKS:
+            raise ValueError(
+                f"pages of {self.block_tokens} tokens are not supported; supported: {', '.join(map(str, BLOCKS))}"
+            )
+        if self.dtype not in PAGE_DTYPES:
+            raise ValueError(f"pages of {self.dtype} are not supported; supported: {_names(PAGE_DTYPES)}")
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def latent(self) -> bool:
+        """Whether values are the beginning of keys."""
+        return self.k_dim > 256
+
+
+def check_call(
+    shape: Shape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tables: torch.Tensor,
+    mask: Mask,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> int:
+    """Refuse what the kernels cannot do; how the pages are scaled: 0 not, 1 by head, 2 by token and head."""
+    if q.dim() != 3 or q.shape[1:] != (shape.heads, shape.k_dim):
+        raise ValueError(f"q {tuple(q.shape)} is not [queries, {shape.heads}, {shape.k_dim}]")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"queries of {q.dtype} are not supported; supported: {_names(DTYPES)}")
+    for name, pages, dim in (("k", k, shape.k_dim), ("v", v, shape.v_dim)):
+        if pages.dim() != 4 or pages.shape[1:] != (shape.block_tokens, shape.kv_heads, dim):
+            raise ValueError(
+                f"{name} {tuple(pages.shape)} is not [pages, {shape.block_tokens}, {shape.kv_heads}, {dim}]"
+            )
+        if pages.dtype != shape.dtype:
+            raise ValueError(f"{name} pages are {pages.dtype}, the plan was made for {shape.dtype}")
+        if pages.stride(3) != 1 and not (name == "v" and pages.stride(1) == 1):
+            raise ValueError(
+                f"{name} pages have stride {pages.stride(3)} in their last dimension; it must be 1"
+                + (", or that of tokens must" if name == "v" else "")
+            )
+    if shape.dtype in DTYPES and q.dtype != shape.dtype:
+        raise ValueError(f"queries are {q.dtype} and pages {shape.dtype}; they must agree")
+    if shape.latent and v.data_ptr() != k.data_ptr():
+        raise ValueError(f"with keys of {shape.k_dim}, values must be a view of the keys' beginning")
+    if q.stride(2) != 1:
+        raise ValueError(f"q has stride {q.stride(2)} in its last dimension; it must be 1")
+    if tables.dim() != 2 or tables.dtype != torch.int32 or tables.stride(1) != 1:
+        raise ValueError(
+            f"tables must be int32 [sequences, blocks] with dense rows, got {tables.dtype} {tuple(tables.shape)}"
+        )
+    _check_mask(shape, q, mask)
+    return _check_scales(shape, k, v, k_scale, v_scale)
+
+
+def _check_mask(shape: Shape, q: torch.Tensor, mask: Mask) -> None:
+    if mask.sinks is not None and mask.sinks.shape != (shape.heads,):
+        raise ValueError(f"sinks {tuple(mask.sinks.shape)} are not one for each of {shape.heads} heads")
+    if mask.softcap is not None and mask.softcap <= 0:
+        raise ValueError(f"softcap {mask.softcap} must be positive")
+    if mask.trees is not None and (mask.trees.dim() != 2 or mask.trees.shape[0] != q.shape[0]):
+        raise ValueError(f"trees {tuple(mask.trees.shape)} are not one row for each of {q.shape[0]} queries")
+
+
+def _check_scales(
+    shape: Shape,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> int:
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("give scales for both keys and values, or for neither")
+    if k_scale is None or v_scale is None:
+        if shape.dtype in QUANTISED:
+            raise ValueError(f"pages of {shape.dtype} need k_scale and v_scale")
+        return 0
+    if k_scale.shape == v_scale.shape == (shape.kv_heads,):
+        return 1
+    if k_scale.shape == k.shape[:3] and v_scale.shape == v.shape[:3]:
+        return 2
+    raise ValueError(
+        f"scales {tuple(k_scale.shape)} and {tuple(v_scale.shape)} are neither [{shape.kv_heads}] "
+        f"nor {tuple(k.shape[:3])}"
+    )
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

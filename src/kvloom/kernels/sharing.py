@@ -1,0 +1,146 @@
+"""Which running sequences share pages, so that attention reads those once. Plain arrays; no kernels.
+
+    sequence 0   [ system prompt | document | own … ]
+    sequence 1   [ system prompt | document | own … ]       level 0: the system prompt, three members
+    sequence 2   [ system prompt | other    | own … ]       level 1: the document, two members
+
+The prefix tree hands sequences the very same pages where their tokens agree, so equal page ids in equal blocks are what is
+shared. It changes when sequences join or leave, not while they decode: find it then, and keep it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core import Span
+
+from .reference import FULL
+
+__all__ = ["SharedRun", "Sharing", "find_shared"]
+
+LEAST_SAVED = 1024
+"""Tokens that a shared run must spare from being read again; below that, merging costs more than it saves."""
+LEAST_RUN = 128
+"""Tokens of a run worth a place of its own; a shorter one is read by the groups below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRun:
+    """Tokens [lo, hi) that all `members` (rows of the batch) hold in the same pages; `level` runs lie before it."""
+
+    lo: int
+    hi: int
+    members: tuple[int, ...]
+    level: int
+
+
+def find_shared(
+    tables: npt.NDArray[np.int32],
+    settled: npt.NDArray[np.int64],
+    block_tokens: int,
+    span: Span = FULL,
+    depth: int = 4,
+    least_saved: int = LEAST_SAVED,
+    least_run: int = LEAST_RUN,
+) -> list[SharedRun]:
+    """The runs of blocks worth reading once, of rows `tables` ([sequences, blocks]) whose first `settled` tokens are
+    written (everything but this step's queries). Costs one comparison of page ids per member and level."""
+    settled = np.asarray(settled, dtype=np.int64)
+    full = settled // block_tokens
+    # Rows that begin to see at different blocks have no run in common that both would read whole.
+    first = span.first_visible_each(settled) // block_tokens
+    runs: list[SharedRun] = []
+    waiting = [(np.flatnonzero(first == at), at, at, 0) for at in np.unique(first).tolist()]
+    while waiting:
+        rows, begin, column, level = waiting.pop()
+        if level >= depth:
+            continue
+        for members in _split(tables, rows[full[rows] > column], column):
+            if len(members) < 2 or tables[members[0], column] == 0:
+                continue
+            end = _agree(tables, members, column, int(full[members].min()))
+            tokens = (end - begin) * block_tokens
+            kept = tokens >= least_run and tokens * (len(members) - 1) >= least_saved
+            if kept:
+                runs.append(
+                    SharedRun(begin * block_tokens, end * block_tokens, tuple(members.tolist()), level)
+                )
+            waiting.append((members, end if kept else begin, end, level + kept))
+    return sorted(runs, key=lambda run: run.level)
+
+
+def _split(
+    tables: npt.NDArray[np.int32], rows: npt.NDArray[np.int64], column: int
+) -> list[npt.NDArray[np.int64]]:
+    """Rows by their page in `column`."""
+    if not len(rows):
+        return []
+    order = rows[np.argsort(tables[rows, column], kind="stable")]
+    cuts = np.flatnonzero(np.diff(tables[order, column])) + 1
+    return np.split(order, cuts)
+
+
+def _agree(tables: npt.NDArray[np.int32], members: npt.NDArray[np.int64], column: int, end: int) -> int:
+    """The first block from `column` on in which the members' pages differ or are not there."""
+    part = tables[members, column:end]
+    differs = (part != part[:1]).any(0) | (part[0] == 0)
+    return column + int(differs.argmax()) if differs.any() else end
+
+
+class Sharing:
+    """Shared runs in fixed device buffers, for plans captured in graphs: room for `segments` runs, `depth` of them above
+    one another, of up to `sequences` rows of `queries` query tokens."""
+
+    def __init__(
+        self,
+        sequences: int,
+        queries: int = 1,
+        segments: int = 64,
+        depth: int = 4,
+        device: torch.device | str = "cuda",
+    ) -> None:
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.sequences, self.queries, self.segments, self.depth = sequences, queries, segments, depth
+        self.begin = ints(sequences)
+        self.given, self.number = ints(segments, 5), ints(1)
+        self.members = ints(depth * sequences * queries)
+        self.levels = torch.full((depth, sequences, 2), -1, dtype=torch.int32, device=device)
+
+    def set(self, runs: list[SharedRun], starts: npt.NDArray[np.int64]) -> list[SharedRun]:
+        """Put the runs on the device (asynchronously from pageable memory, in order on the current stream); the
+        runs that found room. A run is left out only with everything below it, which then reads on its own."""
+        starts = np.asarray(starts, dtype=np.int64)
+        begin = np.zeros(self.sequences, dtype=np.int32)
+        given = np.zeros((self.segments, 5), dtype=np.int32)
+        levels = np.full((self.depth, self.sequences, 2), -1, dtype=np.int32)
+        members: list[npt.NDArray[np.int64]] = []
+        placed: list[SharedRun] = []
+        used = 0
+        out: set[int] = set()
+        for run in sorted(runs, key=lambda run: run.level):
+            if len(placed) == self.segments or run.level >= self.depth or out.intersection(run.members):
+                out.update(run.members)
+                continue
+            tokens = [np.arange(starts[row], starts[row + 1]) for row in run.members]
+            at = np.cumsum([0, *map(len, tokens)])
+            rows = np.array(run.members)
+            levels[run.level, rows, 0] = len(placed)
+            levels[run.level, rows, 1] = at[:-1]
+            begin[rows] = run.hi
+            given[len(placed)] = (run.members[0], run.lo, run.hi, at[-1], used)
+            members += tokens
+            used += int(at[-1])
+            placed.append(run)
+        flat = np.concatenate(members).astype(np.int32) if members else np.zeros(0, dtype=np.int32)
+        self.begin.copy_(torch.from_numpy(begin))
+        self.given.copy_(torch.from_numpy(given))
+        self.number.fill_(len(placed))
+        self.members[:used].copy_(torch.from_numpy(flat))
+        self.levels.copy_(torch.from_numpy(levels))
+        return placed

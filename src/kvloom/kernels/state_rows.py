@@ -1,0 +1,104 @@
+"""Which tokens belong to which recurrent state: the packed rows of one step, and the checks they must pass.
+
+It knows nothing of what a state holds. Rows are built once a step and read by every layer of one table.
+
+| field   | shape           | meaning                                                                       |
+|---------|-----------------|-------------------------------------------------------------------------------|
+| starts  | [sequences + 1] | where each row's tokens begin, from 0 on; equal bounds: an empty row          |
+| read    | [sequences]     | the page a row's first state is in; 0: it begins from zeros                   |
+| write   | [sequences]     | the page its last state goes to; 0: it is not kept. It may be the read page   |
+| fresh   | [sequences]     | true: begins from zeros whatever `read` says (a page that was never written)  |
+| longest | host int        | no row has more tokens than this; up to STEP_TOKENS, rows run as decode steps |
+
+Rows run side by side, so a page that one row writes must not be read or written by another row of the call: a
+prompt that wants snapshots on its way is cut there by the caller, one call for each part. An empty row's last
+state is its first. Decode steps run faster in a call of their own than beside long rows. Tokens past the last start belong to nobody: their outputs are undefined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["STEP_TOKENS", "Rows", "check_states", "check_tokens"]
+
+STEP_TOKENS = 8
+"""Rows of at most so many tokens (decode, verification of a draft) run token by token, in one pass over the state."""
+
+_INTEGERS = (torch.int32, torch.int64)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The rows of one step (see the table above). Building it copies nothing and reads no device memory."""
+
+    starts: torch.Tensor
+    read: torch.Tensor
+    write: torch.Tensor
+    longest: int
+    fresh: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        parts = {"starts": self.starts, "read": self.read, "write": self.write}
+        for name, part in parts.items():
+            if part.dtype not in _INTEGERS or part.dim() != 1:
+                raise ValueError(
+                    f"{name} is one row of int32 or int64, got {part.dtype} {tuple(part.shape)}: convert it"
+                )
+        if not self.starts.numel() - 1 == self.read.numel() == self.write.numel() >= 1:
+            raise ValueError(
+                f"{self.starts.numel()} starts for {self.read.numel()} read and {self.write.numel()} write slots:"
+                " give one more start than sequences, of which there is at least one"
+            )
+        if self.fresh is not None and self.fresh.shape != self.read.shape:
+            raise ValueError(f"fresh {tuple(self.fresh.shape)} must be like read {tuple(self.read.shape)}")
+        devices = {part.device for part in (*parts.values(), self.fresh) if part is not None}
+        if len(devices) > 1:
+            raise ValueError(f"the rows lie on {sorted(map(str, devices))}: put them on one device")
+        if self.longest < 0:
+            raise ValueError(f"longest is {self.longest}: give the most tokens a row may have, 0 or more")
+
+    @property
+    def sequences(self) -> int:
+        return self.read.numel()
+
+    @property
+    def steps(self) -> bool:
+        """Whether every row is short enough to run token by token."""
+        return self.longest <= STEP_TOKENS
+
+    @classmethod
+    def decode(cls, slots: torch.Tensor, tokens: int = 1) -> Rows:
+        """Rows of `tokens` tokens each that read and write the same slots. A row on slot 0 is padding: it
+        computes from zeros and keeps nothing."""
+        starts = torch.arange(0, (slots.numel() + 1) * tokens, tokens, dtype=torch.int32, device=slots.device)
+        return cls(starts, slots, slots, tokens)
+
+
+def check_states(states: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
+    """Raise unless `states` is [pages, *shape], contiguous inside a page."""
+    if tuple(states.shape[1:]) != shape or states.dim() != len(shape) + 1:
+        raise ValueError(
+            f"{name} of pages {tuple(states.shape)} do not hold [pages, {', '.join(map(str, shape))}]"
+        )
+    if states.shape[0] and not states[0].is_contiguous():
+        raise ValueError(f"a page of {name} must be contiguous inside, got strides {states.stride()}")
+    if states.dtype not in _FLOATS:
+        raise ValueError(f"{name} are {states.dtype}: keep them in one of {', '.join(map(str, _FLOATS))}")
+
+
+def check_tokens(rows: Rows, **parts: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
+    """Raise unless every part has the shape it is given with and lies where the rows lie."""
+    for name, (part, shape) in parts.items():
+        if part is None:
+            continue
+        if tuple(part.shape) != shape:
+            raise ValueError(f"{name} is {tuple(part.shape)}, but {shape} fits the other arguments")
+        if part.device != rows.starts.device:
+            raise ValueError(
+                f"{name} lies on {part.device}, the rows on {rows.starts.device}: move one of them"
+            )
+        if part.dtype not in _FLOATS:
+            raise ValueError(f"{name} is {part.dtype}: give one of {', '.join(map(str, _FLOATS))}")

@@ -1,0 +1,200 @@
+"""Decode over pages by the work list, against the oracle in float64: every shape, span, mask and dtype."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvloom.core import Span
+from kvloom.kernels.reference import Mask
+from kvloom.kernels.shapes import Shape
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+from kvloom.kernels.decode import DecodePlan  # noqa: E402
+
+from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
+
+FULL = Span("full")
+
+
+def run(
+    batch: Batch, mask: Mask, queries: int, scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    plan = DecodePlan(batch.shape, len(batch.lengths) + 2, queries, batch.span, DEVICE)
+    plan.make(batch.starts, batch.lengths_)
+    out = torch.full((*batch.q.shape[:2], batch.shape.v_dim), math.nan, dtype=batch.q.dtype, device=DEVICE)
+    lse = torch.full(batch.q.shape[:2], math.nan, device=DEVICE)
+    plan.attend(batch.q, batch.k, batch.v, batch.tables, mask, scale, batch.k_scale, batch.v_scale, out, lse)
+    return out, lse
+
+
+def check(batch: Batch, mask: Mask | None = None, queries: int = 1, scale: float | None = None) -> None:
+    mask = mask or Mask(batch.span)
+    out, lse = run(batch, mask, queries, scale)
+    exact, exact_lse = batch.expected(mask, scale)
+    assert relative(out, exact) < TOLERANCE[batch.q.dtype]
+    assert not torch.isnan(lse).any()
+    found = lse.double().cpu()
+    torch.testing.assert_close(found.isinf(), exact_lse.isinf())
+    torch.testing.assert_close(found[~found.isinf()], exact_lse[~found.isinf()], atol=2e-2, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_head_sizes(dim: int, order: str) -> None:
+    shape = Shape(4, 2, dim, dim, dtype=torch.float32)
+    check(Batch(shape, [1, 37, 130, 16], [1, 1, 1, 1], order=order, seed=dim))
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_page_sizes(block: int) -> None:
+    shape = Shape(2, 1, 64, 64, block_tokens=block, dtype=torch.float32)
+    check(Batch(shape, [1, block, block + 1, 3 * block - 1], [1] * 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter multiplies the raw bits of bfloat16")
+    shape = Shape(8, 2, 128, 128, dtype=dtype)
+    check(Batch(shape, [200, 3, 64], [1] * 3, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "span", [Span("sliding", 20), Span("sliding", 200), Span("chunked", 48)], ids=lambda span: f"{span}"
+)
+@pytest.mark.parametrize("queries", [[1, 1, 1], [3, 1, 8]], ids=["one", "several"])
+def test_windows_and_chunks(span: Span, queries: list[int]) -> None:
+    shape = Shape(4, 2, 64, 64, dtype=torch.float32)
+    check(Batch(shape, [100, 1, 51], queries, span), queries=max(queries))
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_softcap_sinks_and_scale_together(queries: int) -> None:
+    shape = Shape(6, 2, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, [70, 9, 33], [queries] * 3)
+    sinks = torch.randn(6).to(DEVICE)
+    check(batch, Mask(FULL, 5.0, sinks), queries, scale=0.3)
+    check(batch, Mask(FULL, None, sinks), queries)
+    check(batch, Mask(FULL, 2.0), queries)
+
+
+def test_drafts_see_their_branch_alone() -> None:
+    torch.manual_seed(0)
+    shape = Shape(4, 2, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, [40, 23, 70], [8, 1, 5])
+    trees = torch.zeros(14, 8, dtype=torch.bool)
+    for first, count in ((0, 8), (8, 1), (9, 5)):
+        trees[first : first + count, :count] = (
+            torch.rand(count, count).tril().gt(0.5) | torch.eye(count).bool()
+        )
+    check(batch, Mask(FULL, trees=trees.to(DEVICE)), queries=8)
+
+
+def test_draft_trees_of_many_rows_take_several_tiles() -> None:
+    torch.manual_seed(1)
+    shape = Shape(8, 2, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, [90, 40], [40, 33])
+    trees = torch.rand(73, 40).gt(0.5)
+    for first, count in ((0, 40), (40, 33)):
+        trees[first : first + count, :count] |= torch.eye(count).bool()
+        trees[first : first + count, count:] = False
+    check(batch, Mask(FULL, trees=trees.to(DEVICE)), queries=40)
+
+
+def test_empty_rows_and_padding() -> None:
+    shape = Shape(4, 2, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, [0, 17, 0, 5], [1, 1, 0, 1])
+    out, lse = run(batch, Mask(FULL), 1)
+    assert not out[0].any()
+    assert lse[0].isneginf().all()
+    check(batch)
+    sinks = torch.randn(4).to(DEVICE)
+    out, lse = run(batch, Mask(FULL, sinks=sinks), 1)
+    assert not out[0].any()
+    torch.testing.assert_close(lse[0], sinks)
+
+
+@pytest.mark.parametrize("heads", [(3, 3), (7, 1), (10, 2), (32, 1), (40, 1)], ids=str)
+def test_groups_of_any_size(heads: tuple[int, int]) -> None:
+    shape = Shape(*heads, 64, 64, dtype=torch.float32)
+    check(Batch(shape, [50, 20], [2, 1]), queries=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("order", ["NHD", "HND", "HDN"])
+def test_quantised_pages_with_their_scales(dtype: torch.dtype, order: str) -> None:
+    if dtype == torch.float8_e4m3fn and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter has no float8")
+    shape = Shape(8, 2, 128, 128, dtype=dtype)
+    half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    batch = Batch(shape, [150, 16, 1], [1, 2, 1], dtype=half, order=order)
+    out, _ = run(batch, Mask(FULL), 2)
+    exact, _ = batch.expected(Mask(FULL))
+    assert relative(out, exact) < 5e-3
+    static = torch.rand(2).add(0.5).to(DEVICE)
+    batch.k_scale, batch.v_scale = static * 0.01, static * 0.02
+    check(batch, queries=2)
+
+
+def test_latent_pages_are_keys_and_values() -> None:
+    shape = Shape(16, 1, 576, 512, dtype=torch.float32)
+    check(Batch(shape, [70, 1], [1, 1]), scale=0.07)
+    shape = Shape(40, 1, 576, 512, dtype=torch.float32)
+    check(Batch(shape, [33, 20], [2, 1]), queries=2, scale=0.07)
+
+
+def test_random_batches() -> None:
+    """Lengths, queries, heads and spans at random, all of them cut at other places."""
+    for seed in range(8):
+        gen = torch.Generator().manual_seed(seed)
+
+        def pick(*values: int, gen: torch.Generator = gen) -> int:
+            return values[int(torch.randint(len(values), (), generator=gen))]
+
+        kv = pick(1, 2, 3)
+        shape = Shape(
+            kv * pick(1, 2, 5), kv, 64, pick(64, 80), block_tokens=pick(16, 32), dtype=torch.float32
+        )
+        rows = pick(1, 3, 6)
+        queries = [pick(0, 1, 2, 5) for _ in range(rows)]
+        lengths = [count + pick(0, 1, 15, 16, 40, 133) for count in queries]
+        if not sum(queries):
+            continue
+        span = (FULL, Span("sliding", 30), Span("chunked", 32))[seed % 3]
+        check(Batch(shape, lengths, queries, span, seed=seed), queries=5)
+
+
+def test_what_cannot_run_is_refused_before_any_launch() -> None:
+    shape = Shape(4, 2, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, [20], [1])
+    plan = DecodePlan(shape, 1, device=DEVICE)
+    with pytest.raises(ValueError, match="call make"):
+        plan.attend(batch.q, batch.k, batch.v, batch.tables)
+    plan.make(batch.starts, batch.lengths_)
+    with pytest.raises(ValueError, match="float64 are not supported"):
+        plan.attend(batch.q.double(), batch.k, batch.v, batch.tables)
+    with pytest.raises(ValueError, match="they must agree"):
+        plan.attend(batch.q.half(), batch.k, batch.v, batch.tables)
+    with pytest.raises(ValueError, match="last dimension"):
+        plan.attend(batch.q, batch.k.transpose(1, 3).contiguous().transpose(1, 3), batch.v, batch.tables)
+    with pytest.raises(ValueError, match="is not \\[pages, 16, 2, 64\\]"):
+        plan.attend(batch.q, batch.k[:, :8], batch.v, batch.tables)
+    with pytest.raises(ValueError, match="the plan was made for full"):
+        plan.attend(batch.q, batch.k, batch.v, batch.tables, Mask(Span("sliding", 8)))
+    with pytest.raises(ValueError, match="int32"):
+        plan.attend(batch.q, batch.k, batch.v, batch.tables.long())
+    with pytest.raises(ValueError, match="do not fit a plan for 1 sequences"):
+        plan.make(torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    quantised = DecodePlan(Shape(4, 2, 64, 64, dtype=torch.int8), 1, device=DEVICE)
+    quantised.make(batch.starts, batch.lengths_)
+    with pytest.raises(ValueError, match="need k_scale"):
+        quantised.attend(batch.q.half(), batch.k.char(), batch.v.char(), batch.tables)
+    with pytest.raises(ValueError, match="k_dim 72 is not supported"):
+        Shape(4, 2, 72, 64)
+    with pytest.raises(ValueError, match="pages of 8 tokens"):
+        Shape(4, 2, 64, 64, block_tokens=8)
+    with pytest.raises(ValueError, match="longer is prefill"):
+        DecodePlan(shape, 1, queries=65, device=DEVICE)
