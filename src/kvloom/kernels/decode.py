@@ -15,10 +15,10 @@ import triton
 
 from kvloom.core import Span
 
-from . import triton_attention as kernels
 from .reference import FULL, Mask
 from .shapes import Shape, check_call
 from .sharing import Sharing
+from .triton_worklist import plan_rows, plan_segments, plan_sources
 from .worklist import SPANS, Layer, Tile, WorkList, choose_tile
 
 __all__ = ["MOST_QUERIES", "DecodePlan"]
@@ -65,12 +65,16 @@ class DecodePlan:
         if sharing is not None:
             chosen = shared_tile or choose_tile(shape, sequences * rows, self.device)
             self.shared = self._list(chosen, sharing.segments, sharing.depth, sequences * rows)
-        self.tokens = torch.zeros((sequences * queries, 4), dtype=torch.int32, device=self.device)
+        most = sequences * queries
+        self.tokens = torch.zeros((most, 4), dtype=torch.int32, device=self.device)
+        depth = 0 if sharing is None else sharing.depth
+        self.sources = torch.zeros((most, 1 + depth, 4), dtype=torch.int32, device=self.device)
         self._starts: torch.Tensor | None = None
 
     def _list(self, tile: Tile, segments: int, times: int, rows: int) -> WorkList:
-        tiles = times * triton.cdiv(rows, tile.rows) + segments
-        return WorkList(tile, segments, tiles * self.shape.kv_heads, self.shape.v_dim, self.device)
+        return WorkList(
+            tile, self.shape, segments, times * triton.cdiv(rows, tile.rows) + segments, self.device
+        )
 
     def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
         """Lay out the step's work from `starts` ([rows + 1]) and `lengths` ([rows]), int32 on the device."""
@@ -84,15 +88,20 @@ class DecodePlan:
             )
         self._starts = starts
         sharing = self.sharing
-        kernels.plan_rows[(1,)](
+        plan_rows[(1,)](
             starts, lengths, lengths if sharing is None else sharing.begin, *self.own.line, self.tokens, rows,
             SPAN=SPANS[self.span.kind], SIZE=self.span.size, QUERIES=self.queries, BEGIN=sharing is not None,
             num_warps=8, **self.own.cut(self.shape),
         )  # fmt: skip
         if sharing is not None and self.shared is not None:
-            kernels.plan_segments[(1,)](
+            plan_segments[(1,)](
                 sharing.given, sharing.number, *self.shared.line, num_warps=8, **self.shared.cut(self.shape)
             )
+            plan_sources[(triton.cdiv(len(self.tokens), 128),)](
+                self.own.segments, self.own.places, self.shared.segments, self.shared.places, sharing.levels,
+                self.tokens, starts, self.sources, self.sequences, len(self.tokens),
+                DEPTH=sharing.depth, BLOCK=128,
+            )  # fmt: skip
 
     def attend(
         self,
@@ -138,5 +147,5 @@ class DecodePlan:
                 self.shared, 2 if self.span.windowed else 0, direct=False, members=self.sharing.members
             )
             layer.tiles(self.own, bounds, direct=False, beside=True)
-            layer.merge_levels(self.own, self.shared, self.sharing.levels, self._starts)
+            layer.merge_levels(self.own, self.shared, self.sources)
         return out, lse

@@ -1,19 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Attention over pages as one work list for a persistent grid: decode, shared prefixes and prefill alike.
+"""Attention over pages by tiles of the work list: decode, shared prefixes and short prefill alike.
 
-A segment is a run of tokens [lo, hi) of one table row and the queries that read it. It is cut into tiles (one
-KV head by `BM` query rows, a row being one query head of one query token) and each tile into units of `BN`
-tokens. All units of all tiles stand in one line, and every program takes an equal stretch of it:
-
-    segment 0          segment 1                    segment 2
-    |tile 0 |tile 1 |  |tile 0        |tile 1    …
-    |---program 0---|---program 1---|---program 2---|        stretch = ceil(units / programs)
-
-A tile that one program holds whole goes straight to the output; pieces of others go to `slot = tile + program`
-(both grow along the line, so no two pieces meet), and a merge joins them by their log-sum-exp. The list is made
-on the device from the lengths, so that a captured graph fits any lengths.
-
-Knows no cache, no tables' owners, and nothing of which kernel a caller should choose.
+One program walks its stretch of the line (`triton_worklist.py`), tile after tile, unit after unit, with a running
+softmax. Knows no cache, no tables' owners, and nothing of which kernel a caller should choose.
 """
 
 from __future__ import annotations
@@ -25,135 +14,28 @@ from triton.language.extra.cuda import (
     gdc_wait as wait_for_launcher,
 )
 
-__all__ = ["attend_tiles", "merge_levels", "merge_split", "plan_rows", "plan_segments"]
+from .triton_worklist import (
+    BASE,
+    COUNT,
+    FIRST,
+    HI,
+    LO,
+    LOG2E,
+    OWN,
+    POSITION,
+    ROW,
+    TILE,
+    TOKEN_WIDTH,
+    UNITS,
+    WIDTH,
+    first_visible,
+)
 
-# What a segment is, as int32: one sector, read at once.
-ROW: tl.constexpr = tl.constexpr(0)  # table row
-LO: tl.constexpr = tl.constexpr(1)  # first token
-HI: tl.constexpr = tl.constexpr(2)  # end of tokens
-UNITS: tl.constexpr = tl.constexpr(3)  # units of each tile
-BASE: tl.constexpr = tl.constexpr(4)  # units before this segment
-TILE: tl.constexpr = tl.constexpr(5)  # tiles before this segment
-COUNT: tl.constexpr = tl.constexpr(6)  # query tokens
-FIRST: tl.constexpr = tl.constexpr(7)  # where they begin, in q or in the list of members
-WIDTH: tl.constexpr = tl.constexpr(8)
+__all__ = ["attend_tiles"]
 
-# What a query token is, as int32.
-POSITION: tl.constexpr = tl.constexpr(0)
-OWN: tl.constexpr = tl.constexpr(1)  # position of its sequence's first query
-SEQUENCE: tl.constexpr = tl.constexpr(2)
-TOKEN_WIDTH: tl.constexpr = tl.constexpr(4)
-
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def first_visible(position, SPAN: tl.constexpr, SIZE: tl.constexpr):
-    """`Span.first_visible`: 0 full, 1 sliding, 2 chunked."""
-    if SPAN == 1:
-        return tl.maximum(position - (SIZE - 1), 0)
-    if SPAN == 2:
-        return tl.maximum(position, 0) // SIZE * SIZE
-    return position * 0
-
-
-@triton.jit
-def _begin_of(program, stretch, rest, MAIN: tl.constexpr):
-    """The first unit of a program: MAIN of them take a `stretch` each, later ones what is left, `rest` units each."""
-    return tl.minimum(program, MAIN) * stretch + tl.maximum(program - MAIN, 0) * rest
-
-
-@triton.jit
-def _program_of(unit, stretch, rest, MAIN: tl.constexpr):
-    late = tl.maximum(unit - MAIN * stretch, 0)
-    return tl.where(unit < MAIN * stretch, unit // stretch, MAIN + late // rest)
-
-
-@triton.jit
-def _lay_out(
-    segments, places, firsts, totals, at, ok, row, lo, hi, count, first,
-    PROGRAMS: tl.constexpr, MAIN: tl.constexpr, SHARE: tl.constexpr, LEAST: tl.constexpr, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Put the segments that have work in line (`places`: where each stands, -1 for none), and say in which of them
-    each program's stretch begins."""
-    some = ok & (hi > lo) & (count > 0)
-    units = tl.where(some, tl.cdiv(hi - lo // PAGE * PAGE, BN), 0)
-    tiles = tl.where(some, HEADS * tl.cdiv(count * GROUP, BM), 0)
-    work = units * tiles
-    end = tl.cumsum(work, 0)
-    total = tl.sum(work, 0)
-    stretch = tl.maximum(tl.cdiv(total * SHARE // 100, MAIN), LEAST)
-    rest = LEAST
-    if PROGRAMS > MAIN:
-        rest = tl.maximum(tl.cdiv(tl.maximum(total - MAIN * stretch, 0), PROGRAMS - MAIN), LEAST)
-    place = tl.cumsum(some.to(tl.int32), 0) - 1
-    tl.store(places + at, tl.where(some, place, -1), mask=ok)
-    into = segments + place * WIDTH
-    tl.store(into + ROW, row, mask=some)
-    tl.store(into + LO, lo, mask=some)
-    tl.store(into + HI, hi, mask=some)
-    tl.store(into + UNITS, units, mask=some)
-    tl.store(into + BASE, end - work, mask=some)
-    tl.store(into + TILE, tl.cumsum(tiles, 0) - tiles, mask=some)
-    tl.store(into + COUNT, count, mask=some)
-    tl.store(into + FIRST, first, mask=some)
-    tl.store(totals, total)
-    tl.store(totals + 1, stretch)
-    tl.store(totals + 2, rest)
-    for begin in range(0, PROGRAMS, STEP):
-        program = begin + tl.arange(0, STEP)
-        passed = (end[None, :] <= _begin_of(program, stretch, rest, MAIN)[:, None]) & some[None, :]
-        tl.store(firsts + program, tl.sum(passed.to(tl.int32), 1), mask=program < PROGRAMS)
-
-
-@triton.jit
-def plan_rows(
-    starts, lengths, begin, segments, places, firsts, totals, tokens, sequences,
-    PROGRAMS: tl.constexpr, MAIN: tl.constexpr, SHARE: tl.constexpr, LEAST: tl.constexpr, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr,
-    BEGIN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """One segment a sequence: the tokens its queries see, from `begin` on where shared segments hold the rest.
-    Run by one program, once a step."""
-    at = tl.arange(0, CAPACITY)
-    ok = at < sequences
-    first = tl.load(starts + at, mask=ok, other=0)
-    count = tl.load(starts + at + 1, mask=ok, other=0) - first
-    length = tl.load(lengths + at, mask=ok, other=0)
-    own = length - count
-    lo = first_visible(tl.maximum(own, 0), SPAN, SIZE)
-    if BEGIN:
-        lo = tl.maximum(lo, tl.load(begin + at, mask=ok, other=0))
-    _lay_out(
-        segments, places, firsts, totals, at, ok, at, lo, length, count, first,
-        PROGRAMS, MAIN, SHARE, LEAST, HEADS, GROUP, PAGE, BM, BN, STEP,
-    )  # fmt: skip
-    for i in range(QUERIES):
-        mine = ok & (i < count)
-        token = tokens + (first + i) * TOKEN_WIDTH
-        tl.store(token + POSITION, own + i, mask=mine)
-        tl.store(token + OWN, own, mask=mine)
-        tl.store(token + SEQUENCE, at, mask=mine)
-
-
-@triton.jit
-def plan_segments(
-    given, number, segments, places, firsts, totals,
-    PROGRAMS: tl.constexpr, MAIN: tl.constexpr, SHARE: tl.constexpr, LEAST: tl.constexpr, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Segments as given ([capacity, 5]: row, lo, hi, count, first), `number` of them (on the device)."""
-    at = tl.arange(0, CAPACITY)
-    ok = at < tl.load(number)
-    source = given + at * 5
-    _lay_out(
-        segments, places, firsts, totals, at, ok,
-        tl.load(source, mask=ok, other=0), tl.load(source + 1, mask=ok, other=0),
-        tl.load(source + 2, mask=ok, other=0), tl.load(source + 3, mask=ok, other=0),
-        tl.load(source + 4, mask=ok, other=0),
-        PROGRAMS, MAIN, SHARE, LEAST, HEADS, GROUP, PAGE, BM, BN, STEP,
-    )  # fmt: skip
+MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it rounds half to even
+LOW_INT8: tl.constexpr = tl.constexpr(254.0)
+LOW_FP8: tl.constexpr = tl.constexpr(16.0)
 
 
 @triton.jit
@@ -162,7 +44,19 @@ def _load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHE
     column = START + tl.arange(0, WIDTH_)
     if CHECK:
         return tl.load(base + offsets[:, None] + column[None, :], mask=ok[:, None], other=0.0)
-    return tl.load(base + offsets[:, None] + column[None, :])
+    else:
+        return tl.load(base + offsets[:, None] + column[None, :])
+
+
+@triton.jit
+def _load_turned(base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
+    """[WIDTH_, tokens] of values whose tokens are dense in memory. No mask is laid over the load, so that runs of
+    tokens go as one; what was not written and may be no number is put aside after it."""
+    column = START + tl.arange(0, WIDTH_)
+    turned = tl.load(base + column[:, None] * v_column + offsets[None, :])
+    if CHECK and turned.dtype != tl.int8:
+        turned = tl.where(ok[None, :], turned, tl.zeros([1, 1], turned.dtype))
+    return turned
 
 
 @triton.jit
@@ -170,16 +64,13 @@ def _load_values(
     base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, TURNED: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Values of a unit, [WIDTH_, tokens] where SMALL, else [tokens, WIDTH_]. TURNED: tokens are dense in memory; there
-    no mask is laid over the load (runs of tokens go as one), and what was not written is put aside after it."""
+    """Values of a unit, [WIDTH_, tokens] where SMALL, else [tokens, WIDTH_]. TURNED: tokens are dense in memory."""
     if TURNED:
-        column = START + tl.arange(0, WIDTH_)
-        turned = tl.load(base + column[:, None] * v_column + offsets[None, :]).to(DTYPE)
-        if CHECK:
-            turned = tl.where(ok[None, :], turned, 0.0)
+        turned = _load_turned(base, offsets, ok, v_column, WIDTH_, START, CHECK).to(DTYPE)
         return turned if SMALL else tl.trans(turned)
-    values = _load_rows(base, offsets, ok, WIDTH_, START, CHECK).to(DTYPE)
-    return tl.trans(values) if SMALL else values
+    else:
+        values = _load_rows(base, offsets, ok, WIDTH_, START, CHECK).to(DTYPE)
+        return tl.trans(values) if SMALL else values
 
 
 @triton.jit
@@ -207,7 +98,8 @@ def _seen(
 def _product(left, right, acc, EXACT: tl.constexpr):
     if EXACT:
         return tl.dot(left, right, acc, input_precision="ieee")
-    return tl.dot(left, right, acc)
+    else:
+        return tl.dot(left, right, acc)
 
 
 @triton.jit
@@ -266,10 +158,14 @@ def _step(
         safe = tl.where(top == float("-inf"), 0.0, top)
     fade = tl.exp2(peak - safe)
     p = tl.exp2(scores - tl.expand_dims(safe, AXIS))
+    share = p
     if SCALES == 2:
-        weight = weight * fade + tl.sum(p * tl.expand_dims(1.0 / v_size, 1 - AXIS), AXIS)
+        share = p * tl.expand_dims(1.0 / v_size, 1 - AXIS)
+    if SMALL:
+        # Summed over tokens when all units are done: no exchange between warps for it here.
+        weight = weight * fade[None, :] + share
     else:
-        weight = weight * fade + tl.sum(p, AXIS)
+        weight = weight * fade + tl.sum(share, 1)
     p = p.to(q0.dtype)
     fade = tl.expand_dims(fade, AXIS)
     if LATENT:
@@ -297,6 +193,111 @@ def _step(
 
 
 @triton.jit
+def _two_parts(x, DTYPE: tl.constexpr):
+    """`x` of at most MOST in 8 bits twice: x = high + low / LOW, which leaves no more error than 16 bits do."""
+    if DTYPE == tl.int8:
+        high = (x + MAGIC) - MAGIC
+        low = ((x - high) * LOW_INT8 + MAGIC) - MAGIC
+    else:
+        high = x.to(DTYPE).to(tl.float32)
+        low = (x - high) * LOW_FP8
+    return tl.join(high, low)
+
+
+@triton.jit
+def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """What products with both parts ([A, 2 * B], side by side) come to."""
+    high, low = tl.split(tl.reshape(x, [A, B, 2]))
+    LOW: tl.constexpr = LOW_INT8 if DTYPE == tl.int8 else LOW_FP8
+    return high.to(tl.float32) + low.to(tl.float32) * (1.0 / LOW)
+
+
+@triton.jit
+def _step_8bit(
+    t, ok, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
+    K, V, KS, VS, TABLE, TREES, k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token,
+    softcap,
+    DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, PAGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
+    SCALES: tl.constexpr, CHECK: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`_step` for few rows over pages of 8 bits whose tokens are dense in V: K and V go to the tensor cores as they
+    are, and queries and weights come in two parts of 8 bits each, side by side, so that nothing is lost by it."""
+    if CHECK:
+        page = tl.load(TABLE + t // PAGE, mask=ok, other=0).to(tl.int64)
+    else:
+        page = tl.load(TABLE + t // PAGE).to(tl.int64)
+    slot = t % PAGE
+    k_at = page * k_page + slot * k_token
+    scores = _one_part(tl.dot(_load_rows(K, k_at, ok, DK0, 0, CHECK), q0), DTYPE, BN, BM)
+    if DK1 > 0:
+        scores += _one_part(tl.dot(_load_rows(K, k_at, ok, DK1, DK0, CHECK), q1), DTYPE, BN, BM)
+    scores = scores * q_size[None, :]
+    if SCALES == 2:
+        k_size = tl.load(KS + page * ks_page + slot * ks_token, mask=ok, other=1.0)
+        scores = scores * k_size[:, None]
+    if SOFTCAP:
+        scores = (2.0 * tl.sigmoid(scores * (2.0 / (softcap * LOG2E))) - 1.0) * (softcap * LOG2E)
+    if CHECK:
+        scores = tl.where(
+            _seen(t, ok, first, last, own, tree_rows, TREES, BOUNDS, TREE, True), scores, float("-inf")
+        )
+    if SCALES == 2:
+        v_size = tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0)
+        scores = scores + tl.log2(v_size)[:, None]
+    top = tl.maximum(peak, tl.max(scores, 0))
+    safe = top
+    if CHECK:
+        safe = tl.where(top == float("-inf"), 0.0, top)
+    fade = tl.exp2(peak - safe)
+    p = tl.exp2(scores - safe[None, :])
+    if SCALES == 2:
+        weight = weight * fade[None, :] + p * (1.0 / v_size)[:, None]
+    else:
+        weight = weight * fade[None, :] + p
+    MOST: tl.constexpr = 127.0 if DTYPE == tl.int8 else 256.0
+    parts = tl.reshape(_two_parts(p * MOST, DTYPE), [BN, 2 * BM]).to(DTYPE)
+    v_at = tl.max_contiguous(tl.multiple_of(page * v_page + slot * v_token, 16), 16)
+    v0 = _load_turned(V, v_at, ok, v_column, DV0, 0, CHECK)
+    acc0 = acc0 * fade[None, :] + _one_part(tl.dot(v0, parts), DTYPE, DV0, BM) * (1.0 / MOST)
+    if DV1 > 0:
+        v1 = _load_turned(V, v_at, ok, v_column, DV1, DV0, CHECK)
+        acc1 = acc1 * fade[None, :] + _one_part(tl.dot(v1, parts), DTYPE, DV1, BM) * (1.0 / MOST)
+    return top, weight, acc0, acc1
+
+
+@triton.jit
+def _run(
+    begin, end, lo, right, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
+    K, V, KS, VS, TABLE, TREES, k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token,
+    qk_scale, softcap,
+    DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, PAGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
+    SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
+    SMALL: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Units from `begin` to `end`, one after the other."""
+    for i in tl.range(begin, end, BN, num_stages=STAGES):
+        t = i + tl.arange(0, BN)
+        ok = (t >= lo) & (t < right)
+        if NATIVE:
+            peak, weight, acc0, acc1 = _step_8bit(
+                t, ok, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
+                K, V, KS, VS, TABLE, TREES, k_page, k_token, v_page, v_token, v_column,
+                ks_page, ks_token, vs_page, vs_token, softcap,
+                DK0, DK1, DV0, DV1, PAGE, BM, BN, BOUNDS, TREE, SOFTCAP, SCALES, CHECK, K.dtype.element_ty,
+            )  # fmt: skip
+        else:
+            peak, weight, acc0, acc1 = _step(
+                t, ok, q0, q1, peak, weight, acc0, acc1, first, last, own, tree_rows,
+                K, V, KS, VS, TABLE, TREES, k_page, k_token, v_page, v_token, v_column,
+                ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
+                DK0, DK1, DV0, DV1, PAGE, BM, BN, BOUNDS, TREE, SOFTCAP, SCALES, LATENT, TURNED, EXACT, CHECK, SMALL,
+            )  # fmt: skip
+    return peak, weight, acc0, acc1
+
+
+@triton.jit
 def attend_tiles(
     Q, K, V, KS, VS, OUT, LSE, PART, PART_LSE, SEGMENTS, FIRSTS, TOTALS, MEMBERS, TOKENS, TABLES, SINKS, TREES,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, v_column,
@@ -307,20 +308,19 @@ def attend_tiles(
     SHARED: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, DIRECT: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr,
     PHASES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, SMALL: tl.constexpr,
-    MAIN: tl.constexpr, BESIDE: tl.constexpr,
+    BESIDE: tl.constexpr, NATIVE: tl.constexpr, TOLL: tl.constexpr,
 ):  # fmt: skip
-    """Each program's stretch of the line. `SHARED`: the queries are listed in MEMBERS, else they follow one another
+    """One head's part of a lane's stretch. `SHARED`: the queries are listed in MEMBERS, else they follow one another
     in q. `SCALES`: 0 none, 1 one a head, 2 one a token and head. `DIRECT`: whole tiles go to OUT. `PHASES`: units
     that every row sees whole go unmasked (worth it where arithmetic is the limit)."""
     if OVERLAP:
         launch_dependents()
-    program = tl.program_id(0)
-    total = tl.load(TOTALS)
+    head = tl.program_id(0) % HEADS
+    lane = tl.program_id(0) // HEADS
     stretch = tl.load(TOTALS + 1)
-    rest = tl.load(TOTALS + 2)
-    unit = _begin_of(program, stretch, rest, MAIN)
-    end = tl.minimum(_begin_of(program + 1, stretch, rest, MAIN), total)
-    at = tl.load(FIRSTS + program)
+    unit = lane * stretch
+    end = tl.minimum(unit + stretch, tl.load(TOTALS))
+    at = tl.load(FIRSTS + lane)
     while unit < end:
         segment = SEGMENTS + at * WIDTH
         lo = tl.load(segment + LO)
@@ -333,9 +333,7 @@ def attend_tiles(
         tile = (unit - base) // units
         here = unit - base - tile * units
         stop = tl.minimum(units, here + end - unit)
-        row_tiles = tl.cdiv(count * GROUP, BM)
-        head = tile // row_tiles
-        row = (tile - head * row_tiles) * BM + tl.arange(0, BM)
+        row = tile * BM + tl.arange(0, BM)
         mine = row < count * GROUP
         if SHARED:
             token = tl.load(MEMBERS + begin + row // GROUP, mask=mine, other=0)
@@ -346,10 +344,23 @@ def attend_tiles(
         q1 = q0
         if DK1 > 0:
             q1 = _load_rows(Q, q_row, mine, DK1, DK0, True)
-        if HALF:
+        if HALF and not NATIVE:
             q0 = q0.to(tl.float16)
             q1 = q1.to(tl.float16)
-        if SMALL:
+        q_size = tl.full([BM], 1.0, tl.float32)
+        if NATIVE:
+            MOST: tl.constexpr = 127.0 if K.dtype.element_ty == tl.int8 else 256.0
+            f0 = q0.to(tl.float32)
+            f1 = q1.to(tl.float32)
+            q_size = tl.maximum(tl.maximum(tl.max(tl.abs(f0), 1), tl.max(tl.abs(f1), 1)), 1e-30) * (
+                1.0 / MOST
+            )
+            q0 = _two_parts(f0 * (1.0 / q_size)[:, None], K.dtype.element_ty)
+            q0 = tl.reshape(tl.permute(q0, (1, 0, 2)), [DK0, 2 * BM]).to(K.dtype.element_ty)
+            if DK1 > 0:
+                q1 = _two_parts(f1 * (1.0 / q_size)[:, None], K.dtype.element_ty)
+                q1 = tl.reshape(tl.permute(q1, (1, 0, 2)), [DK1, 2 * BM]).to(K.dtype.element_ty)
+        elif SMALL:
             q0 = tl.trans(q0)
             q1 = tl.trans(q1)
         last = tl.zeros([BM], tl.int32)
@@ -363,7 +374,7 @@ def attend_tiles(
                 own = tl.load(TOKENS + token * TOKEN_WIDTH + OWN, mask=mine, other=0)
                 tree_rows = token.to(tl.int64) * tree_row
         peak = tl.full([BM], float("-inf"), tl.float32)
-        weight = tl.zeros([BM], tl.float32)
+        weight = tl.zeros([BN, BM] if SMALL else [BM], tl.float32)
         acc0 = tl.zeros([DV0, BM] if SMALL else [BM, DV0], tl.float32)
         acc1 = acc0
         if DV1 > 0:
@@ -371,13 +382,14 @@ def attend_tiles(
         qk_scale = scale * LOG2E
         if SCALES == 1:
             qk_scale = qk_scale * tl.load(KS + head * ks_head)
+        q_size = q_size * qk_scale
         k_base = K + head.to(tl.int64) * k_head
         v_base = V + head.to(tl.int64) * v_head
         ks_base = KS + head * ks_head
         vs_base = VS + head * vs_head
         origin = lo // PAGE * PAGE
-        left = origin + here * BN
-        right = tl.minimum(origin + stop * BN, hi)
+        left = origin + tl.maximum(here - TOLL, 0) * BN
+        right = tl.minimum(origin + tl.maximum(stop - TOLL, 0) * BN, hi)
         clear_from = right
         clear_to = right
         if PHASES:
@@ -392,32 +404,30 @@ def attend_tiles(
             clear_from = tl.maximum(left, origin + tl.cdiv(tl.maximum(seen_from - origin, 0), BN) * BN)
             clear_from = tl.minimum(clear_from, right)
             clear_to = tl.maximum(origin + tl.maximum(seen_to - origin, 0) // BN * BN, clear_from)
-        for i in tl.range(left, clear_from, BN, num_stages=STAGES):
-            t = i + tl.arange(0, BN)
-            peak, weight, acc0, acc1 = _step(
-                t, (t >= lo) & (t < right), q0, q1, peak, weight, acc0, acc1, first, last, own, tree_rows,
+        peak, weight, acc0, acc1 = _run(
+            left, clear_from, lo, right, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
+            k_base, v_base, ks_base, vs_base, table, TREES,
+            k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
+            DK0, DK1, DV0, DV1, PAGE, BM, BN, BOUNDS, TREE, SOFTCAP, SCALES, LATENT, TURNED, EXACT, True,
+            SMALL, NATIVE, STAGES,
+        )  # fmt: skip
+        if PHASES:
+            peak, weight, acc0, acc1 = _run(
+                clear_from, clear_to, lo, right, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
                 k_base, v_base, ks_base, vs_base, table, TREES,
                 k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
-                DK0, DK1, DV0, DV1, PAGE, BM, BN, BOUNDS, TREE, SOFTCAP, SCALES, LATENT, TURNED, EXACT, True, SMALL,
+                DK0, DK1, DV0, DV1, PAGE, BM, BN, 0, False, SOFTCAP, SCALES, LATENT, TURNED, EXACT, False,
+                SMALL, NATIVE, STAGES,
             )  # fmt: skip
-        if PHASES:
-            for i in tl.range(clear_from, clear_to, BN, num_stages=STAGES):
-                t = i + tl.arange(0, BN)
-                peak, weight, acc0, acc1 = _step(
-                    t, t >= 0, q0, q1, peak, weight, acc0, acc1, first, last, own, tree_rows,
-                    k_base, v_base, ks_base, vs_base, table, TREES,
-                    k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
-                    DK0, DK1, DV0, DV1, PAGE, BM, BN, 0, False, SOFTCAP, SCALES, LATENT, TURNED, EXACT, False, SMALL,
-                )  # fmt: skip
-            for i in tl.range(clear_to, right, BN, num_stages=STAGES):
-                t = i + tl.arange(0, BN)
-                peak, weight, acc0, acc1 = _step(
-                    t, (t >= lo) & (t < right), q0, q1, peak, weight, acc0, acc1, first, last, own, tree_rows,
-                    k_base, v_base, ks_base, vs_base, table, TREES,
-                    k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
-                    DK0, DK1, DV0, DV1, PAGE, BM, BN, BOUNDS, TREE, SOFTCAP, SCALES, LATENT, TURNED, EXACT, True, SMALL,
-                )  # fmt: skip
+            peak, weight, acc0, acc1 = _run(
+                clear_to, right, lo, right, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
+                k_base, v_base, ks_base, vs_base, table, TREES,
+                k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
+                DK0, DK1, DV0, DV1, PAGE, BM, BN, BOUNDS, TREE, SOFTCAP, SCALES, LATENT, TURNED, EXACT, True,
+                SMALL, NATIVE, STAGES,
+            )  # fmt: skip
         if SMALL:
+            weight = tl.sum(weight, 0)
             acc0 = tl.trans(acc0)
             acc1 = tl.trans(acc1)
         whole = (here == 0) & (stop == units)
@@ -448,8 +458,8 @@ def attend_tiles(
                 )  # fmt: skip
             tl.store(LSE + token * lse_token + head * GROUP + row % GROUP, log / LOG2E, mask=mine)
         else:
-            slot = tl.load(segment + TILE) + tile + program
-            place = slot.to(tl.int64) * BM + tl.arange(0, BM)
+            slot = tl.load(segment + TILE) + tile + lane
+            place = (slot.to(tl.int64) * HEADS + head) * BM + tl.arange(0, BM)
             tl.store(
                 PART + place[:, None] * (DV0 + DV1) + column0[None, :],
                 acc0 * norm[:, None],
@@ -464,192 +474,7 @@ def attend_tiles(
                 )
             tl.store(PART_LSE + place, log, mask=mine)
         unit += stop - here
-        at += (unit == base + units * row_tiles * HEADS).to(tl.int32)
+        at += (unit == base + units * tl.cdiv(count * GROUP, BM)).to(tl.int32)
     if BESIDE:
         # Who waits for this launch must find the one it ran beside ended, too.
         wait_for_launcher()
-
-
-@triton.jit
-def _join(
-    PART, PART_LSE, segment, TOTALS, tile, place, peak, weight, acc, column, fits, DV: tl.constexpr,
-    BM: tl.constexpr, MAIN: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Add the pieces of one row (`place` of `tile`) to a running softmax."""
-    units = tl.load(segment + UNITS)
-    begin = tl.load(segment + BASE) + tile * units
-    tile0 = tl.load(segment + TILE) + tile
-    stretch = tl.load(TOTALS + 1)
-    rest = tl.load(TOTALS + 2)
-    last = _program_of(begin + units - 1, stretch, rest, MAIN)
-    for i in range(_program_of(begin, stretch, rest, MAIN), last + 1, CHUNK):
-        program = i + tl.arange(0, CHUNK)
-        ok = program <= last
-        piece = (tile0 + program).to(tl.int64) * BM + place
-        log = tl.load(PART_LSE + piece, mask=ok, other=float("-inf"))
-        values = tl.load(
-            PART + piece[:, None] * DV + column[None, :], mask=ok[:, None] & fits[None, :], other=0.0
-        )
-        top = tl.maximum(peak, tl.max(log, 0))
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        share = tl.exp2(log - safe)
-        fade = tl.exp2(peak - safe)
-        acc = acc * fade + tl.sum(values * share[:, None], 0)
-        weight = weight * fade + tl.sum(share, 0)
-        peak = top
-    return peak, weight, acc
-
-
-@triton.jit
-def _finish(
-    OUT,
-    LSE,
-    SINKS,
-    token,
-    head,
-    peak,
-    weight,
-    acc,
-    column,
-    fits,
-    out_token,
-    out_head,
-    lse_token,
-    SINK: tl.constexpr,
-):
-    if SINK:
-        sink = tl.load(SINKS + head).to(tl.float32) * LOG2E
-        top = tl.maximum(peak, sink)
-        fade = tl.exp2(peak - top)
-        weight = weight * fade + tl.exp2(sink - top)
-        acc = acc * fade
-        peak = top
-    norm = tl.where(weight > 0, 1.0 / weight, 0.0)
-    log = tl.where(weight > 0, (peak + tl.log2(weight)) / LOG2E, float("-inf"))
-    into = OUT + token.to(tl.int64) * out_token + head * out_head
-    tl.store(into + column, (acc * norm).to(OUT.dtype.element_ty), mask=fits)
-    tl.store(LSE + token * lse_token + head, log)
-
-
-@triton.jit
-def merge_split(
-    OUT, LSE, PART, PART_LSE, SEGMENTS, PLACES, FIRSTS, TOTALS, STARTS, SINKS, sequences,
-    out_token, out_head, lse_token,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
-    SINK: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, MAIN: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Join the tiles that were cut, one program for each cut and row: the first cut of a tile does it, others
-    leave at once. Sequences that saw nothing get zeros."""
-    cut = tl.program_id(0) + 1
-    place = tl.program_id(1)
-    column = tl.arange(0, COLUMNS)
-    fits = column < DV
-    nothing = tl.zeros([COLUMNS], tl.float32)
-    zero = tl.sum(nothing, 0)
-    none = zero + float("-inf")
-    for s in range(tl.program_id(0), sequences, PROGRAMS):
-        if tl.load(PLACES + s) < 0:
-            first = tl.load(STARTS + s)
-            for i in range(tl.load(STARTS + s + 1) - first):
-                for head in range(place, GROUP * HEADS, tl.num_programs(1)):
-                    _finish(
-                        OUT, LSE, SINKS, first + i, head, none, zero, nothing, column, fits,
-                        out_token, out_head, lse_token, SINK,
-                    )  # fmt: skip
-    stretch = tl.load(TOTALS + 1)
-    rest = tl.load(TOTALS + 2)
-    unit = _begin_of(cut, stretch, rest, MAIN)
-    if cut < PROGRAMS and unit < tl.load(TOTALS):
-        segment = SEGMENTS + tl.load(FIRSTS + cut) * WIDTH
-        units = tl.load(segment + UNITS)
-        base = tl.load(segment + BASE)
-        count = tl.load(segment + COUNT)
-        tile = (unit - base) // units
-        begin = base + tile * units
-        row_tiles = tl.cdiv(count * GROUP, BM)
-        head = tile // row_tiles
-        row = (tile - head * row_tiles) * BM + place
-        if begin < unit and begin >= _begin_of(cut - 1, stretch, rest, MAIN) and row < count * GROUP:
-            token = tl.load(segment + FIRST) + row // GROUP
-            if OVERLAP:
-                wait_for_launcher()
-            peak, weight, acc = _join(
-                PART,
-                PART_LSE,
-                segment,
-                TOTALS,
-                tile,
-                place,
-                none,
-                zero,
-                nothing,
-                column,
-                fits,
-                DV,
-                BM,
-                MAIN,
-                CHUNK,
-            )
-            _finish(
-                OUT, LSE, SINKS, token, head * GROUP + row % GROUP, peak, weight, acc, column, fits,
-                out_token, out_head, lse_token, SINK,
-            )  # fmt: skip
-
-
-@triton.jit
-def merge_levels(
-    OUT, LSE, PART, PART_LSE, SEGMENTS, TOTALS, S_PART, S_PART_LSE, S_SEGMENTS, S_TOTALS, PLACES, S_PLACES, LEVELS,
-    TOKENS, STARTS, SINKS, sequences, out_token, out_head, lse_token,
-    GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr, S_BM: tl.constexpr,
-    DEPTH: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, MAIN: tl.constexpr, S_MAIN: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Join, for each query token and head, its own pieces and those of every shared segment above it. LEVELS
-    ([depth, sequences, 2]) names the segment (-1: none) and the place of the sequence's first query in it."""
-    token = tl.program_id(0)
-    head = tl.program_id(1)
-    column = tl.arange(0, COLUMNS)
-    fits = column < DV
-    s = tl.load(TOKENS + token * TOKEN_WIDTH + SEQUENCE)
-    i = token - tl.load(STARTS + s)
-    acc = tl.zeros([COLUMNS], tl.float32)
-    weight = tl.sum(acc, 0)
-    peak = weight + float("-inf")
-    place = tl.load(PLACES + s)
-    if OVERLAP:
-        wait_for_launcher()
-    if place >= 0:
-        segment = SEGMENTS + place * WIDTH
-        row = i * GROUP + head % GROUP
-        tile = head // GROUP * tl.cdiv(tl.load(segment + COUNT) * GROUP, BM) + row // BM
-        peak, weight, acc = _join(
-            PART,
-            PART_LSE,
-            segment,
-            TOTALS,
-            tile,
-            row % BM,
-            peak,
-            weight,
-            acc,
-            column,
-            fits,
-            DV,
-            BM,
-            MAIN,
-            CHUNK,
-        )
-    for level in range(DEPTH):
-        shared = tl.load(LEVELS + (level * sequences + s) * 2)
-        if shared >= 0:
-            segment = S_SEGMENTS + tl.load(S_PLACES + shared) * WIDTH
-            row = (tl.load(LEVELS + (level * sequences + s) * 2 + 1) + i) * GROUP + head % GROUP
-            tile = head // GROUP * tl.cdiv(tl.load(segment + COUNT) * GROUP, S_BM) + row // S_BM
-            peak, weight, acc = _join(
-                S_PART, S_PART_LSE, segment, S_TOTALS, tile, row % S_BM, peak, weight, acc,
-                column, fits, DV, S_BM, S_MAIN, CHUNK,
-            )  # fmt: skip
-    _finish(
-        OUT, LSE, SINKS, token, head, peak, weight, acc, column, fits, out_token, out_head, lse_token, SINK
-    )

@@ -6,77 +6,86 @@ The rule for tiles is one function of the shape and the rows; nothing is searche
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 
-from . import triton_attention as kernels
 from .reference import Mask
-from .shapes import Shape, split_dim
+from .shapes import QUANTISED, Shape, split_dim
+from .triton_attention import attend_tiles
+from .triton_worklist import merge_levels, merge_split
 
 __all__ = ["Layer", "Tile", "WorkList", "choose_tile"]
 
 SPANS = {"full": 0, "sliding": 1, "chunked": 2}
-SHARED_MEMORY = 220 * 1024
+UNIT_BYTES = 36 * 1024
+"""Keys and values of one unit, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a launch cuts its work: `rows` of queries by `tokens`, warps and stages of a program, `main` programs that
-    run at once and share most of the work equally, `extra` ones that take the rest as the first end, and the units
-    each takes at least."""
+    """How a launch cuts its work: `rows` of queries by `tokens`, warps and stages of a program, and how many programs
+    run at once. `least` units go to a program at the least, and a tile costs `toll` more than it has."""
 
     rows: int
     tokens: int
     warps: int
     stages: int
-    main: int
-    extra: int = 0
-    least: int = 2
-    share: int = 85
-
-    @property
-    def programs(self) -> int:
-        return self.main + self.extra
-
-
-@lru_cache(maxsize=8)
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # the interpreter: enough to split everything
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    programs: int
+    least: int = 4
+    toll: int = 2
+    registers: int | None = None
 
 
 def choose_tile(shape: Shape, rows: int, device: torch.device) -> Tile:
-    """The tile for `rows` query rows a KV head."""
-    wide = max(shape.k_dim, shape.v_dim)
-    most = 64 if wide > 256 else 128
-    height = min(most, max(8, triton.next_power_of_2(rows)))
-    tokens = 64 if wide <= 128 else 32
-    warps = 8 if (wide > 256 and height > 16) or (wide > 128 and height > 64) else 4
-    stages = 3
-    size = shape.dtype.itemsize
-    held = stages * tokens * (shape.k_dim + (0 if shape.latent else shape.v_dim)) * size
-    held += height * shape.k_dim * 2
-    each = max(1, min(16 // warps, SHARED_MEMORY // held, 2 if height >= 64 else 4))
+    """The tile for `rows` query rows a KV head: one rule, found on an H200.
+
+    Few rows are bound by memory: a unit of about 32 KiB, three of them under way, two programs on a processor. 8 bits
+    need more programs to hide what they compute. Many rows are bound by arithmetic: tall tiles, one or two programs.
+    """
+    each = (shape.k_dim + (0 if shape.latent else shape.v_dim)) * shape.dtype.itemsize
+    tokens = min(128, max(16, 1 << (UNIT_BYTES // each).bit_length() - 1))
     if device.type != "cuda":
-        tokens = 16
-    return Tile(height, tokens, warps, stages, _processors(device) * each)
+        # The interpreter: small, so that everything is split.
+        return Tile(
+            min(64, max(16, triton.next_power_of_2(rows))),
+            32 if shape.dtype in QUANTISED else 16,
+            4,
+            2,
+            8,
+            1,
+            1,
+        )
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    wide = max(shape.k_dim, shape.v_dim)
+    if rows > 32:
+        height = 64 if rows <= 64 or wide > 256 else 128
+        if wide > 128:
+            return Tile(height, 32, 8, 2, processors, 2, 1)
+        return Tile(
+            height, height, 4 if height == 64 else 8, 3, processors * (2 if height == 64 else 1), 2, 1
+        )
+    if shape.dtype in QUANTISED:
+        return Tile(max(8, triton.next_power_of_2(rows)), tokens, 4, 4, processors * 3, 2, 1, 168)
+    stages = 5 if shape.dtype.itemsize == 2 and not shape.latent else 3
+    return Tile(
+        max(16, triton.next_power_of_2(rows)), tokens, 4, stages, processors * (1 if shape.latent else 2)
+    )
 
 
 class WorkList:
-    """The device memory of one work list: segments in line, where programs begin, and room for their pieces."""
+    """The device memory of one work list: segments in line, where lanes begin, and room for their pieces."""
 
-    def __init__(self, tile: Tile, segments: int, tiles: int, v_dim: int, device: torch.device) -> None:
+    def __init__(self, tile: Tile, shape: Shape, segments: int, tiles: int, device: torch.device) -> None:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.tile, self.capacity = tile, segments
+        self.lanes = max(1, tile.programs // shape.kv_heads)
         self.segments, self.places = ints(segments, 8), ints(segments)
-        self.firsts, self.totals = ints(tile.programs), ints(3)
-        pieces = (tiles + tile.programs) * tile.rows
-        self.parts = torch.empty((pieces, v_dim), dtype=torch.float32, device=device)
+        self.firsts, self.totals = ints(self.lanes), ints(2)
+        pieces = (tiles + self.lanes) * shape.kv_heads * tile.rows
+        self.parts = torch.empty((pieces, shape.v_dim), dtype=torch.float32, device=device)
         self.part_lse = torch.empty(pieces, dtype=torch.float32, device=device)
 
     @property
@@ -86,17 +95,15 @@ class WorkList:
     def cut(self, shape: Shape) -> dict[str, int]:
         """The constants by which the planning kernels lay out this list."""
         return {
-            "PROGRAMS": self.tile.programs,
-            "MAIN": self.tile.main,
-            "SHARE": self.tile.share if self.tile.extra else 100,
+            "LANES": self.lanes,
             "LEAST": self.tile.least,
-            "HEADS": shape.kv_heads,
+            "TOLL": self.tile.toll,
             "GROUP": shape.group,
             "PAGE": shape.block_tokens,
             "BM": self.tile.rows,
             "BN": self.tile.tokens,
             "CAPACITY": triton.next_power_of_2(self.capacity),
-            # A comparison of programs with segments at a time, kept within registers.
+            # A comparison of lanes with segments at a time, kept within registers.
             "STEP": max(1, min(128, 8192 // triton.next_power_of_2(self.capacity))),
         }
 
@@ -136,7 +143,12 @@ class Layer:
         v_scale = self.q if self.v_scale is None else self.v_scale
         dk0, dk1 = split_dim(shape.k_dim)
         dv0, dv1 = split_dim(shape.v_dim)
-        kernels.attend_tiles[(tile.programs,)](
+        turned, small = v.stride(3) != 1, tile.rows < 64
+        # Tensor cores take 8 bits as they are, 32 at a time along what is summed.
+        native = (
+            shape.dtype in QUANTISED and turned and small and (dk1 == 0 or dk1 >= 32) and tile.tokens >= 32
+        )
+        attend_tiles[(work.lanes * shape.kv_heads,)](
             q, k, v, k_scale, v_scale, self.out, self.lse, work.parts, work.part_lse, work.segments, work.firsts, work.totals,
             self.tokens if members is None else members, self.tokens, self.tables,
             q if mask.sinks is None else mask.sinks,
@@ -151,37 +163,34 @@ class Layer:
             BM=tile.rows, BN=tile.tokens, SPAN=SPANS[mask.span.kind], SIZE=mask.span.size,
             SHARED=members is not None, BOUNDS=bounds, TREE=mask.trees is not None, SOFTCAP=mask.softcap is not None,
             SINK=mask.sinks is not None, SCALES=self.scales, LATENT=shape.latent,
-            TURNED=v.stride(3) != 1, DIRECT=direct,
-            EXACT=q.dtype == torch.float32, HALF=shape.dtype == torch.float8_e4m3fn, PHASES=phases or v.stride(3) != 1,
-            STAGES=tile.stages, OVERLAP=q.is_cuda, SMALL=tile.rows < 64, MAIN=tile.main, BESIDE=beside and q.is_cuda,
-            num_warps=tile.warps, **(_overlapped(q) if beside else {}),
+            TURNED=turned, DIRECT=direct,
+            EXACT=q.dtype == torch.float32, HALF=shape.dtype == torch.float8_e4m3fn, PHASES=phases or (turned and shape.dtype != torch.int8),
+            STAGES=tile.stages, OVERLAP=q.is_cuda, SMALL=small, TOLL=tile.toll, BESIDE=beside and q.is_cuda,
+            NATIVE=native, num_warps=tile.warps, maxnreg=tile.registers, **(_overlapped(q) if beside else {}),
         )  # fmt: skip
 
     def merge_split(self, work: WorkList, starts: torch.Tensor, queries: int) -> None:
         """Join the pieces of tiles that were cut. On a GPU it starts while `tiles` still runs, and waits in place."""
         shape, tile = self.shape, work.tile
-        kernels.merge_split[(tile.programs, min(tile.rows, queries * shape.group))](
+        merge_split[(work.lanes, shape.kv_heads, min(tile.rows, queries * shape.group))](
             self.out, self.lse, work.parts, work.part_lse, *work.line, starts,
             self.q if self.mask.sinks is None else self.mask.sinks, starts.numel() - 1,
             self.out.stride(0), self.out.stride(1), self.lse.stride(0),
             HEADS=shape.kv_heads, GROUP=shape.group, DV=shape.v_dim, COLUMNS=triton.next_power_of_2(shape.v_dim),
-            BM=tile.rows, SINK=self.mask.sinks is not None, CHUNK=16, PROGRAMS=tile.programs, MAIN=tile.main,
+            BM=tile.rows, SINK=self.mask.sinks is not None, CHUNK=64, LANES=work.lanes,
             OVERLAP=self.q.is_cuda, num_warps=4, **_overlapped(self.q),
         )  # fmt: skip
 
-    def merge_levels(
-        self, own: WorkList, shared: WorkList, levels: torch.Tensor, starts: torch.Tensor
-    ) -> None:
+    def merge_levels(self, own: WorkList, shared: WorkList, sources: torch.Tensor) -> None:
         """Join every query's own pieces with those of the shared segments above it."""
         shape = self.shape
-        kernels.merge_levels[(self.q.shape[0], shape.heads)](
-            self.out, self.lse, own.parts, own.part_lse, own.segments, own.totals,
-            shared.parts, shared.part_lse, shared.segments, shared.totals, own.places, shared.places, levels, self.tokens, starts,
-            self.q if self.mask.sinks is None else self.mask.sinks, levels.shape[1],
+        merge_levels[(self.q.shape[0], shape.heads)](
+            self.out, self.lse, own.parts, own.part_lse, own.totals, shared.parts, shared.part_lse, shared.totals,
+            sources, self.q if self.mask.sinks is None else self.mask.sinks,
             self.out.stride(0), self.out.stride(1), self.lse.stride(0),
-            GROUP=shape.group, DV=shape.v_dim, COLUMNS=triton.next_power_of_2(shape.v_dim), BM=own.tile.rows,
-            S_BM=shared.tile.rows, DEPTH=levels.shape[0], SINK=self.mask.sinks is not None, CHUNK=16,
-            MAIN=own.tile.main, S_MAIN=shared.tile.main, OVERLAP=self.q.is_cuda, num_warps=2, **_overlapped(self.q),
+            HEADS=shape.kv_heads, GROUP=shape.group, DV=shape.v_dim, COLUMNS=triton.next_power_of_2(shape.v_dim),
+            BM=own.tile.rows, S_BM=shared.tile.rows, DEPTH=sources.shape[1] - 1, SINK=self.mask.sinks is not None,
+            CHUNK=4, OVERLAP=self.q.is_cuda, num_warps=1, **_overlapped(self.q),
         )  # fmt: skip
 
 
