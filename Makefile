@@ -5,15 +5,16 @@ TORCH ?= torch==2.13.0
 MODEL ?= gemma-3-27b
 PLAN ?= --context 32768 --concurrency 16 --gpu-memory 80GiB
 FUZZ_SECONDS ?= 600
+GPU_PYTHON ?= python3
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvloom-setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint format plan serve bench fuzz clean
+.PHONY: help setup test test-gpu lint format plan serve bench fuzz clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP) ## a virtual environment in .venv with everything the tests need
 
@@ -27,6 +28,11 @@ $(STAMP): pyproject.toml src/kvloom/core/_native.c
 
 test: setup lint ## lint, formatting, types and tests (under 15 minutes on two cores)
 	$(BIN)/python -m pytest -m "not slow" --durations=10
+
+test-gpu: ## the kernel tests on this machine's GPU, by the Python that has its torch: GPU_PYTHON=python3
+	@if $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then \
+		ls tests/kernels/test_*.py | PYTHONPATH=src xargs -P 8 -I FILE $(GPU_PYTHON) -m pytest -q -p no:cacheprovider FILE; \
+	else echo "test-gpu: skipped, $(GPU_PYTHON) has no torch that sees a CUDA GPU"; fi
 
 lint: setup ## lint, formatting and types alone
 	$(BIN)/ruff check .
@@ -44,7 +50,7 @@ serve: setup ## the server, once it exists; today it shows `kvloom plan` on an e
 	@echo "kvloom has no server yet. What it can do today is plan memory; an example:"
 	@$(BIN)/kvloom plan $(MODEL) $(PLAN)
 
-bench: setup ## the bookkeeping benchmark, beside vLLM and SGLang where they are installed
+bench: setup ## the bookkeeping benchmark, beside vLLM and SGLang where they are installed (GPU: kvloom bench kernels)
 	@$(BIN)/kvloom bench index
 
 fuzz: setup ## property tests with new examples, pass after pass until FUZZ_SECONDS are spent

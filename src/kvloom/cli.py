@@ -141,7 +141,11 @@ def _show_plan(args: argparse.Namespace) -> int:
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("benchmark", choices=["index"], help="index: names, match, allocate, publish, evict")
+    parser.add_argument(
+        "benchmark",
+        choices=["index", "kernels"],
+        help="index: names, match, allocate, publish, evict (CPU); kernels: attention, writes, copies (GPU)",
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the benchmark (try --help)")
 
 

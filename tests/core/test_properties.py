@@ -61,6 +61,7 @@ class Machine(RuleBasedStateMachine):
         shares=st.booleans(),
         quota=st.sampled_from([None, 30]),
         listen=st.booleans(),
+        elastic=st.booleans(),
     )
     def start(
         self,
@@ -73,13 +74,23 @@ class Machine(RuleBasedStateMachine):
         shares: bool,
         quota: int | None,
         listen: bool,
+        elastic: bool,
     ) -> None:
         self.kind = kind
         names = ("", "gold", "free") if shares else ()
         slab = make_world(kind, 40, block).cache.layout.slab_bytes
         declared = [Tenant(n, None if quota is None else quota * slab, 1.0) for n in names]
         snapshots = Snapshots(every_blocks=every, before_last=before_last)
-        self.world = make_world(kind, slabs, block, policy=policy, tenants=declared, snapshots=snapshots)
+        self.elastic = elastic
+        self.world = make_world(
+            kind,
+            slabs,
+            block,
+            policy=policy,
+            tenants=declared,
+            snapshots=snapshots,
+            reserved=slabs + 50 if elastic else None,
+        )
         self.shares = shares
         self.roomy = slabs == 3000 and quota is None
         self.pins: list[object] = []
@@ -130,8 +141,14 @@ class Machine(RuleBasedStateMachine):
         self.world.opened.append(Open(sequence, seen[: match.resume], seen, control, media))
 
     @precondition(lambda self: self.world.opened)
-    @rule(pick=st.integers(0, 9), n=st.integers(1, 70), keep=st.integers(0, 70), token=st.integers(0, 2))
-    def step(self, pick: int, n: int, keep: int, token: int) -> None:
+    @rule(
+        pick=st.integers(0, 9),
+        n=st.integers(1, 70),
+        keep=st.integers(0, 70),
+        token=st.integers(0, 2),
+        squeeze=st.sampled_from([0, 0, 0, 0.2, 1.0]),
+    )
+    def step(self, pick: int, n: int, keep: int, token: int, squeeze: float) -> None:
         """A chunk of prefill, a decoded token, or a draft of which some tokens are accepted."""
         item = self.world.opened[pick % len(self.world.opened)]
         seq = item.sequence
@@ -144,6 +161,9 @@ class Machine(RuleBasedStateMachine):
             assert self.shares or evicted == self.cache.room.evictions
             assert before == (seq.length, seq.reserve, self.cache.rows.tables[:, seq.row].tobytes())
             return
+        if self.elastic:  # while copies are pending
+            self.world.shrink(int(squeeze * self.cache.pool.slabs))
+            self.cache.check()
         accepted = tokens if left else tokens[: max(1, keep)]
         if self.cache.has_states and seq.boundary is not None:
             accepted = accepted[: max(1, seq.boundary - seq.length)]
@@ -247,6 +267,27 @@ class Machine(RuleBasedStateMachine):
     @rule(session=st.sampled_from(["s1", "s2"]))
     def end_session(self, session: str) -> None:
         self.cache.end_session(session)
+
+    @precondition(lambda self: self.elastic)
+    @rule(share=st.sampled_from([0.1, 0.5, 1.0]))
+    def grow(self, share: float) -> None:
+        pool = self.cache.pool
+        self.world.grow(int(share * (pool.reserved - pool.slabs)))
+
+    @precondition(lambda self: self.elastic)
+    @rule(share=st.sampled_from([0.02, 0.1, 0.5, 1.0]))
+    def shrink(self, share: float) -> None:
+        """Take slabs, by halves or to the last; once the copies have run only held pages stand in the way."""
+        pool, room = self.cache.pool, self.cache.room
+        asked = int(share * pool.slabs)
+        before = [item.sequence.length for item in self.world.opened]
+        taken = self.world.shrink(asked)
+        self.world.run_copies()
+        taken += self.world.shrink(asked - taken)
+        assert before == [item.sequence.length for item in self.world.opened]
+        if taken < asked:
+            stuck = room._with_stuck([0] * len(pool.classes))
+            assert pool.slabs - 1 <= pool.fewest_slabs(stuck)
 
     @invariant()
     def holds(self) -> None:

@@ -85,8 +85,36 @@ class World:
     bytes_: dict[tuple[int, int], dict[object, bytes]] = field(default_factory=dict)
     opened: list[Open] = field(default_factory=list)
     stored: list[tuple[bytes, list[int]]] = field(default_factory=list)
+    mapped: set[int] = field(default_factory=set)
+    """Slabs that have memory; the rest must not be touched."""
+
+    def __post_init__(self) -> None:
+        self.mapped = set(range(self.cache.pool.slabs))
 
     # -- what an engine does ----------------------------------------------------------------------
+
+    def grow(self, n: int) -> None:
+        slabs = self.cache.absent(n).tolist()
+        assert len(slabs) == n
+        assert self.mapped.isdisjoint(slabs)
+        self.mapped.update(slabs)
+        self.cache.grow(slabs)
+
+    def shrink(self, n: int) -> int:
+        """Take slabs out and forget what was in them; returns how many."""
+        slabs = self.cache.shrink(n).tolist()
+        assert len(set(slabs)) == len(slabs) <= n
+        assert 0 not in slabs
+        assert self.mapped.issuperset(slabs)
+        self.mapped.difference_update(slabs)
+        for c in self.cache.pool.classes:
+            for page in [p for cls, p in self.bytes_ if cls == c.index and p // c.per_slab in slabs]:
+                del self.bytes_[c.index, page]
+        return len(slabs)
+
+    def _touch(self, cls: int, page: int) -> None:
+        slab = page // self.cache.pool.classes[cls].per_slab
+        assert slab in self.mapped, f"page {page} of class {cls} has no memory"
 
     def run_copies(self) -> None:
         strides = {self.cache.layout.slab_bytes // c.per_slab: c.index for c in self.cache.pool.classes}
@@ -94,6 +122,8 @@ class World:
             cls = strides[batch.page_stride]
             assert not set(batch.source.tolist()) & set(batch.target.tolist())
             assert len(set(batch.target.tolist())) == batch.target.size
+            for page in batch.source.tolist() + batch.target.tolist():
+                self._touch(cls, page)
             moved = [dict(self.bytes_.get((cls, s), {})) for s in batch.source.tolist()]
             for target, content in zip(batch.target.tolist(), moved, strict=True):
                 # A page of another size may have stood here: its bytes are gone.
@@ -110,6 +140,7 @@ class World:
 
     def _write(self, cls: int, page: int, slot: object, value: bytes) -> None:
         assert page > 0, "written to no page"
+        self._touch(cls, page)
         self._wipe(cls, page)
         self.bytes_.setdefault((cls, page), {})[slot] = value
 
@@ -183,10 +214,28 @@ class World:
 
     def check(self) -> None:
         self.cache.check()
+        self._check_memory()
         for item in self.opened:
             self.run_copies()
             self.verify(item)
         self.cache.check()
+
+    def _check_memory(self) -> None:
+        """Pages that anyone names, holds or keeps have memory, and they and the free ones are all of it."""
+        pool, rows = self.cache.pool, self.cache.rows
+        used: set[int] = set()
+        for c in pool.classes:
+            pages = np.flatnonzero((c.held > 0) | (c.kept > 0))
+            used.update((pages // c.per_slab).tolist())
+            assert pages.size == c.held_pages + c.cached_pages
+        assert used <= self.mapped - {0}
+        assert len(used) + pool.free_slabs == len(self.mapped) - 1 == pool.slabs - 1
+        for numbering, tables in (("token", rows.tables), ("state", rows.states)):
+            for column, cls, _ in self._columns(numbering):
+                named = np.unique(tables[column] // pool.classes[cls].per_slab)
+                assert self.mapped.issuperset(named.tolist()), (
+                    f"{numbering} column {column} names lost memory"
+                )
 
 
 def make_world(kind: str, slabs: int, block_tokens: int = 16, **options: object) -> World:

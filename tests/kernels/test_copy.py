@@ -253,11 +253,18 @@ class Device(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.copy_:
-            return self.move(args[1], args[0])
+            return self.move(args[1], args[0], None, None)
         return func(*args, **(kwargs or {}))
 
-    def move(self, source: Any, target: Any, programs: int | None = None) -> None:
-        self.current.queue.append(("do", (source, target)))
+    def move(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        read: torch.Tensor | None,
+        written: torch.Tensor | None,
+        programs: int | None = None,
+    ) -> None:
+        self.current.queue.append(("do", (source, target, read, written)))
 
     def run(self, streams: list[Stream], rng: random.Random) -> None:
         while any(stream.queue for stream in streams):
@@ -266,10 +273,7 @@ class Device(TorchFunctionMode):
             if kind == "record":
                 what.append(True)
             elif kind == "do":
-                (source, read), (target, written) = (
-                    (end.rows, torch.from_numpy(end.ids)) if isinstance(end, copy._Rows) else (end, None)
-                    for end in what
-                )
+                source, target, read, written = what
                 values = source if read is None else source[read]
                 target[torch.arange(len(values)) if written is None else written] = values[
                     : None if written is None else len(written)
@@ -282,6 +286,7 @@ def test_staging_needs_no_luck(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(copy, "_STAGE_BYTES", 32 * rng.randint(1, 4))
     monkeypatch.setattr(copy, "_event", Event)
     monkeypatch.setattr(copy, "_move", device.move)
+    monkeypatch.setattr(copy, "_upload", lambda ids, device: torch.from_numpy(ids))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", device.stream)
     pages = torch.randint(0, 256, (40, 32), dtype=torch.uint8)

@@ -68,7 +68,10 @@ def audit(cache: Parts, pins: Iterable[Pin]) -> None:
         assert (c.kept == keeps).all(), (
             f"class {c.index}: keeps differ at pages {np.flatnonzero(c.kept != keeps)[:8]}"
         )
-    cache.room.pool.check()
+    pool = cache.room.pool
+    pool.check()
+    absent = cache.room.copies.slabs().intersection(pool.absent(pool.reserved - pool.slabs).tolist())
+    assert not absent, f"a pending copy reads or writes the absent slabs {absent}"
     _check_accounts(cache)
 
 
@@ -120,6 +123,9 @@ def _check_accounts(cache: Parts) -> None:
     assert sum(a.used for a in accounts) == used, (
         f"accounts use {sum(a.used for a in accounts)}, pages {used}"
     )
+    shares = sum(a.guaranteed for a in accounts)
+    total = (cache.room.pool.slabs - 1) * cache.layout.slab_bytes
+    assert not shares or abs(shares - total) < 1, f"shares of {shares} in a pool of {total} bytes"
     for account in accounts:
         quota = account.tenant.quota
         assert quota is None or account.used <= quota, f"tenant {account.tenant.name!r} is over its quota"

@@ -44,6 +44,7 @@ _PLAIN = Control()
 class KVCache:
     """See the module. Not thread-safe: one scheduler calls it.
 
+    The pool has `slabs` slabs (slab 0, which is never lent, among them) and can grow to `reserved`.
     Sequences are bounded by `max_sequences` open at once and `max_tokens` each; tables reserve
     address space for both, and memory only as it is used.
     """
@@ -53,6 +54,7 @@ class KVCache:
         layout: PoolLayout,
         slabs: int,
         *,
+        reserved: int | None = None,
         model: str = "",
         policy: str | Policy = "lru",
         max_sequences: int = 256,
@@ -70,7 +72,7 @@ class KVCache:
         self.snapshots = snapshots or Snapshots()
         self.clock: Clock = clock or WallClock()
         self.events = EventBus()
-        self.pool = PagePool([g.pages_per_slab for g in layout.groups], slabs)
+        self.pool = PagePool([g.pages_per_slab for g in layout.groups], slabs, reserved)
         self.pages, self.states, self.media = (self._columns(n) for n in ("token", "state", "media"))
         self.media_ids = MediaIds()
         teller = Teller(layout, self.events, self.media_ids.digest_of)
@@ -259,6 +261,25 @@ class KVCache:
         """Page copies to run, batch after batch, before the next step. Call it once a step."""
         return self.room.copies.take()
 
+    def absent(self, n: int) -> Ids:
+        """`n` slabs that can come: give them memory, then `grow`. Changes nothing."""
+        return self.pool.absent(n)
+
+    def grow(self, slabs: Iterable[int]) -> None:
+        """Absent slabs have memory now and may be lent; shares follow. What is in them does not matter."""
+        self.pool.grow(slabs)
+        self.accounts.share_out((self.pool.slabs - 1) * self.layout.slab_bytes)
+
+    def shrink(self, n: int) -> Ids:
+        """Take up to `n` slabs out of the pool and return them: free ones, then what evicting by policy and
+        moving pages together make free. Shares follow.
+
+        Fewer come where held pages stand in the way, or where copies are pending: a slab that one of them
+        touches can be had after `take_copies`. The engine takes the memory back when every copy and step
+        before this call is done.
+        """
+        return self.room.shrink(n)
+
     def check(self) -> None:
         """Recount every page from scratch; raises AssertionError on the first lie. For tests and idle time."""
         audit(self._parts, self._hints.pins())
@@ -269,6 +290,7 @@ class KVCache:
         pools = self.pool.classes
         return {
             "slabs": total,
+            "reserved_slabs": self.pool.reserved - 1,
             "free_slabs": self.pool.free_slabs,
             "held_pages": sum(c.held_pages for c in pools),
             "cached_pages": sum(c.cached_pages for c in pools),

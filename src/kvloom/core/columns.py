@@ -31,7 +31,7 @@ class Columns:
         self._strides = {c: slab_bytes // pool.classes[c].per_slab for c in self.classes}
         self.row_bytes = sum(self._strides[c] for c in classes)
         self.keepers: dict[int, npt.NDArray[np.object_]] = {
-            c: np.empty(pool.slabs * pool.classes[c].per_slab, object)
+            c: np.empty(pool.reserved * pool.classes[c].per_slab, object)
             for c in self.classes
             if pool.classes[c].per_slab > 1
         }

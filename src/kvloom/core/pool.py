@@ -10,12 +10,13 @@ A page is in one of three states, and the pool counts each in O(1):
 
 Groups whose pages have the same stride share one size class, so their slabs are interchangeable.
 Slab 0 is never lent: page id 0 means "no page" in every table, and padding may point at it.
+Of the `reserved` slabs those without memory are absent: never lent, until `grow` brings them in.
 The pool knows no tokens, names or policies; it moves no bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -76,24 +77,30 @@ class SizeClass:
 
 
 class PagePool:
-    """One pool of `slabs` slabs serving pages of several sizes.
+    """One pool of `slabs` slabs, which may become `reserved`, serving pages of several sizes.
 
     All calls are batched over int32 arrays of page ids, where 0 is no page; a call that fails raises
     before anything has changed. O(1) per page.
     """
 
-    def __init__(self, pages_per_slab: Sequence[int], slabs: int) -> None:
+    def __init__(self, pages_per_slab: Sequence[int], slabs: int, reserved: int | None = None) -> None:
         if slabs < 2:
             raise ValueError(
                 f"a pool of {slabs} slabs cannot lend any: slab 0 is reserved, so give it 2 or more"
             )
         if not pages_per_slab or any(n < 1 for n in pages_per_slab):
             raise ValueError(f"pages_per_slab {tuple(pages_per_slab)} needs positive counts")
+        reserved = slabs if reserved is None else reserved
+        if reserved < slabs:
+            raise ValueError(f"{slabs} slabs do not fit {reserved} reserved: reserve {slabs} or more")
         self.slabs = slabs
+        self.reserved = reserved
         sizes = dict.fromkeys(pages_per_slab)
-        self.classes = tuple(SizeClass(i, per_slab, slabs) for i, per_slab in enumerate(sizes))
+        self.classes = tuple(SizeClass(i, per_slab, reserved) for i, per_slab in enumerate(sizes))
         self.class_of = tuple(list(sizes).index(n) for n in pages_per_slab)
-        self._free: Ids = np.arange(slabs - 1, 0, -1, dtype=np.int32)  # low slabs are lent first
+        # |free slabs|unused: as many places as slabs are lent|absent slabs|; low slabs are lent first.
+        ids = np.arange(reserved, dtype=np.int32)
+        self._free: Ids = np.concatenate((ids[slabs - 1 : 0 : -1], ids[slabs:]))
         self.free_slabs = slabs - 1
         self._slack = 0
 
@@ -102,8 +109,11 @@ class PagePool:
     def missing_slabs(self, needs: Sequence[int]) -> int:
         """Slabs lacking for `needs[c]` more held pages of each class once everything cached is evicted
         and live pages are moved together. 0 means it can be done. Exact, O(classes)."""
-        wanted = sum(-(-(c.held_pages + n) // c.per_slab) for c, n in zip(self.classes, needs, strict=True))
-        return max(0, wanted - (self.slabs - 1))
+        return max(0, self.fewest_slabs(needs) - (self.slabs - 1))
+
+    def fewest_slabs(self, needs: Sequence[int]) -> int:
+        """Slabs that the held pages and `needs[c]` more of each class fill when they are moved together."""
+        return sum(-(-(c.held_pages + n) // c.per_slab) for c, n in zip(self.classes, needs, strict=True))
 
     def lacking(self, needs: Sequence[int]) -> int:
         """Slabs that must come free before `allocate` can serve `needs` as things stand. If none, the
@@ -274,11 +284,52 @@ class PagePool:
         c.held[old] = c.kept[old] = c.used[slab] = 0
         self._give_back(c, np.array([slab], np.int32))
 
+    # -- growing and shrinking -----------------------------------------------------------------
+
+    def absent(self, n: int) -> Ids:
+        """`n` slabs to give memory to before they `grow` the pool, the lowest first. O(reserved), as are
+        `grow` and `shrink`."""
+        absent = np.sort(self._free[self.slabs - 1 :])
+        if not 0 <= n <= absent.size:
+            raise ValueError(
+                f"cannot grow by {n} slabs: {self.slabs} of {self.reserved} reserved are in the pool, so ask for "
+                f"{absent.size} at most or reserve more"
+            )
+        return absent[:n]
+
+    def grow(self, slabs: Iterable[int]) -> None:
+        """Absent slabs that have memory now may be lent from here on."""
+        coming = np.unique(np.fromiter(slabs, np.int64))
+        absent = self._free[self.slabs - 1 :]
+        wrong = np.setdiff1d(coming, absent)
+        if wrong.size:
+            raise ValueError(f"slab {wrong[0]} is not absent: `absent` names slabs that can come")
+        rest = absent[~np.isin(absent, coming)]
+        self._free[self.free_slabs : self.free_slabs + coming.size] = coming[::-1]
+        self.free_slabs += coming.size
+        self.slabs += coming.size
+        self._free[self.slabs - 1 :] = rest
+
+    def shrink(self, n: int, spared: Collection[int] = ()) -> Ids:
+        """Take out up to `n` free slabs, the highest first, but none of `spared`; returns those taken."""
+        if n < 0:
+            raise ValueError(f"cannot shrink by {n} slabs")
+        free = self._free[: self.free_slabs]
+        loose = np.setdiff1d(free, np.fromiter(spared, np.int32))
+        taken = loose[max(0, loose.size - n) :]
+        left = free[~np.isin(free, taken)]
+        self.free_slabs = left.size
+        self._free[: left.size] = left
+        self.slabs -= taken.size
+        self._free[self.slabs - 1 : self.slabs - 1 + taken.size] = taken
+        self._slack = 0  # what `lacking` counted may be gone
+        return taken
+
     # -- truth -----------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Recount everything; raises AssertionError on the first lie. Walks the pool: for tests and idle time."""
-        lent = 0
+        owners = np.zeros(self.reserved, np.int32)
         for c in self.classes:
             held, cached = int((c.held > 0).sum()), int(((c.held == 0) & (c.kept > 0)).sum())
             assert (c.held >= 0).all() and (c.kept >= 0).all(), f"class {c.index}: negative count"
@@ -288,15 +339,20 @@ class PagePool:
             )
             total = c.lent_slabs * c.per_slab
             assert held + cached + c.free_pages == total, f"class {c.index}: pages are not conserved"
+            busy = ((c.held > 0) | (c.kept > 0)).reshape(self.reserved, c.per_slab).sum(1)
+            assert int((busy > 0).sum()) == c.lent_slabs, f"class {c.index}: lent slabs are miscounted"
+            owners += busy > 0
             if c.per_slab > 1:
-                busy = ((c.held > 0) | (c.kept > 0)).reshape(self.slabs, c.per_slab).sum(1)
                 assert (busy == c.used).all(), f"class {c.index}: used counts are wrong"
                 for free, slabs in enumerate(c.partial):
                     assert all(c.per_slab - int(c.used[s]) == free for s in slabs), (
                         f"class {c.index}: partial lists"
                     )
                 assert sum(map(len, c.partial)) == int(((busy > 0) & (busy < c.per_slab)).sum())
-            lent += c.lent_slabs
+        lent = int(owners.sum())
         assert lent + self.free_slabs == self.slabs - 1, "slabs are not conserved"
-        stack = self._free[: self.free_slabs]
-        assert len(set(stack.tolist())) == stack.size and bool((stack > 0).all()), "a slab is free twice"
+        np.add.at(owners, self._free[: self.free_slabs], 1)
+        np.add.at(owners, self._free[self.slabs - 1 :], 1)
+        assert not owners[0], "slab 0 is lent, free or absent"
+        wrong = np.flatnonzero(owners[1:] != 1) + 1
+        assert not wrong.size, f"slabs {wrong[:8]} are not one of lent, free and absent"

@@ -82,6 +82,17 @@ class Copies:
     def held_rows(self) -> list[tuple[Columns, Ids]]:
         return [(columns, rows) for columns, rows, _ in self._held]
 
+    def slabs(self) -> set[int]:
+        """Slabs that copies yet to be taken may read or write, free ones among them. O(copies)."""
+        pages = [
+            (cls, page) for cls, pairs in enumerate(self._pending) for pair in pairs.items() for page in pair
+        ]
+        slabs = {page // self._per_slab[cls] for cls, page in pages}
+        for batch in self._batches:
+            per_slab = self._slab_bytes // batch.page_stride
+            slabs.update((batch.source // per_slab).tolist(), (batch.target // per_slab).tolist())
+        return slabs
+
     def _close_batch(self) -> None:
         for cls, pending in enumerate(self._pending):
             if pending:
@@ -183,17 +194,35 @@ class Room:
             over = -(-account.over_quota(want) // self.slab_bytes)
             if not self._evict_from(account, over, now):
                 return self._pages(account.over_quota(want), needs)
-        while True:
-            lacking = self.pool.lacking(needs)
-            if not lacking:
-                return 0
+        lacking = self._free_slabs(account, partial(self.pool.lacking, needs), now)
+        return self._pages(lacking * self.slab_bytes, needs) if lacking else 0
+
+    def shrink(self, n: int) -> Ids:
+        """Take up to `n` slabs out of the pool: free ones, and by evicting and moving as for a request;
+        returns those taken. Held pages stay, and so do slabs that pending copies touch."""
+        if n < 0:
+            raise ValueError(f"cannot shrink by {n} slabs")
+        self.release_expired()
+        total = self.pool.slabs - 1
+        goal = min(n, total - self.pool.fewest_slabs([0] * len(self.pool.classes)))
+        self.accounts.share_out((total - goal) * self.slab_bytes)
+        self._free_slabs(None, lambda: max(0, goal - self.pool.free_slabs), self.clock.now())
+        taken = self.pool.shrink(goal, self.copies.slabs())
+        self.accounts.share_out((self.pool.slabs - 1) * self.slab_bytes)
+        return taken
+
+    def _free_slabs(self, account: Account | None, lacking: Callable[[], int], now: float) -> int:
+        """Evict and move for `account`, or for the pool itself, until no slab is lacking; returns how many
+        still are when nothing more can leave."""
+        while slabs := lacking():
             if self._gather(cheaply=True):
                 continue
             victim = self.accounts.victim(account, now)
             if victim is not None:
-                self._evict_from(victim, self._fair(account, victim, lacking), now)
+                self._evict_from(victim, self._fair(account, victim, slabs), now)
             elif not self._gather(cheaply=False):
-                return self._pages(lacking * self.slab_bytes, needs)
+                break
+        return slabs
 
     def _with_stuck(self, needs: Sequence[int]) -> list[int]:
         """`needs` and the cached pages that cannot leave: where a prompt that someone stands on parts from
@@ -226,7 +255,7 @@ class Room:
         given = (min(a.used - a.held, a.used - int(a.guaranteed)) for a in others)
         return free + account.used - account.held + sum(max(0, size) for size in given)
 
-    def _fair(self, requester: Account, victim: Account, slabs: int) -> int:
+    def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
         """How many of `slabs` another tenant can give without falling below its share."""
         if victim is requester or not victim.guaranteed:
             return slabs

@@ -19,7 +19,7 @@ class Tenant:
     """`quota` is the most bytes of the pool it may use; `weight` its share when the pool is full.
 
     A tenant at or below its share (weight over the sum of weights) loses nothing to others. Weight
-    0 claims no share.
+    0 claims no share. Shares follow the size of the pool, quotas do not.
     """
 
     name: str
@@ -73,22 +73,32 @@ class Accounts:
         declared = {tenant.name: tenant for tenant in tenants}
         declared.setdefault(self.DEFAULT, Tenant(self.DEFAULT))
         self.accounts = {name: Account(tenant, policy) for name, tenant in declared.items()}
-        weights = sum(tenant.weight for tenant in declared.values())
+        self.share_out(pool_bytes)
+
+    def share_out(self, pool_bytes: int) -> None:
+        """The pool has so many bytes (now): everyone's share of it. O(tenants)."""
+        weights = sum(account.tenant.weight for account in self.accounts.values())
         for account in self.accounts.values():
             account.guaranteed = pool_bytes * account.tenant.weight / weights if weights else 0.0
 
     def __getitem__(self, tenant: str) -> Account:
         return self.accounts.get(tenant) or self.accounts[self.DEFAULT]
 
-    def victim(self, requester: Account, now: float) -> Account | None:
+    def victim(self, requester: Account | None, now: float) -> Account | None:
         """Whose entry leaves next so that `requester` gets room: spares first, then the smallest key
-        among the requester and those above their share. O(tenants)."""
+        among the requester and those above their share. For the pool itself (None), which outranks
+        shares, anyone's where those have nothing. O(tenants)."""
         if len(self.accounts) == 1:
-            return requester if requester.queue.spares or len(requester.queue) else None
+            only = requester or self.accounts[self.DEFAULT]
+            return only if only.queue.spares or len(only.queue) else None
+        accounts = self.accounts.values()
+        victim = self._first((a for a in accounts if a is requester or a.used > a.guaranteed), now)
+        return self._first(accounts, now) if victim is None and requester is None else victim
+
+    @staticmethod
+    def _first(accounts: Iterable[Account], now: float) -> Account | None:
         best = None
-        for account in self.accounts.values():
-            if account is not requester and account.used <= account.guaranteed:
-                continue
+        for account in accounts:
             if account.queue.spares:
                 return account
             key = account.queue.peek(now)

@@ -176,7 +176,9 @@ class Copier:
             )
         elif method == "kernel":
             with torch.cuda.stream(stream):
-                _move(source, target, _LINK_PROGRAMS)
+                device = self._pages.device
+                ids = _upload(source.ids, device), _upload(target.ids, device)
+                _move(source.rows, target.rows, *ids, _LINK_PROGRAMS)
         elif source.rows is self._pages:
             way.gather(source, target, stream)
         else:
@@ -238,10 +240,13 @@ class _Way:
     def gather(self, source: _Rows, target: _Rows, stream: torch.cuda.Stream) -> None:
         """Pack on one stream, copy on the other."""
         self._packer.wait_stream(stream)
+        with torch.cuda.stream(self._packer):
+            # All at once: an upload from ordinary memory waits for what its stream has still to do.
+            ids = _upload(source.ids, self._device)
         for part, stage, free in self._parts(len(source.ids), source.rows.shape[1]):
             with torch.cuda.stream(self._packer):
                 self._packer.wait_event(free)
-                _move(_Rows(source.rows, source.ids[part]), stage)
+                _move(source.rows, stage, ids[part], None)
             stream.wait_stream(self._packer)
             with torch.cuda.stream(stream):
                 for at, row, count in _runs(target.ids[part], target.rows):
@@ -250,6 +255,9 @@ class _Way:
 
     def scatter(self, source: _Rows, target: _Rows, stream: torch.cuda.Stream) -> None:
         """Copy on one stream, unpack on the other."""
+        self._packer.wait_stream(stream)
+        with torch.cuda.stream(self._packer):
+            ids = _upload(target.ids, self._device)
         for part, stage, free in self._parts(len(target.ids), target.rows.shape[1]):
             with torch.cuda.stream(stream):
                 stream.wait_event(free)
@@ -257,7 +265,7 @@ class _Way:
                     stage[at : at + count].copy_(source.rows[row : row + count], non_blocking=True)
             self._packer.wait_stream(stream)
             with torch.cuda.stream(self._packer):
-                _move(stage, _Rows(target.rows, target.ids[part]))
+                _move(stage, target.rows, None, ids[part])
                 free.record(self._packer)
         stream.wait_stream(self._packer)
 
@@ -276,17 +284,21 @@ class _Way:
             yield slice(first, first + each), buffer[: each * row_bytes].view(each, row_bytes), free
 
 
-def _move(source: _Rows | torch.Tensor, target: _Rows | torch.Tensor, programs: int | None = None) -> None:
-    """Rows to rows by a kernel on the current stream; a plain tensor stands for all its first rows."""
+def _move(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_ids: torch.Tensor | None,
+    target_ids: torch.Tensor | None,
+    programs: int | None = None,
+) -> None:
+    """Rows to rows by a kernel on the current stream; without ids (on the device) the first rows are meant."""
     from .triton_copy import move
 
-    ends = [end.rows if isinstance(end, _Rows) else end for end in (source, target)]
-    device = next((end.device for end in ends if end.is_cuda), ends[0].device)
-    ids = [_upload(end.ids, device) if isinstance(end, _Rows) else None for end in (source, target)]
-    count = max(0 if of is None else len(of) for of in ids)
-    strides = ends[0].stride(0), ends[1].stride(0)
+    device = source.device if source.is_cuda else target.device
+    count = max(0 if ids is None else len(ids) for ids in (source_ids, target_ids))
+    strides = source.stride(0), target.stride(0)
     programs = programs or _multiprocessors(device)
-    move(ends[0], ends[1], ids[0], ids[1], count, ends[0].shape[1], *strides, programs)
+    move(source, target, source_ids, target_ids, count, source.shape[1], *strides, programs)
 
 
 def _pages(buffer: torch.Tensor, page_stride: int, page_bytes: int) -> torch.Tensor:

@@ -30,8 +30,8 @@ MOST_QUERIES = 64
 class DecodePlan:
     """Attention of up to `sequences` rows of up to `queries` query tokens each, under one span.
 
-    With `sharing`, runs of pages that several sequences share are read once; what it holds when `make` is called
-    counts. `tile` and `shared_tile` replace the rule for tiles.
+    With `sharing`, runs of pages that several sequences share are read once: what it holds when `make` is called counts,
+    and where it holds nothing this is plain decode. `tile` and `shared_tile` replace the rule for tiles.
     """
 
     def __init__(
@@ -60,16 +60,20 @@ class DecodePlan:
         self.device = torch.device(device)
         self.sharing = sharing
         rows = queries * shape.group
-        self.own = self._list(tile or choose_tile(shape, rows, self.device), sequences, sequences, rows)
-        self.shared: WorkList | None = None
+        plain = tile or choose_tile(shape, rows, self.device)
+        self.plain = self._list(plain, sequences, sequences, rows)
+        self.own, self.shared = self.plain, self.plain
         if sharing is not None:
-            chosen = shared_tile or choose_tile(shape, sequences * rows, self.device)
-            self.shared = self._list(chosen, sharing.segments, sharing.depth, sequences * rows)
+            own = tile or choose_tile(shape, rows, self.device, beside=True)
+            tall = shared_tile or choose_tile(shape, sequences * rows, self.device, beside=True)
+            self.own = self._list(own, sequences, sequences, rows)
+            self.shared = self._list(tall, sharing.segments, sharing.depth, sequences * rows)
         most = sequences * queries
         self.tokens = torch.zeros((most, 4), dtype=torch.int32, device=self.device)
         depth = 0 if sharing is None else sharing.depth
         self.sources = torch.zeros((most, 1 + depth, 4), dtype=torch.int32, device=self.device)
         self._starts: torch.Tensor | None = None
+        self._shares = False
 
     def _list(self, tile: Tile, segments: int, times: int, rows: int) -> WorkList:
         return WorkList(
@@ -88,12 +92,14 @@ class DecodePlan:
             )
         self._starts = starts
         sharing = self.sharing
+        self._shares = sharing is not None and sharing.holds > 0
+        work = self.own if self._shares else self.plain
         plan_rows[(1,)](
-            starts, lengths, lengths if sharing is None else sharing.begin, *self.own.line, self.tokens, rows,
-            SPAN=SPANS[self.span.kind], SIZE=self.span.size, QUERIES=self.queries, BEGIN=sharing is not None,
-            num_warps=8, **self.own.cut(self.shape),
+            starts, lengths, sharing.begin if sharing is not None else lengths, *work.line, self.tokens, rows,
+            SPAN=SPANS[self.span.kind], SIZE=self.span.size, QUERIES=self.queries, BEGIN=self._shares,
+            num_warps=8, **work.cut(self.shape),
         )  # fmt: skip
-        if sharing is not None and self.shared is not None:
+        if sharing is not None and self._shares:
             plan_segments[(1,)](
                 sharing.given, sharing.number, *self.shared.line, num_warps=8, **self.shared.cut(self.shape)
             )
@@ -139,9 +145,9 @@ class DecodePlan:
         # A single query sees its whole segment; several see different ends and, in windows, beginnings.
         several = self.queries > 1
         bounds = (3 if self.span.windowed else 1) if several else 0
-        if self.sharing is None or self.shared is None:
-            layer.tiles(self.own, bounds, direct=True)
-            layer.merge_split(self.own, self._starts, self.queries)
+        if self.sharing is None or not self._shares:
+            layer.tiles(self.plain, bounds, direct=True)
+            layer.merge_split(self.plain, self._starts, self.queries)
         else:
             layer.tiles(
                 self.shared, 2 if self.span.windowed else 0, direct=False, members=self.sharing.members

@@ -107,6 +107,9 @@ class Sharing:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.sequences, self.queries, self.segments, self.depth = sequences, queries, segments, depth
+        self.holds = 0
+        """Runs that are shared now. Whether there are any is the host's to know: a graph captured with some is not the
+        one for none."""
         self.begin = ints(sequences)
         self.given, self.number = ints(segments, 5), ints(1)
         self.members = ints(depth * sequences * queries)
@@ -141,6 +144,7 @@ class Sharing:
         self.begin.copy_(torch.from_numpy(begin))
         self.given.copy_(torch.from_numpy(given))
         self.number.fill_(len(placed))
+        self.holds = len(placed)
         self.members[:used].copy_(torch.from_numpy(flat))
         self.levels.copy_(torch.from_numpy(levels))
         return placed

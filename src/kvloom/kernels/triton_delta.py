@@ -336,7 +336,7 @@ def delta_rule(
     solve_kernel[(heads, count)](
         k, v, g_in, beta_in, u, w, cum, sizes, known["starts"],
         sequences=rows.sequences, tokens=tokens, v_stride=v.stride(0), v_head=v.stride(1),
-        DV_UP=wide, TOKENS=CHUNK, SEARCH=search, DOT=dot, SOLVE="tf32" if more == 1 else "tf32x3",
+        DV_UP=wide, TOKENS=CHUNK, SEARCH=search, DOT=dot, SOLVE="tf32" if more == 1 else "ieee",
         num_warps=SOLVE_WARPS * more, num_stages=2, **sizes_of, **strides, **gates,
     )  # fmt: skip
     state_kernel[(triton.cdiv(dv, narrow), heads, rows.sequences)](

@@ -37,40 +37,36 @@ class Tile:
     registers: int | None = None
 
 
-def choose_tile(shape: Shape, rows: int, device: torch.device) -> Tile:
+def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = False) -> Tile:
     """The tile for `rows` query rows a KV head: one rule, found on an H200.
 
     Few rows are bound by memory: a unit of about 32 KiB, three of them under way, two programs on a processor. 8 bits
-    need more programs to hide what they compute. Many rows are bound by arithmetic: tall tiles, one or two programs.
+    need more programs to hide what they compute. Many rows are bound by arithmetic: tall tiles. `beside`: two launches
+    are to share the processors, one of each sort, so that each leaves room for the other.
     """
-    each = (shape.k_dim + (0 if shape.latent else shape.v_dim)) * shape.dtype.itemsize
-    tokens = min(128, max(16, 1 << (UNIT_BYTES // each).bit_length() - 1))
     if device.type != "cuda":
         # The interpreter: small, so that everything is split.
-        return Tile(
-            min(64, max(16, triton.next_power_of_2(rows))),
-            32 if shape.dtype in QUANTISED else 16,
-            4,
-            2,
-            8,
-            1,
-            1,
-        )
+        height = min(64, max(16, triton.next_power_of_2(rows)))
+        return Tile(height, 32 if shape.dtype in QUANTISED else 16, 4, 2, 8, 1, 1)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
+    each = (shape.k_dim + (0 if shape.latent else shape.v_dim)) * shape.dtype.itemsize
+    tokens = min(128, max(16, 1 << (UNIT_BYTES // each).bit_length() - 1))
     wide = max(shape.k_dim, shape.v_dim)
     if rows > 32:
         height = 64 if rows <= 64 or wide > 256 else 128
         if wide > 128:
             return Tile(height, 32, 8, 2, processors, 2, 1)
-        return Tile(
-            height, height, 4 if height == 64 else 8, 3, processors * (2 if height == 64 else 1), 2, 1
-        )
+        return Tile(height, 64, height // 16, 3, processors, 2, 1, 168)
     if shape.dtype in QUANTISED:
-        return Tile(max(8, triton.next_power_of_2(rows)), tokens, 4, 4, processors * 3, 2, 1, 168)
-    stages = 5 if shape.dtype.itemsize == 2 and not shape.latent else 3
-    return Tile(
-        max(16, triton.next_power_of_2(rows)), tokens, 4, stages, processors * (1 if shape.latent else 2)
-    )
+        return Tile(
+            max(8, triton.next_power_of_2(rows)), tokens, 4, 4, processors * (1 if beside else 3), 2, 1, 168
+        )
+    height = max(16, triton.next_power_of_2(rows))
+    if shape.latent or shape.dtype.itemsize > 2:
+        return Tile(height, tokens, 4, 3, processors * (1 if shape.latent else 2))
+    if beside:
+        return Tile(height, tokens, 4, 4, processors, registers=168)
+    return Tile(height, tokens, 4, 5, processors * 2)
 
 
 class WorkList:

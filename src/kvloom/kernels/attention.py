@@ -1,0 +1,119 @@
+"""Attention over pages wherever the tensors are: a plan made once a step, run by every layer.
+
+| rows                      | on a GPU                            | on a CPU    |
+|---------------------------|-------------------------------------|-------------|
+| 1 to 64 queries each      | `decode.DecodePlan`, in CUDA graphs | the oracle  |
+| any number of queries     | `prefill.PrefillPlan`               | the oracle  |
+
+Both kinds take `make(starts, lengths)` and `attend(q, k, v, tables, …)`, and give what `reference.attend` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core import Span
+
+from . import reference
+from .reference import FULL, Mask
+from .shapes import Shape
+from .sharing import Sharing
+
+__all__ = ["Plan", "ReferencePlan", "decode_plan", "prefill_plan"]
+
+Rows = torch.Tensor | Sequence[int] | npt.NDArray[np.int64]
+
+
+class Plan(Protocol):
+    """What a step's attention looks like to a layer."""
+
+    shape: Shape
+    span: Span
+
+    def make(self, starts: Any, lengths: Any) -> None:
+        """Take the step's rows: where their queries begin in q ([rows + 1]), and their lengths with those included."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: torch.Tensor,
+        mask: Mask | None = None,
+        scale: float | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [queries, heads, v_dim] and the natural log-sum-exp of scores [queries, heads]."""
+        raise NotImplementedError
+
+
+class ReferencePlan:
+    """The oracle as a plan: CPU tensors, and whatever a GPU's kernels do not take."""
+
+    def __init__(self, shape: Shape, span: Span = FULL) -> None:
+        self.shape, self.span = shape, span
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def make(self, starts: Rows, lengths: Rows) -> None:
+        self._rows = torch.as_tensor(starts), torch.as_tensor(lengths)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: torch.Tensor,
+        mask: Mask | None = None,
+        scale: float | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._rows is None:
+            raise ValueError("call make(starts, lengths) before attend: there is no plan yet")
+        mask = mask or Mask(self.span)
+        if mask.span != self.span:
+            raise ValueError(f"the plan was made for {self.span}, the mask says {mask.span}")
+        starts, lengths = self._rows
+        found = reference.attend(
+            q, k, v, tables[: len(lengths)], starts, lengths, mask, scale, k_scale, v_scale
+        )
+        for given, result in ((out, found[0]), (lse, found[1])):
+            if given is not None:
+                given.copy_(result)
+        return found[0] if out is None else out, found[1] if lse is None else lse
+
+
+def decode_plan(
+    shape: Shape,
+    sequences: int,
+    queries: int = 1,
+    span: Span = FULL,
+    device: torch.device | str = "cuda",
+    sharing: Sharing | None = None,
+) -> Plan:
+    """A plan for up to `sequences` rows of up to `queries` query tokens; `starts` and `lengths` are int32 tensors on
+    the device. On a CPU nothing is shared: it reads what it needs and gives the same."""
+    if torch.device(device).type == "cpu":
+        return ReferencePlan(shape, span)
+    from .decode import DecodePlan
+
+    return DecodePlan(shape, sequences, queries, span, device, sharing)
+
+
+def prefill_plan(shape: Shape, span: Span = FULL, device: torch.device | str = "cuda") -> Plan:
+    """A plan for rows of any number of queries; `starts` and `lengths` are the host's."""
+    if torch.device(device).type == "cpu":
+        return ReferencePlan(shape, span)
+    from .prefill import PrefillPlan
+
+    return PrefillPlan(shape, span, device)

@@ -1,0 +1,65 @@
+"""Plans by device: one interface, the oracle's results, and no Triton needed on a CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvloom.core import Span
+from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
+from kvloom.kernels.reference import Mask
+from kvloom.kernels.shapes import Shape
+
+from .batches import DEVICE, TOLERANCE, Batch, relative
+
+SHAPE = Shape(4, 2, 64, 64, dtype=torch.float32)
+
+
+def plans(span: Span) -> list[tuple[Plan, bool]]:
+    return [(decode_plan(SHAPE, 4, 3, span, DEVICE), False), (prefill_plan(SHAPE, span, DEVICE), True)]
+
+
+@pytest.mark.parametrize("span", [Span("full"), Span("sliding", 20)], ids=str)
+def test_plans_give_what_the_oracle_gives(span: Span) -> None:
+    batch = Batch(SHAPE, [40, 3, 70], [3, 1, 2], span)
+    exact, exact_lse = batch.expected(Mask(span))
+    for plan, host in plans(span):
+        starts, lengths = batch.starts, batch.lengths_
+        plan.make(*(starts.tolist(), lengths.tolist()) if host else (starts, lengths))
+        out = torch.full_like(batch.q, torch.nan)
+        found, lse = plan.attend(batch.q, batch.k, batch.v, batch.tables, out=out)
+        assert found.data_ptr() == out.data_ptr()
+        assert relative(out, exact) < TOLERANCE[torch.float32]
+        torch.testing.assert_close(lse.double().cpu(), exact_lse, atol=1e-4, rtol=1e-4)
+
+
+def test_a_plan_must_be_made_first_and_for_the_span() -> None:
+    batch = Batch(SHAPE, [20], [1])
+    plan = ReferencePlan(SHAPE)
+    with pytest.raises(ValueError, match="call make"):
+        plan.attend(batch.q.cpu(), batch.k.cpu(), batch.v.cpu(), batch.tables.cpu())
+    plan.make([0, 1], [20])
+    with pytest.raises(ValueError, match="the plan was made for full"):
+        plan.attend(batch.q.cpu(), batch.k.cpu(), batch.v.cpu(), batch.tables.cpu(), Mask(Span("sliding", 4)))
+
+
+def test_a_cpu_needs_no_triton() -> None:
+    """Everything public imports, and the CPU's path runs, where Triton cannot be imported."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+import kvloom.kernels.attention as a, kvloom.kernels.copy, kvloom.kernels.dense, kvloom.kernels.memory
+import kvloom.kernels.state, kvloom.kernels.views, kvloom.kernels.write
+from kvloom.kernels.shapes import Shape
+plan = a.decode_plan(Shape(2, 1, 64, 64, dtype=torch.float32), 1, device="cpu")
+plan.make([0, 1], [5])
+k = torch.randn(3, 16, 1, 64)
+out, lse = plan.attend(torch.randn(1, 2, 64), k, k, torch.tensor([[2]], dtype=torch.int32))
+assert out.isfinite().all() and lse.isfinite().all()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,373 @@
+"""Prefill over pages and over dense K and V, against the oracle in float64: shapes, spans, masks, dtypes, backends."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kvloom.core import Span
+from kvloom.kernels.dense import attend_dense, merge
+from kvloom.kernels.prefill_backends import BlockTile, Rows, block_list, choose, groups_of
+from kvloom.kernels.reference import Mask
+from kvloom.kernels.shapes import Shape
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+from kvloom.kernels import prefill, prefill_launch  # noqa: E402
+from kvloom.kernels.prefill import PrefillPlan  # noqa: E402
+
+from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
+
+FULL = Span("full")
+GPU = DEVICE == "cuda"
+TINY = BlockTile(16, 16, 4, 2)
+HALF = torch.bfloat16 if GPU else torch.float16  # Triton's interpreter multiplies the raw bits of bfloat16
+
+
+def run(batch: Batch, mask: Mask, scale: float | None = None, new: bool = False, **options):  # type: ignore[no-untyped-def]
+    plan = PrefillPlan(batch.shape, batch.span, DEVICE, **options)
+    plan.make(batch.starts.tolist(), batch.lengths)
+    out = torch.full((*batch.q.shape[:2], batch.shape.v_dim), math.nan, dtype=batch.q.dtype, device=DEVICE)
+    lse = torch.full(batch.q.shape[:2], math.nan, device=DEVICE)
+    own = new_tokens(batch) if new else (None, None)
+    plan.attend(
+        batch.q, batch.k, batch.v, batch.tables, mask, scale, batch.k_scale, batch.v_scale, out, lse, *own
+    )
+    return out, lse
+
+
+def new_tokens(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of the queries' tokens, packed."""
+    found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for row, (length, count) in enumerate(zip(batch.lengths, batch.queries, strict=True)):
+        for pages, into in zip((batch.k, batch.v), found, strict=True):
+            into.append(pages[batch.tables[row].long()].flatten(0, 1)[length - count : length])
+    return torch.cat(found[0]), torch.cat(found[1])
+
+
+def check(
+    batch: Batch, mask: Mask | None = None, scale: float | None = None, tolerance: float = 0, **options
+) -> None:  # type: ignore[no-untyped-def]
+    mask = mask or Mask(batch.span)
+    if "backend" not in options and "tile" not in options and not GPU:
+        options["tile"] = TINY
+    agree(
+        run(batch, mask, scale, **options), batch.expected(mask, scale), tolerance or TOLERANCE[batch.q.dtype]
+    )
+
+
+def agree(
+    found: tuple[torch.Tensor, torch.Tensor], exact: tuple[torch.Tensor, torch.Tensor], tolerance: float
+) -> None:
+    assert relative(found[0], exact[0]) < tolerance
+    lse, exact_lse = found[1].double().cpu(), exact[1].double().cpu()
+    assert not torch.isnan(lse).any()
+    torch.testing.assert_close(lse.isinf(), exact_lse.isinf())
+    torch.testing.assert_close(lse[~lse.isinf()], exact_lse[~lse.isinf()], atol=2e-2, rtol=2e-3)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_head_sizes(dim: int) -> None:
+    shape = Shape(4, 2, dim, dim, dtype=torch.float32)
+    check(Batch(shape, [20, 41], [20, 9], order="HND" if dim % 64 else "NHD", seed=dim))
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_page_sizes(block: int) -> None:
+    shape = Shape(2, 1, 64, 64, block_tokens=block, dtype=torch.float32)
+    check(Batch(shape, [1, block, block + 11], [1, 5, 12]))
+
+
+def test_half_precision() -> None:
+    check(Batch(Shape(8, 2, 128, 128, dtype=HALF), [50, 3], [21, 3], dtype=HALF))
+
+
+@pytest.mark.parametrize("span", [Span("sliding", 20), Span("sliding", 200), Span("chunked", 24)], ids=str)
+def test_windows_and_chunks(span: Span) -> None:
+    check(Batch(Shape(4, 2, 64, 64, dtype=torch.float32), [90, 1, 51], [40, 1, 51], span))
+
+
+def test_softcap_sinks_and_scale_together() -> None:
+    shape = Shape(6, 2, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, [70, 9, 33], [12, 9, 3])
+    sinks = torch.randn(6).to(DEVICE)
+    check(batch, Mask(FULL, 5.0, sinks), scale=0.3)
+    check(batch, Mask(FULL, None, sinks))
+
+
+@pytest.mark.parametrize("span", [FULL, Span("sliding", 12)], ids=str)
+def test_queries_of_one_image_see_each_other(span: Span) -> None:
+    shape = Shape(4, 2, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, [60, 30, 9], [50, 30, 9], span)
+    spans = torch.full((89,), -1, dtype=torch.int32)
+    spans[3:35] = 0  # longer than the window
+    spans[35:40] = 1
+    spans[48:56] = 2  # across two rows: each sees its own part
+    spans[80:89] = 7
+    check(batch, Mask(span, spans=spans.to(DEVICE)))
+    if span == FULL and not GPU:
+        return
+    plan = PrefillPlan(shape, span, DEVICE, tile=TINY)
+    plan.make(batch.starts.tolist(), batch.lengths, spans.numpy())
+    mask = Mask(span, spans=spans.to(DEVICE))
+    agree(plan.attend(batch.q, batch.k, batch.v, batch.tables, mask), batch.expected(mask), 2e-5)
+
+
+def test_rows_without_queries_tokens_or_both() -> None:
+    shape = Shape(4, 2, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, [0, 17, 0, 33, 40], [3, 1, 0, 0, 20])
+    sinks = torch.randn(4).to(DEVICE)
+    out, lse = run(batch, Mask(FULL, sinks=sinks), tile=TINY)
+    assert not out[:3].any()
+    torch.testing.assert_close(lse[:3], sinks.expand(3, 4))
+    check(batch)
+
+
+@pytest.mark.parametrize("heads", [(3, 3), (7, 1), (40, 1)], ids=str)
+def test_groups_of_any_size(heads: tuple[int, int]) -> None:
+    check(Batch(Shape(*heads, 64, 64, dtype=torch.float32), [25, 20], [6, 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("order", ["NHD", "HND", "HDN"])
+def test_quantised_pages_with_their_scales(dtype: torch.dtype, order: str) -> None:
+    if dtype == torch.float8_e4m3fn and not GPU:
+        pytest.skip("Triton's interpreter has no float8")
+    batch = Batch(Shape(8, 2, 128, 128, dtype=dtype), [60, 16], [25, 2], dtype=HALF, order=order)
+    check(batch, tolerance=5e-3)
+    static = torch.rand(2).add(0.5).to(DEVICE)
+    batch.k_scale, batch.v_scale = static * 0.01, static * 0.02
+    check(batch)
+
+
+def test_latent_pages_are_keys_and_values() -> None:
+    check(Batch(Shape(20, 1, 576, 512, dtype=torch.float32), [33, 20], [3, 1]), scale=0.07)
+
+
+def test_random_batches() -> None:
+    """Lengths, queries, heads and spans at random; tiles small enough that most blocks are cut."""
+    for seed in range(24 if GPU else 4):
+        gen = torch.Generator().manual_seed(seed)
+
+        def pick(*values: int, gen: torch.Generator = gen) -> int:
+            return values[int(torch.randint(len(values), (), generator=gen))]
+
+        kv = pick(1, 2, 3)
+        shape = Shape(
+            kv * pick(1, 2, 5), kv, 64, pick(64, 80), block_tokens=pick(16, 32), dtype=torch.float32
+        )
+        queries = [pick(0, 1, 2, 17, 40) for _ in range(pick(1, 3, 5))]
+        lengths = [count + pick(0, 1, 16, 50, 133) for count in queries]
+        if sum(queries):
+            span = (FULL, Span("sliding", 30), Span("chunked", 32))[seed % 3]
+            check(Batch(shape, lengths, queries, span, seed=seed), tile=TINY)
+
+
+@pytest.mark.parametrize("span", [FULL, Span("sliding", 210)], ids=str)
+def test_few_queries_after_much_are_cut_and_joined(span: Span) -> None:
+    batch = Batch(Shape(4, 2, 64, 80, dtype=torch.float32), [500, 30, 411], [3, 2, 9], span)
+    sinks = torch.randn(4).to(DEVICE)
+    batch.q[3:] *= 3  # peaks that differ from piece to piece
+    check(batch, Mask(span, sinks=sinks), tile=TINY)
+    rows = Rows.of(batch.starts.tolist(), batch.lengths)
+    blocks, joins, slots = block_list(rows, np.arange(3), 2, 2, span, TINY, 32, None)
+    assert len(joins) >= 2
+    assert slots == joins[:, 1].sum() == (blocks[:, 7] >= 0).sum()
+
+
+def test_gathering_keeps_order_and_fills_with_zeros() -> None:
+    batch = Batch(Shape(2, 2, 64, 64, dtype=torch.float32), [70, 5], [1, 1], order="HND")
+    copies = torch.tensor([[1, 0, 5, 3, 64], [0, 3, 60, 67, 60]], dtype=torch.int32, device=DEVICE)
+    k, v = (torch.full((130, 2, 64), math.nan, device=DEVICE) for _ in range(2))
+    prefill_launch.gather(batch.k, batch.v, batch.tables, copies, k, v)
+    for pages, found in ((batch.k, k), (batch.v, v)):
+        rows = pages[batch.tables.long()].flatten(1, 2)
+        torch.testing.assert_close(found[3:8], rows[1, :5])
+        torch.testing.assert_close(found[67:127], rows[0, 3:63])
+        assert not found[8:67].any()
+        assert found[:3].isnan().all()
+        assert found[127:].isnan().all()
+
+
+def test_descriptors() -> None:
+    for dims, queries in (((64, 64), [20, 1, 9]), ((192, 128), [5, 0, 18])):
+        batch = Batch(Shape(4, 2, *dims, dtype=HALF), [50, 1, 23], queries, dtype=HALF)
+        sinks = torch.randn(4).to(DEVICE)
+        for mask in (Mask(FULL), Mask(FULL, sinks=sinks)):
+            tile = BlockTile(64, 32, 4, 2) if GPU else BlockTile(16, 16, 4, 2)
+            check(batch, mask, backend="descriptors", gathered_tile=tile)
+
+
+@pytest.fixture
+def batched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """On a CPU torch plays cuDNN's part; the sizes that it was called with."""
+    sizes = []
+
+    def attend(  # type: ignore[no-untyped-def]
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
+    ):
+        sizes.append((q.shape[0], q.shape[2], k.shape[2]))
+        if GPU:
+            return actual(q, k, v, causal=causal, scale=scale)
+        group = q.shape[1] // k.shape[1]
+        scores = q.float() @ k.float().repeat_interleave(group, 1).transpose(2, 3) * scale
+        if causal:
+            scores += torch.full(scores.shape[2:], -math.inf).triu(1)
+        out = scores.softmax(3) @ v.float().repeat_interleave(group, 1)
+        return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(3)
+
+    actual = prefill.cudnn_attend
+    monkeypatch.setattr(prefill, "cudnn_attend", attend)
+    return sizes
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["gathered", "at hand"])
+def test_batches_of_rounded_size(batched: list[tuple[int, ...]], new: bool) -> None:
+    shape = Shape(2, 1, 64, 64, dtype=HALF)
+    equal = Batch(shape, [384, 384], [128, 128], dtype=HALF)
+    check(equal, backend="cudnn", new=new)
+    assert batched == [(2, 128, 128), (2, 128, 256)]
+    batched.clear()
+    mixed = Batch(shape, [300, 128, 40, 0, 290], [40, 128, 40, 0, 1], dtype=HALF)
+    check(mixed, backend="cudnn", new=new)
+    check(mixed, Mask(FULL, sinks=torch.randn(2).to(DEVICE)), backend="cudnn", new=new)
+    assert batched == [(2, 128, 128), (2, 128, 256), (2, 128, 128)] * 2
+
+
+def test_a_batch_that_needs_no_merge_comes_back_as_it_is(batched: list[tuple[int, ...]]) -> None:
+    batch = Batch(Shape(2, 1, 64, 64, dtype=HALF), [128, 128], [128, 128], dtype=HALF)
+    plan = PrefillPlan(batch.shape, FULL, DEVICE, backend="cudnn")
+    plan.make(batch.starts.tolist(), batch.lengths)
+    found = plan.attend(batch.q, batch.k, batch.v, batch.tables)
+    agree(found, batch.expected(Mask(FULL)), TOLERANCE[HALF])
+    assert found[1].shape == (256, 2)
+    assert batched == [(2, 128, 128)]
+
+
+def test_sizes_for_cudnn_are_few_and_enough() -> None:
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(300):
+        queries, owns = rng.integers(1, 20_000, 4), rng.integers(0, 100_000, 4)
+        rows = Rows.of([0, *np.cumsum(queries)], queries + owns)
+        groups = groups_of(rows, np.arange(4))
+        assert sorted(np.concatenate([group.rows for group in groups]).tolist()) == [0, 1, 2, 3]
+        for group in groups:
+            skip, count = group.skips, rows.queries[group.rows]
+            assert (group.whole + skip == rows.owns[group.rows]).all()
+            assert (skip + count <= group.causal).all()
+            assert (skip <= np.maximum(rows.owns[group.rows] / 8, 128)).all()
+            assert (group.causal <= np.maximum((skip + count) * 1.07, skip + count + 128)).all()
+            seen.add(group.causal)
+    assert len(seen) < 200
+
+
+def test_the_rule_follows_what_backends_take() -> None:
+    shape = Shape(32, 8, 128, 128)
+    half, all_rows, one = torch.bfloat16, np.arange(8), np.arange(1)
+    long = Rows.of([0, 8192], [8192])
+    assert choose(shape, long, one, half, True, True) == "cudnn"
+    assert choose(shape, long, one, half, True, False) == "descriptors"
+    assert choose(shape, long, one, half, False, True) == "pages"
+    assert choose(shape, long, one[:0], half, True, True) == "pages"
+    assert choose(shape, long, one, torch.float32, True, True) == "pages"
+    assert choose(Shape(32, 8, 80, 80), long, one, half, True, True) == "pages"
+    assert choose(shape, Rows.of([0, 64], [64]), one, half, True, True) == "pages"
+    mixed = Rows.of(np.arange(9) * 700, np.arange(8) * 1000 + 700)
+    assert choose(shape, mixed, all_rows, half, True, True) == "descriptors"
+    assert Rows.of([0, 4], [1024]).whole(Span("sliding", 1024))
+    assert not Rows.of([0, 4], [1025]).whole(Span("sliding", 1024))
+
+
+def test_short_rows_go_over_pages_beside_the_others(
+    batched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(Shape(2, 1, 64, 64, dtype=HALF), [300, 0, 128, 70], [1, 2, 128, 70], dtype=HALF)
+    for backend in ("cudnn", "descriptors", "pages"):
+        monkeypatch.setattr(prefill, "choose", lambda *_, chosen=backend: chosen)
+        check(batch, gathered_tile=BlockTile(64, 32, 4, 2), tile=TINY)
+    assert batched == [(2, 128, 128)]
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
+def test_dense_and_merged(dims: tuple[int, int], causal: bool) -> None:
+    torch.manual_seed(0)
+    starts, k_starts = [0, 7, 7, 40], [0, 12, 15, 60]
+    sizes = ((40, 4, dims[0]), (60, 2, dims[0]), (60, 2, dims[1]))
+    q, k, v = (torch.randn(size).to(HALF).float() for size in sizes)
+    exact = attend_dense(q.double(), k.double(), v.double(), starts, k_starts, causal)
+    kind = HALF if GPU else torch.float32
+    q, k, v = (x.to(DEVICE, kind) for x in (q, k, v))
+    agree(attend_dense(q, k, v, starts, k_starts, causal), exact, TOLERANCE[kind])
+    half = [x.to(HALF) for x in (q, k, v)]
+    found = (
+        torch.full((40, 4, dims[1]), math.nan, dtype=HALF, device=DEVICE),
+        torch.full((40, 4), math.nan, device=DEVICE),
+    )
+    attend_dense(*half, starts, k_starts, causal, out=found[0], lse=found[1], backend="descriptors")
+    agree(found, exact, TOLERANCE[HALF])
+
+
+def test_a_sequence_does_not_spoil_the_one_before_it() -> None:
+    q, k, v = (torch.randn(40, 2, 64).to(DEVICE, HALF) for _ in range(3))
+    k[21:], v[21:] = math.nan, math.inf
+    for causal in (True, False):
+        exact = attend_dense(*(x[:21].double().cpu() for x in (q, k, v)), [0, 21], causal=causal)
+        out, lse = attend_dense(q, k, v, [0, 21, 40], causal=causal, backend="descriptors")
+        agree((out[:21], lse[:21]), exact, TOLERANCE[HALF])
+
+
+def test_parts_merge_to_the_whole() -> None:
+    torch.manual_seed(1)
+    q, k, v = torch.randn(9, 4, 64), torch.randn(30, 4, 64), torch.randn(30, 4, 96)
+    whole = attend_dense(q.double(), k.double(), v.double(), [0, 9], [0, 30], causal=False)
+    parts = [
+        attend_dense(q, k[i], v[i], [0, 9], [0, len(k[i])], causal=False) for i in (slice(11), slice(11, 30))
+    ]
+    nothing = torch.zeros(9, 4, 96), torch.full((9, 4), -math.inf)
+    agree(merge(*parts[0], *parts[1]), whole, 2e-6)
+    agree(merge(*merge(*parts[0], *nothing), *parts[1]), whole, 2e-6)
+    agree(merge(*nothing, *nothing), (nothing[0].double() + 1e-9, nothing[1]), 2)
+    # The kernel, on a GPU as `merge` calls it and in the interpreter by hand.
+    places = torch.tensor([[0, 0, 9, 0]], dtype=torch.int32, device=DEVICE)
+    (a, a_lse), (b, b_lse) = (tuple(x.to(DEVICE)[None] for x in part) for part in parts)
+    out, lse = torch.full((9, 4, 96), math.nan, device=DEVICE), torch.full((9, 4), math.nan, device=DEVICE)
+    prefill_launch.merge_parts(a, a_lse, b, b_lse, places, 9, None, out, lse)
+    agree((out, lse), whole, 2e-6)
+
+
+def test_what_cannot_run_is_refused_before_any_launch() -> None:
+    shape = Shape(4, 2, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, [20], [4])
+    plan = PrefillPlan(shape, device=DEVICE)
+    call = (batch.q, batch.k, batch.v, batch.tables)
+    with pytest.raises(ValueError, match="call make"):
+        plan.attend(*call)
+    with pytest.raises(ValueError, match="one more"):
+        plan.make([0, 4], [20, 20])
+    with pytest.raises(ValueError, match="never fall"):
+        plan.make([0, 4, 2], [20, 20])
+    plan.make([0, 3], [20])
+    with pytest.raises(ValueError, match="the plan was made for 3"):
+        plan.attend(*call)
+    plan.make([0, 4], [20])
+    with pytest.raises(ValueError, match="the plan was made for full"):
+        plan.attend(*call, Mask(Span("sliding", 8)))
+    with pytest.raises(ValueError, match="belong to decode"):
+        plan.attend(*call, Mask(trees=torch.ones(4, 4, dtype=torch.bool)))
+    with pytest.raises(ValueError, match="must be positive"):
+        plan.attend(*call, scale=0.0)
+    plan.make([0, 4], [200])
+    with pytest.raises(ValueError, match="end before the longest"):
+        plan.attend(*call)
+    plan = PrefillPlan(shape, Span("sliding", 8), device=DEVICE, backend="descriptors")
+    plan.make([0, 4], [20])
+    with pytest.raises(ValueError, match="causal attention only"):
+        plan.attend(*call, Mask(Span("sliding", 8)))
+    with pytest.raises(ValueError, match="starts end at 3"):
+        attend_dense(batch.q, batch.q, batch.q, [0, 3])
+    with pytest.raises(ValueError, match="one size"):
+        merge(batch.q, batch.q[..., 0], batch.q[:2], batch.q[..., 0])
