@@ -198,3 +198,53 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
         Shape(4, 2, 64, 64, block_tokens=8)
     with pytest.raises(ValueError, match="longer is prefill"):
         DecodePlan(shape, 1, queries=65, device=DEVICE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="a captured graph needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_one_captured_graph_serves_any_lengths(dtype: torch.dtype) -> None:
+    shape = Shape(8, 2, 128, 128, dtype=dtype)
+    order = "HDN" if dtype == torch.int8 else "HND"
+    batches = [
+        Batch(shape, lengths, [1, 1, 1, 1], order=order, dtype=torch.bfloat16, seed=seed)
+        for seed, lengths in enumerate([[300, 5, 1000, 40], [1, 2000, 0, 17], [64, 64, 64, 64]])
+    ]
+    pages = max(len(batch.k) for batch in batches)
+    blocks = max(batch.tables.shape[1] for batch in batches)
+    first = batches[0]
+    plan = DecodePlan(shape, 4, device=DEVICE)
+    lengths = first.lengths_.clone()
+    tables = torch.zeros(4, blocks, dtype=torch.int32, device=DEVICE)
+    q, out = first.q.clone(), torch.empty_like(first.q)
+    kept = [_room_for(x, pages) for x in (first.k, first.v, first.k_scale, first.v_scale)]
+
+    def step() -> None:
+        plan.make(first.starts, lengths)
+        plan.attend(q, kept[0], kept[1], tables, k_scale=kept[2], v_scale=kept[3], out=out)  # type: ignore[arg-type]
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for batch in batches:
+        lengths.copy_(batch.lengths_)
+        tables.zero_()[:, : batch.tables.shape[1]] = batch.tables
+        q.copy_(batch.q)
+        for room, given in zip(kept, (batch.k, batch.v, batch.k_scale, batch.v_scale), strict=True):
+            if room is not None and given is not None:
+                room[: len(given)] = given
+        out.fill_(math.nan)
+        graph.replay()
+        assert relative(out, batch.expected(Mask(FULL))[0]) < TOLERANCE[torch.bfloat16]
+
+
+def _room_for(like: torch.Tensor | None, pages: int) -> torch.Tensor | None:
+    """An empty tensor of `pages` pages in the order of `like`."""
+    if like is None:
+        return None
+    order = sorted(range(1, like.dim()), key=like.stride, reverse=True)
+    room = torch.zeros((pages, *(like.shape[axis] for axis in order)), dtype=like.dtype, device=like.device)
+    back = [0, *(1 + order.index(axis) for axis in range(1, like.dim()))]
+    return room.permute(back)

@@ -150,8 +150,8 @@ def _step(
         )
     if SCALES == 2:
         # Sizes of values enter the exponent, so that weights stay within [0, 1] whatever the sizes.
-        v_size = tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0)
-        scores = scores + tl.expand_dims(tl.log2(v_size), 1 - AXIS)
+        v_size = tl.log2(tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0))
+        scores = scores + tl.expand_dims(v_size, 1 - AXIS)
     top = tl.maximum(peak, tl.max(scores, AXIS))
     safe = top
     if CHECK:
@@ -160,7 +160,7 @@ def _step(
     p = tl.exp2(scores - tl.expand_dims(safe, AXIS))
     share = p
     if SCALES == 2:
-        share = p * tl.expand_dims(1.0 / v_size, 1 - AXIS)
+        share = p * tl.expand_dims(tl.exp2(-v_size), 1 - AXIS)
     if SMALL:
         # Summed over tokens when all units are done: no exchange between warps for it here.
         weight = weight * fade[None, :] + share
@@ -213,8 +213,29 @@ def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
+def _load_unit(
+    V, TABLE, begin, t, page, ok, right, v_page, v_token, v_column, WIDTH_: tl.constexpr, START: tl.constexpr,
+    PAGE: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """[WIDTH_, tokens] of a unit's values whose tokens are dense in memory. Short pages are read one by one, so that
+    threads follow the bytes of a page and not the tokens across pages."""
+    if PAGE < 64:
+        block = begin // PAGE + tl.arange(0, BN // PAGE)
+        each = tl.load(TABLE + block, mask=block * PAGE < right, other=0).to(tl.int64)
+        inside = (START + tl.arange(0, WIDTH_))[:, None] * v_column + tl.arange(0, PAGE)[None, :] * v_token
+        values = tl.load(V + (each * v_page)[:, None, None] + inside[None, :, :])
+        values = tl.reshape(tl.permute(values, (1, 0, 2)), [WIDTH_, BN])
+        if CHECK and values.dtype != tl.int8:
+            values = tl.where(ok[None, :], values, tl.zeros([1, 1], values.dtype))
+        return values
+    else:
+        v_at = tl.max_contiguous(tl.multiple_of(page * v_page + t % PAGE * v_token, 16), 16)
+        return _load_turned(V, v_at, ok, v_column, WIDTH_, START, CHECK)
+
+
+@triton.jit
 def _step_8bit(
-    t, ok, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
+    begin, right, t, ok, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
     K, V, KS, VS, TABLE, TREES, k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token,
     softcap,
     DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, PAGE: tl.constexpr,
@@ -243,8 +264,8 @@ def _step_8bit(
             _seen(t, ok, first, last, own, tree_rows, TREES, BOUNDS, TREE, True), scores, float("-inf")
         )
     if SCALES == 2:
-        v_size = tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0)
-        scores = scores + tl.log2(v_size)[:, None]
+        v_size = tl.log2(tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0))
+        scores = scores + v_size[:, None]
     top = tl.maximum(peak, tl.max(scores, 0))
     safe = top
     if CHECK:
@@ -252,16 +273,17 @@ def _step_8bit(
     fade = tl.exp2(peak - safe)
     p = tl.exp2(scores - safe[None, :])
     if SCALES == 2:
-        weight = weight * fade[None, :] + p * (1.0 / v_size)[:, None]
+        weight = weight * fade[None, :] + p * tl.exp2(-v_size)[:, None]
     else:
         weight = weight * fade[None, :] + p
     MOST: tl.constexpr = 127.0 if DTYPE == tl.int8 else 256.0
     parts = tl.reshape(_two_parts(p * MOST, DTYPE), [BN, 2 * BM]).to(DTYPE)
-    v_at = tl.max_contiguous(tl.multiple_of(page * v_page + slot * v_token, 16), 16)
-    v0 = _load_turned(V, v_at, ok, v_column, DV0, 0, CHECK)
+    v0 = _load_unit(V, TABLE, begin, t, page, ok, right, v_page, v_token, v_column, DV0, 0, PAGE, BN, CHECK)
     acc0 = acc0 * fade[None, :] + _one_part(tl.dot(v0, parts), DTYPE, DV0, BM) * (1.0 / MOST)
     if DV1 > 0:
-        v1 = _load_turned(V, v_at, ok, v_column, DV1, DV0, CHECK)
+        v1 = _load_unit(
+            V, TABLE, begin, t, page, ok, right, v_page, v_token, v_column, DV1, DV0, PAGE, BN, CHECK
+        )
         acc1 = acc1 * fade[None, :] + _one_part(tl.dot(v1, parts), DTYPE, DV1, BM) * (1.0 / MOST)
     return top, weight, acc0, acc1
 
@@ -282,7 +304,7 @@ def _run(
         ok = (t >= lo) & (t < right)
         if NATIVE:
             peak, weight, acc0, acc1 = _step_8bit(
-                t, ok, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
+                i, right, t, ok, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
                 K, V, KS, VS, TABLE, TREES, k_page, k_token, v_page, v_token, v_column,
                 ks_page, ks_token, vs_page, vs_token, softcap,
                 DK0, DK1, DV0, DV1, PAGE, BM, BN, BOUNDS, TREE, SOFTCAP, SCALES, CHECK, K.dtype.element_ty,

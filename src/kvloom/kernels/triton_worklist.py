@@ -231,6 +231,9 @@ def merge_split(
                 OUT, LSE, SINKS, token, head * GROUP + row % GROUP, peak, weight, acc, column, fits,
                 out_token, out_head, lse_token, SINK,
             )  # fmt: skip
+    if OVERLAP:
+        # Also where nothing was to join: what follows this launch counts on the one before it to have ended.
+        wait_for_launcher()
 
 
 @triton.jit

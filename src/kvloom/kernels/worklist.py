@@ -65,7 +65,7 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
     if shape.latent or shape.dtype.itemsize > 2:
         return Tile(height, tokens, 4, 3, processors * (1 if shape.latent else 2))
     if beside:
-        return Tile(height, tokens, 4, 4, processors, registers=168)
+        return Tile(height, max(16, tokens // 2), 2, 4, processors * 2, 4, 3, 168)
     return Tile(height, tokens, 4, 5, processors * 2)
 
 

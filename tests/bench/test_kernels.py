@@ -1,0 +1,45 @@
+"""`kvloom bench kernels`: what it says without a GPU, and one real row with one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from kvloom.bench import kernels
+
+CUDA = torch.cuda.is_available()
+
+
+@pytest.mark.skipif(CUDA, reason="there is a GPU here")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels.main(["--json"]) == 2
+    shown = capsys.readouterr()
+    assert "no CUDA GPU" in shown.err
+    assert not shown.out
+
+
+def test_help_names_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        kernels.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(section in shown for section in kernels.SECTIONS)
+
+
+def test_floors_are_what_bytes_and_flops_take() -> None:
+    assert kernels._shared_floor(1, 16, 0) == pytest.approx(16 * 8 * 128 * 4 / kernels.READ_RATE * 1e6)
+    many = kernels._shared_floor(4096, 4096, 0)
+    assert many == pytest.approx(4096 * 4096 * 32 * 128 * 4 / kernels.FLOP_RATE * 1e6)
+    row = kernels.Row("decode", "x", 1.0, {"kvloom": 2.0, "kvloom, plain": 1.0, "other": 3.0})
+    assert row.ours == 2.0
+    assert row.best_peer == 3.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="measures a GPU")
+def test_a_section_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels.main(["--json", "--only", "write", "--rounds", "1"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 2
+    assert all(row["us"]["kvloom"] > row["floor_us"] * 0.5 for row in rows)
