@@ -104,6 +104,28 @@ def test_draft_trees_of_many_rows_take_several_tiles() -> None:
     check(batch, Mask(FULL, trees=trees.to(DEVICE)), queries=40)
 
 
+def test_sinks_may_be_nothing_and_sizes_zero() -> None:
+    shape = Shape(4, 2, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, [0, 17, 40], [1, 1, 1])
+    sinks = torch.tensor([-math.inf, 0.5, -math.inf, -2.0]).to(DEVICE)
+    check(batch, Mask(FULL, sinks=sinks))
+    shape = Shape(4, 2, 64, 64, dtype=torch.int8)
+    batch = Batch(shape, [40], [1], dtype=torch.float16, order="HDN")
+    assert batch.v_scale is not None
+    batch.v_scale[:, ::3] = 0.0
+    check(batch)
+
+
+def test_a_row_of_more_queries_than_the_plan_writes_nowhere_else() -> None:
+    shape = Shape(4, 2, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, [30, 40], [1, 5])
+    plan = DecodePlan(shape, 2, 2, device=DEVICE)
+    guarded = torch.zeros(6, 4, dtype=torch.int32, device=DEVICE)
+    plan.tokens = guarded[:4]
+    plan.make(batch.starts, batch.lengths_)
+    assert not guarded[4:].any()
+
+
 def test_empty_rows_and_padding() -> None:
     shape = Shape(4, 2, 64, 64, dtype=torch.float32)
     batch = Batch(shape, [0, 17, 0, 5], [1, 1, 0, 1])
@@ -192,6 +214,21 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
     quantised.make(batch.starts, batch.lengths_)
     with pytest.raises(ValueError, match="need k_scale"):
         quantised.attend(batch.q.half(), batch.k.char(), batch.v.char(), batch.tables)
+    good = {"q": batch.q, "k": batch.k, "v": batch.v, "tables": batch.tables}
+    with pytest.raises(ValueError, match="out must be floating"):
+        plan.attend(**good, out=torch.empty(0, 4, 64, device=DEVICE))
+    with pytest.raises(ValueError, match="out must be floating"):
+        plan.attend(**good, out=torch.empty(1, 64, 4, device=DEVICE).transpose(1, 2))
+    with pytest.raises(ValueError, match="lse must be float32"):
+        plan.attend(**good, lse=torch.empty(1, 4, dtype=torch.float16, device=DEVICE))
+    with pytest.raises(ValueError, match="0 table rows for 1 sequences"):
+        plan.attend(batch.q, batch.k, batch.v, batch.tables[:0])
+    with pytest.raises(ValueError, match="a plan for drafts has more than one"):
+        plan.attend(**good, mask=Mask(FULL, trees=torch.ones(1, 1, dtype=torch.bool, device=DEVICE)))
+    with pytest.raises(ValueError, match="side by side"):
+        plan.attend(**good, mask=Mask(FULL, sinks=torch.zeros(8, device=DEVICE)[::2]))
+    with pytest.raises(ValueError, match="values of 576 in latents"):
+        Shape(4, 1, 576, 576)
     with pytest.raises(ValueError, match="k_dim 72 is not supported"):
         Shape(4, 2, 72, 64)
     with pytest.raises(ValueError, match="pages of 8 tokens"):

@@ -371,3 +371,15 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
         attend_dense(batch.q, batch.q, batch.q, [0, 3])
     with pytest.raises(ValueError, match="one size"):
         merge(batch.q, batch.q[..., 0], batch.q[:2], batch.q[..., 0])
+
+
+def test_queries_before_any_key_see_nothing() -> None:
+    """More queries than keys: the first ones stand before them, and another row's keys are not theirs."""
+    torch.manual_seed(2)
+    starts, k_starts = [0, 5, 155], [0, 5, 15]
+    q, k, v = (torch.randn(size, 2, 64).to(DEVICE, HALF) for size in (155, 15, 15))
+    exact = attend_dense(*(x.double().cpu() for x in (q, k, v)), starts, k_starts)
+    out, lse = attend_dense(q, k, v, starts, k_starts, backend="descriptors")
+    agree((out, lse), exact, TOLERANCE[HALF])
+    assert not out[5:145].any()
+    assert lse[5:145].isneginf().all()

@@ -55,10 +55,12 @@ def test_a_run_too_short_is_left_to_the_groups_below() -> None:
     ]
 
 
-def test_windows_share_what_they_still_see() -> None:
-    tables = tables_of([0, 0, 3, 4, 5], [0, 0, 3, 4, 6], [1, 2, 3, 4, 7])
-    span = Span("sliding", 40)
-    assert found(tables, [79, 79, 70], span=span) == [SharedRun(32, 64, (0, 1), 0)]
+def test_windows_do_not_share() -> None:
+    """A page leaves one member's window before another's, while the run is read through one member's table."""
+    with pytest.raises(ValueError, match="give windows a plan without sharing"):
+        DecodePlan(
+            Shape(4, 2, 64, 64), 2, span=Span("sliding", 40), device=DEVICE, sharing=Sharing(2, device=DEVICE)
+        )
 
 
 def test_depth_and_room_limit_what_is_shared() -> None:
@@ -76,7 +78,7 @@ CASES = [
     ([150, 140, 135, 40], [1, 1, 1, 1], [(128, [0, 1, 2])], FULL),
     ([150, 140, 135, 129, 40], [1, 3, 2, 1, 1], [(96, [0, 1]), (64, [0, 1, 2, 3])], FULL),
     ([90, 90, 88, 90, 200, 199], [1] * 6, [(80, [0, 1, 2, 3]), (176, [4, 5])], FULL),
-    ([150, 140, 135], [2, 1, 1], [(128, [0, 1, 2])], Span("sliding", 60)),
+    ([150, 140, 135], [2, 1, 1], [(128, [0, 1, 2])], FULL),
 ]
 
 
@@ -86,7 +88,7 @@ def test_shared_prefixes_give_what_plain_decode_gives(case: int) -> None:
     shape = Shape(8, 2, 64, 64, dtype=torch.float32)
     batch = Batch(shape, lengths, queries, span, shared=shared, seed=case)
     settled = np.array(lengths) - np.array(queries)
-    runs = find_shared(batch.tables.cpu().numpy(), settled, 16, span, least_saved=16, least_run=16)
+    runs = find_shared(batch.tables.cpu().numpy(), settled, 16, least_saved=16, least_run=16)
     assert runs
     rows, most = len(lengths) + 1, max(queries)
     sharing = Sharing(rows, most, segments=8, depth=3, device=DEVICE)
@@ -106,3 +108,24 @@ def test_shared_prefixes_give_what_plain_decode_gives(case: int) -> None:
     out = torch.full_like(batch.q, math.nan)
     plan.attend(batch.q, batch.k, batch.v, batch.tables, Mask(span), out=out)
     assert relative(out, batch.expected(Mask(span))[0]) < TOLERANCE[torch.float32]
+
+
+def test_what_an_earlier_step_left_is_nobodys() -> None:
+    """A step of fewer and shorter rows after a longer one, with q as large as before."""
+    shape = Shape(8, 2, 64, 64, dtype=torch.float32)
+    sharing = Sharing(6, 3, segments=4, depth=2, device=DEVICE)
+    plan = DecodePlan(shape, 6, 3, device=DEVICE, sharing=sharing)
+    before = Batch(shape, [150, 140, 135, 40, 90], [3, 3, 3, 3, 3], shared=[(128, [0, 1, 2])])
+    after = Batch(shape, [150, 140], [1, 2], shared=[(128, [0, 1])], seed=3)
+    for batch in (before, after):
+        queries = np.diff(batch.starts.cpu().numpy())
+        runs = find_shared(batch.tables.cpu().numpy(), np.array(batch.lengths) - queries, 16, least_saved=16)
+        sharing.set(runs, batch.starts.cpu().numpy())
+        plan.make(batch.starts, batch.lengths_)
+        count = int(batch.starts[-1])
+        q = torch.zeros(15, 8, 64, device=DEVICE)
+        q[:count] = batch.q
+        out, lse = plan.attend(q, batch.k, batch.v, batch.tables)
+        assert relative(out[:count], batch.expected(Mask(FULL))[0]) < TOLERANCE[torch.float32]
+        assert not out[count:].any()
+        assert lse[count:].isneginf().all()

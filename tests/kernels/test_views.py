@@ -51,3 +51,10 @@ def test_orders_name_what_is_dense() -> None:
     assert heads_first["state"].fields["ssm"].stride()[1:] == (8, 1)
     with pytest.raises(ValueError, match="unknown page order"):
         layer_views(buffer, layout, "DHN")  # type: ignore[arg-type]
+
+
+def test_a_field_that_its_dtype_cannot_begin_at_is_refused() -> None:
+    odd = (Field("a", (3,), "bf16"), Field("b", (4,), "fp32"))
+    layout = PoolLayout.build({"odd": LayerSpec("state", odd)})
+    with pytest.raises(ValueError, match="begins at byte 6 of its page"):
+        layer_views(allocate(layout, 2), layout)

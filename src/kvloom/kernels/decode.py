@@ -16,7 +16,7 @@ import triton
 from kvloom.core import Span
 
 from .reference import FULL, Mask
-from .shapes import Shape, check_call
+from .shapes import Shape, check_call, check_results
 from .sharing import Sharing
 from .triton_worklist import plan_rows, plan_segments, plan_sources
 from .worklist import SPANS, Layer, Tile, WorkList, choose_tile
@@ -51,6 +51,11 @@ class DecodePlan:
             )
         if sequences < 1:
             raise ValueError(f"a plan needs room for at least one sequence, got {sequences}")
+        if sharing is not None and span.windowed:
+            raise ValueError(
+                f"shared runs are for full spans, not {span}: pages leave one member's window before another's; "
+                "give windows a plan without sharing"
+            )
         if sharing is not None and (sharing.sequences, sharing.queries) != (sequences, queries):
             raise ValueError(
                 f"sharing has room for {sharing.sequences} sequences of {sharing.queries} queries, "
@@ -96,7 +101,7 @@ class DecodePlan:
         work = self.own if self._shares else self.plain
         plan_rows[(1,)](
             starts, lengths, sharing.begin if sharing is not None else lengths, *work.line, self.tokens, rows,
-            SPAN=SPANS[self.span.kind], SIZE=self.span.size, QUERIES=self.queries, BEGIN=self._shares,
+            SPAN=SPANS[self.span.kind], SIZE=self.span.size, QUERIES=self.queries, ROOM=len(self.tokens), BEGIN=self._shares,
             num_warps=8, **work.cut(self.shape),
         )  # fmt: skip
         if sharing is not None and self._shares:
@@ -105,7 +110,7 @@ class DecodePlan:
             )
             plan_sources[(triton.cdiv(len(self.tokens), 128),)](
                 self.own.segments, self.own.places, self.shared.segments, self.shared.places, sharing.levels,
-                self.tokens, starts, self.sources, self.sequences, len(self.tokens),
+                self.tokens, starts, self.sources, self.sequences, rows, len(self.tokens),
                 DEPTH=sharing.depth, BLOCK=128,
             )  # fmt: skip
 
@@ -134,7 +139,17 @@ class DecodePlan:
             raise ValueError(
                 f"{q.shape[0]} queries, but the plan has room for {self.sequences * self.queries}"
             )
+        if tables.shape[0] < self._starts.numel() - 1:
+            raise ValueError(f"{tables.shape[0]} table rows for {self._starts.numel() - 1} sequences")
+        if mask.trees is not None and (self.queries == 1 or mask.trees.shape[1] < self.queries):
+            raise ValueError(
+                f"trees {tuple(mask.trees.shape)} for a plan of {self.queries} queries a row: a plan for drafts has "
+                "more than one, and trees as many columns"
+            )
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
+        check_results(self.shape, q, out, lse)
+        if lse is not None and lse.stride(1) != 1:
+            raise ValueError(f"lse has stride {lse.stride(1)} in its last dimension; it must be 1")
         if out is None:
             out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
         if lse is None:
@@ -149,9 +164,7 @@ class DecodePlan:
             layer.tiles(self.plain, bounds, direct=True)
             layer.merge_split(self.plain, self._starts, self.queries)
         else:
-            layer.tiles(
-                self.shared, 2 if self.span.windowed else 0, direct=False, members=self.sharing.members
-            )
+            layer.tiles(self.shared, 0, direct=False, members=self.sharing.members)
             layer.tiles(self.own, bounds, direct=False, beside=True)
             layer.merge_levels(self.own, self.shared, self.sources)
         return out, lse

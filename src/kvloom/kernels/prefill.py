@@ -10,7 +10,8 @@ Does not know the cache. A call of `attend` can be captured in a CUDA graph once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,7 +38,7 @@ from .prefill_backends import (
     span_list,
 )
 from .reference import FULL, Mask
-from .shapes import Shape, check_call
+from .shapes import Shape, check_call, check_results
 
 __all__ = ["PrefillPlan"]
 
@@ -55,10 +56,11 @@ class _Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One of cuDNN's batches: what is copied out of pages, and where its queries stand."""
+    """One of cuDNN's batches: what is copied out of pages (cached tokens, new ones), and where its queries stand."""
 
     group: Group
-    copies: torch.Tensor
+    cached: torch.Tensor
+    new: torch.Tensor
     places: torch.Tensor
     longest: int
     first: int
@@ -108,11 +110,13 @@ class PrefillPlan:
         self.device = torch.device(device)
         self.gathered_tile = gathered_tile or (GATHERED_TILE if shape.k_dim <= 128 else DEEP_TILE)
         self._rows: Rows | None = None
+        self._side: torch.cuda.Stream | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._whole = False
         self._ids: torch.Tensor | None = None
+        self._fetched: int | None = None
         self._reach: Ints | None = None
         self._pages: dict[tuple[torch.dtype, int], list[_Blocks]] = {}
         self._gathered: tuple[torch.Tensor, torch.Tensor, int] | None = None
@@ -156,6 +160,7 @@ class PrefillPlan:
         mask = mask or Mask(self.span)
         rows = self._check(q, mask, tables, scale)
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
+        check_results(self.shape, q, out, lse)
         call = _Call(q, k, v, tables, mask, self.shape.k_dim**-0.5 if scale is None else scale, out, lse)
         if q.shape[0] == 0:
             return call.results()
@@ -193,6 +198,9 @@ class PrefillPlan:
             )
         if mask.spans is not None and self._ids is None:
             self._take_spans(mask.spans.cpu().numpy(), mask.spans)
+            self._fetched = mask.spans.data_ptr()
+        elif mask.spans is not None and self._fetched not in (None, mask.spans.data_ptr()):
+            raise ValueError("image spans are a step's, the same in every layer: call make again for others")
         return rows
 
     def _choose(self, rows: Rows, call: _Call, unscaled: bool) -> tuple[Backend, Ints, Ints]:
@@ -322,8 +330,8 @@ class PrefillPlan:
             direct = group.exact and at_hand
             tokens = group.whole + (0 if direct else group.causal)
             k, v = (_split(x, number, tokens) for x in self._room(call.q, number * tokens))
-            if tokens:
-                launch.gather(call.k, call.v, call.tables, batch.copies, k, v)
+            if not direct:
+                launch.gather(call.k, call.v, call.tables, batch.new, k, v)
             part = slice(batch.first, batch.first + number * group.causal)
             if group.exact:
                 q = _split(call.q[part], number, group.causal)
@@ -334,10 +342,14 @@ class PrefillPlan:
                 own_k, own_v = (_split(x[part], number, group.causal) for x in (new_k, new_v))
             else:
                 own_k, own_v = k[:, group.whole :], v[:, group.whole :]
-            a, a_lse = _batched(q, own_k, own_v, True, call.scale)
             b = b_lse = None
+            with self._aside(group.whole > 0):
+                a, a_lse = _batched(q, own_k, own_v, True, call.scale)
             if group.whole:
+                # Copying is bound by memory, the causal part by arithmetic: they run beside each other.
+                launch.gather(call.k, call.v, call.tables, batch.cached, k, v)
                 b, b_lse = _batched(q, k[:, : group.whole], v[:, : group.whole], False, call.scale)
+                self._together()
             elif group.exact and call.mask.sinks is None:
                 if out is None and lse is None and number * group.causal == call.q.shape[0]:
                     return a.flatten(0, 1), a_lse.flatten(0, 1)
@@ -356,12 +368,37 @@ class PrefillPlan:
     def _batch(self, rows: Rows, group: Group, at_hand: bool) -> _Batch:
         tokens = group.whole + (0 if group.exact and at_hand else group.causal)
         number = np.arange(len(group.rows))
-        size = np.full_like(number, tokens)
+        whole = np.full_like(number, group.whole)
         ends = np.minimum(rows.lengths[group.rows], tokens)
-        copies = copy_list(group.rows, np.zeros_like(number), ends, number * tokens, size)
+        cached = copy_list(group.rows, 0 * number, np.minimum(ends, whole), number * tokens, whole)
+        new = copy_list(group.rows, whole, ends, number * tokens + whole, tokens - whole)
         queries, firsts = rows.queries[group.rows], rows.starts[group.rows]
         places = np.stack((number, group.skips, queries, firsts), 1).astype(np.int32)
-        return _Batch(group, self._sent(copies), self._sent(places), int(queries.max()), int(firsts[0]))
+        return _Batch(
+            group,
+            self._sent(cached),
+            self._sent(new),
+            self._sent(places),
+            int(queries.max()),
+            int(firsts[0]),
+        )
+
+    @contextmanager
+    def _aside(self, wanted: bool) -> Iterator[None]:
+        """What runs inside goes to a stream of its own, from where the current one stands, until `_together`. What it
+        allocates may be used on the current stream after that: the next time aside begins by waiting for it."""
+        if not wanted or self.device.type != "cuda":
+            yield
+            return
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _together(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
 
     def _room(self, q: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self.shape

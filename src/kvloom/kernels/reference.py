@@ -129,12 +129,12 @@ def attend(
         if len(part) == q.shape[0] and real.all():  # pieces are in order, so this is every query in its place
             return part, part_lse
         if out is None or lse is None:
-            out, lse = _nothing(q, v)
+            out, lse = _nothing(q, v, mask or Mask())
         kept = torch.as_tensor(np.flatnonzero(real), device=q.device)
         index = torch.as_tensor(query[real], device=q.device)
         out.index_copy_(0, index, part.index_select(0, kept))
         lse.index_copy_(0, index, part_lse.index_select(0, kept))
-    return _nothing(q, v) if out is None or lse is None else (out, lse)
+    return _nothing(q, v, mask or Mask()) if out is None or lse is None else (out, lse)
 
 
 def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
@@ -426,8 +426,11 @@ def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) 
     return found.permute(2, 0, 1).contiguous().view(kv, n, 1, t)
 
 
-def _nothing(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _nothing(q: torch.Tensor, v: torch.Tensor, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of queries that see no token: only sinks take part in their softmax."""
     lse = torch.full(q.shape[:2], -math.inf, dtype=_accumulator(q), device=q.device)
+    if mask.sinks is not None:
+        lse[:] = mask.sinks.to(lse.dtype)
     return q.new_zeros((*q.shape[:2], v.shape[-1])), lse
 
 

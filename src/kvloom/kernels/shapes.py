@@ -14,7 +14,7 @@ import torch
 
 from .reference import Mask
 
-__all__ = ["DTYPES", "PAGE_DTYPES", "Shape", "check_call", "split_dim"]
+__all__ = ["DTYPES", "PAGE_DTYPES", "Shape", "check_call", "check_results", "split_dim"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
@@ -46,6 +46,10 @@ class Shape:
         for name, dim in (("k_dim", self.k_dim), ("v_dim", self.v_dim)):
             if dim not in DIMS:
                 raise ValueError(f"{name} {dim} is not supported; supported: {', '.join(map(str, DIMS))}")
+        if self.latent and self.v_dim != split_dim(self.k_dim)[0]:
+            raise ValueError(
+                f"values of {self.v_dim} in latents of {self.k_dim} are not supported; {split_dim(self.k_dim)[0]} are"
+            )
         if self.block_tokens not in BLOCKS:
             raise ValueError(
                 f"pages of {self.block_tokens} tokens are not supported; supported: {', '.join(map(str, BLOCKS))}"
@@ -93,8 +97,12 @@ def check_call(
             )
     if shape.dtype in DTYPES and q.dtype != shape.dtype:
         raise ValueError(f"queries are {q.dtype} and pages {shape.dtype}; they must agree")
-    if shape.latent and v.data_ptr() != k.data_ptr():
+    if shape.latent and (v.data_ptr() != k.data_ptr() or v.stride() != k.stride()):
         raise ValueError(f"with keys of {shape.k_dim}, values must be a view of the keys' beginning")
+    if v.stride(3) != 1 and v.stride(0) % 16:
+        raise ValueError(
+            f"v pages with dense tokens begin every {v.stride(0)} elements; it must be a multiple of 16"
+        )
     if q.stride(2) != 1:
         raise ValueError(f"q has stride {q.stride(2)} in its last dimension; it must be 1")
     if tables.dim() != 2 or tables.dtype != torch.int32 or tables.stride(1) != 1:
@@ -105,13 +113,38 @@ def check_call(
     return _check_scales(shape, k, v, k_scale, v_scale)
 
 
+def check_results(shape: Shape, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    """Refuse results' places that a kernel would write past, or not as they lie."""
+    if out is not None:
+        wanted = (q.shape[0], shape.heads, shape.v_dim)
+        if out.shape != wanted or out.stride(2) != 1 or not out.is_floating_point() or out.device != q.device:
+            raise ValueError(
+                f"out must be floating {wanted} on {q.device}, dense in its last dimension, got {out.dtype} "
+                f"{tuple(out.shape)} on {out.device}, strides {out.stride()}"
+            )
+    if lse is not None:
+        wanted_lse = (q.shape[0], shape.heads)
+        if lse.shape != wanted_lse or lse.dtype != torch.float32 or lse.device != q.device:
+            raise ValueError(
+                f"lse must be float32 {wanted_lse} on {q.device}, got {lse.dtype} {tuple(lse.shape)} on {lse.device}"
+            )
+
+
 def _check_mask(shape: Shape, q: torch.Tensor, mask: Mask) -> None:
-    if mask.sinks is not None and mask.sinks.shape != (shape.heads,):
-        raise ValueError(f"sinks {tuple(mask.sinks.shape)} are not one for each of {shape.heads} heads")
+    if mask.sinks is not None and (mask.sinks.shape != (shape.heads,) or not mask.sinks.is_contiguous()):
+        raise ValueError(
+            f"sinks {tuple(mask.sinks.shape)} are not one for each of {shape.heads} heads, side by side"
+        )
     if mask.softcap is not None and mask.softcap <= 0:
         raise ValueError(f"softcap {mask.softcap} must be positive")
     if mask.trees is not None and (mask.trees.dim() != 2 or mask.trees.shape[0] != q.shape[0]):
         raise ValueError(f"trees {tuple(mask.trees.shape)} are not one row for each of {q.shape[0]} queries")
+    if mask.trees is not None and (
+        mask.trees.dtype not in (torch.bool, torch.uint8) or mask.trees.stride(1) != 1
+    ):
+        raise ValueError(
+            f"trees must be bool with dense rows, got {mask.trees.dtype}, strides {mask.trees.stride()}"
+        )
 
 
 def _check_scales(

@@ -5,7 +5,8 @@
     sequence 2   [ system prompt | other    | own … ]       level 1: the document, two members
 
 The prefix tree hands sequences the very same pages where their tokens agree, so equal page ids in equal blocks are what is
-shared. It changes when sequences join or leave, not while they decode: find it then, and keep it.
+shared. It changes when sequences join or leave, not while they decode: find it then, and keep it. Full spans alone share:
+a window's pages leave one member before another.
 """
 
 from __future__ import annotations
@@ -15,10 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from kvloom.core import Span
-
-from .reference import FULL
 
 __all__ = ["SharedRun", "Sharing", "find_shared"]
 
@@ -42,7 +39,6 @@ def find_shared(
     tables: npt.NDArray[np.int32],
     settled: npt.NDArray[np.int64],
     block_tokens: int,
-    span: Span = FULL,
     depth: int = 4,
     least_saved: int = LEAST_SAVED,
     least_run: int = LEAST_RUN,
@@ -51,10 +47,8 @@ def find_shared(
     written (everything but this step's queries). Costs one comparison of page ids per member and level."""
     settled = np.asarray(settled, dtype=np.int64)
     full = settled // block_tokens
-    # Rows that begin to see at different blocks have no run in common that both would read whole.
-    first = span.first_visible_each(settled) // block_tokens
     runs: list[SharedRun] = []
-    waiting = [(np.flatnonzero(first == at), at, at, 0) for at in np.unique(first).tolist()]
+    waiting = [(np.arange(len(tables)), 0, 0, 0)]
     while waiting:
         rows, begin, column, level = waiting.pop()
         if level >= depth:

@@ -24,6 +24,7 @@ from .triton_worklist import (
     OWN,
     POSITION,
     ROW,
+    SMALLEST,
     TILE,
     TOKEN_WIDTH,
     UNITS,
@@ -150,7 +151,8 @@ def _step(
         )
     if SCALES == 2:
         # Sizes of values enter the exponent, so that weights stay within [0, 1] whatever the sizes.
-        v_size = tl.log2(tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0))
+        v_size = tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0)
+        v_size = tl.log2(tl.maximum(v_size, SMALLEST))
         scores = scores + tl.expand_dims(v_size, 1 - AXIS)
     top = tl.maximum(peak, tl.max(scores, AXIS))
     safe = top
@@ -264,7 +266,8 @@ def _step_8bit(
             _seen(t, ok, first, last, own, tree_rows, TREES, BOUNDS, TREE, True), scores, float("-inf")
         )
     if SCALES == 2:
-        v_size = tl.log2(tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0))
+        v_size = tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0)
+        v_size = tl.log2(tl.maximum(v_size, SMALLEST))
         scores = scores + v_size[:, None]
     top = tl.maximum(peak, tl.max(scores, 0))
     safe = top
@@ -464,8 +467,11 @@ def attend_tiles(
                     tl.load(SINKS + head * GROUP + row % GROUP, mask=mine, other=0.0).to(tl.float32) * LOG2E
                 )
                 top = tl.maximum(log, sink)
-                both = top + tl.log2(tl.exp2(log - top) + tl.exp2(sink - top))
-                norm = norm * tl.exp2(log - both)
+                safe = tl.where(top == float("-inf"), 0.0, top)
+                both = tl.where(
+                    top == float("-inf"), top, top + tl.log2(tl.exp2(log - safe) + tl.exp2(sink - safe))
+                )
+                norm = norm * tl.where(top == float("-inf"), 0.0, tl.exp2(log - both))
                 log = both
             into = token.to(tl.int64) * out_token + (head * GROUP + row % GROUP) * out_head
             tl.store(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_worklist import LOG2E, first_visible
+from .triton_worklist import LOG2E, SMALLEST, first_visible
 
 __all__ = ["attend_blocks", "attend_gathered", "gather_pages", "join_blocks", "merge_parts", "place_queries"]
 
@@ -114,13 +114,13 @@ def _page_step(
         if IMAGES:
             inside = ok & (t >= own)
             other = tl.load(IDS + query + (t - own), mask=inside, other=-1)
-            seen = seen | ((other[None, :] == image[:, None]) & (other >= 0)[None, :])
+            seen = seen | ((other[None, :] == image[:, None]) & (other >= 0)[None, :] & (last >= 0)[:, None])
         if WINDOW:
             seen = seen & (t[None, :] >= first[:, None])
         scores = tl.where(seen & ok[None, :], scores, float("-inf"))
     if SCALES == 2:
         # Sizes of values enter the exponent, so that weights stay within [0, 1] whatever the sizes.
-        v_size = tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0)
+        v_size = tl.maximum(tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0), SMALLEST)
         scores = scores + tl.log2(v_size)[None, :]
     p, fade, peak, weight = _soften(scores, qk_scale, peak, weight, SOFTCAP or SCALES == 2, CHECK)
     if SCALES == 2:
@@ -148,8 +148,11 @@ def _with_sink(norm, log, SINKS, head, mine):
     """The softmax's norm and logarithm once a logit without a value takes part."""
     sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
     top = tl.maximum(log, sink)
-    both = top + tl.log2(tl.exp2(log - top) + tl.exp2(sink - top))
-    return norm * tl.exp2(log - both), both
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    both = top + tl.log2(tl.exp2(log - safe) + tl.exp2(sink - safe))
+    return norm * tl.where(top == float("-inf"), 0.0, tl.exp2(log - both)), tl.where(
+        top == float("-inf"), top, both
+    )
 
 
 @triton.jit(do_not_specialize=["table_row"])
@@ -180,7 +183,7 @@ def attend_blocks(
     token = (query + at).to(tl.int64)
     last = own + at
     first = first_visible(last, SPAN, SIZE)
-    q_head_of = head * GROUP + row % GROUP
+    q_head_of = (head * GROUP + row % GROUP).to(tl.int64)
     q_at = token * q_token + q_head_of * q_head
     q0 = _rows_of(Q, q_at, mine, 0, DK0, False)
     q1 = q0
@@ -296,7 +299,7 @@ def join_blocks(
         peak = top
     log = tl.where(weight > 0, peak + tl.log2(weight), float("-inf"))
     norm = tl.where(weight > 0, 1.0 / weight, 0.0)
-    q_head_of = head * GROUP + row % GROUP
+    q_head_of = (head * GROUP + row % GROUP).to(tl.int64)
     if SINK:
         norm, log = _with_sink(norm, log, SINKS, q_head_of, mine)
     token = (tl.load(join + 3) + row // GROUP).to(tl.int64)
@@ -380,7 +383,7 @@ def attend_gathered(
     mine = row < queries * GROUP
     at = tl.minimum(row // GROUP, queries - 1)
     token = (query + at).to(tl.int64)
-    q_head_of = head * GROUP + row % GROUP
+    q_head_of = (head * GROUP + row % GROUP).to(tl.int64)
     q_at = token * q_token + q_head_of * q_head
     q0 = _rows_of(Q, q_at, mine, 0, DK0, False)
     q1 = q0
@@ -393,7 +396,7 @@ def attend_gathered(
         end = tl.minimum(end, own + tl.minimum((row0 + BM - 1) // GROUP, queries - 1) + 1)
     else:
         last = at * 0 + end
-    clear = clear // BN * BN
+    clear = tl.maximum(clear, 0) // BN * BN
     peak = tl.full([BM], float("-inf"), tl.float32)
     weight = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DV], tl.float32)

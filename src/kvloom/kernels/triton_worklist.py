@@ -41,6 +41,7 @@ SEQUENCE: tl.constexpr = tl.constexpr(2)
 TOKEN_WIDTH: tl.constexpr = tl.constexpr(4)
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # a value's size, below which it counts as this small
 
 
 @triton.jit
@@ -93,14 +94,14 @@ def plan_rows(
     starts, lengths, begin, segments, places, firsts, totals, tokens, sequences,
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
-    SIZE: tl.constexpr, QUERIES: tl.constexpr, BEGIN: tl.constexpr,
+    SIZE: tl.constexpr, QUERIES: tl.constexpr, ROOM: tl.constexpr, BEGIN: tl.constexpr,
 ):  # fmt: skip
     """One segment a sequence: the tokens its queries see, from `begin` on where shared segments hold the rest.
     Run by one program, once a step."""
     at = tl.arange(0, CAPACITY)
     ok = at < sequences
     first = tl.load(starts + at, mask=ok, other=0)
-    count = tl.load(starts + at + 1, mask=ok, other=0) - first
+    count = tl.minimum(tl.load(starts + at + 1, mask=ok, other=0) - first, QUERIES)
     length = tl.load(lengths + at, mask=ok, other=0)
     own = length - count
     lo = first_visible(tl.maximum(own, 0), SPAN, SIZE)
@@ -111,7 +112,7 @@ def plan_rows(
         LANES, LEAST, TOLL, GROUP, PAGE, BM, BN, STEP,
     )  # fmt: skip
     for i in range(QUERIES):
-        mine = ok & (i < count)
+        mine = ok & (i < count) & (first + i < ROOM)
         token = tokens + (first + i) * TOKEN_WIDTH
         tl.store(token + POSITION, own + i, mask=mine)
         tl.store(token + OWN, own, mask=mine)
@@ -171,8 +172,9 @@ def _finish(
     if SINK:
         sink = tl.load(SINKS + head).to(tl.float32) * LOG2E
         top = tl.maximum(peak, sink)
-        fade = tl.exp2(peak - top)
-        weight = weight * fade + tl.exp2(sink - top)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        fade = tl.exp2(peak - safe)
+        weight = weight * fade + tl.exp2(sink - safe)
         acc = acc * fade
         peak = top
     norm = tl.where(weight > 0, 1.0 / weight, 0.0)
@@ -238,7 +240,7 @@ def merge_split(
 
 @triton.jit
 def plan_sources(
-    SEGMENTS, PLACES, S_SEGMENTS, S_PLACES, LEVELS, TOKENS, STARTS, SOURCES, sequences, count,
+    SEGMENTS, PLACES, S_SEGMENTS, S_PLACES, LEVELS, TOKENS, STARTS, SOURCES, sequences, rows, count,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For each query token, where its results come from: SOURCES ([tokens, 1 + depth, 4]: units or 0 for nothing, units
@@ -247,13 +249,16 @@ def plan_sources(
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = token < count
     s = tl.load(TOKENS + token * TOKEN_WIDTH + SEQUENCE, mask=ok, other=0)
-    i = token - tl.load(STARTS + s, mask=ok, other=0)
-    place = tl.load(PLACES + s, mask=ok, other=-1)
+    # Tokens beyond the step's are what an earlier step left: they have no source.
+    known = ok & (s < rows)
+    i = token - tl.load(STARTS + s, mask=known, other=0)
+    known = known & (i >= 0) & (token < tl.load(STARTS + s + 1, mask=known, other=0))
+    place = tl.load(PLACES + s, mask=known, other=-1)
     into = SOURCES + token * (1 + DEPTH) * 4
     _source(into, SEGMENTS + place * WIDTH, i, ok, place >= 0)
     for level in range(DEPTH):
         named = LEVELS + (level * sequences + s) * 2
-        shared = tl.load(named, mask=ok, other=-1)
+        shared = tl.load(named, mask=known, other=-1)
         some = ok & (shared >= 0)
         place = tl.load(S_PLACES + shared, mask=some, other=-1)
         i_shared = i + tl.load(named + 1, mask=some, other=0)

@@ -83,6 +83,11 @@ def _layer_view(
     for field in group.spec.fields:
         size = DTYPE_BYTES[field.dtype]
         shape = (*tokens, *field.shape)
+        if offset % size:
+            raise ValueError(
+                f"field {field.name!r} of {name!r} begins at byte {offset} of its page, where {field.dtype} cannot: "
+                "put fields of larger dtypes first, or pad the one before it"
+            )
         typed = buffer.view(TORCH_DTYPES[field.dtype])
         strides = _strides(shape, _axes(field, order) if tokens else range(len(shape)))
         fields[field.name] = typed.as_strided(

@@ -6,6 +6,7 @@ The rule for tiles is one function of the shape and the rows; nothing is searche
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -161,7 +162,7 @@ class Layer:
             SINK=mask.sinks is not None, SCALES=self.scales, LATENT=shape.latent,
             TURNED=turned, DIRECT=direct,
             EXACT=q.dtype == torch.float32, HALF=shape.dtype == torch.float8_e4m3fn, PHASES=phases or (turned and shape.dtype != torch.int8),
-            STAGES=tile.stages, OVERLAP=q.is_cuda, SMALL=small, TOLL=tile.toll, BESIDE=beside and q.is_cuda,
+            STAGES=tile.stages, OVERLAP=_overlaps(q.device), SMALL=small, TOLL=tile.toll, BESIDE=beside and _overlaps(q.device),
             NATIVE=native, num_warps=tile.warps, maxnreg=tile.registers, **(_overlapped(q) if beside else {}),
         )  # fmt: skip
 
@@ -174,7 +175,7 @@ class Layer:
             self.out.stride(0), self.out.stride(1), self.lse.stride(0),
             HEADS=shape.kv_heads, GROUP=shape.group, DV=shape.v_dim, COLUMNS=triton.next_power_of_2(shape.v_dim),
             BM=tile.rows, SINK=self.mask.sinks is not None, CHUNK=64, LANES=work.lanes,
-            OVERLAP=self.q.is_cuda, num_warps=4, **_overlapped(self.q),
+            OVERLAP=_overlaps(self.q.device), num_warps=4, **_overlapped(self.q),
         )  # fmt: skip
 
     def merge_levels(self, own: WorkList, shared: WorkList, sources: torch.Tensor) -> None:
@@ -186,7 +187,7 @@ class Layer:
             self.out.stride(0), self.out.stride(1), self.lse.stride(0),
             HEADS=shape.kv_heads, GROUP=shape.group, DV=shape.v_dim, COLUMNS=triton.next_power_of_2(shape.v_dim),
             BM=own.tile.rows, S_BM=shared.tile.rows, DEPTH=sources.shape[1] - 1, SINK=self.mask.sinks is not None,
-            CHUNK=4, OVERLAP=self.q.is_cuda, num_warps=1, **_overlapped(self.q),
+            CHUNK=4, OVERLAP=_overlaps(self.q.device), num_warps=1, **_overlapped(self.q),
         )  # fmt: skip
 
 
@@ -199,6 +200,12 @@ def _scale_strides(scale: torch.Tensor, scales: int) -> tuple[int, int, int]:
     return page, token, head
 
 
+@lru_cache(maxsize=16)
+def _overlaps(device: torch.device) -> bool:
+    """Whether a launch can start before the one ahead of it has ended, and wait for it in place: from sm_90 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def _overlapped(q: torch.Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that may start before the one ahead of it has ended, and waits for it in place."""
-    return {"launch_pdl": True} if q.is_cuda else {}
+    """The launch option for that."""
+    return {"launch_pdl": True} if _overlaps(q.device) else {}
