@@ -174,9 +174,13 @@ def test_mixed_batches_equal_dense_attention(seed: int, monkeypatch: pytest.Monk
 def test_queries_without_tokens_give_nothing() -> None:
     batch = Batch.build([0, 20], [0, 1], Span("full"))
     batch.starts = torch.tensor([0, 2, 3])  # a padded row: two queries, no tokens
-    out, lse = batch.attend(batch.queries(), Mask(sinks=torch.randn(HEADS)))
+    out, lse = batch.attend(batch.queries(), Mask())
     assert not out[:2].any()
     assert (lse[:2] == -math.inf).all()
+    sinks = torch.randn(HEADS)
+    out, lse = batch.attend(batch.queries(), Mask(sinks=sinks))
+    assert not out[:2].any()
+    assert torch.equal(lse[:2], sinks.expand(2, -1))
     assert torch.isfinite(out[2]).all()
 
 

@@ -10,8 +10,7 @@ Does not know the cache. A call of `attend` can be captured in a CUDA graph once
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -56,11 +55,10 @@ class _Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One of cuDNN's batches: what is copied out of pages (cached tokens, new ones), and where its queries stand."""
+    """One of cuDNN's batches: what is copied out of pages, and where its queries stand."""
 
     group: Group
-    cached: torch.Tensor
-    new: torch.Tensor
+    copies: torch.Tensor
     places: torch.Tensor
     longest: int
     first: int
@@ -110,7 +108,6 @@ class PrefillPlan:
         self.device = torch.device(device)
         self.gathered_tile = gathered_tile or (GATHERED_TILE if shape.k_dim <= 128 else DEEP_TILE)
         self._rows: Rows | None = None
-        self._side: torch.cuda.Stream | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -330,8 +327,8 @@ class PrefillPlan:
             direct = group.exact and at_hand
             tokens = group.whole + (0 if direct else group.causal)
             k, v = (_split(x, number, tokens) for x in self._room(call.q, number * tokens))
-            if not direct:
-                launch.gather(call.k, call.v, call.tables, batch.new, k, v)
+            if tokens:
+                launch.gather(call.k, call.v, call.tables, batch.copies, k, v)
             part = slice(batch.first, batch.first + number * group.causal)
             if group.exact:
                 q = _split(call.q[part], number, group.causal)
@@ -342,14 +339,10 @@ class PrefillPlan:
                 own_k, own_v = (_split(x[part], number, group.causal) for x in (new_k, new_v))
             else:
                 own_k, own_v = k[:, group.whole :], v[:, group.whole :]
+            a, a_lse = _batched(q, own_k, own_v, True, call.scale)
             b = b_lse = None
-            with self._aside(group.whole > 0):
-                a, a_lse = _batched(q, own_k, own_v, True, call.scale)
             if group.whole:
-                # Copying is bound by memory, the causal part by arithmetic: they run beside each other.
-                launch.gather(call.k, call.v, call.tables, batch.cached, k, v)
                 b, b_lse = _batched(q, k[:, : group.whole], v[:, : group.whole], False, call.scale)
-                self._together()
             elif group.exact and call.mask.sinks is None:
                 if out is None and lse is None and number * group.causal == call.q.shape[0]:
                     return a.flatten(0, 1), a_lse.flatten(0, 1)
@@ -368,37 +361,12 @@ class PrefillPlan:
     def _batch(self, rows: Rows, group: Group, at_hand: bool) -> _Batch:
         tokens = group.whole + (0 if group.exact and at_hand else group.causal)
         number = np.arange(len(group.rows))
-        whole = np.full_like(number, group.whole)
+        size = np.full_like(number, tokens)
         ends = np.minimum(rows.lengths[group.rows], tokens)
-        cached = copy_list(group.rows, 0 * number, np.minimum(ends, whole), number * tokens, whole)
-        new = copy_list(group.rows, whole, ends, number * tokens + whole, tokens - whole)
+        copies = copy_list(group.rows, np.zeros_like(number), ends, number * tokens, size)
         queries, firsts = rows.queries[group.rows], rows.starts[group.rows]
         places = np.stack((number, group.skips, queries, firsts), 1).astype(np.int32)
-        return _Batch(
-            group,
-            self._sent(cached),
-            self._sent(new),
-            self._sent(places),
-            int(queries.max()),
-            int(firsts[0]),
-        )
-
-    @contextmanager
-    def _aside(self, wanted: bool) -> Iterator[None]:
-        """What runs inside goes to a stream of its own, from where the current one stands, until `_together`. What it
-        allocates may be used on the current stream after that: the next time aside begins by waiting for it."""
-        if not wanted or self.device.type != "cuda":
-            yield
-            return
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
-            yield
-
-    def _together(self) -> None:
-        if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
+        return _Batch(group, self._sent(copies), self._sent(places), int(queries.max()), int(firsts[0]))
 
     def _room(self, q: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self.shape
