@@ -46,6 +46,16 @@ def test_a_plan_must_be_made_first_and_for_the_span() -> None:
         plan.attend(batch.q.cpu(), batch.k.cpu(), batch.v.cpu(), batch.tables.cpu(), Mask(Span("sliding", 4)))
 
 
+def test_the_oracle_takes_any_shape() -> None:
+    shape = Shape(6, 3, 24, 8, block_tokens=16, dtype=torch.float64)
+    gen = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(3, 16, 3, dim, generator=gen, dtype=torch.float64) for dim in (24, 8))
+    plan = decode_plan(shape, 1, device="cpu")
+    plan.make([0, 1], [30])
+    out, _ = plan.attend(torch.randn(1, 6, 24, dtype=torch.float64), k, v, torch.tensor([[2, 1]]))
+    assert out.shape == (1, 6, 8)
+
+
 def test_a_cpu_needs_no_triton() -> None:
     """Everything public imports, and the CPU's path runs, where Triton cannot be imported."""
     code = """

@@ -228,11 +228,13 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
     with pytest.raises(ValueError, match="side by side"):
         plan.attend(**good, mask=Mask(FULL, sinks=torch.zeros(8, device=DEVICE)[::2]))
     with pytest.raises(ValueError, match="values of 576 in latents"):
-        Shape(4, 1, 576, 576)
+        DecodePlan(Shape(4, 1, 576, 576), 1, device=DEVICE)
     with pytest.raises(ValueError, match="k_dim 72 is not supported"):
-        Shape(4, 2, 72, 64)
+        DecodePlan(Shape(4, 2, 72, 64), 1, device=DEVICE)
     with pytest.raises(ValueError, match="pages of 8 tokens"):
-        Shape(4, 2, 64, 64, block_tokens=8)
+        DecodePlan(Shape(4, 2, 64, 64, block_tokens=8), 1, device=DEVICE)
+    with pytest.raises(ValueError, match="4 heads do not divide over 3"):
+        Shape(4, 3, 64, 64)
     with pytest.raises(ValueError, match="longer is prefill"):
         DecodePlan(shape, 1, queries=65, device=DEVICE)
 

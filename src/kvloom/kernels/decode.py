@@ -45,6 +45,7 @@ class DecodePlan:
         tile: Tile | None = None,
         shared_tile: Tile | None = None,
     ) -> None:
+        shape.check()
         if not 1 <= queries <= MOST_QUERIES:
             raise ValueError(
                 f"a decode row has 1 to {MOST_QUERIES} queries, got {queries}; longer is prefill"

@@ -104,6 +104,7 @@ class PrefillPlan:
         tile: BlockTile | None = None,
         gathered_tile: BlockTile | None = None,
     ) -> None:
+        shape.check()
         self.shape, self.span, self.backend, self.tile = shape, span, backend, tile
         self.device = torch.device(device)
         self.gathered_tile = gathered_tile or (GATHERED_TILE if shape.k_dim <= 128 else DEEP_TILE)
