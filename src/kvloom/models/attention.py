@@ -1,0 +1,188 @@
+"""The two seams into Hugging Face's modeling code: what its layers write, and how their attention reads.
+
+    modeling code      past_key_values.update(k, v, layer)        attention_interface(module, q, k, v, …, pages=…)
+    this module        `Pages.update`: tokens to their slots      `attend`: over the pages, by the layer's plan
+
+A model runs on one packed row of tokens of several sequences ([1, tokens]); nothing of its own cache is left. Layers that
+keep a state, and architectures that never call the attention registry, are refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvloom.core import PoolLayout, Span
+from kvloom.kernels.attention import Plan, prefill_plan
+from kvloom.kernels.reference import Mask
+from kvloom.kernels.shapes import Shape
+from kvloom.kernels.views import LayerView, layer_views
+from kvloom.kernels.write import write
+
+from .batch import Batch
+from .reading import ModelError
+
+__all__ = ["ATTENTION", "Pages", "attend", "install"]
+
+ATTENTION = "kvloom"
+"""The name under which `attend` stands in transformers' registry."""
+IGNORED = frozenset(
+    {
+        *("dropout", "position_ids", "cache_position", "use_cache", "is_causal", "sliding_window"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+    }
+)
+"""Keywords of attention calls that say what the batch or the layer's spec says already, or nothing at inference."""
+
+
+class Pages:
+    """What modeling code finds in `past_key_values`: the pool, seen by its layers, for the step that `begin` named."""
+
+    is_compileable = False
+    layers = ()
+
+    def __init__(self, layout: PoolLayout, buffer: torch.Tensor) -> None:
+        self.layout, self.device = layout, buffer.device
+        self._views: dict[int, tuple[LayerView, Span]] = {}
+        for name, view in layer_views(buffer, layout).items():
+            spec = layout.groups[view.group].spec
+            found = re.fullmatch(r"layers\.(\d+)\.attention", name)
+            if found is None or spec.unit != "token" or spec.axis != "text":
+                raise ModelError(
+                    f"layer {name!r} ({spec.kind}) is not supported yet: attention over text alone is"
+                )
+            self._views[int(found[1])] = view, spec.span
+        self._batch: Batch | None = None
+        self._plans: dict[tuple[Shape, Span], Plan] = {}
+        self._made: set[tuple[Shape, Span]] = set()
+
+    def begin(self, batch: Batch) -> None:
+        """The step that the next run of the model computes."""
+        self._batch = batch
+        self._made.clear()
+
+    @property
+    def batch(self) -> Batch:
+        if self._batch is None:
+            raise RuntimeError("no step was begun: call begin(batch) before running the model")
+        return self._batch
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one layer's new keys and values ([1, heads, tokens, dim]) to their slots; they are handed back as they
+        came, and `attend` does not look at them."""
+        view = self._views[layer_idx][0]
+        slots = self.batch.slots[view.group][view.run]
+        new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
+        fields = view.fields
+        if "latent" in fields:
+            write(fields["latent"][:, :, None], None, slots, torch.cat((new_k, new_v), -1), None)
+        else:
+            write(
+                fields["k"], fields["v"], slots, new_k, new_v,
+                k_scale=fields.get("k_scale"), v_scale=fields.get("v_scale"),
+            )  # fmt: skip
+        return key, value
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        latent_values: int = 0,
+    ) -> torch.Tensor:
+        """Attention of packed queries [tokens, heads, dim] over the layer's pages. `latent_values`: how much of a latent
+        is values."""
+        view, span = self._views[layer_idx]
+        fields, batch = view.fields, self.batch
+        if latent_values:
+            k = fields["latent"][:, :, None]
+            v = k[..., :latent_values]
+        else:
+            k, v = fields["k"], fields["v"]
+        shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
+        plan = self._plan(shape, span)
+        out, _ = plan.attend(
+            query, k, v, batch.tables[view.group][view.run], Mask(span, softcap, sinks), scale,
+            fields.get("k_scale"), fields.get("v_scale"),
+        )  # fmt: skip
+        return out
+
+    def _plan(self, shape: Shape, span: Span) -> Plan:
+        key = shape, span
+        if key not in self._plans:
+            self._plans[key] = prefill_plan(shape, span, self.device)
+        plan = self._plans[key]
+        if key not in self._made:
+            plan.make(self.batch.starts.tolist(), self.batch.lengths.tolist())
+            self._made.add(key)
+        return plan
+
+    # What modeling code asks of a cache; the packed row has no past of its own.
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, *_: Any) -> tuple[Any, int]:
+        return query_length, 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        return 0
+
+    def has_previous_state(self, *_: Any) -> bool:
+        return False
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    pages: Pages | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of every layer: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
+    unknown = {name for name, given in keywords.items() if given is not None} - IGNORED
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not known here"
+        )
+    if pages is None:
+        raise ModelError("attention was called without pages: run the model through kvloom")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    packed = query[0].transpose(0, 1)
+    if not hasattr(module, "kv_b_proj"):
+        return pages.attend(int(module.layer_idx), packed, scale, softcap, s_aux)[None], None  # type: ignore[arg-type]
+    absorbed, up = _absorb(module, packed)
+    out = pages.attend(int(module.layer_idx), absorbed, scale, softcap, s_aux, latent_values=up.shape[-1])  # type: ignore[arg-type]
+    return torch.einsum("thr,hdr->thd", out, up)[None], None
+
+
+def _absorb(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """MLA in the latent space: queries times the keys' up-projection, and the values' up-projection [heads, dim, rank]."""
+    weight = module.kv_b_proj.weight.view(query.shape[1], -1, module.kv_lora_rank)
+    keys, values = torch.split(weight, [module.qk_nope_head_dim, module.v_head_dim], 1)
+    nope, rope = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    return torch.cat((torch.einsum("thd,hdr->thr", nope, keys), rope), -1), values
+
+
+def install(model: Any) -> None:
+    """Make a Hugging Face model's layers call `attend`. Raises ModelError where some never would."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{type(model).__name__} never calls the attention registry, so that its memory cannot be ours"
+        )
+    model.config._attn_implementation = ATTENTION
