@@ -4,7 +4,8 @@
     this module        `Pages.update`: tokens to their slots      `attend`: over the pages, by the layer's plan
 
 A model runs on one packed row of tokens of several sequences ([1, tokens]); nothing of its own cache is left. Layers that
-keep a state, and architectures that never call the attention registry, are refused by name.
+keep a state are in `mixers.py`; layers over images, and architectures that never call the attention registry, are refused
+by name.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvloom.kernels.views import LayerView, layer_views
 from kvloom.kernels.write import write
 
 from .batch import Batch
+from .mixers import is_mixer, replace_scans, wrap
 from .reading import ModelError
 
 __all__ = ["ATTENTION", "Pages", "attend", "install"]
@@ -47,14 +49,18 @@ class Pages:
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor) -> None:
         self.layout, self.device = layout, buffer.device
         self._views: dict[int, tuple[LayerView, Span]] = {}
+        self._states: dict[int, LayerView] = {}
         for name, view in layer_views(buffer, layout).items():
             spec = layout.groups[view.group].spec
-            found = re.fullmatch(r"layers\.(\d+)\.attention", name)
-            if found is None or spec.unit != "token" or spec.axis != "text":
+            found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
+            if found is None or spec.axis != "text":
                 raise ModelError(
-                    f"layer {name!r} ({spec.kind}) is not supported yet: attention over text alone is"
+                    f"layer {name!r} ({spec.kind}) is not supported yet: layers over text alone are"
                 )
-            self._views[int(found[1])] = view, spec.span
+            if spec.unit == "state":
+                self._states[int(found[1])] = view
+            else:
+                self._views[int(found[1])] = view, spec.span
         self._batch: Batch | None = None
         self._plans: dict[tuple[Shape, Span], Plan] = {}
         self._made: set[tuple[Shape, Span]] = set()
@@ -69,6 +75,10 @@ class Pages:
         if self._batch is None:
             raise RuntimeError("no step was begun: call begin(batch) before running the model")
         return self._batch
+
+    def state_view(self, layer_idx: int) -> LayerView:
+        """The pages that a recurrent layer's states are in."""
+        return self._states[layer_idx]
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -177,11 +187,17 @@ def _absorb(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def install(model: Any) -> None:
-    """Make a Hugging Face model's layers call `attend`. Raises ModelError where some never would."""
+    """Make a Hugging Face model's layers call `attend`, and its mixers take packed rows. Raises ModelError where some
+    layer never would."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
-    if not getattr(model, "_supports_attention_backend", False):
+    recurrent = [module for module in model.modules() if is_mixer(module)]
+    if recurrent:
+        replace_scans()
+    for module in recurrent:
+        wrap(module)
+    if not recurrent and not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
             f"{type(model).__name__} never calls the attention registry, so that its memory cannot be ours"
         )

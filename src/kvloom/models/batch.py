@@ -33,7 +33,8 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A step's packed row. `tables[group]` is [runs, rows, blocks], `slots[group]` [runs, tokens]: where each token of
-    the row goes, `page * block_tokens + place`. `last` are the places of each row's last token."""
+    the row goes, `page * block_tokens + place`. `last` are the places of each row's last token. `states[group]` ([runs,
+    rows]) are the pages of state groups, and `fresh` says which rows begin without one."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -42,6 +43,8 @@ class Batch:
     last: torch.Tensor
     tables: dict[int, torch.Tensor]
     slots: dict[int, torch.Tensor]
+    states: dict[int, torch.Tensor]
+    fresh: tuple[bool, ...]
 
     @classmethod
     def build(cls, cache: KVCache, works: Many[Work], device: torch.device | str = "cpu") -> Batch:
@@ -70,6 +73,13 @@ class Batch:
             tables[group.index] = torch.from_numpy(np.ascontiguousarray(table)).to(device)
             slots[group.index] = torch.from_numpy(pages * block + positions % block).to(device)
 
+        states = {
+            group.index: torch.from_numpy(
+                np.stack([work.sequence.states(group.index) for work in works], 1).astype(np.int64)
+            ).to(device)
+            for group in cache.layout.of("state")
+        }
+
         def sent(array: npt.NDArray[np.int64], dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.from_numpy(array).to(device, dtype)
 
@@ -81,4 +91,6 @@ class Batch:
             last=sent(starts[1:] - 1),
             tables=tables,
             slots=slots,
+            states=states,
+            fresh=tuple(work.sequence.state_length == 0 for work in works),
         )
