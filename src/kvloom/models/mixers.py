@@ -78,7 +78,10 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def wrap(module: Any) -> None:
-    """Make a mixer take packed rows. It is told its states by the `Pages` in its cache argument."""
+    """Make a mixer take packed rows; harmless to repeat. It is told its states by the `Pages` in its cache argument."""
+    if getattr(module, "takes_packed_rows", False):
+        return
+    module.takes_packed_rows = True
     inner = module.forward
     names = inspect.signature(inner).parameters
     argument = "cache_params" if "cache_params" in names else "past_key_values"

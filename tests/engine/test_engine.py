@@ -1,0 +1,149 @@
+"""The engine against generate(): many requests, a pool far too small, preemptions, cancels, priorities, seeds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvloom.engine.engine import Engine
+from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.sampler import kept
+from tests.models.test_attention import expected, tiny
+
+GREEDY = SamplingParams(max_tokens=10, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "slabs"), [("llama", 0), ("gemma3_text", 0), ("qwen3_next", 3), ("bamba", 6)]
+)
+def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int) -> None:
+    rng = random.Random(family)
+    model = tiny(family)
+    model.set_attn_implementation("eager")
+    prompts = [[rng.randrange(3, 64) for _ in range(rng.randrange(1, 40))] for _ in range(24)]
+    for i in range(6):  # some share what comes first
+        prompts[4 * i + 1] = prompts[4 * i][:20] + prompts[4 * i + 1]
+    wanted = expected(model, prompts, 10)
+    layout = Engine(model, 1 << 24).layout
+    room = slabs * layout.slab_bytes or 3 * layout.slab_bytes_for(max(map(len, prompts)) + 10)
+    engine = Engine(model, room, token_budget=24, max_running=8)
+    requests = [engine.add(prompt, GREEDY, priority=i % 3) for i, prompt in enumerate(prompts)]
+    cancelled: list[Request] = []
+    steps = 0
+    while engine.scheduler.busy:
+        engine.step()
+        steps += 1
+        if steps % 15 == 0:
+            victim = rng.choice(requests)
+            if victim.finish is None:
+                engine.cancel(victim)
+                cancelled.append(victim)
+        engine.cache.check()
+        assert steps < 2000
+    for request, tokens in zip(requests, wanted, strict=True):
+        if request in cancelled:
+            assert request.finish == "cancelled"
+            assert request.tokens == tokens[: len(request.tokens)]
+        else:
+            assert request.finish == "length"
+            assert request.tokens == tokens
+    assert sum(request.preemptions for request in requests)
+    engine.cache.take_copies()
+    assert engine.cache.stats()["held_pages"] == 0
+
+
+def test_a_prefix_is_found_again_and_counted() -> None:
+    engine = Engine(tiny("llama"), 1 << 22)
+    first = engine.add(range(3, 43), GREEDY)
+    engine.run()
+    again = engine.add([*range(3, 43), 7], GREEDY)
+    engine.run()
+    assert first.cached_tokens == 0
+    assert again.cached_tokens == 40
+
+
+def test_decodes_go_before_prompts_and_the_budget_holds() -> None:
+    engine = Engine(tiny("llama"), 1 << 22, token_budget=8)
+    early = engine.add([3, 4, 5], GREEDY)
+    engine.step()
+    engine.add(range(3, 40), GREEDY)
+    for _ in range(4):
+        work = engine.scheduler.schedule()
+        assert sum(len(part.tokens) for _, part in work) == 8
+        assert work[0][0] is early
+        assert len(work[0][1].tokens) == 1
+        batch = engine.cache.take_copies()
+        assert not batch
+        engine.scheduler.commit(work)
+        early.tokens.append(9)
+
+
+def test_stop_tokens_and_eos_end_a_request() -> None:
+    model = tiny("llama")
+    engine = Engine(model, 1 << 22)
+    plain = engine.add([5, 6, 7], GREEDY)
+    engine.run()
+    stop = plain.output[3]
+    ended = engine.add([5, 6, 7], SamplingParams(max_tokens=10, temperature=0, stop_token_ids=(stop,)))
+    engine.run()
+    assert ended.finish == "stop"
+    assert ended.output == plain.output[: plain.output.index(stop) + 1]
+
+
+def test_a_seed_gives_the_same_tokens_whatever_else_runs() -> None:
+    model = tiny("llama")
+    params = SamplingParams(max_tokens=8, temperature=0.9, top_p=0.95, seed=11)
+    alone = Engine(model, 1 << 22)
+    lonely = alone.add([9, 8, 7], params)
+    alone.run()
+    crowd = Engine(model, 1 << 22, token_budget=5)
+    others = [crowd.add(range(3, 20 + i), SamplingParams(max_tokens=8)) for i in range(4)]
+    same = crowd.add([9, 8, 7], params)
+    crowd.run()
+    assert same.output == lonely.output
+    assert all(other.finish == "length" for other in others)
+
+
+def test_what_may_be_drawn() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    every = kept(logits, SamplingParams())
+    torch.testing.assert_close(every, logits.softmax(0))
+    assert kept(logits, SamplingParams(top_k=2)).count_nonzero() == 2
+    assert kept(logits, SamplingParams(top_p=0.5)).count_nonzero() == 1
+    assert kept(logits, SamplingParams(top_p=0.7)).count_nonzero() == 2
+    assert kept(logits, SamplingParams(min_p=0.3)).count_nonzero() == 2
+    torch.testing.assert_close(kept(logits, SamplingParams(top_k=3)).sum(), torch.tensor(1.0))
+
+
+def test_a_request_that_does_not_fit_even_alone_ends_and_says_so() -> None:
+    engine = Engine(tiny("llama"), 1 << 22)
+    slab = engine.layout.slab_bytes
+    engine = Engine(tiny("llama"), 4 * slab)
+    block = engine.layout.block_tokens
+    held = engine.cache.open(engine.cache.match([1, 2, 3]))
+    assert not held.extend(block + 1)  # someone else's pages, which nobody may take
+    request = engine.add(range(3, 3 + block + 2), SamplingParams(max_tokens=2, temperature=0))
+    engine.run()
+    assert request.finish == "no_room"
+    held.close()
+    request = engine.add(range(3, 3 + block + 2), SamplingParams(max_tokens=2, temperature=0))
+    engine.run()
+    assert request.finish == "length"
+
+
+def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+    model = tiny("llama")
+    engine = Engine(model, 1 << 16)
+    with pytest.raises(ValueError, match=r"need [\d,]+ bytes of cache, but the pool has"):
+        engine.add(range(3, 100), SamplingParams(max_tokens=20))
+    with pytest.raises(ValueError, match="exceed the model's 128"):
+        engine.add([3] * 120, SamplingParams(max_tokens=20))
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.add([])
+    with pytest.raises(ValueError, match="is too small"):
+        Engine(model, 1000)
+    for wrong in ({"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 2}, {"max_tokens": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            SamplingParams(**wrong)  # type: ignore[arg-type]
