@@ -155,8 +155,69 @@ def _bench(args: argparse.Namespace) -> int:
     return int(import_module(f"kvloom.bench.{args.benchmark}").main(args.arguments) or 0)
 
 
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder with a Hugging Face model, or its hub id")
+    add("prompts", nargs="*", metavar="PROMPT", help="texts to go on from")
+    add(
+        "--tokens",
+        action="append",
+        default=[],
+        metavar="IDS",
+        help='a prompt as token ids, "5 6 7"; repeatable',
+    )
+    add("--max-tokens", type=_whole(1), default=64, metavar="N", help="new tokens at most (default: 64)")
+    add(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)"
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the likeliest share of P (default: 1)",
+    )
+    add("--seed", type=int, metavar="N", help="draw the same tokens again")
+    add("--pool", default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
+    add("--json", action="store_true", help="print results as JSON")
+
+
+def _generate(args: argparse.Namespace) -> int:
+    try:
+        return _generated(args)
+    except (OSError, ValueError) as error:
+        print(f"kvloom generate: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _generated(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from kvloom.engine.llm import LLM
+    from kvloom.engine.request import SamplingParams
+    from kvloom.plan import parse_size
+
+    ids = [[int(token) for token in text.replace(",", " ").split()] for text in args.tokens]
+    prompts = [*args.prompts, *ids]
+    if not prompts:
+        raise ValueError("nothing to go on from: give a PROMPT or --tokens")
+    params = SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
+    )
+    llm = LLM(args.model, pool_bytes=parse_size(args.pool))
+    results = llm.generate(prompts, params, progress=sys.stderr.isatty())
+    if args.json:
+        print(json.dumps([asdict(result) for result in results], indent=2))
+        return 0
+    for result in results:
+        done = result.outputs[0]
+        print(done.text if llm.tokenizer is not None else " ".join(map(str, done.token_ids)))
+    return 0
+
+
 COMMANDS: dict[str, Command] = {
     "plan": Command("Memory of a model and a load under three schemes.", _plan_arguments, _plan),
+    "generate": Command("Let a model go on from prompts, once.", _generate_arguments, _generate),
     "bench": Command("Measure kvloom beside its peers.", _bench_arguments, _bench),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvloom
+from kvloom.cli import main
 from kvloom.engine.request import SamplingParams
 from tests.models.test_attention import expected, tiny
 
@@ -62,3 +64,22 @@ def test_what_is_wrong_is_said_and_leaves_nothing_behind() -> None:
     assert not llm.engine.scheduler.busy
     assert llm.engine.cache.stats()["held_pages"] == 0
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_the_command_goes_on_from_text_and_ids(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = expected(tiny("llama"), [[5, 6, 7], [9, 8]], 4)
+    assert main(["generate", str(folder), "w5 w6 w7", "--tokens", "9 8", "--max-tokens", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [" ".join(WORDS[t] for t in wanted[0][3:]), " ".join(WORDS[t] for t in wanted[1][2:])]
+    assert main(["generate", str(folder), "--tokens", "9,8", "--max-tokens", "4", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown[0]["outputs"][0]["token_ids"] == wanted[1][2:]
+    for wrong, said in (
+        ([str(folder)], "give a PROMPT"),
+        ([str(folder), "--tokens", "9 x"], "invalid literal"),
+        ([str(folder), "w5", "--temperature", "-1"], "must not be negative"),
+        ([str(folder), "w5", "--pool", "1KiB"], "is too small"),
+        ([str(folder / "nothing"), "w5"], "nothing"),
+    ):
+        assert main(["generate", *wrong]) == 2
+        assert said in capsys.readouterr().err

@@ -89,9 +89,10 @@ class LLM:
         if not progress:
             self.engine.run()
             return
+        from rich.console import Console
         from rich.progress import Progress
 
-        with Progress(transient=True) as bar:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("generating", total=len(requests))
             while self.engine.scheduler.busy:
                 self.engine.step()
