@@ -18,7 +18,9 @@ def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plan", "--help"], ["bench", "--help"], ["generate", "--help"]]
+)
 def test_help(arguments: list[str]) -> None:
     done = kvloom(*arguments)
     assert done.returncode == 0

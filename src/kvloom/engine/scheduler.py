@@ -56,7 +56,7 @@ class Scheduler:
     def cancel(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
         if request.finish is None:
-            self._end(request, "cancelled")
+            self.finish(request, "cancelled")
 
     def schedule(self) -> list[tuple[Request, Work]]:
         """The next step's work, its pages reserved; empty only where nothing is left to do."""
@@ -75,7 +75,7 @@ class Scheduler:
             if not taken:
                 if self.running or picked:
                     break
-                self._end(waiting, "no_room")  # it had the pool to itself
+                self.finish(waiting, "no_room")  # it had the pool to itself
         return picked
 
     def commit(self, work: Many[tuple[Request, Work]]) -> None:
@@ -85,7 +85,12 @@ class Scheduler:
                 request.sequence.commit(part.tokens.astype(np.int32))
 
     def finish(self, request: Request, why: Finish) -> None:
-        self._end(request, why)
+        """End a request; what it computed stays cached."""
+        request.finish = why
+        if request.sequence is not None:
+            request.sequence.close()
+            request.sequence = None
+            self.running.remove(request)
 
     def _next(self) -> Request | None:
         while self._waiting:
@@ -137,10 +142,3 @@ class Scheduler:
         request.preemptions += 1
         self.running.remove(request)
         heapq.heappush(self._waiting, (request.rank, request))
-
-    def _end(self, request: Request, why: Finish) -> None:
-        request.finish = why
-        if request.sequence is not None:
-            request.sequence.close()
-            request.sequence = None
-            self.running.remove(request)

@@ -52,7 +52,7 @@ class Plan(Protocol):
         lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [queries, heads, v_dim] and the natural log-sum-exp of scores [queries, heads]."""
-        raise NotImplementedError
+        ...
 
 
 class ReferencePlan:

@@ -81,7 +81,7 @@ def attend_tiles(
 ):  # fmt: skip
     """One head's part of a lane's stretch. `SHARED`: the queries are listed in MEMBERS, else they follow one another
     in q. `SCALES`: 0 none, 1 one a head, 2 one a token and head. `DIRECT`: whole tiles go to OUT. `PHASES`: units
-    that every row sees whole go unmasked (worth it where arithmetic is the limit)."""
+    that every row sees whole go unmasked (worth it where putting aside what was not written costs arithmetic)."""
     if OVERLAP:
         launch_dependents()
     head = tl.program_id(0) % HEADS

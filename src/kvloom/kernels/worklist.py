@@ -129,7 +129,6 @@ class Layer:
         bounds: int,
         direct: bool,
         members: torch.Tensor | None = None,
-        phases: bool = False,
         beside: bool = False,
     ) -> None:
         """Attention of every tile of the list. `bounds`: which of the rows' bounds to look at (1 their last token,
@@ -161,7 +160,7 @@ class Layer:
             SHARED=members is not None, BOUNDS=bounds, TREE=mask.trees is not None, SOFTCAP=mask.softcap is not None,
             SINK=mask.sinks is not None, SCALES=self.scales, LATENT=shape.latent,
             TURNED=turned, DIRECT=direct,
-            EXACT=q.dtype == torch.float32, HALF=shape.dtype == torch.float8_e4m3fn, PHASES=phases or (turned and shape.dtype != torch.int8),
+            EXACT=q.dtype == torch.float32, HALF=shape.dtype == torch.float8_e4m3fn, PHASES=turned and shape.dtype != torch.int8,
             STAGES=tile.stages, OVERLAP=_overlaps(q.device), SMALL=small, TOLL=tile.toll, BESIDE=beside and _overlaps(q.device),
             NATIVE=native, num_warps=tile.warps, maxnreg=tile.registers, **(_overlapped(q) if beside else {}),
         )  # fmt: skip

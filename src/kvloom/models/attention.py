@@ -24,7 +24,8 @@ from kvloom.kernels.views import LayerView, layer_views
 from kvloom.kernels.write import write
 
 from .batch import Batch
-from .mixers import is_mixer, replace_scans, wrap
+from .families import absorb, keeps_latents, replace_scans
+from .mixers import Part, is_mixer, parts_of, wrap
 from .reading import ModelError
 
 __all__ = ["ATTENTION", "Pages", "attend", "install"]
@@ -62,12 +63,15 @@ class Pages:
             else:
                 self._views[int(found[1])] = view, spec.span
         self._batch: Batch | None = None
+        self.parts: list[Part] = []
+        """How mixers take the step's row apart; planned once for all of them."""
         self._plans: dict[tuple[Shape, Span], Plan] = {}
         self._made: set[tuple[Shape, Span]] = set()
 
     def begin(self, batch: Batch) -> None:
         """The step that the next run of the model computes."""
         self._batch = batch
+        self.parts = parts_of(batch) if self._states else []
         self._made.clear()
 
     @property
@@ -130,7 +134,7 @@ class Pages:
             self._plans[key] = prefill_plan(shape, span, self.device)
         plan = self._plans[key]
         if key not in self._made:
-            plan.make(self.batch.starts.tolist(), self.batch.lengths.tolist())
+            plan.make(self.batch.bounds, self.batch.sizes)
             self._made.add(key)
         return plan
 
@@ -171,19 +175,11 @@ def attend(
         raise ModelError("attention was called without pages: run the model through kvloom")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     packed = query[0].transpose(0, 1)
-    if not hasattr(module, "kv_b_proj"):
+    if not keeps_latents(module):
         return pages.attend(int(module.layer_idx), packed, scale, softcap, s_aux)[None], None  # type: ignore[arg-type]
-    absorbed, up = _absorb(module, packed)
+    absorbed, up = absorb(module, packed)
     out = pages.attend(int(module.layer_idx), absorbed, scale, softcap, s_aux, latent_values=up.shape[-1])  # type: ignore[arg-type]
     return torch.einsum("thr,hdr->thd", out, up)[None], None
-
-
-def _absorb(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """MLA in the latent space: queries times the keys' up-projection, and the values' up-projection [heads, dim, rank]."""
-    weight = module.kv_b_proj.weight.view(query.shape[1], -1, module.kv_lora_rank)
-    keys, values = torch.split(weight, [module.qk_nope_head_dim, module.v_head_dim], 1)
-    nope, rope = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
-    return torch.cat((torch.einsum("thd,hdr->thr", nope, keys), rope), -1), values
 
 
 def install(model: Any) -> None:

@@ -34,7 +34,8 @@ class Work:
 class Batch:
     """A step's packed row. `tables[group]` is [runs, rows, blocks], `slots[group]` [runs, tokens]: where each token of
     the row goes, `page * block_tokens + place`. `last` are the places of each row's last token. `states[group]` ([runs,
-    rows]) are the pages of state groups, and `fresh` says which rows begin without one."""
+    rows]) are the pages of state groups, and `fresh` says which rows begin without one. `bounds` and `sizes` are starts and
+    lengths on the host, so that nobody fetches them."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -45,6 +46,8 @@ class Batch:
     slots: dict[int, torch.Tensor]
     states: dict[int, torch.Tensor]
     fresh: tuple[bool, ...]
+    bounds: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     @classmethod
     def build(cls, cache: KVCache, works: Many[Work], device: torch.device | str = "cpu") -> Batch:
@@ -93,4 +96,6 @@ class Batch:
             slots=slots,
             states=states,
             fresh=tuple(work.sequence.state_length == 0 for work in works),
+            bounds=tuple(starts.tolist()),
+            sizes=tuple(lengths.tolist()),
         )

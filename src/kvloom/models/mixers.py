@@ -2,13 +2,11 @@
 
 A mixer is written for a batch of equal rows, so the packed row is taken apart for it: all single tokens that continue a
 state run as one batch [rows, 1, hidden], every other row alone [1, tokens, hidden]. States are read from their pages before
-the call and written back after it. Knows what a cache is asked for, not what a mixer computes; the one exception is
-Mamba-1's scan, which has no initial state in transformers and is replaced by ours.
+the call and written back after it. Knows what a cache is asked for, not what a mixer computes.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from contextvars import ContextVar
 from typing import Any
@@ -17,14 +15,13 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from kvloom.kernels.state import Rows, mamba1_scan
 from kvloom.kernels.views import LayerView
 
 from .batch import Batch
 
-__all__ = ["States", "is_mixer", "replace_scans", "wrap"]
+__all__ = ["Part", "States", "is_mixer", "parts_of", "running", "wrap"]
 
-MAMBA1 = ("falcon_mamba", "jamba", "mamba")
+Part = tuple[torch.Tensor, torch.Tensor, bool]
 _current: ContextVar[States | None] = ContextVar("the states a mixer is running on", default=None)
 
 
@@ -90,10 +87,9 @@ def wrap(module: Any) -> None:
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         pages = kwargs[argument]
         view: LayerView = pages.state_view(layer)
-        batch: Batch = pages.batch
-        ids = batch.states[view.group][view.run]
+        ids = pages.batch.states[view.group][view.run]
         out = torch.empty_like(hidden_states)
-        for rows, places, fresh in _parts(batch):
+        for rows, places, fresh in pages.parts:
             states = States(view, ids[rows], fresh)
             token = _current.set(states)
             try:
@@ -106,9 +102,14 @@ def wrap(module: Any) -> None:
     module.forward = forward
 
 
-def _parts(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
+def running() -> States | None:
+    """The states that the mixer now running was given."""
+    return _current.get()
+
+
+def parts_of(batch: Batch) -> list[Part]:
     """Rows that run together: their numbers, the places of their tokens [rows, tokens], and whether they begin."""
-    starts, fresh = batch.starts.tolist(), batch.fresh
+    starts, fresh = batch.bounds, batch.fresh
     single = [row for row, begins in enumerate(fresh) if starts[row + 1] - starts[row] == 1 and not begins]
     parts = [[row] for row in range(len(fresh)) if row not in set(single)]
     if single:
@@ -122,50 +123,3 @@ def _parts(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor, bool]]:
         )
         for rows in parts
     ]
-
-
-def replace_scans() -> None:
-    """Put a scan with an initial state in the place of transformers' for Mamba-1. Harmless to repeat."""
-    for family in MAMBA1:
-        modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        if hasattr(modeling, "mamba_selective_scan"):
-            modeling.mamba_selective_scan = _scan  # type: ignore[attr-defined]
-
-
-def _scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    D: torch.Tensor | None = None,  # noqa: N803  (its name at the call)
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **_: Any,
-) -> Any:
-    """`mamba_selective_scan` as modeling code calls it ([batch, channels, tokens]), from the state of its rows."""
-    size, channels, tokens = x.shape
-
-    def rows_of(part: torch.Tensor | None) -> torch.Tensor | None:
-        return None if part is None else part.transpose(1, 2).reshape(size * tokens, -1)
-
-    states = torch.zeros((size + 1, channels, a.shape[1]), dtype=torch.float32, device=x.device)
-    current = _current.get()
-    before = None if current is None else current.get_recurrent_state()
-    if before is not None:
-        states[1:] = before
-    slots = torch.arange(1, size + 1, device=x.device)
-    starts = torch.arange(size + 1, device=x.device) * tokens
-    packed = [rows_of(part) for part in (x, dt, b, c, z)]
-    assert packed[0] is not None
-    assert packed[1] is not None
-    assert packed[2] is not None
-    assert packed[3] is not None
-    y = mamba1_scan(
-        packed[0], packed[1], a, packed[2], packed[3], states, Rows(starts, slots, slots, tokens), D, packed[4],
-        delta_bias, delta_softplus,
-    )  # fmt: skip
-    y = y.view(size, tokens, channels).transpose(1, 2)
-    return (y, states[1:]) if return_last_state else y
