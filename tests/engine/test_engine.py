@@ -15,10 +15,11 @@ from tests.models.test_attention import expected, tiny
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("family", "slabs"), [("llama", 0), ("gemma3_text", 0), ("qwen3_next", 3), ("bamba", 6)]
 )
-def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int) -> None:
+def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)
     model.set_attn_implementation("eager")
@@ -28,11 +29,11 @@ def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int) -> Non
     wanted = expected(model, prompts, 10)
     layout = Engine(model, 1 << 24).layout
     room = slabs * layout.slab_bytes or 3 * layout.slab_bytes_for(max(map(len, prompts)) + 10)
-    engine = Engine(model, room, token_budget=24, max_running=8)
+    engine = Engine(model, room, token_budget=24, max_running=8, ahead=ahead)
     requests = [engine.add(prompt, GREEDY, priority=i % 3) for i, prompt in enumerate(prompts)]
     cancelled: list[Request] = []
     steps = 0
-    while engine.scheduler.busy:
+    while engine.busy:
         engine.step()
         steps += 1
         if steps % 15 == 0:
@@ -71,18 +72,19 @@ def test_decodes_go_before_prompts_and_the_budget_holds() -> None:
     engine.add(range(3, 40), GREEDY)
     for _ in range(4):
         work = engine.scheduler.schedule()
-        assert sum(len(part.tokens) for _, part in work) == 8
+        assert sum(len(part.tokens) for _, part in work) == 1 + 8
         assert work[0][0] is early
         assert len(work[0][1].tokens) == 1
         batch = engine.cache.take_copies()
         assert not batch
-        engine.scheduler.commit(work)
-        early.tokens.append(9)
+        engine.scheduler.launched(work)
+        engine.scheduler.learned([early], [9], [])
 
 
-def test_stop_tokens_and_eos_end_a_request() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_stop_tokens_and_eos_end_a_request(ahead: bool) -> None:
     model = tiny("llama")
-    engine = Engine(model, 1 << 22)
+    engine = Engine(model, 1 << 22, ahead=ahead)
     plain = engine.add([5, 6, 7], GREEDY)
     engine.run()
     stop = plain.output[3]
@@ -98,7 +100,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs() -> None:
     alone = Engine(model, 1 << 22)
     lonely = alone.add([9, 8, 7], params)
     alone.run()
-    crowd = Engine(model, 1 << 22, token_budget=5)
+    crowd = Engine(model, 1 << 22, token_budget=5, ahead=True)
     others = [crowd.add(range(3, 20 + i), SamplingParams(max_tokens=8)) for i in range(4)]
     same = crowd.add([9, 8, 7], params)
     crowd.run()

@@ -14,7 +14,7 @@ from kvloom.core import KVCache, PoolLayout, Sequence
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.views import allocate
 from kvloom.models.attention import Pages, install
-from kvloom.models.batch import Batch, Work
+from kvloom.models.batch import Batch, Stage, Work
 from kvloom.models.reading import ModelError
 from kvloom.models.specs import model_spec
 
@@ -65,6 +65,7 @@ class Runner:
         self.model, self.budget = model, budget
         install(model)
         self.pages = Pages(self.layout, self.buffer)
+        self.stage = Stage(self.cache, "cpu", 64, 64)
         self.computed = 0
 
     def generate(self, prompts: list[list[int]], new: int = NEW) -> list[list[int]]:
@@ -99,7 +100,7 @@ class Runner:
     def step(self, tokens: list[list[int]], works: list[tuple[int, Work]]) -> None:
         for batch in self.cache.take_copies():
             copy_pages(self.buffer, batch.page_stride, batch.source, batch.target)
-        batch = Batch.build(self.cache, [work for _, work in works])
+        batch = self.stage.lay_out([work for _, work in works])
         self.pages.begin(batch)
         with torch.inference_mode():
             logits = self.model(
@@ -160,11 +161,11 @@ def test_a_batch_needs_pages_and_tokens() -> None:
     cache = KVCache(layout, slabs=20)
     sequence = cache.open(cache.match(np.arange(3, 9, dtype=np.int32)))
     with pytest.raises(ValueError, match="at least one sequence"):
-        Batch.build(cache, [])
+        Stage(cache, "cpu", 64, 64).lay_out([])
     with pytest.raises(ValueError, match="has no tokens"):
-        Batch.build(cache, [Work(sequence, np.array([], dtype=np.int64))])
+        Stage(cache, "cpu", 64, 64).lay_out([Work(sequence, np.array([], dtype=np.int64))])
     with pytest.raises(ValueError, match="extend the sequence first"):
-        Batch.build(cache, [Work(sequence, np.arange(3, 9))])
+        Stage(cache, "cpu", 64, 64).lay_out([Work(sequence, np.arange(3, 9))])
     pages = Pages(layout, allocate(layout, 20))
     with pytest.raises(RuntimeError, match="call begin"):
         pages.batch  # noqa: B018

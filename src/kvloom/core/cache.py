@@ -336,7 +336,8 @@ class KVCache:
                     moved |= follow(self.media, run)
             if seq.state_source is not None:
                 follow(self.states, seq.state_source)
-            rows.changed[row] |= moved
+            if moved:
+                rows.touch(row, 0)
         for pin in self._hints.pins():
             follow(self.pages, pin.rows)
             if pin.states is not None:

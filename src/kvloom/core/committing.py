@@ -179,7 +179,6 @@ class Committing(Verbs):
             self.let_go(seq.root.account, self.pages, gone)
             part[:] = 0
             self.rows.first[window, row] = new
-            self.rows.changed[row] = True
             self.tree.offer_range(seq.node, window, old, new - 1)
 
     def _leave_window_many(self, window: int, rows: Rows) -> None:
@@ -198,6 +197,5 @@ class Committing(Verbs):
         self.let_go(self.handle(int(rows[0])).root.account, self.pages, gone)
         table.tables[columns, rows, old] = 0
         table.first[window, rows] = old + 1
-        table.changed[rows] = True
         for row, block in zip(rows.tolist(), old.tolist(), strict=True):
             self.tree.offer_range(self.handle(row).node, window, block, block)

@@ -97,7 +97,7 @@ class Opening(Verbs):
             self.rows.tail[row, :tail] = np.frombuffer(data, np.int32, tail, start)
         seq.shared_tail = bool(tail)
         self.mark_special(seq)
-        self.rows.changed[row] = True
+        self.rows.touch(row, 0)
 
     def _node_at(self, node: Node, data: bytes, point: int) -> Node:
         """The node that holds `point`, at or below `node` on the path of `data`."""
@@ -141,7 +141,7 @@ class Opening(Verbs):
         table.state_length[row] = table.state_length[seq.row]
         table.first[:, row] = table.first[:, seq.row]
         table.tail[row] = table.tail[seq.row]
-        table.changed[row] = True
+        table.touch(row, 0)
         self.rows.watched[row] = self.rows.watched[seq.row]
         child.shared_tail = length % self.block_tokens != 0
         if live:

@@ -89,7 +89,7 @@ class Points(Verbs):
                 account.held += self.pages.retain(np.where(differs, rows, 0))
                 self.let_go(account, self.pages, np.where(differs, table.T, 0))
                 table[:] = rows.T
-                self.rows.changed[seq.row] = True
+                self.rows.touch(seq.row, first // self.block_tokens)
         return node
 
     def _retention(self, seq: Sequence, position: int) -> Retention:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from operator import index
 
+import numpy as np
+
 from .media import Media, MediaRun
 from .parts import Rows, Verbs
 from .sequence import Sequence
@@ -60,7 +62,7 @@ class Reserving(Verbs):
         fresh = self.pages.allocate(blocks, near)
         self.rows.tables[:, row, have : have + blocks] = fresh.T
         self.rows.blocks[row] = have + blocks
-        self.rows.changed[row] = True
+        self.rows.touch(row, have)
 
     def _copy_tail(self, seq: Sequence, block: int) -> None:
         """The partial block is someone else's page: write to a copy."""
@@ -70,13 +72,12 @@ class Reserving(Verbs):
         self.room.copies.add_rows(self.pages, source, target)
         self.room.copies.hold(self.pages, source, seq.root.account)
         self.rows.tables[:, row, block] = target[0]
-        self.rows.changed[row] = True
+        self.rows.touch(row, block)
         seq.shared_tail = False
 
     def give_states(self, seq: Sequence) -> None:
         live = self.states.allocate(1)
         self.rows.states[:, seq.row] = live[0]
-        self.rows.changed[seq.row] = True
         if seq.state_source is not None:
             self.room.copies.add_rows(self.states, seq.state_source, live)
             self.room.copies.hold(self.states, seq.state_source, seq.root.account)
@@ -107,8 +108,8 @@ class Reserving(Verbs):
                 self._reserve(self.handle(row), 1)
             return 0
         self.rows.tables[:, grow, self.rows.blocks[grow]] = self.pages.allocate(grow.size).T
+        self.rows.stale[grow] = np.minimum(self.rows.stale[grow], self.rows.blocks[grow])
         self.rows.blocks[grow] += 1
-        self.rows.changed[grow] = True
         return 0
 
     def _extend_each(self, rows: Rows, n: int) -> int:

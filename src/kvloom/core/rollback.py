@@ -75,7 +75,7 @@ class Rollback(Verbs):
         self.rows.tables[:, row, : len(kept)] = kept.T
         self.rows.blocks[row] = len(kept)
         self.rows.length[row] = point
-        self.rows.changed[row] = True
+        self.rows.touch(row, 0)
         self.set_window_edges(row, point)
         boundary = point // block * block
         if boundary < seq.published:

@@ -85,7 +85,7 @@ class SequenceRows:
         self.tail: Ids = np.zeros((sequences, block), np.int32)  # tokens after the last published block
         self.special = np.zeros(sequences, np.bool_)  # must be served one by one: see Verbs.mark_special
         self.watched = np.zeros(sequences, np.bool_)  # wants a resume point ahead: see Sequence.wanted
-        self.changed = np.zeros(sequences, np.bool_)  # tables changed since the engine last looked
+        self.stale: Ids = np.full(sequences, max_blocks, np.int32)  # first block the engine has not seen
         self.handles: list[Sequence | None] = [None] * sequences
         self._open = np.zeros(sequences, np.bool_)
         self._free = list(range(sequences - 1, -1, -1))
@@ -106,7 +106,7 @@ class SequenceRows:
         self.length[row] = self.blocks[row] = self.state_length[row] = 0
         self.first[:, row] = 0
         self.special[row] = self.watched[row] = False
-        self.changed[row] = True
+        self.stale[row] = 0
         self.handles[row] = None
         self._open[row] = False
         self._free.append(row)
@@ -123,6 +123,17 @@ class SequenceRows:
             twice = row in at[:wrong].tolist()
             raise ValueError(f"row {row} is named twice" if twice else f"row {row} has no open sequence")
         return at
+
+    def touch(self, row: int, block: int) -> None:
+        """A row's entries differ from `block` on. (Those that leave a window need no word: nobody reads them again.)"""
+        if block < self.stale[row]:
+            self.stale[row] = block
+
+    def seen(self, rows: npt.NDArray[np.int64]) -> Ids:
+        """The first block of each row that changed since this was last asked; the end of its table where none did."""
+        first = np.minimum(self.stale[rows], self.blocks[rows])
+        self.stale[rows] = self.tables.shape[2]
+        return first
 
     def open_rows(self) -> list[int]:
         return [row for row, handle in enumerate(self.handles) if handle is not None]

@@ -2,13 +2,15 @@
 
     add(prompt) → Request      step() → the requests that got a token or ended      run() → until nothing is left
 
-One owner at a time; the model must be on the pool's device. Tokens are ids: text is someone else's.
+On a GPU a step is launched before the tokens of the one before it are known (`ahead`): they stay on the device, come back
+while it computes, and whoever turns out to have ended has computed one token for nothing. One owner at a time; the model
+must be on the pool's device. Tokens are ids: text is someone else's.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,21 +18,40 @@ import torch
 from kvloom.core import Control, KVCache, PoolLayout
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.views import allocate
-from kvloom.models.attention import Pages, install
-from kvloom.models.batch import Batch
+from kvloom.models.attention import install
 from kvloom.models.specs import model_spec
 
 from .request import Request, SamplingParams
+from .runner import Runner
 from .sampler import Sampler
-from .scheduler import Scheduler
+from .scheduler import Scheduled, Scheduler
 
 __all__ = ["Engine"]
 
+MAX_TOKENS = 131072
+"""The longest sequence where the model names no limit."""
 KV_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched step: its work, and the tokens it chooses for `requests`, on their way to the host."""
+
+    work: list[Scheduled]
+    requests: list[Request]
+    tokens: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+    def land(self) -> list[int]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        found: list[int] = self.tokens.tolist()
+        return found
+
+
 class Engine:
-    """`pool_bytes` are what pages may take; `kv_dtype` is what K and V are kept in (the model's own if None)."""
+    """`pool_bytes` are what pages may take; `kv_dtype` is what K and V are kept in (the model's own if None). `ahead` says
+    whether steps are launched before the tokens of the one before are known; on a GPU they are, unless told otherwise."""
 
     def __init__(
         self,
@@ -40,6 +61,8 @@ class Engine:
         block_tokens: int = 16,
         token_budget: int = 2048,
         max_running: int = 256,
+        ahead: bool | None = None,
+        graphs: bool = True,
     ) -> None:
         weight = next(model.parameters())
         self.model, self.device = model.eval(), weight.device
@@ -54,13 +77,20 @@ class Engine:
                 f"a pool of {pool_bytes:,} bytes is too small: its unit is {self.layout.slab_bytes:,} and it needs two"
             )
         self.buffer = allocate(self.layout, slabs, self.device)
-        self.cache = KVCache(self.layout, slabs=slabs, model=spec.name)
-        self.pages = Pages(self.layout, self.buffer)
+        self.limit = spec.max_context
+        self.cache = KVCache(
+            self.layout,
+            slabs=slabs,
+            model=spec.name,
+            max_sequences=max_running,
+            max_tokens=self.limit or MAX_TOKENS,
+        )
         install(model)
+        self.runner = Runner(model, self.cache, self.buffer, token_budget, max_running, graphs)
         self.scheduler = Scheduler(self.cache, token_budget, max_running)
         self.sampler = Sampler()
-        self.limit = spec.max_context
-        self._plain = "cache_params" in inspect.signature(model.forward).parameters
+        self.ahead = self.device.type == "cuda" if ahead is None else ahead
+        self._flight: Flight | None = None
         self._eos = _ids(getattr(model.generation_config, "eos_token_id", None))
         self._count = 0
 
@@ -89,46 +119,70 @@ class Engine:
         """End a request now; its pages are free at once."""
         self.scheduler.cancel(request)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do something."""
+        return self.scheduler.busy or self._flight is not None
+
     def step(self) -> list[Request]:
-        """Compute one step; the requests that got a token."""
-        work = self.scheduler.schedule()
-        for copies in self.cache.take_copies():
-            copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
-        if not work:
-            return []
-        batch = Batch.build(self.cache, [part for _, part in work], self.device)
-        logits = self._forward(batch)
-        self.scheduler.commit(work)
-        ready = [i for i, (request, _) in enumerate(work) if request.pending == 0]
-        requests = [work[i][0] for i in ready]
-        for request, token in zip(requests, self.sampler.choose(logits[ready], requests), strict=True):
-            self._take(request, token)
-        return requests
+        """Launch one step, and take in the tokens of the last that was; the requests that got one."""
+        before, landed = self._flight, []
+        if before is not None and any(request.waits for request in before.requests):
+            landed = self._land(before, [])
+            before = None
+        self._flight = flight = self._launch(before)
+        if before is not None:
+            landed = self._land(before, [] if flight is None else flight.work)
+        elif flight is not None and not self.ahead:
+            self._flight = None
+            landed = self._land(flight, [])
+        return landed
 
     def run(self) -> None:
         """Step until every request has ended."""
-        while self.scheduler.busy:
+        while self.busy:
             self.step()
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        self.pages.begin(batch)
-        extra: dict[str, Any] = {"cache_params": self.pages}
-        if not self._plain:
-            extra = {
-                "past_key_values": self.pages,
-                "pages": self.pages,
-                "position_ids": batch.positions[None],
-            }
-        with torch.inference_mode():
-            found = self.model(
-                input_ids=batch.tokens[None], use_cache=False, logits_to_keep=batch.last, **extra
-            )
-        logits: torch.Tensor = found.logits[0]
-        return logits
+    def _launch(self, before: Flight | None) -> Flight | None:
+        places = {} if before is None else {id(request): i for i, request in enumerate(before.requests)}
+        work = self.scheduler.schedule(places)
+        for copies in self.cache.take_copies():
+            copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
+        if not work:
+            return None
+        ends = [request.pending == len(part.tokens) for request, part in work]
+        ready = [i for i, end in enumerate(ends) if end]
+        logits = self.runner.run([part for _, part in work], ready)
+        requests = [work[i][0] for i in ready]
+        tokens = torch.empty(0, dtype=torch.int64, device=self.device)
+        if requests:
+            tokens = self.sampler.choose(logits, requests)
+            self.runner.chosen[: len(tokens)] = tokens
+        self.scheduler.launched(work)
+        return Flight(work, requests, *self._fetched(tokens))
 
-    def _take(self, request: Request, token: int) -> None:
-        request.tokens.append(token)
-        params = request.params
+    def _fetched(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Send the tokens on their way to the host."""
+        if not tokens.is_cuda:
+            return tokens, None
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return host, arrived
+
+    def _land(self, flight: Flight, after: list[Scheduled]) -> list[Request]:
+        """Take in a step's tokens; `after` is the work of the step that was launched since."""
+        tokens = flight.land()
+        open_ = [request for request in flight.requests if request.finish is None]
+        self.scheduler.learned(flight.requests, tokens, after)
+        for request in open_:
+            self._end(request)
+        return open_
+
+    def _end(self, request: Request) -> None:
+        """End a request whose last token is its last."""
+        token, params = request.tokens[-1], request.params
         if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
             self.scheduler.finish(request, "stop")
         elif len(request.output) >= params.max_tokens:

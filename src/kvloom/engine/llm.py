@@ -94,7 +94,7 @@ class LLM:
 
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("generating", total=len(requests))
-            while self.engine.scheduler.busy:
+            while self.engine.busy:
                 self.engine.step()
                 bar.update(task, completed=sum(request.finish is not None for request in requests))
 

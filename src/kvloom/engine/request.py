@@ -57,8 +57,11 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     sequence: Sequence | None = None
     cached_tokens: int | None = None
+    computed: int = 0
+    unknown: int = 0
     preemptions: int = 0
     finish: Finish | None = None
+    waits = False
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -68,9 +71,14 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def drawn(self) -> int:
+        """Tokens that were chosen for it so far, seen or not."""
+        return len(self.tokens) + self.unknown - len(self.prompt)
+
+    @property
     def pending(self) -> int:
-        """Tokens that are not computed yet."""
-        return len(self.tokens) - (0 if self.sequence is None else self.sequence.length)
+        """Tokens whose computing has not been launched."""
+        return len(self.tokens) + self.unknown - self.computed
 
     @property
     def rank(self) -> tuple[int, int]:

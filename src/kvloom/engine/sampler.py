@@ -13,19 +13,25 @@ class Sampler:
     """Chooses the next token of each row. A seeded request draws from its own generator, by how many tokens it has: the
     same whatever else runs, and after a preemption."""
 
-    def choose(self, logits: torch.Tensor, requests: list[Request]) -> list[int]:
+    def choose(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
         """One token for each row of `logits` ([rows, vocabulary])."""
-        likeliest = logits.argmax(-1).tolist()
-        return [
-            token if request.params.temperature == 0 else self._draw(row, request)
-            for token, row, request in zip(likeliest, logits, requests, strict=True)
-        ]
+        best = logits.argmax(-1)
+        if all(request.params.temperature == 0 for request in requests):
+            return best
+        likeliest = best.tolist()
+        return torch.tensor(
+            [
+                token if request.params.temperature == 0 else self._draw(row, request)
+                for token, row, request in zip(likeliest, logits, requests, strict=True)
+            ],
+            device=logits.device,
+        )
 
     def _draw(self, logits: torch.Tensor, request: Request) -> int:
         weights = kept(logits.float(), request.params).cpu()
         if request.params.seed is None:
             return int(torch.multinomial(weights, 1))
-        generator = torch.Generator().manual_seed(request.params.seed + len(request.output) * 0x9E3779B9)
+        generator = torch.Generator().manual_seed(request.params.seed + request.drawn * 0x9E3779B9)
         return int(torch.multinomial(weights, 1, generator=generator))
 
 

@@ -50,8 +50,11 @@ class Plan(Protocol):
         v_scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        new_k: torch.Tensor | None = None,
+        new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [queries, heads, v_dim] and the natural log-sum-exp of scores [queries, heads]."""
+        """Outputs [queries, heads, v_dim] and the natural log-sum-exp of scores [queries, heads]. `new_k` and `new_v` are
+        the new tokens' keys and values as they were written to the pages: whoever can spares reading them there."""
         ...
 
 
@@ -77,13 +80,15 @@ class ReferencePlan:
         v_scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        new_k: torch.Tensor | None = None,
+        new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._rows is None:
             raise ValueError("call make(starts, lengths) before attend: there is no plan yet")
         mask = mask or Mask(self.span)
         if mask.span != self.span:
             raise ValueError(f"the plan was made for {self.span}, the mask says {mask.span}")
-        starts, lengths = self._rows
+        starts, lengths = (x.to(q.device) for x in self._rows)
         found = reference.attend(
             q, k, v, tables[: len(lengths)], starts, lengths, mask, scale, k_scale, v_scale
         )

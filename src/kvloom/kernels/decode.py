@@ -127,6 +127,8 @@ class DecodePlan:
         v_scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        new_k: torch.Tensor | None = None,
+        new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`reference.attend` of the rows that `make` saw last, into `out` and `lse` where they are given."""
         mask = mask or Mask(self.span)

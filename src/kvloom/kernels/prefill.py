@@ -37,7 +37,7 @@ from .prefill_backends import (
     span_list,
 )
 from .reference import FULL, Mask
-from .shapes import Shape, check_call, check_results
+from .shapes import Shape, check_call, check_results, upload
 
 __all__ = ["PrefillPlan"]
 
@@ -376,7 +376,7 @@ class PrefillPlan:
         )
 
     def _sent(self, listed: npt.NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(listed)).to(self.device, non_blocking=True)
+        return upload(np.ascontiguousarray(listed), self.device)
 
 
 def _batched(

@@ -50,6 +50,8 @@ DESCRIPTOR_DIMS = ((64, 64), (128, 128), (192, 128))
 CUDNN_DIMS = (*DESCRIPTOR_DIMS, (256, 256))
 CUDNN_TILES = 512
 """Tiles of 128 queries by a head that each of cuDNN's batches must have: fewer leave the GPU's processors idle."""
+CUDNN_WORK = 1 << 29
+"""Pairs of query and key, over all heads, from which cuDNN is worth the plan that it makes for every new size."""
 CUDNN_GROUPS = 4
 """Batches that cuDNN may be called for; more, smaller ones are better run as one list."""
 DESCRIPTOR_WORK = 1 << 26
@@ -126,13 +128,13 @@ def choose(shape: Shape, rows: Rows, chosen: Ints, dtype: torch.dtype, plain: bo
     dims = (shape.k_dim, shape.v_dim)
     if not plain or dtype not in HALVES or shape.dtype != dtype or not len(chosen):
         return "pages"
-    if cudnn and dims in CUDNN_DIMS:
+    queries = rows.queries[chosen]
+    pairs = (queries * (rows.owns[chosen] + queries // 2)).sum() * shape.heads
+    if cudnn and dims in CUDNN_DIMS and pairs >= CUDNN_WORK:
         groups = groups_of(rows, chosen)
         tiles = [len(group.rows) * shape.heads * -(-group.causal // 128) for group in groups]
         if len(groups) <= CUDNN_GROUPS and min(tiles) >= CUDNN_TILES:
             return "cudnn"
-    queries = rows.queries[chosen]
-    pairs = (queries * (rows.owns[chosen] + queries // 2)).sum() * shape.heads
     return "descriptors" if dims in DESCRIPTOR_DIMS and pairs >= DESCRIPTOR_WORK else "pages"
 
 

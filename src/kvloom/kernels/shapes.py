@@ -9,12 +9,14 @@ Where `v` is the beginning of `k` (MLA's latent), it is read once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from .reference import Mask
 
-__all__ = ["DTYPES", "PAGE_DTYPES", "Shape", "check_call", "check_results", "split_dim"]
+__all__ = ["DTYPES", "PAGE_DTYPES", "Shape", "check_call", "check_results", "split_dim", "upload"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
@@ -61,6 +63,15 @@ class Shape:
             raise ValueError(f"pages of {self.dtype} are not supported; supported: {_names(PAGE_DTYPES)}")
 
     @property
+    def supported(self) -> bool:
+        """Whether the GPU's kernels take it."""
+        try:
+            self.check()
+        except ValueError:
+            return False
+        return True
+
+    @property
     def group(self) -> int:
         """Query heads that read one KV head."""
         return self.heads // self.kv_heads
@@ -69,6 +80,13 @@ class Shape:
     def latent(self) -> bool:
         """Whether values are the beginning of keys."""
         return self.k_dim > 256
+
+
+def upload(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Small arrays on their way to the device, in the order of the current stream; the host does not wait. (A copy from
+    memory that is not pinned waits for all that its stream has still to do.)"""
+    sent = torch.from_numpy(numbers)
+    return sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent.to(device)
 
 
 def check_call(

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .shapes import upload
+
 __all__ = ["SharedRun", "Sharing", "find_shared"]
 
 LEAST_SAVED = 1024
@@ -110,7 +112,7 @@ class Sharing:
         self.levels = torch.full((depth, sequences, 2), -1, dtype=torch.int32, device=device)
 
     def set(self, runs: list[SharedRun], starts: npt.NDArray[np.int64]) -> list[SharedRun]:
-        """Put the runs on the device (asynchronously from pageable memory, in order on the current stream); the
+        """Put the runs on the device (in order on the current stream; the host does not wait); the
         runs that found room. A run is left out only with everything below it, which then reads on its own."""
         starts = np.asarray(starts, dtype=np.int64)
         begin = np.zeros(self.sequences, dtype=np.int32)
@@ -135,10 +137,10 @@ class Sharing:
             used += int(at[-1])
             placed.append(run)
         flat = np.concatenate(members).astype(np.int32) if members else np.zeros(0, dtype=np.int32)
-        self.begin.copy_(torch.from_numpy(begin))
-        self.given.copy_(torch.from_numpy(given))
+        self.begin.copy_(upload(begin, self.begin.device))
+        self.given.copy_(upload(given, self.begin.device))
         self.number.fill_(len(placed))
         self.holds = len(placed)
-        self.members[:used].copy_(torch.from_numpy(flat))
-        self.levels.copy_(torch.from_numpy(levels))
+        self.members[:used].copy_(upload(flat, self.begin.device))
+        self.levels.copy_(upload(levels, self.begin.device))
         return placed

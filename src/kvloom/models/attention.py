@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from kvloom.core import PoolLayout, Span
-from kvloom.kernels.attention import Plan, prefill_plan
+from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
 from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape
+from kvloom.kernels.shapes import Shape, split_dim
 from kvloom.kernels.views import LayerView, layer_views
 from kvloom.kernels.write import write
 
@@ -39,6 +39,10 @@ IGNORED = frozenset(
     }
 )
 """Keywords of attention calls that say what the batch or the layer's spec says already, or nothing at inference."""
+
+
+ROOMS = (16, 64, 256, 1024, 4096)
+"""Rows that plans of replayed steps have room for: one plan serves graphs of several sizes."""
 
 
 class Pages:
@@ -65,14 +69,30 @@ class Pages:
         self._batch: Batch | None = None
         self.parts: list[Part] = []
         """How mixers take the step's row apart; planned once for all of them."""
-        self._plans: dict[tuple[Shape, Span], Plan] = {}
+        self._plans: dict[tuple[Shape, Span, int], Plan] = {}
         self._made: set[tuple[Shape, Span]] = set()
+        self._new: tuple[int, torch.Tensor | None, torch.Tensor | None] = -1, None, None
 
     def begin(self, batch: Batch) -> None:
         """The step that the next run of the model computes."""
         self._batch = batch
-        self.parts = parts_of(batch) if self._states else []
+        self.parts = []
+        if self._states and batch.replayed:
+            every = torch.arange(len(batch.sizes), device=self.device)
+            self.parts = [(every, every[:, None], False)]
+        elif self._states:
+            self.parts = parts_of(batch)
         self._made.clear()
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layer keeps a state."""
+        return bool(self._states)
+
+    @property
+    def replayable(self) -> bool:
+        """Whether steps can be captured in a graph: the GPU's kernels take every layer."""
+        return all(_shape(view.fields).supported for view, _ in self._views.values())
 
     @property
     def batch(self) -> Batch:
@@ -93,6 +113,7 @@ class Pages:
         slots = self.batch.slots[view.group][view.run]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
         fields = view.fields
+        self._new = layer_idx, new_k, new_v
         if "latent" in fields:
             write(fields["latent"][:, :, None], None, slots, torch.cat((new_k, new_v), -1), None)
         else:
@@ -122,21 +143,37 @@ class Pages:
             k, v = fields["k"], fields["v"]
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span)
+        layer, new_k, new_v = self._new
+        if layer != layer_idx or latent_values or new_k is None or k.dtype != new_k.dtype:
+            new_k = new_v = None  # the pages alone know what was kept of them
         out, _ = plan.attend(
             query, k, v, batch.tables[view.group][view.run], Mask(span, softcap, sinks), scale,
-            fields.get("k_scale"), fields.get("v_scale"),
+            fields.get("k_scale"), fields.get("v_scale"), new_k=new_k, new_v=new_v,
         )  # fmt: skip
         return out
 
     def _plan(self, shape: Shape, span: Span) -> Plan:
-        key = shape, span
+        batch = self.batch
+        # A step that is replayed has single tokens, and lengths that only the device knows.
+        rows = next(size for size in ROOMS if size >= len(batch.sizes)) if batch.replayed else 0
+        key = shape, span, rows
         if key not in self._plans:
-            self._plans[key] = prefill_plan(shape, span, self.device)
+            self._plans[key] = self._new_plan(*key)
         plan = self._plans[key]
-        if key not in self._made:
-            plan.make(self.batch.bounds, self.batch.sizes)
-            self._made.add(key)
+        if key[:2] not in self._made:
+            if rows:
+                plan.make(batch.starts, batch.lengths)
+            else:
+                plan.make(batch.bounds, batch.sizes)
+            self._made.add(key[:2])
         return plan
+
+    def _new_plan(self, shape: Shape, span: Span, rows: int) -> Plan:
+        if rows:
+            return decode_plan(shape, rows, 1, span, self.device)
+        if self.device.type == "cuda" and not shape.supported:
+            return ReferencePlan(shape, span)
+        return prefill_plan(shape, span, self.device)
 
     # What modeling code asks of a cache; the packed row has no past of its own.
 
@@ -151,6 +188,13 @@ class Pages:
 
     def has_previous_state(self, *_: Any) -> bool:
         return False
+
+
+def _shape(fields: dict[str, torch.Tensor]) -> Shape:
+    """The shape of attention over a layer's pages, by as many query heads as they have."""
+    k = fields["latent"][:, :, None] if "latent" in fields else fields["k"]
+    v_dim = split_dim(k.shape[3])[0] if "latent" in fields else fields["v"].shape[3]
+    return Shape(k.shape[2], k.shape[2], k.shape[3], v_dim, k.shape[1], k.dtype)
 
 
 def attend(

@@ -3,31 +3,35 @@
     tokens   | sequence 0: a chunk of its prompt | sequence 1: one token | sequence 2: … |
     starts   0                                   7                       8               …
 
-Made once a step from sequences whose pages are reserved (`extend`); knows no model and decides nothing.
+`Stage` lays a step out in fixed buffers: one small block of numbers is sent a step, and of the page tables, which the device
+has a copy of, only what changed. Everything else is worked out on the device. Knows no model and decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvloom.core import KVCache, Sequence
+from kvloom.kernels.shapes import upload
 
-__all__ = ["Batch", "Work"]
+__all__ = ["Batch", "Stage", "Work"]
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A sequence's part of a step: the tokens that follow its `length`, for which `extend` has reserved pages."""
+    """A sequence's part of a step: the tokens that follow its `length`, for which `extend` has reserved pages. `source`
+    says where among the tokens that the step before chose its one token is, while the host does not know it."""
 
     sequence: Sequence
     tokens: Ints
+    source: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class Batch:
     """A step's packed row. `tables[group]` is [runs, rows, blocks], `slots[group]` [runs, tokens]: where each token of
     the row goes, `page * block_tokens + place`. `last` are the places of each row's last token. `states[group]` ([runs,
     rows]) are the pages of state groups, and `fresh` says which rows begin without one. `bounds` and `sizes` are starts and
-    lengths on the host, so that nobody fetches them."""
+    lengths on the host, so that nobody fetches them; where `replayed`, they are another step's and must not be looked at:
+    every row has one token then."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -48,54 +53,188 @@ class Batch:
     fresh: tuple[bool, ...]
     bounds: tuple[int, ...]
     sizes: tuple[int, ...]
+    replayed: bool = False
 
-    @classmethod
-    def build(cls, cache: KVCache, works: Many[Work], device: torch.device | str = "cpu") -> Batch:
-        """The batch of `works`, in their order."""
+
+@dataclass(slots=True)
+class _Numbers:
+    """A step's numbers on the host, in the order in which they are sent."""
+
+    tokens: Ints
+    positions: Ints
+    source: Ints
+    row_of: Ints
+    rows: Ints
+    lengths: Ints
+    starts: Ints
+    states: npt.NDArray[np.int32]
+    fresh: tuple[bool, ...] = field(default=())
+
+    def beside(self, other: _Numbers) -> _Numbers:
+        """The numbers of both, those of `other` last."""
+        rows, tokens = len(self.rows), len(self.tokens)
+        return _Numbers(
+            np.concatenate((self.tokens, other.tokens)),
+            np.concatenate((self.positions, other.positions)),
+            np.concatenate((self.source, other.source)),
+            np.concatenate((self.row_of, other.row_of + rows)),
+            np.concatenate((self.rows, other.rows)),
+            np.concatenate((self.lengths, other.lengths)),
+            np.concatenate((self.starts, other.starts[1:] + tokens)),
+            np.concatenate((self.states, other.states), 1),
+        )
+
+    @property
+    def parts(self) -> tuple[npt.NDArray[np.int64] | npt.NDArray[np.int32], ...]:
+        return (
+            *(self.tokens, self.positions, self.source, self.row_of),
+            *(self.rows, self.lengths, self.starts, self.states.reshape(-1)),
+        )
+
+
+class Stage:
+    """The buffers of one device for steps of up to `tokens` tokens and `rows` rows. A step must have been launched before
+    the next is laid out; two may be under way. `mirrored`: the device has tables of its own (on a CPU the cache's serve)."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        device: torch.device | str,
+        tokens: int,
+        rows: int,
+        mirrored: bool | None = None,
+    ) -> None:
+        self.cache, self.device = cache, torch.device(device)
+        self.rows, self._block = rows, cache.layout.block_tokens
+        cuda = self.device.type == "cuda"
+        self._mirrored = cuda if mirrored is None else mirrored
+        width, sequences, blocks = cache.rows.tables.shape
+        self._states = len(cache.rows.states)
+        if self._mirrored:
+            # One row more, of zeros: what is padded writes to page 0, which is nobody's.
+            self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
+        else:
+            self._tables = torch.from_numpy(cache.rows.tables)
+        most = 4 * tokens + (3 + self._states) * rows + 1
+        self._sent = torch.zeros(most, dtype=torch.int32, device=self.device)
+        self._host = [torch.zeros(most, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._turn = 0
+
+    def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
+        """The batch of `works`, in their order. `chosen` are the tokens of the step before, where a work follows it."""
+        numbers = self._numbers(works)
+        blocks = -(-int(numbers.lengths.max()) // self._block)
+        self._send(numbers)
+        bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
+        return self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
+
+    def send(self, works: Many[Work], rows: int) -> None:
+        """Send the numbers of single tokens for a replay of `replayed(rows)`, with rows of nobody's to fill it up."""
+        spare = rows - len(works)
+        nobody = _Numbers(
+            np.zeros(spare, np.int64), np.zeros(spare, np.int64), np.full(spare, -1), np.arange(spare),
+            np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), np.arange(spare + 1),
+            np.zeros((self._states, spare), np.int32),
+        )  # fmt: skip
+        self._send(self._numbers(works).beside(nobody) if works else nobody)
+
+    def replayed(self, rows: int, chosen: torch.Tensor) -> Batch:
+        """The batch of any `rows` single tokens, worked out anew from what `send` sent whenever a graph with it is replayed."""
+        bounds = tuple(range(rows + 1))
+        return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (1,) * rows, replayed=True)
+
+    def _numbers(self, works: Many[Work]) -> _Numbers:
         if not works:
             raise ValueError("a step needs at least one sequence with tokens to compute")
         counts = np.array([len(work.tokens) for work in works])
         if (counts == 0).any():
             raise ValueError(f"sequence {int(np.flatnonzero(counts == 0)[0])} of the step has no tokens")
-        before = np.array([work.sequence.length for work in works])
+        held = self.cache.rows
+        rows = np.array([work.sequence.row for work in works])
+        before = held.length[rows]
         starts = np.concatenate(([0], counts.cumsum()))
         lengths = before + counts
-        row = np.arange(len(works)).repeat(counts)
-        positions = before[row] + np.arange(starts[-1]) - starts[row]
-        tables, slots = {}, {}
-        block = cache.layout.block_tokens
-        blocks = -(-int(lengths.max()) // block)
-        rows = [work.sequence.row for work in works]
-        for group in cache.layout.of("token"):
-            table = cache.table(group.index)[:, rows, :blocks]
-            pages = table[:, row, positions // block].astype(np.int64)
-            if (pages == 0).any():
-                raise ValueError(
-                    f"{group.name}: some tokens of the step have no page; extend the sequence first"
-                )
-            tables[group.index] = torch.from_numpy(np.ascontiguousarray(table)).to(device)
-            slots[group.index] = torch.from_numpy(pages * block + positions % block).to(device)
+        if (lengths > held.blocks[rows] * self._block).any() or (
+            self._states and not held.states[:, rows].all()
+        ):
+            raise ValueError("some tokens of the step have no page; extend the sequence first")
+        row_of = np.arange(len(works)).repeat(counts)
+        source = np.full(len(row_of), -1)
+        source[starts[:-1]] = [work.source for work in works]
+        return _Numbers(
+            np.concatenate([work.tokens for work in works]),
+            before[row_of] + np.arange(starts[-1]) - starts[row_of],
+            source,
+            row_of,
+            rows,
+            lengths,
+            starts,
+            held.states[:, rows],
+            tuple((held.state_length[rows] == 0).tolist()),
+        )
 
-        states = {
-            group.index: torch.from_numpy(
-                np.stack([work.sequence.states(group.index) for work in works], 1).astype(np.int64)
-            ).to(device)
-            for group in cache.layout.of("state")
-        }
+    def _send(self, numbers: _Numbers) -> None:
+        parts = numbers.parts
+        host = self._host[self._turn]
+        self._turn ^= 1  # the other may still be on its way
+        size = 0
+        view = host.numpy()
+        for part in parts:
+            view[size : size + len(part)] = part
+            size += len(part)
+        self._sent[:size].copy_(host[:size], non_blocking=True)
+        if self._mirrored:
+            self._send_tables(numbers.rows)
 
-        def sent(array: npt.NDArray[np.int64], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.from_numpy(array).to(device, dtype)
+    def _send_tables(self, rows: Ints) -> None:
+        """Bring the device's tables up to date for the rows of this step."""
+        held = self.cache.rows
+        rows = rows[rows < held.tables.shape[1]]
+        first, until = held.seen(rows), held.blocks[rows]
+        changed = np.flatnonzero(until > first)
+        if not len(changed):
+            return
+        width, sequences, blocks = self._tables.shape
+        parts = zip(rows[changed], first[changed], until[changed], strict=True)
+        at = np.concatenate([row * blocks + np.arange(begin, end) for row, begin, end in parts])
+        pages = held.tables.reshape(width, -1)[:, at]
+        places = at + np.arange(width)[:, None] * sequences * blocks
+        sent = upload(np.stack((places, pages)).reshape(2, -1), self.device)
+        self._tables.view(-1).index_copy_(0, sent[0], sent[1].int())
 
-        return cls(
-            tokens=sent(np.concatenate([work.tokens for work in works]).astype(np.int64)),
-            positions=sent(positions),
-            starts=sent(starts, torch.int32),
-            lengths=sent(lengths, torch.int32),
-            last=sent(starts[1:] - 1),
-            tables=tables,
-            slots=slots,
-            states=states,
-            fresh=tuple(work.sequence.state_length == 0 for work in works),
-            bounds=tuple(starts.tolist()),
-            sizes=tuple(lengths.tolist()),
+    def _batch(
+        self,
+        blocks: int,
+        chosen: torch.Tensor | None,
+        fresh: tuple[bool, ...],
+        bounds: tuple[int, ...],
+        sizes: tuple[int, ...],
+        replayed: bool = False,
+    ) -> Batch:
+        """The batch of the numbers that were sent, worked out on the device."""
+        tokens, rows = bounds[-1], len(sizes)
+        parts = [tokens, tokens, tokens, tokens, rows, rows, rows + 1, self._states * rows]
+        ids, positions, source, row_of, of, lengths, starts, states = torch.split(
+            self._sent[: sum(parts)], parts
+        )
+        ids, positions = ids.long(), positions.long()
+        if chosen is not None:
+            ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
+        tables = self._tables[:, :, :blocks].index_select(1, of)
+        slots = tables[:, row_of, positions // self._block].long() * self._block + positions % self._block
+        states = states.view(self._states, rows).long()
+        layout = self.cache.layout
+        return Batch(
+            tokens=ids,
+            positions=positions,
+            starts=starts,
+            lengths=lengths,
+            last=starts[1:].long() - 1,
+            tables={group.index: tables[group.columns] for group in layout.of("token")},
+            slots={group.index: slots[group.columns] for group in layout.of("token")},
+            states={group.index: states[group.columns] for group in layout.of("state")},
+            fresh=fresh,
+            bounds=bounds,
+            sizes=sizes,
+            replayed=replayed,
         )

@@ -1,0 +1,76 @@
+"""The small operations between a model's matrix products, one launch each: norms, gated activations, rotary embeddings.
+
+They round where modeling code rounds, so that the results are the same bits. CPU tensors run in plain torch, which is the
+oracle; CUDA tensors in Triton. Knows no modules: `models/fusing.py` puts these in their places.
+
+| function   | takes                                             | gives                    |
+|------------|---------------------------------------------------|--------------------------|
+| `rms_norm` | x [..., dim], any strides but dense in dim        | the same shape, dense    |
+| `gated`    | x [tokens, 2 * dim]: gates, then what they gate   | [tokens, dim]            |
+| `rotate`   | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both, turned; dense by token |
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+__all__ = ["Activation", "Norm", "gated", "rms_norm", "rotate"]
+
+Norm = Literal["llama", "gemma"]
+"""How the weight comes in: `llama` rounds before multiplying by it, `gemma` multiplies by 1 + weight in float32."""
+Activation = Literal["silu", "gelu_tanh"]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Norm = "llama") -> torch.Tensor:
+    """x over the root of its mean square along the last dimension, times the weight."""
+    if x.shape[-1:] != weight.shape:
+        raise ValueError(
+            f"a weight of {tuple(weight.shape)} does not fit x {tuple(x.shape)} in its last dimension"
+        )
+    if x.is_cuda and x.stride(-1) == 1:
+        from . import triton_fused
+
+        return triton_fused.rms_norm(x, weight, eps, form == "gemma")
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if form == "gemma":
+        return (wide * (1.0 + weight.float())).type_as(x)
+    return weight * wide.to(x.dtype)
+
+
+def gated(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    """The first half of each row through the activation, times the second half."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"rows of {x.shape[-1]} have no halves")
+    if x.is_cuda and x.is_contiguous():
+        from . import triton_fused
+
+        return triton_fused.gated(x, activation)
+    gate, up = x.chunk(2, -1)
+    acted = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    return acted * up
+
+
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn q and k by angles given per token, each pair of dims half a head apart (`cos` and `sin` name every dim)."""
+    if cos.shape != sin.shape or cos.shape[-1] != q.shape[-1] or cos.shape[-2] != q.shape[-2]:
+        raise ValueError(
+            f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit q {tuple(q.shape)}: one angle for each "
+            "token and dim"
+        )
+    if q.is_cuda and q.stride(-1) == k.stride(-1) == 1 and q.shape[0] == 1:
+        from . import triton_fused
+
+        return triton_fused.rotate(q, k, cos, sin)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
+
+
+def _half_turned(x: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, -1)
+    return torch.cat((-high, low), -1)

@@ -1,0 +1,152 @@
+"""Triton kernels of `fused.py`: a row, or a few, a program; all arithmetic in float32, rounded where modeling code rounds."""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["gated", "rms_norm", "rotate"]
+
+
+@triton.jit
+def _norm_kernel(
+    x, weight, out, heads, rows, s_token, s_head, eps,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, GEMMA: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    there = (row < rows)[:, None] & (column < DIM)[None, :]
+    at = x + (row // heads * s_token + row % heads * s_head)[:, None] + column[None, :]
+    values = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
+    root = tl.rsqrt(tl.sum(values * values, 1) / DIM + eps)
+    values = values * root[:, None]
+    if GEMMA:
+        values = values * (1.0 + w)
+    else:
+        values = values.to(x.dtype.element_ty).to(tl.float32) * w
+    tl.store(out + row[:, None] * DIM + column[None, :], values.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _gated_kernel(x, out, DIM: tl.constexpr, COLUMNS: tl.constexpr, TANH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = column < DIM
+    gate = tl.load(x + row * (2 * DIM) + column, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(x + row * (2 * DIM) + DIM + column, mask=there, other=0.0).to(tl.float32)
+    if TANH:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        # tanh by the exponential of what is not positive, which cannot overflow
+        e = tl.exp(-2.0 * tl.abs(inner))
+        t = (1.0 - e) / (1.0 + e)
+        acted = 0.5 * gate * (1.0 + tl.where(inner < 0, -t, t))
+    else:
+        acted = gate / (1.0 + tl.exp(-gate))
+    acted = acted.to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * DIM + column, (acted * up).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _rotate_kernel(
+    q, k, cos, sin, q_out, k_out, sq_head, sq_token, sk_head, sk_token, s_angle,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    there = column < HALF
+    c0 = tl.load(cos + token * s_angle + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    c1 = tl.load(cos + token * s_angle + HALF + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    s0 = tl.load(sin + token * s_angle + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    s1 = tl.load(sin + token * s_angle + HALF + column, mask=there, other=0.0).to(tl.float32)[None, :]
+    for first in tl.static_range(0, HEADS, ROWS):
+        head = first + tl.arange(0, ROWS)
+        _turn(
+            q + token * sq_token + head[:, None] * sq_head, q_out + (token * HEADS + head[:, None]) * (2 * HALF),
+            (head < HEADS)[:, None] & there[None, :], column, c0, c1, s0, s1, HALF,
+        )  # fmt: skip
+    for first in tl.static_range(0, KV_HEADS, ROWS):
+        head = first + tl.arange(0, ROWS)
+        _turn(
+            k + token * sk_token + head[:, None] * sk_head, k_out + (token * KV_HEADS + head[:, None]) * (2 * HALF),
+            (head < KV_HEADS)[:, None] & there[None, :], column, c0, c1, s0, s1, HALF,
+        )  # fmt: skip
+
+
+@triton.jit
+def _turn(source, target, mask, column, c0, c1, s0, s1, HALF: tl.constexpr):
+    kind = source.dtype.element_ty
+    low = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    a = (low * c0).to(kind).to(tl.float32) + (-high * s0).to(kind).to(tl.float32)
+    b = (high * c1).to(kind).to(tl.float32) + (low * s1).to(kind).to(tl.float32)
+    tl.store(target + column[None, :], a.to(kind), mask=mask)
+    tl.store(target + HALF + column[None, :], b.to(kind), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> torch.Tensor:
+    """See `fused.rms_norm`. Copies x first where its leading dimensions are no plain walk over tokens and heads."""
+    dim = x.shape[-1]
+    tokens = _walk(x)
+    if tokens is None:
+        x = x.contiguous()
+        tokens = _walk(x)
+        assert tokens is not None
+    heads, s_token, s_head = tokens
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.numel() // dim
+    columns = triton.next_power_of_2(dim)
+    each = max(1, 1024 // columns)
+    if rows:
+        _norm_kernel[(triton.cdiv(rows, each),)](
+            x, weight, out, heads, rows, s_token, s_head, eps,
+            DIM=dim, COLUMNS=columns, ROWS=each, GEMMA=gemma, num_warps=min(16, max(1, columns * each // 512)),
+        )  # fmt: skip
+    return out
+
+
+def _walk(x: torch.Tensor) -> tuple[int, int, int] | None:
+    """x [..., dim] as tokens of heads: how many heads, and the strides of both; None where it is not one."""
+    shape, strides = x.shape[:-1], x.stride()[:-1]
+    dims = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size != 1]
+    while len(dims) > 1 and dims[0][1] == dims[1][0] * dims[1][1]:  # one walk, as they lie
+        dims[:2] = [(dims[0][0] * dims[1][0], dims[1][1])]
+    if len(dims) > 2:
+        return None
+    if len(dims) < 2:
+        return 1, dims[0][1] if dims else x.shape[-1], 0
+    return dims[1][0], dims[0][1], dims[1][1]
+
+
+def gated(x: torch.Tensor, activation: Any) -> torch.Tensor:
+    dim = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], dim), dtype=x.dtype, device=x.device)
+    rows, columns = out.numel() // max(dim, 1), min(2048, triton.next_power_of_2(dim))
+    if rows:
+        _gated_kernel[(rows, triton.cdiv(dim, columns))](
+            x, out, DIM=dim, COLUMNS=columns, TANH=activation == "gelu_tanh", num_warps=max(1, columns // 512)
+        )
+    return out
+
+
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One batch row: [1, heads, tokens, dim] in, the same out, as [tokens, heads, dim] lies."""
+    _, heads, tokens, dim = q.shape
+    kv_heads, half = k.shape[1], dim // 2
+    cos, sin = cos.reshape(-1, dim), sin.reshape(-1, dim)
+    turned = [torch.empty((1, tokens, n, dim), dtype=q.dtype, device=q.device) for n in (heads, kv_heads)]
+    columns = triton.next_power_of_2(half)
+    rows = min(triton.next_power_of_2(heads), max(1, 1024 // columns))
+    if tokens:
+        _rotate_kernel[(tokens,)](
+            q, k, cos, sin, *turned, q.stride(1), q.stride(2), k.stride(1), k.stride(2), cos.stride(0),
+            HEADS=heads, KV_HEADS=kv_heads, HALF=half, COLUMNS=columns, ROWS=rows, num_warps=4,
+        )  # fmt: skip
+    return turned[0].transpose(1, 2), turned[1].transpose(1, 2)

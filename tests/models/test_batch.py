@@ -1,0 +1,103 @@
+"""Steps laid out in fixed buffers: the device's tables follow the cache's, and what is padded is nobody's."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Span
+from kvloom.models.batch import Batch, Stage, Work
+
+BLOCK = 16
+
+
+def make_cache() -> KVCache:
+    fields = (Field("k", (2, 8), "fp32"), Field("v", (2, 8), "fp32"))
+    layers = {
+        f"layers.{i}.attn": LayerSpec("token", fields, Span("sliding", 24) if i % 2 else Span("full"))
+        for i in range(4)
+    }
+    return KVCache(PoolLayout.build(layers, BLOCK), slabs=60, max_sequences=6, max_tokens=256)
+
+
+def equal(a: Batch, b: Batch) -> None:
+    for name in ("tokens", "positions", "starts", "lengths", "last"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    for group, table in a.tables.items():
+        assert torch.equal(a.slots[group], b.slots[group])
+        rows = torch.arange(table.shape[1])
+        for run in range(table.shape[0]):
+            for row in rows.tolist():
+                here, there = a.tables[group][run, row], b.tables[group][run, row, : table.shape[2]]
+                seen = here > 0  # what left a window may stand in a copy: nobody reads it
+                used = -(-int(a.lengths[row]) // BLOCK)
+                assert torch.equal(here[seen][:used], there[seen][:used])
+    assert (a.bounds, a.sizes, a.fresh) == (b.bounds, b.sizes, b.fresh)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tables_of_the_device_follow_those_of_the_cache(seed: int) -> None:
+    rng, cache = random.Random(seed), make_cache()
+    copied, plain = Stage(cache, "cpu", 200, 6, mirrored=True), Stage(cache, "cpu", 200, 6)
+    open_: list[Sequence] = []
+    for _ in range(120):
+        choice = rng.random()
+        if choice < 0.25 and len(open_) < 6:
+            prompt = [rng.choice((3, 4)) for _ in range(rng.randrange(1, 60))]  # many share what comes first
+            open_.append(cache.open(cache.match(np.array(prompt, dtype=np.int32))))
+        elif choice < 0.35 and open_:
+            open_.pop(rng.randrange(len(open_))).close()
+        elif choice < 0.42 and open_ and len(open_) < 6:
+            child = cache.fork(rng.choice(open_))
+            if child is not None:
+                open_.append(child)
+        elif choice < 0.5 and open_:
+            sequence = rng.choice(open_)
+            cache.rollback(sequence, rng.randrange(0, min(20, sequence.length) + 1))
+        works = []
+        for sequence in open_:
+            count = rng.choice((1, 1, 1, rng.randrange(1, 30)))
+            if sequence.length + count <= 250 and rng.random() < 0.7 and not sequence.extend(count):
+                works.append(Work(sequence, np.array([rng.choice((3, 4)) for _ in range(count)])))
+        cache.take_copies()
+        if works:
+            equal(plain.lay_out(works), copied.lay_out(works))
+        for work in works:
+            work.sequence.commit(work.tokens.astype(np.int32))
+
+
+def test_what_is_replayed_is_worked_out_from_what_was_sent() -> None:
+    cache = make_cache()
+    stage = Stage(cache, "cpu", 8, 6, mirrored=True)
+    chosen = torch.tensor([7, 8, 9, 10, 11, 12])
+    works = []
+    for i in range(3):
+        sequence = cache.open(cache.match(np.arange(3 + i, 20 + i, dtype=np.int32)))
+        sequence.extend(18)
+        sequence.commit(np.arange(3 + i, 20 + i, dtype=np.int32))
+        works.append(Work(sequence, np.array([-1 if i else 5]), source=i - 1))
+    cache.take_copies()
+    plain = Stage(cache, "cpu", 8, 6).lay_out(works, chosen)
+    stage.send(works, 5)
+    found = stage.replayed(5, chosen)
+    assert found.tokens.tolist() == [5, 7, 8, 0, 0]
+    assert found.positions.tolist() == [17, 17, 17, 0, 0]
+    assert found.lengths.tolist() == [18, 18, 18, 0, 0]
+    for group, slots in found.slots.items():
+        assert torch.equal(slots[:, :3], plain.slots[group])
+        assert (slots[:, 3:] < BLOCK).all(), "padded rows write to page 0"
+
+
+def test_a_step_needs_pages_and_tokens() -> None:
+    cache = make_cache()
+    stage = Stage(cache, "cpu", 64, 6)
+    sequence = cache.open(cache.match(np.arange(3, 9, dtype=np.int32)))
+    with pytest.raises(ValueError, match="at least one sequence"):
+        stage.lay_out([])
+    with pytest.raises(ValueError, match="has no tokens"):
+        stage.lay_out([Work(sequence, np.array([], dtype=np.int64))])
+    with pytest.raises(ValueError, match="extend the sequence first"):
+        stage.lay_out([Work(sequence, np.arange(3, 9))])

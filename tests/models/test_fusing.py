@@ -1,0 +1,69 @@
+"""Fused modules compute what the model's own do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvloom.models.fusing import fuse
+
+from .test_attention import tiny
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(3, 33)[None]
+    with torch.inference_mode():
+        found: torch.Tensor = model(ids).logits
+        return found
+
+
+@pytest.mark.parametrize(
+    ("family", "norms", "gates", "projections"),
+    [("llama", 9, 4, 4), ("qwen2", 9, 4, 4), ("qwen3", 17, 4, 4), ("gemma2", 17, 4, 4), ("gemma3_text", 43, 7, 7), ("olmo2", 17, 4, 4), ("phi3", 9, 0, 0)],
+)  # fmt: skip
+def test_a_model_is_the_same_with_its_modules_fused(
+    family: str, norms: int, gates: int, projections: int
+) -> None:
+    model = tiny(family)
+    wanted = logits(model)
+    done = fuse(model)
+    assert (done["norms"], done["gated MLPs"], done["projections"]) == (norms, gates, projections)
+    torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
+    assert not fuse(model), "again there is nothing to do"
+
+
+def test_weights_are_joined_in_place() -> None:
+    model = tiny("llama")
+    fuse(model)
+    attention = model.model.layers[0].self_attn
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    before = logits(model)
+    with torch.no_grad():
+        attention.v_proj.weight.zero_()
+    assert not torch.equal(logits(model), before)
+
+
+def test_what_computes_something_else_stays_as_it_is() -> None:
+    class OddRMSNorm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(8))
+            self.variance_epsilon = 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = OddRMSNorm()
+            self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
+            return out
+
+    assert not fuse(Odd())
