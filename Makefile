@@ -23,7 +23,7 @@ setup: $(STAMP) ## a virtual environment in .venv with everything the tests need
 $(STAMP): pyproject.toml src/kvloom/core/_native.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable '.[engine,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[engine,serve,grammar,dev]'
 	touch $@
 
 test: setup lint ## lint, formatting, types and tests (under 15 minutes on two cores)
@@ -46,11 +46,10 @@ format: setup ## rewrite the sources in the project's format
 plan: setup ## memory plan of an example: make plan MODEL=llama-3-70b PLAN="--context 8192"
 	@$(BIN)/kvloom plan $(MODEL) $(PLAN)
 
-serve: setup ## the server, once it exists; today it shows `kvloom plan` on an example
-	@echo "kvloom has no server yet. What it can do today is plan memory; an example:"
-	@$(BIN)/kvloom plan $(MODEL) $(PLAN)
+serve: setup ## the server on the embedded model: make serve SERVE="path/to/model --port 8001"
+	@$(BIN)/kvloom serve $(SERVE)
 
-bench: setup ## the bookkeeping benchmark, beside vLLM and SGLang where they are installed (GPU: kvloom bench kernels)
+bench: setup ## the bookkeeping benchmark, beside vLLM and SGLang where they are installed (GPU: kvloom bench kernels; serving: kvloom bench engine)
 	@$(BIN)/kvloom bench index
 
 fuzz: setup ## property tests with new examples, pass after pass until FUZZ_SECONDS are spent

@@ -7,12 +7,16 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["main"]
 
 BAD_INPUT = 2
+KV_DTYPE = "bf16, fp16, fp32, int8 or fp8 (default: the model's own); by kind of layers: fp8,sliding=bf16"
+KV_SCALES = "scales of int8 and fp8: dynamic (default), checkpoint, or a file of `kvloom calibrate`"
 MOST = 10**12
 
 
@@ -85,7 +89,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="size of contiguous buffers (default: the model's limit)",
     )
     add("--concurrency", type=_whole(1), default=1, metavar="N", help="requests at once (default: 1)")
-    add("--kv-dtype", metavar="D", help="bf16, fp16, fp32, int8 or fp8 (default: the model's own)")
+    add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add(
         "--gpu-memory",
         metavar="SIZE",
@@ -143,8 +147,9 @@ def _show_plan(args: argparse.Namespace) -> int:
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "benchmark",
-        choices=["index", "kernels"],
-        help="index: names, match, allocate, publish, evict (CPU); kernels: attention, writes, copies (GPU)",
+        choices=["index", "kernels", "engine", "serve", "quality"],
+        help="index: names, match, allocate, publish, evict (CPU); kernels: attention, writes, copies (GPU); "
+        "engine: whole workloads, beside Hugging Face and vLLM (both); serve: many streams on a server (both); quality: perplexity under quantised KV (both)",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the benchmark (try --help)")
 
@@ -178,6 +183,28 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw from the likeliest share of P (default: 1)",
     )
     add("--seed", type=int, metavar="N", help="draw the same tokens again")
+    add("--n", type=_whole(1), default=1, metavar="N", help="answers to each prompt (default: 1)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end where this text comes; repeatable",
+    )
+    add(
+        "--logprobs",
+        type=_whole(0),
+        metavar="N",
+        help="tell log-probabilities, of N more tokens each; implies --json",
+    )
+    add(
+        "--json-schema",
+        metavar="SCHEMA",
+        help="the answer is JSON of this form: a schema, or the name of a file that has one",
+    )
+    add("--stream", action="store_true", help="print text as it comes (one prompt, one answer)")
+    add("--kv-dtype", metavar="D", help=KV_DTYPE)
+    add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
     add("--pool", default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
     add("--json", action="store_true", help="print results as JSON")
 
@@ -201,23 +228,249 @@ def _generated(args: argparse.Namespace) -> int:
     prompts = [*args.prompts, *ids]
     if not prompts:
         raise ValueError("nothing to go on from: give a PROMPT or --tokens")
+    if args.stream and (len(prompts) > 1 or args.n > 1 or args.json or args.logprobs is not None):
+        raise ValueError("--stream prints the text of one answer to one prompt, without --json or --logprobs")
     params = SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        n=args.n,
+        stop=args.stop,
+        logprobs=args.logprobs,
+        json_schema=_schema(args.json_schema),
     )
-    llm = LLM(args.model, pool_bytes=parse_size(args.pool))
+    llm = LLM(args.model, pool_bytes=parse_size(args.pool), kv_dtype=args.kv_dtype, kv_scales=args.kv_scales)
+
+    def shown(text: str, token_ids: list[int]) -> str:
+        return text if llm.tokenizer is not None else " ".join(map(str, token_ids))
+
+    if args.stream:
+        for delta in llm.stream(prompts, params):
+            print(
+                shown(delta.text, delta.token_ids), end="" if llm.tokenizer is not None else " ", flush=True
+            )
+        print()
+        return 0
     results = llm.generate(prompts, params, progress=sys.stderr.isatty())
-    if args.json:
+    if args.json or args.logprobs is not None:
         print(json.dumps([asdict(result) for result in results], indent=2))
         return 0
     for result in results:
-        done = result.outputs[0]
-        print(done.text if llm.tokenizer is not None else " ".join(map(str, done.token_ids)))
+        for done in result.outputs:
+            print(shown(done.text, done.token_ids))
     return 0
+
+
+def _schema(given: str | None) -> str | None:
+    """A JSON schema, or that of a file."""
+    if given is None or given.lstrip().startswith(("{", "true", "false")):
+        return given
+    return Path(given).read_text(encoding="utf-8")
+
+
+def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder with a Hugging Face model, or its hub id")
+    prompts = "files (.jsonl: a prompt each line, others: one text) or texts, on which the model is run"
+    add("--prompts", nargs="+", default=[], metavar="FILE|TEXT", help=prompts)
+    tokens = 'a prompt as token ids, "5 6 7"; repeatable'
+    add("--tokens", action="append", default=[], metavar="IDS", help=tokens)
+    add("--kv-dtype", choices=["fp8", "int8"], default="fp8", help="what the scales are for (default: fp8)")
+    add("--out", required=True, metavar="FILE", help="where the scales go, as safetensors")
+    percentile = "leave room for so many per cent of tokens, and clamp the others (default: 100)"
+    add("--percentile", type=float, default=100.0, metavar="P", help=percentile)
+    pieces = "longer prompts run in pieces of N tokens (default: 2048)"
+    add("--context", type=_whole(1), default=2048, metavar="N", help=pieces)
+    add("--dtype", default="auto", metavar="D", help="of the weights (default: their own)")
+    add("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    add("--pool", default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
+    add("--json", action="store_true", help="print a summary as JSON")
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    try:
+        return _calibrated(args)
+    except (OSError, ValueError) as error:
+        print(f"kvloom calibrate: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _calibrated(args: argparse.Namespace) -> int:
+    from kvloom.engine.calibrate import calibrate, texts_of
+    from kvloom.models.load import load
+    from kvloom.plan import parse_size
+
+    given = [
+        *texts_of(args.prompts),
+        *([int(one) for one in ids.replace(",", " ").split()] for ids in args.tokens),
+    ]
+    if not given:
+        raise ValueError("nothing to calibrate on: give --prompts or --tokens")
+    if not Path(args.out).absolute().parent.is_dir():
+        raise ValueError(f"--out {args.out}: there is no such folder")
+    terminal = sys.stderr.isatty()
+    model, tokenizer = load(args.model, args.dtype, args.device, progress=terminal)
+
+    def ids(prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if tokenizer is None:
+            raise ValueError(f"{args.model} has no tokenizer: give prompts as --tokens, or ids in a .jsonl")
+        return list(tokenizer(prompt)["input_ids"])
+
+    with _bar("calibrating", terminal) as progress:
+        found = calibrate(
+            model,
+            map(ids, given),
+            args.kv_dtype,
+            args.percentile,
+            args.context,
+            parse_size(args.pool),
+            progress,
+        )
+    found.save(args.out)
+    largest = {
+        layer: {name.removesuffix("_scale"): float(x.max()) for name, x in fields.items()}
+        for layer, fields in found.sizes.items()
+    }
+    about = {"model": args.model, "out": args.out, "dtype": found.dtype, "percentile": found.percentile}
+    if args.json:
+        print(
+            json.dumps(
+                about | {"prompts": found.prompts, "tokens": found.tokens, "largest": largest}, indent=2
+            )
+        )
+        return 0
+    tops = ", ".join(
+        f"|{part}| {max(one[part] for one in largest.values() if part in one):.4g}"
+        for part in dict.fromkeys(part for one in largest.values() for part in one)
+    )
+    print(
+        f"{args.out}: scales for {found.dtype} of {len(largest)} layers, from {found.tokens:,} tokens of "
+        f"{found.prompts:,} prompts; largest {tops}"
+    )
+    return 0
+
+
+@contextmanager
+def _bar(words: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on stderr; what is given takes how much of how much is done."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(words, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _serve_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    model = "a folder with a Hugging Face model, or its hub id (default: the embedded Llama)"
+    add("model", nargs="?", metavar="MODEL", help=model)
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    add("--port", type=_whole(0), default=8000, metavar="N", help="port (default: 8000; 0: any free one)")
+    add("--name", metavar="NAME", help="what requests call the model (default: the folder's name)")
+    keys = "API keys and their tenants: JSON, or lines of `KEY tenant [quota]`"
+    add("--api-keys", metavar="FILE", help=keys)
+    add("--no-auth", action="store_true", help="ask for no key: the default, on loopback alone")
+    add("--dtype", default="auto", metavar="D", help="of the weights (default: their own)")
+    add("--kv-dtype", metavar="D", help=KV_DTYPE)
+    add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
+    add("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    add("--random-weights", action="store_true", help="no checkpoint: MODEL is a config or a known name")
+    add("--pool", metavar="SIZE", help="memory for the cache (default: 1GiB, on a GPU what is left)")
+    fraction = "share of a GPU's memory that may be used, without --pool (default: 0.9)"
+    add("--memory-fraction", type=float, default=0.9, metavar="F", help=fraction)
+    add("--max-running", type=_whole(1), default=256, metavar="N", help="answers made at once (default: 256)")
+    add(
+        "--max-queue", type=_whole(0), default=1024, metavar="N", help="answers that may wait (default: 1024)"
+    )
+    budget = "tokens of prompts computed in one step (default: what suits the device)"
+    add("--token-budget", type=_whole(1), metavar="N", help=budget)
+    add(
+        "--threads",
+        type=_whole(1),
+        metavar="N",
+        help="CPU threads of the engine (default: all cores but one)",
+    )
+    add("--max-body", default="8MiB", metavar="SIZE", help="largest request body (default: 8MiB)")
+    prompt = "longest prompt (default: what the model and the pool can hold)"
+    add("--max-prompt-tokens", type=_whole(1), metavar="N", help=prompt)
+    request = "how long a client may take to send a request's head, and its body (default: 30)"
+    add("--request-seconds", type=float, default=30.0, metavar="S", help=request)
+    slow = "how long a client may not read its stream (default: 60)"
+    add("--read-seconds", type=float, default=60.0, metavar="S", help=slow)
+    drain = "how long running requests may take after SIGTERM (default: 30)"
+    add("--drain-seconds", type=float, default=30.0, metavar="S", help=drain)
+    add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        return _served(args)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"kvloom serve: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _served(args: argparse.Namespace) -> int:
+    from kvloom.plan import parse_size
+    from kvloom.serve.embedded import embedded
+    from kvloom.serve.keys import Keys, read_keys
+    from kvloom.serve.limits import Limits
+    from kvloom.serve.messages import Start
+    from kvloom.serve.server import Options, serve
+
+    if args.no_auth and args.api_keys is not None:
+        raise ValueError("--no-auth asks for no key and --api-keys for one: give one of them")
+    keys = Keys({}) if args.api_keys is None else read_keys(args.api_keys, parse_size)
+    start = Start(
+        model=embedded() if args.model is None else args.model,
+        dtype=args.dtype,
+        cpu_dtype="float32" if args.model is None else "auto",
+        kv_dtype=args.kv_dtype,
+        kv_scales=args.kv_scales,
+        device=args.device,
+        random_weights=args.random_weights,
+        pool_bytes=None if args.pool is None else parse_size(args.pool),
+        memory_fraction=args.memory_fraction,
+        token_budget=args.token_budget,
+        max_running=args.max_running,
+        threads=args.threads,
+        tenants=keys.tenants,
+        progress=sys.stderr.isatty(),
+    )
+    limits = Limits(
+        body_bytes=parse_size(args.max_body),
+        prompt_tokens=args.max_prompt_tokens,
+        answers=args.max_running + args.max_queue,
+        request_seconds=args.request_seconds,
+        read_seconds=args.read_seconds,
+    )
+    template = args.chat_template
+    return serve(
+        Options(
+            start,
+            host=args.host,
+            port=args.port,
+            name=args.name or ("kvloom-llama" if args.model is None else None),
+            keys=keys,
+            limits=limits,
+            drain_seconds=args.drain_seconds,
+            chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
+        )
+    )
 
 
 COMMANDS: dict[str, Command] = {
     "plan": Command("Memory of a model and a load under three schemes.", _plan_arguments, _plan),
     "generate": Command("Let a model go on from prompts, once.", _generate_arguments, _generate),
+    "calibrate": Command("Make static scales for a quantised KV cache.", _calibrate_arguments, _calibrate),
+    "serve": Command("An OpenAI-compatible server.", _serve_arguments, _serve),
     "bench": Command("Measure kvloom beside its peers.", _bench_arguments, _bench),
 }
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
+from kvloom.core import Control
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.sampler import kept
-from tests.models.test_attention import expected, tiny
+from tests.models.zoo import expected, tiny
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
 
@@ -108,17 +107,6 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs() -> None:
     assert all(other.finish == "length" for other in others)
 
 
-def test_what_may_be_drawn() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    every = kept(logits, SamplingParams())
-    torch.testing.assert_close(every, logits.softmax(0))
-    assert kept(logits, SamplingParams(top_k=2)).count_nonzero() == 2
-    assert kept(logits, SamplingParams(top_p=0.5)).count_nonzero() == 1
-    assert kept(logits, SamplingParams(top_p=0.7)).count_nonzero() == 2
-    assert kept(logits, SamplingParams(min_p=0.3)).count_nonzero() == 2
-    torch.testing.assert_close(kept(logits, SamplingParams(top_k=3)).sum(), torch.tensor(1.0))
-
-
 def test_a_request_that_does_not_fit_even_alone_ends_and_says_so() -> None:
     engine = Engine(tiny("llama"), 1 << 22)
     slab = engine.layout.slab_bytes
@@ -139,13 +127,35 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
     model = tiny("llama")
     engine = Engine(model, 1 << 16)
     with pytest.raises(ValueError, match=r"need [\d,]+ bytes of cache, but the pool has"):
-        engine.add(range(3, 100), SamplingParams(max_tokens=20))
+        engine.add([3] * 97, SamplingParams(max_tokens=20))
     with pytest.raises(ValueError, match="exceed the model's 128"):
         engine.add([3] * 120, SamplingParams(max_tokens=20))
     with pytest.raises(ValueError, match="at least one token"):
         engine.add([])
+    for token in (64, -1):
+        with pytest.raises(ValueError, match=rf"token {token} is none of the model's: ids go from 0 to 63"):
+            engine.add([5, token, 6])
+    for needs in ({"stop": "x"}, {"regex": "x"}):
+        with pytest.raises(ValueError, match="need a tokenizer"):
+            engine.add([5], SamplingParams(**needs))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is too small"):
         Engine(model, 1000)
     for wrong in ({"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 2}, {"max_tokens": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+def test_what_someone_computes_is_waited_for_not_computed_again() -> None:
+    engine = Engine(tiny("llama"), 1 << 22, token_budget=64)
+    shared = [5 + i % 50 for i in range(40)]
+    requests = [engine.add([*shared, 7 + i], GREEDY) for i in range(4)]
+    other = engine.add(range(9, 29), GREEDY)
+    engine.step()
+    assert [request.computed for request in requests] == [41, 0, 0, 0]
+    assert other.computed == 20, "those behind are not held up"
+    engine.run()
+    assert [request.cached_tokens for request in requests] == [0, 32, 32, 32]
+    apart = [engine.add([*shared[::-1], 7 + i], GREEDY, Control(tenant=str(i))) for i in range(2)]
+    engine.step()
+    assert [request.computed for request in apart] == [41, 23], "tenants share nothing"
+    engine.run()

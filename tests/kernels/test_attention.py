@@ -36,6 +36,23 @@ def test_plans_give_what_the_oracle_gives(span: Span) -> None:
         torch.testing.assert_close(lse.double().cpu(), exact_lse, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="it is the CPU's way")
+@pytest.mark.parametrize("span", [Span("full"), Span("sliding", 20), Span("chunked", 32)], ids=str)
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_a_cpu_decodes_by_its_own_way_and_gives_the_same(
+    span: Span, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(SHAPE, [40, 3, 70, 1, 64], [1] * 5, span, order)
+    exact, _ = batch.expected(Mask(span), 0.3)
+    plan = prefill_plan(SHAPE, span, "cpu")
+    plan.make(batch.starts.tolist(), batch.lengths)
+    monkeypatch.setattr(ReferencePlan, "attend", None)  # nothing goes the long way
+    for _ in range(2):
+        found, lse = plan.attend(batch.q, batch.k, batch.v, batch.tables, Mask(span), 0.3)
+        assert lse is None
+        assert relative(found, exact) < TOLERANCE[torch.float32]
+
+
 def test_a_plan_must_be_made_first_and_for_the_span() -> None:
     batch = Batch(SHAPE, [20], [1])
     plan = ReferencePlan(SHAPE)

@@ -2,6 +2,7 @@
 shapes and dtypes in their caches are what the spec says."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,167 +13,17 @@ from hypothesis import given, strategies as st
 from kvloom.core.layers import LayerSpec, Span
 from kvloom.core.layout import PoolLayout
 from kvloom.models.catalog import known_models, load_config, load_spec
-from kvloom.models.reading import FAMILIES, ModelError
+from kvloom.models.reading import ModelError
 from kvloom.models.specs import KV_DTYPES, model_spec, with_draft
+from kvloom.models.table import FAMILIES
+
+from .tiny import SIZES, TINY
 
 transformers.logging.set_verbosity_error()
 
 LENGTH = 20
 IMAGE_TOKENS = 9
-WINDOW = 8
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "bfloat16",
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MAMBA2 = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 2,
-    "mamba_chunk_size": 8,
-}
-MLA = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "num_key_value_heads": 4,
-}
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "shared_expert_intermediate_size": 16,
-}
-
-TINY: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama"},
-    "llama without grouped heads": {"model_type": "llama", "num_key_value_heads": None},
-    "qwen2": {"model_type": "qwen2"},
-    "qwen2 with windows": {
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": WINDOW,
-        "max_window_layers": 2,
-    },
-    "qwen3": {"model_type": "qwen3", "head_dim": 16},
-    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS},
-    "mistral": {"model_type": "mistral", "sliding_window": WINDOW},
-    "mistral without window": {"model_type": "mistral", "sliding_window": None},
-    "ministral": {
-        "model_type": "ministral",
-        "head_dim": 16,
-        "sliding_window": WINDOW,
-        "layer_types": ["full_attention", *["sliding_attention"] * 3],
-    },
-    "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": WINDOW},
-    "gemma3_text": {
-        "model_type": "gemma3_text",
-        "head_dim": 16,
-        "sliding_window": WINDOW,
-        "num_hidden_layers": 7,
-    },
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        "head_dim": 16,
-        "sliding_window": WINDOW,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
-    "llama4_text": {
-        "model_type": "llama4_text",
-        "head_dim": 16,
-        "attention_chunk_size": WINDOW,
-        "num_local_experts": 2,
-        "intermediate_size_mlp": 48,
-    },
-    "deepseek_v2": {"model_type": "deepseek_v2", **MLA},
-    "deepseek_v3": {"model_type": "deepseek_v3", "first_k_dense_replace": 1, **MLA},
-    "mamba": {"model_type": "mamba", "state_size": 8, "conv_kernel": 3},
-    "mamba2": {
-        "model_type": "mamba2",
-        "num_heads": 8,
-        "head_dim": 8,
-        "state_size": 16,
-        "n_groups": 2,
-        "chunk_size": 8,
-    },
-    "jamba": {
-        "model_type": "jamba",
-        "attn_layer_period": 4,
-        "attn_layer_offset": 2,
-        "mamba_d_state": 8,
-        "num_experts": 2,
-    },
-    "bamba": {"model_type": "bamba", "attn_layer_indices": [1], **MAMBA2},
-    "bamba with automatic head size": {
-        "model_type": "bamba",
-        "attn_layer_indices": [1],
-        **MAMBA2,
-        "mamba_d_head": "auto",
-    },
-    "granitemoehybrid": {
-        "model_type": "granitemoehybrid",
-        "layer_types": ["mamba", "attention", "mamba", "mamba"],
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "shared_intermediate_size": 16,
-        **MAMBA2,
-    },
-    "qwen3_next": {"model_type": "qwen3_next", "head_dim": 16, **EXPERTS, **DELTA},
-    "falcon_h1": {"model_type": "falcon_h1", **MAMBA2, "mamba_d_ssm": 48, "mamba_n_heads": 6},
-    "nemotron_h": {
-        "model_type": "nemotron_h",
-        "hybrid_override_pattern": "M-M*",
-        "head_dim": 16,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "ssm_state_size": 16,
-        "n_groups": 2,
-        "chunk_size": 8,
-    },
-    "mllama_text_model": {
-        "model_type": "mllama_text_model",
-        "cross_attention_layers": [1, 3],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "qwen2_5_vl_text": {
-        "model_type": "qwen2_5_vl_text",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
-    },
-    # Types without a row of their own, read by their plain fields.
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 2},
-    "phi3": {"model_type": "phi3", "sliding_window": WINDOW},
-    "olmo2": {"model_type": "olmo2"},
-    "olmo3": {
-        "model_type": "olmo3",
-        "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-    },
-    "cohere2": {
-        "model_type": "cohere2",
-        "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-    },
-}
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -199,6 +50,12 @@ def run(config: Any) -> list[Any]:
     with torch.no_grad():
         output = model.eval()(use_cache=True, **inputs)
     cache = output.cache_params if "cache_params" in output else output.past_key_values
+    if hasattr(cache, "linear_cache"):  # MiniMax keeps its states beside the layers
+        layers = dict(enumerate(cache.layers))
+        for i, state in enumerate(cache.linear_cache):
+            if torch.is_tensor(state):
+                layers[i] = SimpleNamespace(recurrent_states={0: state})
+        return [layers[i] for i in range(len(layers))]
     return list(cache.layers)
 
 

@@ -112,8 +112,8 @@ class Opening(Verbs):
         wanted = set()
         if self.snapshots.prompt_end:
             wanted.add(match.length - self.snapshots.before_last)
-        if self.snapshots.branch and self.has_states:
-            # Others have come this way and could not resume here: leave a snapshot for the next.
+        if self.snapshots.branch:
+            # Others have come this way and could not resume here: leave a point for the next.
             wanted.add(match.matched // self.block_tokens * self.block_tokens)
         return tuple(sorted(p for p in wanted if p > match.resume))
 

@@ -4,32 +4,44 @@
 
 On a GPU a step is launched before the tokens of the one before it are known (`ahead`): they stay on the device, come back
 while it computes, and whoever turns out to have ended has computed one token for nothing. One owner at a time; the model
-must be on the pool's device. Tokens are ids: text is someone else's.
+must be on the pool's device. Prompts are ids; text is made as it grows only where it is asked for or decides when to end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence as Many
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvloom.core import Control, KVCache, PoolLayout
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.views import allocate
 from kvloom.models.attention import install
-from kvloom.models.specs import model_spec
+from kvloom.models.scales import fingerprint, load_scales
+from kvloom.models.specs import KVDtype, model_spec
+from kvloom.models.vision import Sight, Vision
 
-from .request import Request, SamplingParams
+from .beams import BeamSearch
+from .grammar import Grammars
+from .logprobs import Logprobs, TokenLogprobs
+from .odds import send
+from .request import Finish, Request, SamplingParams
 from .runner import Runner
-from .sampler import Sampler
+from .sampler import Chosen, Sampler
 from .scheduler import Scheduled, Scheduler
+from .sizing import Room, room_for
+from .text import Text
 
 __all__ = ["Engine"]
 
 MAX_TOKENS = 131072
 """The longest sequence where the model names no limit."""
+TOKEN_BUDGET = {False: 2048, True: 8192}
+"""Tokens of prompts a step where nobody says: a CPU is busy with fewer than a GPU."""
 KV_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -40,37 +52,60 @@ class Flight:
     work: list[Scheduled]
     requests: list[Request]
     tokens: torch.Tensor
+    logprobs: Logprobs | None
     arrived: torch.cuda.Event | None
 
-    def land(self) -> list[int]:
+    def land(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """The tokens, and by their places the log-probabilities that were asked for. Waits until they are here."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        found: list[int] = self.tokens.tolist()
-        return found
+        told: dict[int, TokenLogprobs] = {}
+        if self.logprobs is not None:
+            told = dict(zip(self.logprobs.rows, self.logprobs.read(), strict=True))
+        return self.tokens.tolist(), told
 
 
 class Engine:
-    """`pool_bytes` are what pages may take; `kv_dtype` is what K and V are kept in (the model's own if None). `ahead` says
-    whether steps are launched before the tokens of the one before are known; on a GPU they are, unless told otherwise."""
+    """`pool_bytes` are what pages may take; without them, what is left of `memory_fraction` of the device.
+    `kv_dtype` is what K and V are kept in (the model's own if None), and `kv_scales` where the scales of int8 and fp8 come
+    from: "dynamic", "checkpoint", or a file of `kvloom calibrate`. `ahead` says
+    whether steps are launched before the tokens of the one before are known; on a GPU they are, unless told otherwise.
+    A `tokenizer` is needed for stop texts and structured output alone. `image_bytes` bound the embeddings of images that are
+    kept, beside the pool."""
 
     def __init__(
         self,
         model: Any,
-        pool_bytes: int,
-        kv_dtype: str | None = None,
+        pool_bytes: int | None = None,
+        kv_dtype: KVDtype | None = None,
         block_tokens: int = 16,
-        token_budget: int = 2048,
+        token_budget: int | None = None,
         max_running: int = 256,
         ahead: bool | None = None,
         graphs: bool = True,
+        tokenizer: Any = None,
+        memory_fraction: float = 0.9,
+        kv_scales: str | os.PathLike[str] = "dynamic",
+        image_bytes: int = 256 << 20,
     ) -> None:
         weight = next(model.parameters())
         self.model, self.device = model.eval(), weight.device
+        token_budget = token_budget or TOKEN_BUDGET[self.device.type == "cuda"]
         spec = model_spec(
             {**model.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")},
-            kv_dtype=kv_dtype or KV_NAMES.get(weight.dtype),
+            kv_dtype=kv_dtype,
+            static_scales=kv_scales != "dynamic",
         )
+        scales = None if kv_scales == "dynamic" else load_scales(kv_scales, model, spec.layers)
         self.layout = PoolLayout.build(spec.layers, block_tokens)
+        install(model)
+        self.room: Room | None = None
+        """How the pool got its size, where it was left to find it."""
+        if pool_bytes is None:
+            self.room = room_for(
+                model, self.layout, memory_fraction, token_budget, max_running, graphs, scales
+            )
+            pool_bytes = self.room.pool
         slabs = self.layout.slabs_in(pool_bytes)
         if slabs < 2:
             raise ValueError(
@@ -81,18 +116,28 @@ class Engine:
         self.cache = KVCache(
             self.layout,
             slabs=slabs,
-            model=spec.name,
+            model=spec.name if scales is None else f"{spec.name}, scales {fingerprint(scales)}",
             max_sequences=max_running,
             max_tokens=self.limit or MAX_TOKENS,
         )
-        install(model)
-        self.runner = Runner(model, self.cache, self.buffer, token_budget, max_running, graphs)
+        self.vision = None if Vision.refusal(model) else Vision(model, image_bytes)
+        self.runner = Runner(
+            model, self.cache, self.buffer, token_budget, max_running, graphs, scales, self.vision
+        )
         self.scheduler = Scheduler(self.cache, token_budget, max_running)
-        self.sampler = Sampler()
+        self.eos = _ids(getattr(model.generation_config, "eos_token_id", None))
+        self.sampler = Sampler(self.eos)
+        self.tokenizer = tokenizer
         self.ahead = self.device.type == "cuda" if ahead is None else ahead
         self._flight: Flight | None = None
-        self._eos = _ids(getattr(model.generation_config, "eos_token_id", None))
+        self._vocabulary = len(model.get_input_embeddings().weight)
+        self._grammars: Grammars | None = None
         self._count = 0
+
+    def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile kernels and capture graphs now, so that no request waits for them; on a CPU there are none."""
+        self.runner.warm()
+        self.runner.capture(progress)
 
     def add(
         self,
@@ -100,24 +145,54 @@ class Engine:
         params: SamplingParams | None = None,
         control: Control | None = None,
         priority: int = 0,
+        text: bool = False,
+        images: Many[Any] = (),
     ) -> Request:
-        """A request that waits its turn. Raises ValueError where it could never run."""
+        """A request that waits its turn. Raises ValueError where it could never run. With `text` its text is made while it
+        grows (some 20 µs a token), so that it can be told piece by piece. `images` are what the model's processor makes of
+        each, a mapping of tensors (or pixels alone), in the order of their placeholders in the prompt."""
         params = params or SamplingParams()
         tokens = tuple(int(token) for token in prompt)
-        if not tokens:
-            raise ValueError("a prompt needs at least one token")
-        if self.limit is not None and len(tokens) + params.max_tokens > self.limit:
-            raise ValueError(
-                f"{len(tokens)} prompt tokens and {params.max_tokens} new ones exceed the model's {self.limit}"
+        self._refuse(tokens, params, text)
+        control = control or Control()
+        sight = self._look(tokens, images, control.tenant) if len(images) else None
+        request = Request(self._count, tokens, params, control, priority, sight=sight)
+        request.children = [
+            Request(
+                self._count + i,
+                tokens,
+                params,
+                request.control,
+                priority,
+                seed=request.seed + i,
+                parent=request,
+                sight=sight,
             )
-        request = Request(self._count, tokens, params, control or Control(), priority)
+            for i in range(1, params.samples)
+        ]
+        structure = params.structure
+        grammar = None if structure is None else self._grammar_of().compile(*structure)
+        for one in request.family:
+            if grammar is not None:
+                one.structure = grammar.start()
+            if text or params.stops:
+                one.text = Text(
+                    self.tokenizer,
+                    tokens,
+                    params.stops,
+                    params.include_stop_str_in_output,
+                    params.skip_special_tokens,
+                )
+        if params.beam_width > 1:
+            self._let_search(request)
         self.scheduler.add(request)
-        self._count += 1
+        self._count += params.samples
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request now; its pages are free at once."""
-        self.scheduler.cancel(request)
+        """End a request with all its answers now; their pages are free at once."""
+        for one in request.family:
+            self.scheduler.cancel(one)
 
     @property
     def busy(self) -> bool:
@@ -150,43 +225,144 @@ class Engine:
             copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
         if not work:
             return None
-        ends = [request.pending == len(part.tokens) for request, part in work]
-        ready = [i for i, end in enumerate(ends) if end]
+        ready = [
+            i
+            for i, (request, part) in enumerate(work)
+            if request.computed + len(part.tokens) == len(request.tokens) + request.unknown
+        ]
         logits = self.runner.run([part for _, part in work], ready)
-        requests = [work[i][0] for i in ready]
-        tokens = torch.empty(0, dtype=torch.int64, device=self.device)
-        if requests:
-            tokens = self.sampler.choose(logits, requests)
-            self.runner.chosen[: len(tokens)] = tokens
         self.scheduler.launched(work)
-        return Flight(work, requests, *self._fetched(tokens))
+        requests = [work[i][0] for i in ready]
+        if any(request.children and not request.branched for request in requests):
+            requests, rows = self._branch(requests)
+            logits = logits.index_select(0, send(np.array(rows), self.device))
+        chosen = Chosen(torch.empty(0, dtype=torch.int64, device=self.device))
+        if requests:
+            chosen = self.sampler.choose(logits, requests, [request.drawn - 1 for request in requests])
+            running = min(
+                len(requests), self.runner.rows
+            )  # who comes after does not run, and has no next step
+            self.runner.chosen[:running] = chosen.tokens[:running]
+        return Flight(work, requests, *self._fetched(chosen))
 
-    def _fetched(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Send the tokens on their way to the host."""
+    def _branch(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
+        """Where a prompt ends that wants several answers, let the others begin on its pages. Who chooses a token now, and
+        from which row of logits: first those that run, then those that found no row or room."""
+        children: list[tuple[Request, int]] = []
+        for row, request in enumerate(requests):
+            if request.children and not request.branched:
+                request.branched = True
+                for child in request.children:
+                    if child.finish is None:
+                        self.scheduler.fork(request, child)
+                        child.unknown += 1
+                        children.append((child, row))
+        children.sort(key=lambda one: one[0].sequence is None)
+        rows = [*range(len(requests)), *(row for _, row in children)]
+        return [*requests, *(child for child, _ in children)], rows
+
+    def _fetched(self, chosen: Chosen) -> tuple[torch.Tensor, Logprobs | None, torch.cuda.Event | None]:
+        """Send the tokens and what is told of them on their way to the host."""
+        tokens, logprobs = chosen.tokens, chosen.logprobs
         if not tokens.is_cuda:
-            return tokens, None
+            return tokens, logprobs, None
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
+        logprobs = None if logprobs is None else logprobs.to_host()
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        return host, arrived
+        return host, logprobs, arrived
 
     def _land(self, flight: Flight, after: list[Scheduled]) -> list[Request]:
         """Take in a step's tokens; `after` is the work of the step that was launched since."""
-        tokens = flight.land()
-        open_ = [request for request in flight.requests if request.finish is None]
+        tokens, told = flight.land()
+        open_ = [(i, request) for i, request in enumerate(flight.requests) if request.finish is None]
         self.scheduler.learned(flight.requests, tokens, after)
-        for request in open_:
-            self._end(request)
-        return open_
+        for place, request in open_:
+            if request.beams is not None:
+                if request.beams.offer(request, told[place]):
+                    self._advance(request.beams)
+            else:
+                self._take(request, told.get(place))
+        return [request for _, request in open_]
 
-    def _end(self, request: Request) -> None:
-        """End a request whose last token is its last."""
+    def _take(self, request: Request, told: TokenLogprobs | None) -> None:
+        """Take in a request's new token, and end it where that is its last."""
         token, params = request.tokens[-1], request.params
-        if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
-            self.scheduler.finish(request, "stop")
-        elif len(request.output) >= params.max_tokens:
-            self.scheduler.finish(request, "length")
+        ends = token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
+        if request.structure is not None and not ends and not request.structure.advance(token):
+            request.tokens.pop()  # nothing was allowed, so that anything came
+            self._finish(request, "grammar")
+            return
+        if told is not None:
+            request.cumulative_logprob += told[token].logprob
+            if params.logprobs is not None:
+                request.logprobs.append(told)
+        may_stop = request.output_count >= params.min_tokens
+        if ends:
+            request.stop_reason = token if token in params.stop_token_ids else None
+            if request.text is not None and params.include_stop_str_in_output:
+                request.text.add(token, may_stop=False)
+        elif request.text is not None and request.text.add(token, may_stop):
+            request.stop_reason, ends = request.text.stopped, True
+        elif request.structure is not None:
+            ends = request.structure.done
+        if ends or request.output_count >= params.max_tokens:
+            self._finish(request, "stop" if ends else "length")
+
+    def _advance(self, beams: BeamSearch) -> None:
+        """All beams of a depth are there: let the best go on, or end the search."""
+        successors = beams.decide()
+        if successors:
+            beams.live = self.scheduler.succeed(beams.slots, successors)
+            return
+        beams.finish()
+        for slot in beams.slots:
+            slot.beams = None  # each ends in its own way
+        for slot, why in zip(beams.slots, beams.endings, strict=True):
+            self._finish(slot, why)
+
+    def _finish(self, request: Request, why: Finish) -> None:
+        self.scheduler.finish(request, why)
+        if request.text is not None:
+            request.text.finish(request.output_count >= request.params.min_tokens)
+
+    def _let_search(self, request: Request) -> None:
+        """Make a request and its children the places of a beam search."""
+        params = request.params
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
+        beams = BeamSearch(request.family, ends)
+        for slot in beams.slots:
+            slot.beams, slot.branched = beams, True
+            slot.top_logprobs = max(BeamSearch.looked_at(params.beam_width, len(ends)), params.logprobs or 0)
+
+    def _grammar_of(self) -> Grammars:
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.eos)
+        return self._grammars
+
+    def _look(self, tokens: tuple[int, ...], images: Many[Any], tenant: str) -> Sight:
+        if self.vision is None:
+            raise ValueError(Vision.refusal(self.model))
+        return self.vision.look(tokens, images, tenant)
+
+    def _refuse(self, tokens: tuple[int, ...], params: SamplingParams, text: bool) -> None:
+        """Raise ValueError for what can never run."""
+        if not tokens:
+            raise ValueError("a prompt needs at least one token")
+        if self.limit is not None and len(tokens) + params.max_tokens > self.limit:
+            raise ValueError(
+                f"{len(tokens)} prompt tokens and {params.max_tokens} new ones exceed the model's {self.limit}"
+            )
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < self._vocabulary:
+                raise ValueError(
+                    f"the prompt's token {token} is none of the model's: ids go from 0 to {self._vocabulary - 1}"
+                )
+        if self.tokenizer is None and (text or params.stops or params.structure is not None):
+            raise ValueError(
+                "text, stop texts and structured output need a tokenizer, and this engine has none"
+            )
 
 
 def _ids(given: int | list[int] | None) -> frozenset[int]:

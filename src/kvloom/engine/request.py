@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvloom.core import Control, Sequence
+from kvloom.models.vision import Sight
+
+from .grammar import GrammarState
+from .logprobs import TokenLogprobs
+from .odds import Tally
+from .params import SamplingParams
+from .text import Text
+
+if TYPE_CHECKING:
+    from .beams import BeamSearch
 
 __all__ = ["Finish", "Request", "SamplingParams"]
 
-Finish = Literal["stop", "length", "cancelled", "no_room"]
-"""How a request ended; "no_room": the pool cannot hold it even alone."""
+Finish = Literal["stop", "length", "cancelled", "no_room", "grammar"]
+"""How a request ended; "no_room": the pool cannot hold it even alone; "grammar": the form it was asked for allows no
+token of this vocabulary."""
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are chosen. `temperature` 0 takes the likeliest. `seed` makes a request's draws its own: the same seed
-    gives the same tokens, whatever else runs."""
-
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens {self.max_tokens} must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(
-                f"temperature {self.temperature} must not be negative; 0 takes the likeliest token"
-            )
-        if self.top_k < 0:
-            raise ValueError(f"top_k {self.top_k} must not be negative; 0 keeps every token")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p {self.top_p} must lie in (0, 1]")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p {self.min_p} must lie in [0, 1]")
+SEEDS = 1 << 64
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`tokens` are prompt and output; `sequence` holds its pages while it runs, and is None while it waits.
+    """One text that grows. `tokens` are prompt and output; `sequence` holds its pages while it runs, and is None while it
+    waits. `computed` tokens have been launched, `unknown` ones were chosen that the host has not seen; where `unread`, it
+    uses nothing that is cached.
 
-    `priority`: larger runs first and is preempted last. `order` is the place in which requests came.
+    `priority`: larger runs first and is preempted last. `order` is the place in which requests came. `seed` is the one it
+    was given, or any. `text` is its output as text where that is made as it grows, `structure` where it stands in its
+    grammar. Where several answers are wanted the request is the first of them and `children` are the others: they begin
+    (`branched`) where the prompt ends, or are the places of `beams`. One that `waits` must have its last token seen by the
+    host before its next can be chosen. `sight` is what the prompt shows, where it has images.
     """
 
     order: int
@@ -59,16 +50,44 @@ class Request:
     cached_tokens: int | None = None
     computed: int = 0
     unknown: int = 0
+    unread: bool = False
     preemptions: int = 0
     finish: Finish | None = None
-    waits = False
+    stop_reason: int | str | None = None
+    seed: int = -1
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    top_logprobs: int = 0
+    text: Text | None = None
+    structure: GrammarState | None = None
+    tally: Tally | None = None
+    parent: Request | None = None
+    children: list[Request] = field(default_factory=list)
+    branched: bool = False
+    beams: BeamSearch | None = None
+    sight: Sight | None = None
+    waits: bool = field(init=False)
+    rank: tuple[int, int] = field(init=False)
+    """Sorts first what runs first."""
+    limit: int = field(init=False)
+    """Tokens that it may come to have."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.rank = -self.priority, self.order
+        self.limit = len(self.prompt) + self.params.max_tokens
+        self.waits = self.params.needs_last_token
+        self.top_logprobs = self.params.logprobs or 0
+        if self.seed < 0:
+            self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed % SEEDS
 
     @property
     def output(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def output_count(self) -> int:
+        return len(self.tokens) - len(self.prompt)
 
     @property
     def drawn(self) -> int:
@@ -81,6 +100,27 @@ class Request:
         return len(self.tokens) + self.unknown - self.computed
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Sorts first what runs first."""
-        return -self.priority, self.order
+    def parked(self) -> bool:
+        """Whether it is a beam that waits for the others of its depth."""
+        return self.beams is not None and self.pending == 0
+
+    @property
+    def family(self) -> list[Request]:
+        """All answers to its prompt, itself among them."""
+        first = self.parent or self
+        return [first, *first.children]
+
+    @property
+    def bound(self) -> list[Request]:
+        """Those that end when it is ended: all beams, and answers that have not begun."""
+        return self.family if self.beams is not None or (self.children and not self.branched) else [self]
+
+    @property
+    def best(self) -> list[Request]:
+        """The answers that were asked for: where there are more, those of the greatest cumulative log-probability."""
+        answers = self.family
+        if self.params.beam_width > 1:
+            answers = [one for one in answers if one.output_count]
+        elif self.params.samples > self.params.n:
+            answers.sort(key=lambda one: -one.cumulative_logprob)
+        return answers[: self.params.n]

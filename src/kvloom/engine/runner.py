@@ -3,7 +3,8 @@
     runner.run(works) → logits of each work's last token, on the device; nothing here waits for it
 
 A step in which every sequence has one token is a graph of the next larger size, captured by `capture` or when first needed;
-rows that fill it up belong to nobody. Other steps run as they are. Knows no requests; what is run is the scheduler's to say.
+rows that fill it up belong to nobody. Where sequences hold the same pages, their attention reads those once: who shares is
+looked up when the sequences of a step are not those of the one before. Other steps run as they are. Knows no requests; what is run is the scheduler's to say.
 """
 
 from __future__ import annotations
@@ -13,14 +14,22 @@ from collections.abc import Callable, Sequence as Many
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from kvloom.core import KVCache
+from kvloom.core import Control, KVCache, Sequence
+from kvloom.kernels.sharing import SharedRun, find_shared
 from kvloom.models.attention import Pages
 from kvloom.models.batch import Batch, Stage, Work
 from kvloom.models.fusing import fuse
+from kvloom.models.scales import Scales
+from kvloom.models.vision import Vision
 
 __all__ = ["Runner", "graph_sizes"]
+
+
+LEAST_SHARERS = 4
+"""Sequences of a step from which looking for shared pages is worth it."""
 
 
 def graph_sizes(rows: int) -> list[int]:
@@ -39,25 +48,39 @@ class Runner:
     """A model, its pages and its buffers, for steps of up to `rows` rows and `tokens` tokens beside one for each row."""
 
     def __init__(
-        self, model: Any, cache: KVCache, buffer: torch.Tensor, tokens: int, rows: int, graphs: bool = True
+        self,
+        model: Any,
+        cache: KVCache,
+        buffer: torch.Tensor,
+        tokens: int,
+        rows: int,
+        graphs: bool = True,
+        scales: Scales | None = None,
+        vision: Vision | None = None,
     ) -> None:
-        self.model, self.device = model, buffer.device
+        self.model, self.device, self.vision = model, buffer.device, vision
         if buffer.is_cuda:
             fuse(model)
-        self.pages = Pages(cache.layout, buffer)
-        self.stage = Stage(cache, buffer.device, tokens + rows, rows)
-        self.rows = rows
+        self.pages = Pages(cache.layout, buffer, scales)
+        turns = vision is not None and vision.turns
+        self.stage = Stage(cache, buffer.device, tokens + rows, rows, shifted=turns)
+        self.tokens, self.rows = tokens, rows
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=buffer.device)
         """The tokens that the step before chose, by their place; a work's `source` points here."""
         self._plain = "cache_params" in inspect.signature(model.forward).parameters
-        self._graphs: dict[int, _Captured] = {}
+        self._graphs: dict[tuple[int, bool], _Captured] = {}
+        self._cache = cache
+        full = [group for group in cache.layout.of("token") if not group.spec.span.windowed]
+        self._shared_column = full[0].columns.start if full else None
+        self._sharers: tuple[object, ...] = ()
+        self._shares = False
         self._pool: Any = None
         self._sizes = graph_sizes(rows) if graphs and buffer.is_cuda and self.pages.replayable else []
 
     def run(self, works: Many[Work], wanted: Many[int] | None = None) -> torch.Tensor:
         """Compute a step; the logits ([works, vocabulary]) after each work's last token, or after those of the works
         `wanted`. They are valid until the next step."""
-        single = all(len(work.tokens) == 1 for work in works)
+        single = all(len(work.tokens) == 1 and not _shows(work) for work in works)
         if (
             single
             and self._sizes
@@ -65,22 +88,67 @@ class Runner:
         ):
             return self._replay(works, wanted)
         batch = self.stage.lay_out(works, self.chosen)
+        if self.vision is not None:
+            batch = self.vision.see(batch, works)
         last = batch.last
         if wanted is not None and len(wanted) < len(works):
             places = torch.tensor([batch.bounds[i + 1] - 1 for i in wanted], dtype=torch.int64)
             last = places.to(self.device, non_blocking=True)
         return self._forward(batch, last)
 
+    def score(self, works: Many[Work]) -> torch.Tensor:
+        """Compute a step; the logits after every token of it ([tokens, vocabulary]), in the order of the packed row."""
+        return self._forward(self.stage.lay_out(works, self.chosen), None)
+
+    def warm(self) -> None:
+        """Run steps like those to come, on pages that are given back: kernels are compiled now, not while someone waits.
+        Does nothing on a CPU, which compiles none."""
+        if self.device.type != "cuda":
+            return
+        limit = min(self.tokens, self._cache.max_tokens // 2)
+        shapes = [[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]]
+        open_: dict[int, Sequence] = {}
+        for counts in shapes:
+            works, left = [], limit
+            for place, count in enumerate(counts):
+                count = min(count, left)
+                left -= count
+                if place not in open_:
+                    prompt = np.zeros(limit, np.int32)
+                    open_[place] = self._cache.open(
+                        self._cache.match(prompt, Control(store=False, read=False))
+                    )
+                if (
+                    count
+                    and open_[place].length + count <= self._cache.max_tokens
+                    and not open_[place].extend(count)
+                ):
+                    works.append(Work(open_[place], np.zeros(count, np.int64)))
+            if works:
+                self.run(works)
+            for work in works:
+                work.sequence.commit(work.tokens.astype(np.int32))
+        for sequence in open_.values():
+            sequence.close()
+        self._cache.take_copies()
+        torch.cuda.synchronize(self.device)
+
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every graph now, the largest first, so that the others fit into its memory."""
-        for done, size in enumerate(reversed(self._sizes)):
-            self._captured(size)
+        wanted = [(size, False) for size in reversed(self._sizes)]
+        if self._shared_column is not None:
+            wanted += [(size, True) for size in reversed(self._sizes) if size >= LEAST_SHARERS]
+        for done, (size, shares) in enumerate(wanted):
+            if shares:
+                self.pages.share([SharedRun(0, 256, (0, 1), 0)], size)
+            self._captured(size, shares)
             if progress is not None:
-                progress(done + 1, len(self._sizes))
+                progress(done + 1, len(wanted))
+        self._sharers = ()
 
     def _replay(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor:
         size = next(size for size in self._sizes if size >= len(works))
-        captured = self._captured(size)
+        captured = self._captured(size, self._share(works, size))
         self.stage.send(works, size)
         captured.graph.replay()
         logits = captured.logits[: len(works)]
@@ -88,21 +156,35 @@ class Runner:
             return logits[torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)]
         return logits
 
-    def _captured(self, size: int) -> _Captured:
-        if size not in self._graphs:
+    def _share(self, works: Many[Work], size: int) -> bool:
+        """Whether some of the works hold the same pages; the device is told which."""
+        if self._shared_column is None or len(works) < LEAST_SHARERS:
+            return False
+        sharers = (size, *(work.sequence for work in works))
+        if sharers != self._sharers:
+            rows = np.array([work.sequence.row for work in works])
+            settled = self._cache.rows.length[rows]
+            blocks = int(settled.max()) // self._cache.block_tokens
+            tables = self._cache.rows.tables[self._shared_column, rows, :blocks]
+            runs = find_shared(tables, settled, self._cache.block_tokens)
+            self._sharers, self._shares = sharers, bool(runs) and self.pages.share(runs, size)
+        return self._shares
+
+    def _captured(self, size: int, shares: bool) -> _Captured:
+        if (size, shares) not in self._graphs:
             self.stage.send([], size)
             side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(side):  # compiles, and lets libraries take their memory
-                self._forward(self.stage.replayed(size, self.chosen), None)
+                self._forward(self.stage.replayed(size, self.chosen, shares), None)
             torch.cuda.current_stream(self.device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             with torch.cuda.graph(graph, pool=self._pool):
-                logits = self._forward(self.stage.replayed(size, self.chosen), None)
-            self._graphs[size] = _Captured(graph, logits)
-        return self._graphs[size]
+                logits = self._forward(self.stage.replayed(size, self.chosen, shares), None)
+            self._graphs[size, shares] = _Captured(graph, logits)
+        return self._graphs[size, shares]
 
     def _forward(self, batch: Batch, last: torch.Tensor | None) -> torch.Tensor:
         self.pages.begin(batch)
@@ -111,14 +193,29 @@ class Runner:
             extra = {
                 "past_key_values": self.pages,
                 "pages": self.pages,
-                "position_ids": batch.positions[None],
+                "position_ids": _turned(batch),
             }
+        if batch.embeds is None:
+            extra["input_ids"] = batch.tokens[None]
+        else:
+            extra["inputs_embeds"] = batch.embeds[None]
         with torch.inference_mode():
             found = self.model(
-                input_ids=batch.tokens[None],
                 use_cache=False,
                 logits_to_keep=0 if last is None else last,
                 **extra,
             )
         logits: torch.Tensor = found.logits[0]
         return logits
+
+
+def _shows(work: Work) -> bool:
+    """Whether a work has more to it than its tokens: images, or their positions."""
+    return work.sight is not None and work.sight.concerns(work.sequence.length)
+
+
+def _turned(batch: Batch) -> torch.Tensor:
+    """Positions as modeling code takes them: [1, tokens], or on three axes [3, 1, tokens]."""
+    if batch.rotary is None:
+        return batch.positions[None]
+    return batch.rotary[None] if batch.rotary.dim() == 1 else batch.rotary[:, None]

@@ -12,22 +12,30 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence as Many
+from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 
-from kvloom.core import KVCache
+from kvloom.core import KVCache, Match
 from kvloom.models.batch import Work
 
+from .beams import Successor
+from .logprobs import TokenLogprobs
 from .request import Finish, Request
 
 __all__ = ["Scheduled", "Scheduler"]
 
 Scheduled = tuple[Request, Work]
+RANK = attrgetter("rank")
 UNKNOWN = np.array([-1])
+MOST_ASIDE = 32
+"""Requests that a step may put aside because others compute what they need: looking at each costs a match."""
 
 
 class Scheduler:
-    """Requests on one cache: up to `token_budget` tokens of prompts a step beside one of each that decodes. Not thread safe: one owner adds, schedules and commits."""
+    """Requests on one cache: up to `token_budget` tokens of prompts a step beside one of each that decodes. Not thread
+    safe: one owner adds, schedules and commits."""
 
     def __init__(self, cache: KVCache, token_budget: int = 2048, max_running: int = 256) -> None:
         if token_budget < 1 or max_running < 1:
@@ -55,6 +63,11 @@ class Scheduler:
                 f"{len(request.prompt)} prompt tokens and up to {request.params.max_tokens} new ones need "
                 f"{needed:,} bytes of cache, but the pool has {there * layout.slab_bytes:,}"
             )
+        if request.sight is not None and request.sight.largest > self.token_budget:
+            raise ValueError(
+                f"an image of {request.sight.largest} tokens, which are computed together, exceeds the {self.token_budget} "
+                "tokens of a step: raise token_budget"
+            )
         heapq.heappush(self._waiting, (request.rank, request))
 
     def cancel(self, request: Request) -> None:
@@ -68,24 +81,43 @@ class Scheduler:
         places = places or {}
         picked: list[Scheduled] = []
         budget = self.token_budget
-        able = [request for request in self.running if request.drawn < request.params.max_tokens]
-        decodes = [request for request in able if request.pending == 1]
-        decodes.sort(key=lambda request: request.rank)
+        empty = not self.running
+        decodes: list[Request] = []
+        prompts: list[Request] = []
+        for request in sorted(self.running, key=RANK):
+            size = len(request.tokens) + request.unknown
+            if request.computed < size < request.limit:
+                (decodes if size - request.computed == 1 else prompts).append(request)
         self._decode(decodes, picked, places)
-        for request in sorted((r for r in able if r.pending > 1), key=lambda r: r.rank):
+        first = len(picked)
+        for request in prompts:
             if budget and request.sequence is not None:
                 budget -= self._reserve(request, budget, picked, places)
-        while budget and len(self.running) < self.max_running:
+        fronts = {self._front(request, request.computed) for request, _ in picked[first:]}
+        aside: list[Request] = []
+        while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
             waiting = self._next()
             if waiting is None:
                 break
-            self._admit(waiting)
+            found = self._match(waiting)
+            front = self._front(waiting, found.resume)
+            if front is not None and front in fronts and len(aside) < MOST_ASIDE:
+                aside.append(waiting)  # someone computes what it needs next: it will find it
+                continue
+            fronts.add(front)
+            self._admit(waiting, found)
             taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
             budget -= taken
-            if not taken:
-                if self.running or picked:
-                    break
+            if taken:
+                waiting.unread = False
+            elif self.running or picked or not empty:  # (what gave way holds pages until its copies are made)
+                break
+            elif waiting.unread:
                 self.finish(waiting, "no_room")  # it had the pool to itself
+            else:
+                waiting.unread = True  # what it found cached may leave it no room: once more, without
+        for request in aside:
+            heapq.heappush(self._waiting, (request.rank, request))
         return picked
 
     def launched(self, work: Many[Scheduled]) -> None:
@@ -93,14 +125,15 @@ class Scheduler:
         tokens gets one that is not."""
         rows, tokens = [], []
         for request, part in work:
-            request.computed += len(part.tokens)
+            count = len(part.tokens)
+            request.computed += count
             if part.source < 0:
-                if len(part.tokens) == 1:
+                if count == 1:
                     rows.append(part.sequence.row)
                     tokens.append(part.tokens[0])
                 else:
                     part.sequence.commit(part.tokens.astype(np.int32))
-            if not request.pending:
+            if request.computed == len(request.tokens) + request.unknown:
                 request.unknown += 1
         self._commit(rows, tokens)
 
@@ -109,17 +142,56 @@ class Scheduler:
         as far as it computed them."""
         for request, token in zip(requests, tokens, strict=True):
             if request.finish is None:
-                request.tokens.append(token)
                 request.unknown -= 1
+                if request.beams is None:  # whose next tokens are chosen together
+                    request.tokens.append(token)
         mine = [(request, part) for request, part in after if part.source >= 0 and part.sequence.open]
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
 
     def finish(self, request: Request, why: Finish) -> None:
-        """End a request; what it computed stays cached."""
-        request.finish = why
-        request.unknown = 0
-        if request.sequence is not None:
-            self._let_go(request)
+        """End a request, and those bound to it; what they computed stays cached."""
+        for one in request.bound:
+            if one.finish is None:
+                one.finish = why
+                one.unknown = 0
+                if one.sequence is not None:
+                    self._let_go(one)
+
+    def fork(self, request: Request, child: Request) -> None:
+        """Let `child`, which has all of `request`'s tokens that are computed, go on from there: on the same pages, or, where
+        there is no row or no room for its states, by its own tokens when its turn comes."""
+        if request.sequence is not None and len(self.running) < self.max_running:
+            child.sequence = request.sequence.fork()
+        if child.sequence is None:
+            heapq.heappush(self._waiting, (child.rank, child))
+            return
+        child.computed = request.computed
+        self.running.append(child)
+
+    def succeed(self, slots: Many[Request], successors: Many[Successor]) -> list[Request]:
+        """Let beams go on as `successors` say, and in which slots: the first that follows a slot stays there, others fork
+        from it into slots that nobody follows."""
+        followed = {id(way.slot) for way in successors}
+        spare = [slot for slot in slots if id(slot) not in followed]
+        for slot in spare:
+            if slot.sequence is not None:
+                self._let_go(slot)
+        stays: set[int] = set()
+        seated: list[tuple[Request, list[TokenLogprobs], Successor]] = []
+        for way in successors:
+            slot = way.slot
+            if id(slot) in stays:
+                slot = spare.pop()
+                slot.tokens = list(way.slot.tokens)
+                self.fork(way.slot, slot)
+            elif slot.sequence is None:  # it lost its pages while it waited for the others
+                heapq.heappush(self._waiting, (slot.rank, slot))
+            stays.add(id(way.slot))
+            seated.append((slot, way.logprobs, way))
+        for slot, logprobs, way in seated:
+            slot.tokens.append(way.token)
+            slot.logprobs, slot.cumulative_logprob = logprobs, way.total
+        return [slot for slot, _, _ in seated]
 
     def _commit(self, rows: list[int], tokens: list[int]) -> None:
         if rows:
@@ -135,9 +207,25 @@ class Scheduler:
                 return request
         return None
 
-    def _admit(self, request: Request) -> None:
-        tokens = np.array(request.tokens, dtype=np.int32)
-        request.sequence = self.cache.open(self.cache.match(tokens, request.control))
+    def _match(self, request: Request) -> Match:
+        control = replace(request.control, read=False) if request.unread else request.control
+        media = () if request.sight is None else request.sight.media
+        return self.cache.match(np.array(request.tokens, dtype=np.int32), control, media)
+
+    def _front(self, request: Request, start: int) -> tuple[str, str, bytes] | None:
+        """What a request that has `start` tokens computes next, up to the end of a block; None where nobody shares it."""
+        end, control = start + self.cache.block_tokens, request.control
+        if end > len(request.tokens) or not (control.read and control.store):
+            return None
+        shown = b"" if request.sight is None else request.sight.content(end)
+        return (
+            control.tenant,
+            control.adapter,
+            np.array(request.tokens[:end], dtype=np.int32).tobytes() + shown,
+        )
+
+    def _admit(self, request: Request, found: Match) -> None:
+        request.sequence = self.cache.open(found)
         request.computed = request.sequence.length
         if request.cached_tokens is None:
             request.cached_tokens = request.computed
@@ -169,13 +257,17 @@ class Scheduler:
         count = min(request.pending, budget)
         if sequence.boundary is not None:
             count = min(count, sequence.boundary - sequence.length)
+        count = _fitting(request, count)
+        if not count:
+            return 0  # an image that must stay whole waits for a step with room for it
         while sequence.extend(count):
             victim = self._victim(request, picked) if preempt else None
             if victim is None:
-                if count == 1 or not picked:
+                shorter = _fitting(request, (count + 1) // 2)  # may fit beside what is already picked
+                if count == 1 or not picked or not shorter:
                     self._preempt(request)
                     return 0
-                count = (count + 1) // 2  # a shorter chunk may fit beside what is already picked
+                count = shorter
             else:
                 self._preempt(victim)
         picked.append((request, self._work(request, count, places)))
@@ -184,19 +276,29 @@ class Scheduler:
     def _work(self, request: Request, count: int, places: dict[int, int]) -> Work:
         assert request.sequence is not None
         if request.unknown and request.pending == 1:
-            return Work(request.sequence, UNKNOWN, places[id(request)])
-        return Work(request.sequence, np.array(request.tokens[request.computed : request.computed + count]))
+            return Work(request.sequence, UNKNOWN, places[id(request)], request.sight)
+        tokens = np.array(request.tokens[request.computed : request.computed + count])
+        return Work(request.sequence, tokens, sight=request.sight)
 
     def _victim(self, request: Request, picked: list[Scheduled]) -> Request | None:
-        """The running request that ranks last, behind `request`, and has no work in this step."""
+        """The running request that ranks last, behind `request` or parked, and has no work in this step."""
         busy = {id(other) for other, _ in picked} | {id(request)}
-        others = [r for r in self.running if id(r) not in busy and r.rank > request.rank]
+        others = [r for r in self.running if id(r) not in busy and (r.rank > request.rank or r.parked)]
         return max(others, key=lambda r: r.rank, default=None)
 
+    def _unpark(self) -> bool:
+        """Where beams that wait for others hold every row, one gives its up; whether that is so."""
+        parked = [request for request in self.running if request.parked]
+        if parked and self.waiting:
+            self._preempt(max(parked, key=lambda request: request.rank))
+        return bool(parked and self.waiting)
+
     def _preempt(self, request: Request) -> None:
+        parked = request.parked
         self._let_go(request)
         request.preemptions += 1
-        heapq.heappush(self._waiting, (request.rank, request))
+        if not parked:  # else it is nowhere until its successors are known
+            heapq.heappush(self._waiting, (request.rank, request))
 
     def _let_go(self, request: Request) -> None:
         assert request.sequence is not None
@@ -204,3 +306,8 @@ class Scheduler:
         request.sequence = None
         request.computed = 0
         self.running.remove(request)
+
+
+def _fitting(request: Request, count: int) -> int:
+    """How many of `count` tokens a step may take so that it cuts no image that must stay whole."""
+    return count if request.sight is None else request.sight.fitting(request.computed, count)

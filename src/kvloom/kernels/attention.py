@@ -3,7 +3,7 @@
 | rows                      | on a GPU                            | on a CPU    |
 |---------------------------|-------------------------------------|-------------|
 | 1 to 64 queries each      | `decode.DecodePlan`, in CUDA graphs | the oracle  |
-| any number of queries     | `prefill.PrefillPlan`               | the oracle  |
+| any number of queries     | `prefill.PrefillPlan`               | `CpuPlan`   |
 
 Both kinds take `make(starts, lengths)` and `attend(q, k, v, tables, …)`, and give what `reference.attend` gives.
 """
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from kvloom.core import Span
 
@@ -24,7 +25,7 @@ from .reference import FULL, Mask
 from .shapes import Shape
 from .sharing import Sharing
 
-__all__ = ["Plan", "ReferencePlan", "decode_plan", "prefill_plan"]
+__all__ = ["CpuPlan", "Plan", "ReferencePlan", "decode_plan", "prefill_plan"]
 
 Rows = torch.Tensor | Sequence[int] | npt.NDArray[np.int64]
 
@@ -52,8 +53,9 @@ class Plan(Protocol):
         lse: torch.Tensor | None = None,
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [queries, heads, v_dim] and the natural log-sum-exp of scores [queries, heads]. `new_k` and `new_v` are
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Outputs [queries, heads, v_dim] and the natural log-sum-exp of scores [queries, heads], or None for it where
+        it would cost something and no `lse` was given to fill. `new_k` and `new_v` are
         the new tokens' keys and values as they were written to the pages: whoever can spares reading them there."""
         ...
 
@@ -82,7 +84,7 @@ class ReferencePlan:
         lse: torch.Tensor | None = None,
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._rows is None:
             raise ValueError("call make(starts, lengths) before attend: there is no plan yet")
         mask = mask or Mask(self.span)
@@ -96,6 +98,71 @@ class ReferencePlan:
             if given is not None:
                 given.copy_(result)
         return found[0] if out is None else out, found[1] if lse is None else lse
+
+
+class CpuPlan(ReferencePlan):
+    """The oracle with a shorter way for what decodes: single queries in plain attention are one call of torch's own over
+    the pages they see, gathered; what is the same in every layer is worked out once a step."""
+
+    def make(self, starts: Rows, lengths: Rows) -> None:
+        super().make(starts, lengths)
+        self._lengths = np.asarray(lengths, dtype=np.int64)
+        self._single = bool((np.diff(np.asarray(starts)) == 1).all() and self._lengths.all())
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: torch.Tensor,
+        mask: Mask | None = None,
+        scale: float | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        new_k: torch.Tensor | None = None,
+        new_v: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        mask = mask or Mask(self.span)
+        plain = (
+            mask == Mask(self.span) and q.dtype == k.dtype == torch.float32 and k.data_ptr() != v.data_ptr()
+        )
+        if self._rows is None or not (self._single and plain and out is None and lse is None):
+            return super().attend(q, k, v, tables, mask, scale, k_scale, v_scale, out, lse)
+        if tables.data_ptr() not in self._seen:
+            self._seen[tables.data_ptr()] = self._visible(tables, k.shape[1])
+        ids, hidden, unseen = self._seen[tables.data_ptr()]
+        rows = len(self._lengths)
+
+        def seen(pages: torch.Tensor) -> torch.Tensor:
+            found = pages.index_select(0, ids).view(rows, -1, *pages.shape[2:])
+            found.flatten(0, 1).index_fill_(0, unseen, 0.0)  # what was never written must not leak in
+            return found.transpose(1, 2)
+
+        grouped = q.shape[1] != k.shape[2]
+        result = functional.scaled_dot_product_attention(
+            q[:, :, None], seen(k), seen(v), attn_mask=hidden, scale=scale, enable_gqa=grouped
+        )
+        return result[:, :, 0], None
+
+    def _visible(self, tables: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The pages that rows see, padded to as many each; what is added to scores; and the tokens that nobody sees."""
+        last = self._lengths - 1
+        first = self.span.first_visible_each(last)
+        begin = first // block
+        blocks = int((last // block - begin).max()) + 1
+        column = begin[:, None] + np.arange(blocks)
+        ids = tables.numpy()[np.arange(len(last))[:, None], np.minimum(column, (last // block)[:, None])]
+        token = begin[:, None] * block + np.arange(blocks * block)
+        unseen = (token < first[:, None]) | (token > last[:, None])
+        hidden = torch.zeros(unseen.shape).masked_fill_(torch.from_numpy(unseen), -torch.inf)
+        return (
+            torch.from_numpy(ids.astype(np.int64)).flatten(),
+            hidden[:, None, None],
+            torch.from_numpy(np.flatnonzero(unseen)),
+        )
 
 
 def decode_plan(
@@ -118,7 +185,7 @@ def decode_plan(
 def prefill_plan(shape: Shape, span: Span = FULL, device: torch.device | str = "cuda") -> Plan:
     """A plan for rows of any number of queries; `starts` and `lengths` are the host's."""
     if torch.device(device).type == "cpu":
-        return ReferencePlan(shape, span)
+        return CpuPlan(shape, span)
     from .prefill import PrefillPlan
 
     return PrefillPlan(shape, span, device)

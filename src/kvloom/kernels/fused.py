@@ -34,6 +34,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Norm = "ll
         from . import triton_fused
 
         return triton_fused.rms_norm(x, weight, eps, form == "gemma")
+    if x.dtype == torch.float32:  # nothing is rounded on the way
+        return functional.rms_norm(x, weight.shape, weight if form == "llama" else 1.0 + weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if form == "gemma":

@@ -66,7 +66,7 @@ def _run(
     return peak, weight, acc0, acc1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["TABLES"])
 def attend_tiles(
     Q, K, V, KS, VS, OUT, LSE, PART, PART_LSE, SEGMENTS, FIRSTS, TOTALS, MEMBERS, TOKENS, TABLES, SINKS, TREES,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, v_column,

@@ -45,7 +45,7 @@ LARGEST_KEY_BYTES = 512
 """The tiles of a chunk of larger keys would not fit a device's shared memory: they run token by token."""
 
 # For a measurement to choose: columns of a state that a program holds, warps, stages of loads in flight.
-SOLVE_WARPS = 4
+SOLVE_WARPS = 8  # with 4, Triton 3.6 computes wrong inverses out of short products
 STATE_COLUMNS, STATE_WARPS, STATE_STAGES = 32, 4, 3
 OUTPUT_COLUMNS, OUTPUT_WARPS = 64, 4
 DECODE_ELEMENTS, DECODE_WARPS = 4096, 4
@@ -337,7 +337,7 @@ def delta_rule(
         k, v, g_in, beta_in, u, w, cum, sizes, known["starts"],
         sequences=rows.sequences, tokens=tokens, v_stride=v.stride(0), v_head=v.stride(1),
         DV_UP=wide, TOKENS=CHUNK, SEARCH=search, DOT=dot, SOLVE="tf32" if more == 1 else "ieee",
-        num_warps=SOLVE_WARPS * more, num_stages=2, **sizes_of, **strides, **gates,
+        num_warps=SOLVE_WARPS, num_stages=2, **sizes_of, **strides, **gates,
     )  # fmt: skip
     state_kernel[(triton.cdiv(dv, narrow), heads, rows.sequences)](
         k, u, w, cum, sizes, states, chunk_states,

@@ -13,7 +13,7 @@ import triton.language as tl
 __all__ = ["gated", "rms_norm", "rotate"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x, weight, out, heads, rows, s_token, s_head, eps,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, GEMMA: tl.constexpr,

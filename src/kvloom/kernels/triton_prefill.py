@@ -155,7 +155,7 @@ def _with_sink(norm, log, SINKS, head, mine):
     )
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["TABLES"])
 def attend_blocks(
     Q, K, V, KS, VS, OUT, LSE, PART, PART_LSE, BLOCKS, TABLES, SINKS, IDS,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, v_column,
@@ -308,7 +308,7 @@ def join_blocks(
     tl.store(LSE + token * lse_token + q_head_of * lse_head, log / LOG2E, mask=mine)
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["TABLES"])
 def gather_pages(
     K, V, K_OUT, V_OUT, COPIES, TABLES, k_page, k_token, k_head, v_page, v_token, v_head, v_column, ko_token, vo_token, table_row,
     DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,

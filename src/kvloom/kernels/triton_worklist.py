@@ -89,7 +89,7 @@ def _lay_out(
         tl.store(firsts + lane, tl.sum(passed.to(tl.int32), 1), mask=lane < LANES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["starts", "lengths"])
 def plan_rows(
     starts, lengths, begin, segments, places, firsts, totals, tokens, sequences,
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
@@ -184,7 +184,7 @@ def _finish(
     tl.store(LSE + token * lse_token + head, log)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["STARTS"])
 def merge_split(
     OUT, LSE, PART, PART_LSE, SEGMENTS, PLACES, FIRSTS, TOTALS, STARTS, SINKS, sequences,
     out_token, out_head, lse_token,
@@ -238,7 +238,7 @@ def merge_split(
         wait_for_launcher()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["STARTS"])
 def plan_sources(
     SEGMENTS, PLACES, S_SEGMENTS, S_PLACES, LEVELS, TOKENS, STARTS, SOURCES, sequences, rows, count,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,

@@ -217,7 +217,7 @@ def _turn_rows(
     _store_pairs(y + turned_at, kept, a, b, PAIRS, WIDE, ROWS, ADJACENT_OUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])
 def _write_kernel(
     tokens,
     slots,

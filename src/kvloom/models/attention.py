@@ -13,20 +13,23 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from kvloom.core import PoolLayout, Span
 from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
 from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape, split_dim
+from kvloom.kernels.shapes import DTYPES, Shape, split_dim
+from kvloom.kernels.sharing import SharedRun, Sharing
 from kvloom.kernels.views import LayerView, layer_views
 from kvloom.kernels.write import write
 
 from .batch import Batch
-from .families import absorb, keeps_latents, replace_scans
-from .mixers import Part, is_mixer, parts_of, wrap
+from .families import absorb, calls_registry, keeps_latents, settle
+from .mixers import Steps, is_mixer, wrap
 from .reading import ModelError
+from .scales import Scales, scale_sizes
 
 __all__ = ["ATTENTION", "Pages", "attend", "install"]
 
@@ -51,7 +54,8 @@ class Pages:
     is_compileable = False
     layers = ()
 
-    def __init__(self, layout: PoolLayout, buffer: torch.Tensor) -> None:
+    def __init__(self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None) -> None:
+        """`scales` are those that stand beside pages: all that quantised layers need and do not keep in them."""
         self.layout, self.device = layout, buffer.device
         self._views: dict[int, tuple[LayerView, Span]] = {}
         self._states: dict[int, LayerView] = {}
@@ -62,26 +66,29 @@ class Pages:
                 raise ModelError(
                     f"layer {name!r} ({spec.kind}) is not supported yet: layers over text alone are"
                 )
+            beside = (scales or {}).get(name, {})
+            if beside.keys() != scale_sizes(spec).keys():
+                wanted = ", ".join(scale_sizes(spec)) or "none"
+                raise ModelError(
+                    f"{name} needs static scales: {wanted}; it was given {', '.join(beside) or 'none'}"
+                )
+            view.fields.update(beside)
             if spec.unit == "state":
                 self._states[int(found[1])] = view
             else:
                 self._views[int(found[1])] = view, spec.span
         self._batch: Batch | None = None
-        self.parts: list[Part] = []
-        """How mixers take the step's row apart; planned once for all of them."""
-        self._plans: dict[tuple[Shape, Span, int], Plan] = {}
+        self.steps: Steps
+        """How mixers see the step that was begun."""
+        self._plans: dict[tuple[Shape, Span, int, bool], Plan] = {}
+        self._sharing: dict[int, Sharing] = {}
         self._made: set[tuple[Shape, Span]] = set()
         self._new: tuple[int, torch.Tensor | None, torch.Tensor | None] = -1, None, None
 
     def begin(self, batch: Batch) -> None:
         """The step that the next run of the model computes."""
         self._batch = batch
-        self.parts = []
-        if self._states and batch.replayed:
-            every = torch.arange(len(batch.sizes), device=self.device)
-            self.parts = [(every, every[:, None], False)]
-        elif self._states:
-            self.parts = parts_of(batch)
+        self.steps = Steps(batch)
         self._made.clear()
 
     @property
@@ -109,16 +116,22 @@ class Pages:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one layer's new keys and values ([1, heads, tokens, dim]) to their slots; they are handed back as they
         came, and `attend` does not look at them."""
-        view = self._views[layer_idx][0]
-        slots = self.batch.slots[view.group][view.run]
+        view, batch = self._views[layer_idx][0], self.batch
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
         fields = view.fields
         self._new = layer_idx, new_k, new_v
         if "latent" in fields:
-            write(fields["latent"][:, :, None], None, slots, torch.cat((new_k, new_v), -1), None)
+            slots = batch.slots[view.group][view.run]
+            latents = torch.cat((new_k, new_v), -1)
+            write(
+                fields["latent"][:, :, None], None, slots, latents, None, k_scale=fields.get("latent_scale")
+            )
+        elif not key.is_cuda and fields["k"].dtype == key.dtype:
+            at = batch.pages[view.group][view.run], batch.places  # a CPU need not work them out of slots
+            fields["k"][at], fields["v"][at] = new_k, new_v
         else:
             write(
-                fields["k"], fields["v"], slots, new_k, new_v,
+                fields["k"], fields["v"], batch.slots[view.group][view.run], new_k, new_v,
                 k_scale=fields.get("k_scale"), v_scale=fields.get("v_scale"),
             )  # fmt: skip
         return key, value
@@ -139,24 +152,42 @@ class Pages:
         if latent_values:
             k = fields["latent"][:, :, None]
             v = k[..., :latent_values]
+            k_scale = v_scale = fields.get("latent_scale")
         else:
             k, v = fields["k"], fields["v"]
+            k_scale, v_scale = fields.get("k_scale"), fields.get("v_scale")
+        own = query.dtype
+        if query.is_cuda and k.dtype in DTYPES:
+            query = query.to(k.dtype)  # its kernels take queries of the dtype of such pages alone
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span)
         layer, new_k, new_v = self._new
         if layer != layer_idx or latent_values or new_k is None or k.dtype != new_k.dtype:
             new_k = new_v = None  # the pages alone know what was kept of them
         out, _ = plan.attend(
-            query, k, v, batch.tables[view.group][view.run], Mask(span, softcap, sinks), scale,
-            fields.get("k_scale"), fields.get("v_scale"), new_k=new_k, new_v=new_v,
+            query, k, v, batch.tables[view.group][view.run], Mask(span, softcap, sinks, spans=batch.spans), scale,
+            k_scale, v_scale, new_k=new_k, new_v=new_v,
         )  # fmt: skip
-        return out
+        return out.to(own)
+
+    def share(self, runs: list[SharedRun], rows: int) -> bool:
+        """Tell which of `rows` single tokens to be replayed hold the same pages, so that those are read once; whether any
+        do. It holds until it is told again."""
+        sharing = self._sharing_of(rows)
+        sharing.set(runs, np.arange(rows + 1))
+        return sharing.holds > 0
+
+    def _sharing_of(self, rows: int) -> Sharing:
+        room = _room(rows)
+        if room not in self._sharing:
+            self._sharing[room] = Sharing(room, device=self.device)
+        return self._sharing[room]
 
     def _plan(self, shape: Shape, span: Span) -> Plan:
         batch = self.batch
         # A step that is replayed has single tokens, and lengths that only the device knows.
-        rows = next(size for size in ROOMS if size >= len(batch.sizes)) if batch.replayed else 0
-        key = shape, span, rows
+        rows = _room(len(batch.sizes)) if batch.replayed else 0
+        key = shape, span, rows, batch.shares and not span.windowed
         if key not in self._plans:
             self._plans[key] = self._new_plan(*key)
         plan = self._plans[key]
@@ -168,9 +199,9 @@ class Pages:
             self._made.add(key[:2])
         return plan
 
-    def _new_plan(self, shape: Shape, span: Span, rows: int) -> Plan:
+    def _new_plan(self, shape: Shape, span: Span, rows: int, shares: bool) -> Plan:
         if rows:
-            return decode_plan(shape, rows, 1, span, self.device)
+            return decode_plan(shape, rows, 1, span, self.device, self._sharing_of(rows) if shares else None)
         if self.device.type == "cuda" and not shape.supported:
             return ReferencePlan(shape, span)
         return prefill_plan(shape, span, self.device)
@@ -186,8 +217,12 @@ class Pages:
     def get_query_offset(self, *_: Any) -> int:
         return 0
 
-    def has_previous_state(self, *_: Any) -> bool:
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
         return False
+
+
+def _room(rows: int) -> int:
+    return next(room for room in ROOMS if room >= rows)
 
 
 def _shape(fields: dict[str, torch.Tensor]) -> Shape:
@@ -233,12 +268,15 @@ def install(model: Any) -> None:
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
     recurrent = [module for module in model.modules() if is_mixer(module)]
-    if recurrent:
-        replace_scans()
     for module in recurrent:
         wrap(module)
-    if not recurrent and not getattr(model, "_supports_attention_backend", False):
+    if not recurrent and not calls_registry(model):
         raise ModelError(
             f"{type(model).__name__} never calls the attention registry, so that its memory cannot be ours"
         )
-    model.config._attn_implementation = ATTENTION
+    settle(model)
+    config = model.config
+    text = config.get_text_config()
+    parts = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    # Where there are towers beside the text model, theirs stays as it is.
+    config._attn_implementation = {"": ATTENTION, **dict.fromkeys(parts, ATTENTION)} if parts else ATTENTION

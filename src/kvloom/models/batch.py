@@ -10,7 +10,8 @@ has a copy of, only what changed. Everything else is worked out on the device. K
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,28 +20,35 @@ import torch
 from kvloom.core import KVCache, Sequence
 from kvloom.kernels.shapes import upload
 
+if TYPE_CHECKING:
+    from .vision import Sight
+
 __all__ = ["Batch", "Stage", "Work"]
 
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """A sequence's part of a step: the tokens that follow its `length`, for which `extend` has reserved pages. `source`
-    says where among the tokens that the step before chose its one token is, while the host does not know it."""
+    says where among the tokens that the step before chose its one token is, while the host does not know it. `sight` is
+    what its prompt shows, if that has images."""
 
     sequence: Sequence
     tokens: Ints
     source: int = -1
+    sight: Sight | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A step's packed row. `tables[group]` is [runs, rows, blocks], `slots[group]` [runs, tokens]: where each token of
-    the row goes, `page * block_tokens + place`. `last` are the places of each row's last token. `states[group]` ([runs,
+    the row goes, `page * block_tokens + place`, and `pages[group]` and `places` are the same apart. `last` are the places of each row's last token. `states[group]` ([runs,
     rows]) are the pages of state groups, and `fresh` says which rows begin without one. `bounds` and `sizes` are starts and
     lengths on the host, so that nobody fetches them; where `replayed`, they are another step's and must not be looked at:
-    every row has one token then."""
+    every row has one token then. `shares`: some rows hold the same pages, as `Pages.share` was told.
+
+    Where images are in the step, `embeds` stand in the place of `tokens`, and `spans` joins the tokens that see each other both
+    ways (`Mask.spans`). `rotary` are positions to turn by where those are not `positions`: [tokens], or [3, tokens]."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -49,11 +57,17 @@ class Batch:
     last: torch.Tensor
     tables: dict[int, torch.Tensor]
     slots: dict[int, torch.Tensor]
+    pages: dict[int, torch.Tensor]
+    places: torch.Tensor
     states: dict[int, torch.Tensor]
     fresh: tuple[bool, ...]
     bounds: tuple[int, ...]
     sizes: tuple[int, ...]
     replayed: bool = False
+    shares: bool = False
+    embeds: torch.Tensor | None = None
+    spans: torch.Tensor | None = None
+    rotary: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -68,6 +82,7 @@ class _Numbers:
     lengths: Ints
     starts: Ints
     states: npt.NDArray[np.int32]
+    shifts: Ints
     fresh: tuple[bool, ...] = field(default=())
 
     def beside(self, other: _Numbers) -> _Numbers:
@@ -82,19 +97,21 @@ class _Numbers:
             np.concatenate((self.lengths, other.lengths)),
             np.concatenate((self.starts, other.starts[1:] + tokens)),
             np.concatenate((self.states, other.states), 1),
+            np.concatenate((self.shifts, other.shifts)),
         )
 
     @property
     def parts(self) -> tuple[npt.NDArray[np.int64] | npt.NDArray[np.int32], ...]:
         return (
             *(self.tokens, self.positions, self.source, self.row_of),
-            *(self.rows, self.lengths, self.starts, self.states.reshape(-1)),
+            *(self.rows, self.lengths, self.starts, self.states.reshape(-1), self.shifts),
         )
 
 
 class Stage:
     """The buffers of one device for steps of up to `tokens` tokens and `rows` rows. A step must have been launched before
-    the next is laid out; two may be under way. `mirrored`: the device has tables of its own (on a CPU the cache's serve)."""
+    the next is laid out; two may be under way. `mirrored`: the device has tables of its own (on a CPU the cache's serve).
+    `shifted`: rotary positions go by what works' sights say, and not by places alone."""
 
     def __init__(
         self,
@@ -103,9 +120,10 @@ class Stage:
         tokens: int,
         rows: int,
         mirrored: bool | None = None,
+        shifted: bool = False,
     ) -> None:
         self.cache, self.device = cache, torch.device(device)
-        self.rows, self._block = rows, cache.layout.block_tokens
+        self.rows, self._block, self._shifted = rows, cache.layout.block_tokens, shifted
         cuda = self.device.type == "cuda"
         self._mirrored = cuda if mirrored is None else mirrored
         width, sequences, blocks = cache.rows.tables.shape
@@ -115,7 +133,7 @@ class Stage:
             self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
         else:
             self._tables = torch.from_numpy(cache.rows.tables)
-        most = 4 * tokens + (3 + self._states) * rows + 1
+        most = 4 * tokens + (3 + self._states + shifted) * rows + 1
         self._sent = torch.zeros(most, dtype=torch.int32, device=self.device)
         self._host = [torch.zeros(most, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._turn = 0
@@ -134,14 +152,15 @@ class Stage:
         nobody = _Numbers(
             np.zeros(spare, np.int64), np.zeros(spare, np.int64), np.full(spare, -1), np.arange(spare),
             np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), np.arange(spare + 1),
-            np.zeros((self._states, spare), np.int32),
+            np.zeros((self._states, spare), np.int32), np.zeros(spare if self._shifted else 0, np.int64),
         )  # fmt: skip
         self._send(self._numbers(works).beside(nobody) if works else nobody)
 
-    def replayed(self, rows: int, chosen: torch.Tensor) -> Batch:
+    def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
         """The batch of any `rows` single tokens, worked out anew from what `send` sent whenever a graph with it is replayed."""
         bounds = tuple(range(rows + 1))
-        return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (1,) * rows, replayed=True)
+        batch = self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (1,) * rows)
+        return replace(batch, replayed=True, shares=shares)
 
     def _numbers(self, works: Many[Work]) -> _Numbers:
         if not works:
@@ -170,8 +189,13 @@ class Stage:
             lengths,
             starts,
             held.states[:, rows],
+            self._shifts(works),
             tuple((held.state_length[rows] == 0).tolist()),
         )
+
+    def _shifts(self, works: Many[Work]) -> Ints:
+        sights = [work.sight for work in works] if self._shifted else []
+        return np.array([0 if sight is None else sight.shift for sight in sights], dtype=np.int64)
 
     def _send(self, numbers: _Numbers) -> None:
         parts = numbers.parts
@@ -209,19 +233,21 @@ class Stage:
         fresh: tuple[bool, ...],
         bounds: tuple[int, ...],
         sizes: tuple[int, ...],
-        replayed: bool = False,
     ) -> Batch:
         """The batch of the numbers that were sent, worked out on the device."""
         tokens, rows = bounds[-1], len(sizes)
         parts = [tokens, tokens, tokens, tokens, rows, rows, rows + 1, self._states * rows]
-        ids, positions, source, row_of, of, lengths, starts, states = torch.split(
+        parts.append(rows if self._shifted else 0)
+        ids, positions, source, row_of, of, lengths, starts, states, shifts = torch.split(
             self._sent[: sum(parts)], parts
         )
         ids, positions = ids.long(), positions.long()
         if chosen is not None:
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
         tables = self._tables[:, :, :blocks].index_select(1, of)
-        slots = tables[:, row_of, positions // self._block].long() * self._block + positions % self._block
+        pages = tables[:, row_of, positions // self._block].long()
+        places = positions % self._block
+        slots = pages * self._block + places
         states = states.view(self._states, rows).long()
         layout = self.cache.layout
         return Batch(
@@ -232,9 +258,11 @@ class Stage:
             last=starts[1:].long() - 1,
             tables={group.index: tables[group.columns] for group in layout.of("token")},
             slots={group.index: slots[group.columns] for group in layout.of("token")},
+            pages={group.index: pages[group.columns] for group in layout.of("token")},
+            places=places,
             states={group.index: states[group.columns] for group in layout.of("state")},
             fresh=fresh,
             bounds=bounds,
             sizes=sizes,
-            replayed=replayed,
+            rotary=positions + shifts[row_of] if self._shifted else None,
         )

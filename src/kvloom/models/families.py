@@ -3,23 +3,102 @@
 | family                     | what is different                                   | what is done                              |
 |----------------------------|-----------------------------------------------------|-------------------------------------------|
 | DeepSeek (MLA)             | caches latents, expects expanded keys and values    | attention in the latent space (`absorb`)  |
-| Mamba-1, Jamba             | transformers' scan takes no initial state           | our scan in its place (`replace_scans`)   |
+| Phi-3 and -4 (longrope)    | rotary frequencies follow the longest row of a step | chosen once for a model (`settle_rope`)   |
+| GPT-2, BERT, …             | look for padding in every step's tokens, and warn   | they do not look (`settle`)               |
+| Granite hybrids, windows   | make no mask for layers of that kind, and look it up | a void one for every kind (`name_masks`) |
+| RecurrentGemma, indexers   | nothing that looking at calls would explain well    | refused by name or field (`refused`)      |
 """
 
 from __future__ import annotations
 
-import importlib
+import sys
 from typing import Any
 
 import torch
 
-from kvloom.kernels.state import Rows, mamba1_scan
+from .reading import ModelError
 
-from .mixers import running
+__all__ = ["absorb", "calls_registry", "keeps_latents", "name_masks", "refused", "settle", "settle_rope"]
 
-__all__ = ["absorb", "keeps_latents", "replace_scans"]
+INDEXER = "it attends to tokens that an indexer of its own chooses, which is not supported yet"
+REFUSED = {
+    "recurrent_gemma": "it keeps its states in its modules and not in a cache, and begins them anew with every chunk",
+    "deepseek_v4": INDEXER,
+}
 
-MAMBA1 = ("falcon_mamba", "jamba", "mamba")
+
+def refused(config: Any) -> str | None:
+    """Why a family is refused by name, where looking at what it calls (`probe.examine`) would not say it well."""
+    text = config.get_text_config()
+    return REFUSED.get(text.model_type) or (INDEXER if getattr(text, "index_topk", None) else None)
+
+
+def calls_registry(model: Any) -> bool:
+    """Whether the code of a model's attention looks its function up in transformers' registry."""
+    return any(
+        "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[cls.__module__])
+        for cls in {type(module) for module in model.modules()}
+        if cls.__module__.startswith("transformers.models.")
+    )
+
+
+def settle(model: Any, context: int | None = None) -> None:
+    """What a model needs before it runs, here or on shapes alone. Harmless to repeat. Raises ModelError (`settle_rope`)."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = _nothing
+    settle_rope(model, context)
+    name_masks(model)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def name_masks(model: Any) -> None:
+    """Give a Granite hybrid a void mask for every kind of its layers: its forward makes none for sliding ones, though its
+    layers take them. Harmless to repeat."""
+    kinds = getattr(model.config, "layer_types", None) or ()
+    if model.config.model_type != "granitemoehybrid" or "sliding_attention" not in kinds:
+        return
+    if getattr(model, "names_masks", False):
+        return
+    model.names_masks = True
+
+    def name(_: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**keywords, "attention_mask": dict.fromkeys(kinds)}
+
+    model.model.register_forward_pre_hook(name, with_kwargs=True)
+
+
+def settle_rope(model: Any, context: int | None = None) -> None:
+    """Choose the frequencies of rotary positions that would change with the longest sequence in a batch: keys are kept, so
+    a token's must not depend on who else is running. The long ones are chosen where `context` (the model's own limit if
+    None) goes beyond the length it was first trained for; shorter requests then differ from `generate()`, which would use
+    the short ones. Harmless to repeat. Raises ModelError where there is no such choice (dynamic scaling)."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+            if kind == "dynamic":
+                raise ModelError(
+                    "its rotary frequencies change with the length of a batch (rope type dynamic): use yarn or linear"
+                )
+            if kind != "longrope":
+                continue
+            config = module.config
+            parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+            first = int(parameters["original_max_position_embeddings"])
+            long = (context or config.max_position_embeddings) > first
+            chosen, _ = ROPE_INIT_FUNCTIONS[kind](
+                config, seq_len=first + 1 if long else first, layer_type=layer_type
+            )
+            name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+            old = getattr(module, name)
+            module.register_buffer(name, chosen.to(old.device, old.dtype), persistent=False)
+            settled = "longrope, settled"  # no name that transformers would act upon
+            module.rope_type = settled if layer_type is None else {**module.rope_type, layer_type: settled}
 
 
 def keeps_latents(module: Any) -> bool:
@@ -33,50 +112,3 @@ def absorb(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     keys, values = torch.split(weight, [module.qk_nope_head_dim, module.v_head_dim], 1)
     nope, rope = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     return torch.cat((torch.einsum("thd,hdr->thr", nope, keys), rope), -1), values
-
-
-def replace_scans() -> None:
-    """Put a scan with an initial state in the place of transformers' for Mamba-1. Harmless to repeat."""
-    for family in MAMBA1:
-        modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        if hasattr(modeling, "mamba_selective_scan"):
-            modeling.mamba_selective_scan = _scan  # type: ignore[attr-defined]
-
-
-def _scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    D: torch.Tensor | None = None,  # noqa: N803  (its name at the call)
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **_: Any,
-) -> Any:
-    """`mamba_selective_scan` as modeling code calls it ([batch, channels, tokens]), from the state of its rows."""
-    size, channels, tokens = x.shape
-
-    def rows_of(part: torch.Tensor | None) -> torch.Tensor | None:
-        return None if part is None else part.transpose(1, 2).reshape(size * tokens, -1)
-
-    states = torch.zeros((size + 1, channels, a.shape[1]), dtype=torch.float32, device=x.device)
-    current = running()
-    before = None if current is None else current.get_recurrent_state()
-    if before is not None:
-        states[1:] = before
-    slots = torch.arange(1, size + 1, device=x.device)
-    starts = torch.arange(size + 1, device=x.device) * tokens
-    packed = [rows_of(part) for part in (x, dt, b, c, z)]
-    assert packed[0] is not None
-    assert packed[1] is not None
-    assert packed[2] is not None
-    assert packed[3] is not None
-    y = mamba1_scan(
-        packed[0], packed[1], a, packed[2], packed[3], states, Rows(starts, slots, slots, tokens), D, packed[4],
-        delta_bias, delta_softplus,
-    )  # fmt: skip
-    y = y.view(size, tokens, channels).transpose(1, 2)
-    return (y, states[1:]) if return_last_state else y

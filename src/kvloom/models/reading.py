@@ -1,10 +1,7 @@
-"""How the config of each model family is read: one row of FAMILIES each.
+"""How fields of a config are read: the kind of every layer, what an attention layer keeps of a token, what a recurrent
+layer keeps of everything.
 
-A row gives the kind of every layer, what an attention layer keeps of a token, what a recurrent layer
-keeps of everything, and the values that published configs may leave out. Knows fields of configs;
-`specs` turns them into layer specs.
-
-Attention sinks (gpt-oss) are weights, one per head: nothing is kept for them.
+Each way is a small function; `table` says which of them a family takes, and `specs` turns what they find into layer specs.
 """
 
 from __future__ import annotations
@@ -15,7 +12,33 @@ from typing import Any
 
 from kvloom.core.layers import DTYPE_BYTES, QUANTISED, Field, attention_fields
 
-__all__ = ["FAMILIES", "TEXT_TYPES", "Config", "Family", "ModelError", "dtype_name", "plain_family"]
+__all__ = [
+    "MAMBA2",
+    "Config",
+    "Family",
+    "ModelError",
+    "bamba",
+    "delta",
+    "dtype_name",
+    "every_layer",
+    "jamba",
+    "kimi",
+    "kimi_delta",
+    "late_windows",
+    "latent",
+    "lfm2",
+    "lightning",
+    "llama4",
+    "mamba1",
+    "mamba2",
+    "mllama",
+    "multi_query",
+    "nemotron",
+    "olmo_delta",
+    "one_window",
+    "rare_among",
+    "short_conv",
+]
 
 _MAX_LAYERS = 10_000
 _MAX_SIZE = 2**40
@@ -37,8 +60,11 @@ def dtype_name(name: object) -> str:
 class Config:
     """A config's fields over its family's defaults; a missing or odd one is an error that names it."""
 
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, raw: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str] | None = None
+    ) -> None:
         self._values = {**defaults, **raw}
+        self._values.update({ours: raw[own] for own, ours in (names or {}).items() if own in raw})
         self.model_type = str(raw.get("model_type"))
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -64,6 +90,13 @@ class Config:
         if not isinstance(values, list):
             raise ModelError(f"{self.model_type}: {key} is {values!r}; a list of integers is needed")
         return [self._integer(key, value, least=0) for value in values]
+
+    def within(self, key: str) -> Config:
+        """The config in a field, empty where there is none."""
+        inner = self.get(key, {})
+        if not isinstance(inner, Mapping):
+            raise ModelError(f"{self.model_type}: {key} is {inner!r}; an object is needed")
+        return Config({"model_type": self.model_type, **inner}, {})
 
     def _integer(self, key: str, value: object, least: int) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_SIZE:
@@ -93,11 +126,11 @@ Fields = Callable[[Config, str], tuple[Field, ...]]
 # Patterns: the kind of every layer, where the config does not list them itself.
 
 
-def _all(kind: str) -> Pattern:
+def every_layer(kind: str) -> Pattern:
     return lambda config: [kind] * config.depth
 
 
-def _every(period: int | str, rare: str, common: str) -> Pattern:
+def rare_among(period: int | str, rare: str, common: str) -> Pattern:
     """`rare` at the end of every `period` layers (a number, or the field that holds it)."""
 
     def pattern(config: Config) -> list[str]:
@@ -107,20 +140,20 @@ def _every(period: int | str, rare: str, common: str) -> Pattern:
     return pattern
 
 
-def _one_window(config: Config) -> list[str]:
+def one_window(config: Config) -> list[str]:
     """Every layer slides where a window is set and not switched off."""
     slides = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     return ["sliding_attention" if slides else "full_attention"] * config.depth
 
 
-def _late_windows(config: Config) -> list[str]:
+def late_windows(config: Config) -> list[str]:
     """Qwen: layers from `max_window_layers` on slide, if windows are switched on at all."""
     on = config.get("use_sliding_window") and config.get("sliding_window")
     first = config.count("max_window_layers") if on else config.depth
     return ["sliding_attention" if i >= first else "full_attention" for i in range(config.depth)]
 
 
-def _llama4(config: Config) -> list[str]:
+def llama4(config: Config) -> list[str]:
     """Layers with rotary positions attend in chunks, the others to everything."""
     rotary = config.numbers("no_rope_layers") or [
         (i + 1) % config.size("no_rope_layer_interval") for i in range(config.depth)
@@ -129,22 +162,34 @@ def _llama4(config: Config) -> list[str]:
     return ["chunked_attention" if chunked and flag else "full_attention" for flag in rotary]
 
 
-def _mllama(config: Config) -> list[str]:
+def mllama(config: Config) -> list[str]:
     cross = set(config.numbers("cross_attention_layers"))
     return ["cross_attention" if i in cross else "full_attention" for i in range(config.depth)]
 
 
-def _jamba(config: Config) -> list[str]:
+def jamba(config: Config) -> list[str]:
     period, offset = config.size("attn_layer_period"), config.count("attn_layer_offset")
     return ["full_attention" if i % period == offset else "linear_attention" for i in range(config.depth)]
 
 
-def _bamba(config: Config) -> list[str]:
+def bamba(config: Config) -> list[str]:
     attention = set(config.numbers("attn_layer_indices"))
     return ["full_attention" if i in attention else "linear_attention" for i in range(config.depth)]
 
 
-def _nemotron(config: Config) -> list[str]:
+def lfm2(config: Config) -> list[str]:
+    attention = config.numbers("full_attn_idxs") or list(range(config.depth))
+    return ["full_attention" if i in attention else "conv" for i in range(config.depth)]
+
+
+def kimi(config: Config) -> list[str]:
+    """As published: the layers that attend, counted from one."""
+    listed = config.within("linear_attn_config").numbers("full_attn_layers")
+    attention = [i - 1 for i in listed] or range(4, config.depth, 4)
+    return ["full_attention" if i in attention else "linear_attention" for i in range(config.depth)]
+
+
+def nemotron(config: Config) -> list[str]:
     letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     pattern = config.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or not set(pattern) <= set(letters):
@@ -164,7 +209,7 @@ def _key_value(config: Config, dtype: str) -> tuple[Field, ...]:
     return attention_fields(heads, head_dim or config.quotient("hidden_size", "num_attention_heads"), dtype)
 
 
-def _latent(config: Config, dtype: str) -> tuple[Field, ...]:
+def latent(config: Config, dtype: str) -> tuple[Field, ...]:
     """MLA: the compressed latent and the shared rotary key side by side, on every rank."""
     fields: tuple[Field, ...] = (
         Field("latent", (config.size("kv_lora_rank") + config.size("qk_rope_head_dim"),), dtype),
@@ -187,7 +232,7 @@ def _state(
     )
 
 
-def _mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
+def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
     """Mamba-1. A pure Mamba states its inner width; in a hybrid that field is the width of an MLP."""
     own = None if config.get("mamba_expand") else config.optional("intermediate_size")
     inner = own or config.size("mamba_expand", "expand") * config.size("hidden_size")
@@ -195,7 +240,7 @@ def _mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
     return _state(config, dtype, inner, kernel, (inner, state))
 
 
-def _mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str) -> Fields:
+def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str) -> Fields:
     """Mamba-2 under the names that one family gives its sizes."""
 
     def fields(config: Config, dtype: str) -> tuple[Field, ...]:
@@ -212,10 +257,10 @@ def _mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str) -> 
     return fields
 
 
-_MAMBA2 = _mamba2("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+MAMBA2 = mamba2("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 
 
-def _delta(config: Config, dtype: str) -> tuple[Field, ...]:
+def delta(config: Config, dtype: str) -> tuple[Field, ...]:
     """Gated delta rule: a key-by-value matrix per value head."""
     keys, values = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
     key_heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
@@ -224,160 +269,57 @@ def _delta(config: Config, dtype: str) -> tuple[Field, ...]:
     return _state(config, dtype, channels, kernel, (value_heads, keys, values))
 
 
+def kimi_delta(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Delta rule with a decay for each channel: queries, keys and values have as many heads."""
+    own = config.within("linear_attn_config")
+    heads = own.optional("num_heads") or config.size("linear_num_heads")
+    width = own.optional("head_dim") or config.size("linear_head_dim")
+    kernel = own.optional("short_conv_kernel_size") or config.size("linear_conv_kernel_dim")
+    return _state(config, dtype, 3 * heads * width, kernel, (heads, width, width))
+
+
+def olmo_delta(config: Config, dtype: str) -> tuple[Field, ...]:
+    """The gated delta rule with sizes that follow from those of attention where they are not set."""
+    heads = config.size("num_attention_heads")
+    key_heads = config.optional("linear_num_key_heads") or heads
+    keys = config.optional("linear_key_head_dim") or 3 * config.size("hidden_size") // (4 * key_heads)
+    sizes = {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": config.optional("linear_num_value_heads") or heads,
+        "linear_key_head_dim": keys,
+        "linear_value_head_dim": config.optional("linear_value_head_dim") or 2 * keys,
+        "linear_conv_kernel_dim": config.size("linear_conv_kernel_dim"),
+    }
+    return delta(Config({"model_type": config.model_type, **sizes}, {}), dtype)
+
+
+def lightning(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Linear attention with a fixed decay: a key-by-value matrix per head, in the model's dtype, and no convolution."""
+    heads = config.size("num_attention_heads")
+    width = config.optional("head_dim") or config.quotient("hidden_size", "num_attention_heads")
+    return (Field("recurrent", (heads, width, width), dtype, shard_axis=0),)
+
+
+def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:
+    """A gated convolution alone: its last inputs."""
+    return (Field("conv", (config.size("hidden_size"), config.size("conv_L_cache")), dtype, shard_axis=0),)
+
+
+def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
+    """GPT-2 and its kin: one head for all queries, or one each."""
+    heads = config.size("num_attention_heads")
+    width = config.quotient("hidden_size", "num_attention_heads")
+    return attention_fields(1 if config.get("multi_query") else heads, width, dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one model type is read. `defaults` are the values that its published configs may leave out."""
+    """How one model type is read. `defaults` are the values that its published configs may leave out, `names` what it calls
+    fields that others name in the usual way."""
 
     pattern: Pattern
     defaults: Mapping[str, Any]
     token: Fields = _key_value
     state: Fields | None = None
     mixer: str = "mamba"
-
-
-def _sizes(
-    layers: int | None, hidden: int, heads: int, kv: int | None, context: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "max_position_embeddings": context,
-        **more,
-    }
-
-
-_HYBRID_STATE = {
-    "mamba_expand": 2,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-}
-_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
-_QWEN_VL = _sizes(80, 8192, 64, 8, 32768, max_window_layers=80, **_QWEN_WINDOW)
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(_all("full_attention"), _sizes(32, 4096, 32, None, 2048)),
-    "qwen2": Family(_late_windows, _sizes(32, 4096, 32, 32, 32768, max_window_layers=28, **_QWEN_WINDOW)),
-    "qwen3": Family(
-        _late_windows, _sizes(32, 4096, 32, 32, 32768, head_dim=128, max_window_layers=28, **_QWEN_WINDOW)
-    ),
-    "qwen3_moe": Family(_one_window, _sizes(24, 2048, 32, 4, 32768, **_QWEN_WINDOW)),
-    "qwen2_5_vl_text": Family(_late_windows, _QWEN_VL),
-    "mistral": Family(_one_window, _sizes(32, 4096, 32, 8, 131072, sliding_window=4096)),
-    "ministral": Family(_one_window, _sizes(32, 4096, 32, 8, 131072, sliding_window=4096)),
-    "gemma2": Family(
-        _every(2, rare="full_attention", common="sliding_attention"),
-        _sizes(26, 2304, 8, 4, 8192, head_dim=256, sliding_window=4096),
-    ),
-    "gemma3_text": Family(
-        _every("sliding_window_pattern", rare="full_attention", common="sliding_attention"),
-        _sizes(26, 2304, 8, 4, 131072, head_dim=256, sliding_window=4096, sliding_window_pattern=6),
-    ),
-    "gpt_oss": Family(
-        _every(2, rare="full_attention", common="sliding_attention"),
-        _sizes(36, 2880, 64, 8, 131072, head_dim=64, sliding_window=128),
-    ),
-    "llama4_text": Family(
-        _llama4,
-        _sizes(48, 5120, 40, 8, 131072, head_dim=128, attention_chunk_size=8192, no_rope_layer_interval=4),
-    ),
-    "mllama_text_model": Family(
-        _mllama, _sizes(40, 4096, 32, 8, 131072, cross_attention_layers=list(range(3, 40, 5)))
-    ),
-    "deepseek_v2": Family(
-        _all("full_attention"),
-        _sizes(32, 4096, 32, None, 2048, kv_lora_rank=512, qk_rope_head_dim=64),
-        token=_latent,
-    ),
-    "deepseek_v3": Family(
-        _all("full_attention"),
-        _sizes(61, 7168, 128, 128, 4096, kv_lora_rank=512, qk_rope_head_dim=64),
-        token=_latent,
-    ),
-    "mamba": Family(
-        _all("linear_attention"),
-        {"num_hidden_layers": 32, "hidden_size": 768, "expand": 2, "state_size": 16, "conv_kernel": 4},
-        state=_mamba1,
-    ),
-    "mamba2": Family(
-        _all("linear_attention"),
-        {
-            "num_hidden_layers": 64,
-            "hidden_size": 4096,
-            "num_heads": 128,
-            "head_dim": 64,
-            "state_size": 128,
-            "n_groups": 8,
-            "conv_kernel": 4,
-        },
-        state=_mamba2("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
-    ),
-    "jamba": Family(
-        _jamba,
-        _sizes(32, 4096, 32, 8, 262144, attn_layer_period=8, attn_layer_offset=4)
-        | {"mamba_expand": 2, "mamba_d_state": 16, "mamba_d_conv": 4},
-        state=_mamba1,
-    ),
-    "bamba": Family(_bamba, _sizes(32, 4096, 32, 8, 262144) | _HYBRID_STATE, state=_MAMBA2),
-    "granitemoehybrid": Family(
-        _all("linear_attention"), _sizes(32, 4096, 32, None, 2048) | _HYBRID_STATE, state=_MAMBA2
-    ),
-    "falcon_h1": Family(
-        _all("hybrid"), _sizes(32, 4096, 32, 8, 8192, mamba_d_ssm=1024) | _HYBRID_STATE, state=_MAMBA2
-    ),
-    "qwen3_next": Family(
-        _every("full_attention_interval", rare="full_attention", common="linear_attention"),
-        _sizes(48, 2048, 16, 2, 32768, head_dim=256, full_attention_interval=4)
-        | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
-        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-        state=_delta,
-        mixer="linear",
-    ),
-    "nemotron_h": Family(
-        _nemotron,
-        _sizes(None, 4096, 32, 8, 4096, head_dim=128, mamba_num_heads=128, mamba_head_dim=64)
-        | {"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4},
-        state=_mamba2("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
-    ),
-}
-
-TEXT_TYPES = {
-    "gemma3": "gemma3_text",
-    "llama4": "llama4_text",
-    "mllama": "mllama_text_model",
-    "qwen2_5_vl": "qwen2_5_vl_text",
-}
-"""The text model inside a multimodal one."""
-
-_PLAIN = Family(_one_window, {})
-_NOT_PLAIN = (
-    "kv_lora_rank",
-    "ssm",
-    "mamba",
-    "linear_num_",
-    "linear_attn",
-    "state_size",
-    "rwkv",
-    "kv_shared",
-    "index_",
-    "cross_attention",
-)
-
-
-def plain_family(text: Mapping[str, Any]) -> Family:
-    """Reads a type nobody described, if every field it has is that of plain attention."""
-    model_type = text["model_type"]
-    missing = [
-        key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads") if not text.get(key)
-    ]
-    odd = sorted(key for key in text if any(mark in key for mark in _NOT_PLAIN) and text[key])
-    if missing or odd:
-        why = f"it lacks {', '.join(missing)}" if missing else f"it has {', '.join(odd)}"
-        raise ModelError(
-            f"model type {model_type!r} is not known and cannot be read as plain attention: {why}. "
-            f"Known types: {', '.join(sorted([*FAMILIES, *TEXT_TYPES]))}"
-        )
-    return _PLAIN
+    names: Mapping[str, str] | None = None

@@ -1,6 +1,6 @@
 """From a Hugging Face config to layer specs: what each layer of a model keeps of the past.
 
-No weights, no torch, no network, no pages. How a family's config is read stands in `reading`.
+No weights, no torch, no network, no pages. How a family's config is read stands in `table`.
 
 | a layer of kind     | keeps                                                            |
 |---------------------|------------------------------------------------------------------|
@@ -9,6 +9,7 @@ No weights, no torch, no network, no pages. How a family's config is read stands
 | chunked_attention   | the same, of the current chunk of `attention_chunk_size`         |
 | cross_attention     | K and V of the image tokens alone                                |
 | linear_attention    | one state: the convolution's last inputs and the recurrent state |
+| conv                | one state: the convolution's last inputs                         |
 | hybrid              | full_attention and linear_attention side by side                 |
 | mlp, moe            | nothing                                                          |
 """
@@ -16,17 +17,22 @@ No weights, no torch, no network, no pages. How a family's config is read stands
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from kvloom.core.layers import LayerSpec, Span
 
-from .reading import FAMILIES, TEXT_TYPES, Config, Family, ModelError, dtype_name, plain_family
+from .reading import Config, Family, ModelError, dtype_name
+from .table import FAMILIES, TEXT_TYPES, plain_family
 
-__all__ = ["KV_DTYPES", "Media", "ModelSpec", "model_spec", "with_draft"]
+__all__ = ["KV_DTYPES", "KV_KINDS", "KVDtype", "Media", "ModelSpec", "kv_dtypes", "model_spec", "with_draft"]
 
 KV_DTYPES = ("bf16", "fp16", "fp32", "int8", "fp8")
+KV_KINDS = ("full", "sliding", "chunked", "cross")
+"""Kinds of layers that keep K and V, which may keep them in different dtypes."""
+KVDtype = str | Mapping[str, str]
+"""One dtype for all ("fp8"), with others for some kinds ("fp8,sliding=bf16"), or kinds alone ({"sliding": "int8"})."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +64,56 @@ class ModelSpec:
         return json.dumps({"name": self.name, "layers": layers}, sort_keys=True, separators=(",", ":"))
 
 
-def model_spec(config: Mapping[str, Any], name: str | None = None, kv_dtype: str | None = None) -> ModelSpec:
-    """Read a Hugging Face config. `kv_dtype` is what K and V are kept in (the model's own if None);
-    recurrent states stay as the model keeps them. Raises ModelError on what it cannot read."""
-    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
-        raise ModelError(f"KV dtype {kv_dtype!r} is not known; known: {', '.join(KV_DTYPES)}")
+def model_spec(
+    config: Mapping[str, Any],
+    name: str | None = None,
+    kv_dtype: KVDtype | None = None,
+    static_scales: bool = False,
+) -> ModelSpec:
+    """Read a Hugging Face config. `kv_dtype` is what K and V are kept in (the model's own if None); recurrent states stay as
+    the model keeps them. With `static_scales` quantised tokens keep none in their pages: they are the layer's. Raises
+    ModelError on what it cannot read."""
+    every, by_kind = kv_dtypes(kv_dtype)
     text = _text_config(config)
     family = FAMILIES.get(text["model_type"]) or plain_family(text)
-    fields = Config(text, family.defaults)
+    fields = Config(text, family.defaults, family.names)
     set_dtypes = [source.get(key) for source in (text, config) for key in ("dtype", "torch_dtype")]
     dtype = dtype_name(next(filter(None, set_dtypes), "bfloat16"))
-    layers = _layers(fields, family, kv_dtype or dtype, dtype)
+    layers = _layers(fields, family, {kind: by_kind.get(kind, every or dtype) for kind in KV_KINDS}, dtype)
     if not layers:
         raise ModelError(f"{fields.model_type}: no layer keeps anything")
+    _check_kinds(fields, by_kind, layers)
+    if static_scales:
+        layers = {layer: _without_scales(spec) for layer, spec in layers.items()}
     return ModelSpec(
         name=name or str(config.get("_name_or_path") or config.get("model_type")),
         layers=layers,
         max_context=fields.optional("max_position_embeddings"),
         media=_media(config, layers),
     )
+
+
+def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
+    """The dtype of K and V for all layers (None: the model's own), and those of single kinds, which go before it. Raises
+    ModelError for kinds and dtypes that are not known."""
+    if given is None:
+        return None, {}
+    parts = given.split(",") if isinstance(given, str) else [f"{kind}={to}" for kind, to in given.items()]
+    every: str | None = None
+    by_kind: dict[str, str] = {}
+    for part in parts:
+        kind, equals, dtype = (word.strip() for word in part.rpartition("="))
+        if dtype not in KV_DTYPES:
+            raise ModelError(f"KV dtype {dtype!r} is not known; known: {', '.join(KV_DTYPES)}")
+        if equals and kind not in KV_KINDS:
+            raise ModelError(f"{kind!r} layers keep no K and V; kinds that do: {', '.join(KV_KINDS)}")
+        if kind in by_kind or (not equals and every):
+            raise ModelError(f"KV dtype {given!r} says twice what {kind or 'all'} layers are kept in")
+        if equals:
+            by_kind[kind] = dtype
+        else:
+            every = dtype
+    return every, by_kind
 
 
 def with_draft(target: ModelSpec, draft: ModelSpec) -> ModelSpec:
@@ -117,21 +154,40 @@ def _kinds(config: Config, family: Family) -> list[str]:
     return kinds
 
 
-def _layers(config: Config, family: Family, kv_dtype: str, dtype: str) -> dict[str, LayerSpec]:
+def _check_kinds(config: Config, asked: Iterable[str], layers: Mapping[str, LayerSpec]) -> None:
+    """Refuse a dtype for layers that are not there: whoever asked for it expects something."""
+    there = {spec.kind for spec in layers.values() if spec.unit == "token"}
+    missing = [kind for kind in asked if kind not in there]
+    if missing:
+        raise ModelError(
+            f"{config.model_type} has no {' or '.join(missing)} layers that a KV dtype could be for; "
+            f"it has {', '.join(sorted(there)) or 'states alone'}"
+        )
+
+
+def _without_scales(spec: LayerSpec) -> LayerSpec:
+    if spec.unit == "state":
+        return spec
+    return replace(spec, fields=tuple(field for field in spec.fields if not field.name.endswith("_scale")))
+
+
+def _layers(config: Config, family: Family, kv_dtypes: Mapping[str, str], dtype: str) -> dict[str, LayerSpec]:
     specs: dict[str, dict[str, LayerSpec]] = {}
     layers: dict[str, LayerSpec] = {}
     for index, kind in enumerate(_kinds(config, family)):
         if kind not in specs:
-            specs[kind] = _parts(config, family, kind, kv_dtype, dtype)
+            specs[kind] = _parts(config, family, kind, kv_dtypes, dtype)
         layers.update({f"layers.{index}.{part}": spec for part, spec in specs[kind].items()})
     return layers
 
 
-def _parts(config: Config, family: Family, kind: str, kv_dtype: str, dtype: str) -> dict[str, LayerSpec]:
+def _parts(
+    config: Config, family: Family, kind: str, kv_dtypes: Mapping[str, str], dtype: str
+) -> dict[str, LayerSpec]:
     """What one layer of `kind` keeps: part name → spec."""
 
     def attention(span: Span) -> dict[str, LayerSpec]:
-        return {"attention": LayerSpec("token", family.token(config, kv_dtype), span)}
+        return {"attention": LayerSpec("token", family.token(config, kv_dtypes[span.kind]), span)}
 
     def state() -> dict[str, LayerSpec]:
         if family.state is None:
@@ -143,9 +199,10 @@ def _parts(config: Config, family: Family, kind: str, kv_dtype: str, dtype: str)
         "sliding_attention": lambda: attention(Span("sliding", config.size("sliding_window"))),
         "chunked_attention": lambda: attention(Span("chunked", config.size("attention_chunk_size"))),
         "cross_attention": lambda: {
-            "cross": LayerSpec("token", family.token(config, kv_dtype), axis="media")
+            "cross": LayerSpec("token", family.token(config, kv_dtypes["cross"]), axis="media")
         },
         "linear_attention": state,
+        "conv": state,
         "hybrid": lambda: attention(Span("full")) | state(),
         "mlp": dict,
         "moe": dict,

@@ -1,0 +1,261 @@
+"""`kvloom bench engine`: whole workloads on kvloom's engine, beside Hugging Face's generate(), vLLM and the floor.
+
+Models have random weights, tokens are ids from a seed, answers are greedy and of fixed length. Runners follow one another,
+since each wants the device's memory for itself. What a workload is stands in `workloads`, the models in `shapes`, the least
+time in `floor`, how each engine is driven in `engine_runners`, and what is printed in `engine_report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .engine_report import QUOTED, Ran, Result, render, rows_of
+from .engine_runners import HuggingFace, Kvloom, Measured, Options, Runner, Vllm
+from .floor import Floor
+from .shapes import SHAPES, hf_config
+from .workloads import WORKLOADS, Workload, chosen
+
+__all__ = ["main", "measure"]
+
+RUNNERS: dict[str, Callable[[str, Options], Runner]] = {"kvloom": Kvloom, "hf": HuggingFace, "vllm": Vllm}
+
+
+# -- measuring --------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measure(
+    runner: Runner,
+    works: Sequence[Workload],
+    vocabulary: int,
+    rounds: int,
+    seed: int,
+    results: dict[str, Result],
+) -> None:
+    """Run every workload `rounds` times into `results`, after a warm-up of each that is not counted. A round's tokens are
+    its own: nothing of one round is found in the cache by another."""
+    for work in works:
+        short = work.short()
+        runner.run(short.draw(vocabulary, seed), short.output)
+        say(f"{runner.name}: {work.name} warmed up")
+    for turn in range(1, rounds + 1):
+        for work in works:
+            gc.collect()
+            found = runner.run(work.draw(vocabulary, seed, turn), work.output)
+            _check(work, found)
+            before = results.get(work.name)
+            if before is None:
+                before = results[work.name] = Result(work, found, [], found.said)
+            before.rounds.append(found.seconds)
+            if found.seconds < before.seconds:
+                before.best = found
+            if work.separable:
+                alone = work.prompts_alone()
+                took = runner.run(alone.draw(vocabulary, seed, turn), alone.output).seconds
+                before.prompts = took if before.prompts is None else min(before.prompts, took)
+            rate = work.output_tokens / found.seconds
+            say(
+                f"{runner.name}: {work.name} round {turn}: {found.seconds:.3f} s, {rate:,.0f} output tokens/s"
+            )
+
+
+def _check(work: Workload, found: Measured) -> None:
+    lengths = {len(answer) for turns in found.said for answer in turns}
+    turns = {len(turns) for turns in found.said}
+    if lengths != {work.output} or turns != {work.turns}:
+        raise RuntimeError(
+            f"{work.name}: answers of {lengths} tokens in {turns} turns, not {work.output} in {work.turns}"
+        )
+
+
+def run_one(kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options) -> Ran:
+    """All of one runner's workloads. A runner that fails keeps what it has, and says why."""
+    name = {"kvloom": "kvloom", "hf": "Hugging Face", "vllm": "vLLM"}[kind]
+    ran = Ran(name)
+    try:
+        say(f"{name}: starting on {shape}")
+        runner = RUNNERS[kind](shape, options)
+        ran.version, ran.start_s, ran.notes = runner.version, runner.start_s, runner.notes
+        say(f"{name}: ready after {runner.start_s:.1f} s")
+        try:
+            measure(runner, works, hf_config(shape).vocab_size, rounds, options.seed, ran.results)
+        finally:
+            runner.close()
+    except Exception as error:  # noqa: BLE001 - one engine's failure must not lose the others' figures
+        ran.error = f"{type(error).__name__}: {error}"
+        say(f"{name}: {ran.error}")
+        if kind != "vllm":
+            traceback.print_exc()
+    return ran
+
+
+# -- the command ------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    known = list(dict.fromkeys(work.name.split()[0] for work in WORKLOADS))
+    parser = argparse.ArgumentParser(
+        prog="kvloom bench engine",
+        description="Run whole workloads (greedy, random weights, token ids) on kvloom, Hugging Face generate() and vLLM.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="workloads:\n"
+        + "\n".join(f"  {work.name:8} {work.what}: {work.size}" for work in WORKLOADS)
+        + "\n\nshapes:\n"
+        + "\n".join(f"  {name:14} {shape.what}" for name, shape in SHAPES.items())
+        + "\n\nexamples:\n"
+        "  kvloom bench engine                                    every workload on the tiny Llama\n"
+        "  kvloom bench engine --shape llama-3.1-8b --only W1 W5 --peers vllm --rounds 2\n"
+        "  kvloom bench engine --shape gemma-3-12b --capacity 16384 --pool 100GiB",
+    )
+    add = parser.add_argument
+    add(
+        "--shape",
+        choices=list(SHAPES),
+        default="tiny",
+        metavar="NAME",
+        help="the model's shape (default: tiny)",
+    )
+    add("--only", nargs="+", choices=known, metavar="W", help=f"of {', '.join(known)} (default: all)")
+    add("--peers", nargs="*", choices=["hf", "vllm"], default=["hf", "vllm"], metavar="PEER",
+        help="hf and vllm (default: both); --peers alone is kvloom by itself")  # fmt: skip
+    add(
+        "--rounds",
+        type=int,
+        default=1,
+        choices=range(1, 51),
+        metavar="N",
+        help="best of N rounds (default: 1)",
+    )
+    add("--scale", type=float, metavar="S",
+        help="requests and lengths times S, at most 1 (default: 1, tiny shapes 0.0625)")  # fmt: skip
+    add("--device", help="cuda or cpu (default: cuda where there is one)")
+    add(
+        "--kv-dtype",
+        metavar="D",
+        help="what K and V are kept in: bf16, fp16, fp32, int8, fp8 (default: as the model)",
+    )
+    add(
+        "--pool",
+        metavar="SIZE",
+        help="kvloom's memory for pages, like 40GiB (default: what 0.9 of a GPU leaves; CPU 512MiB)",
+    )
+    add("--token-budget", type=int, metavar="N", help="tokens of a step at most (default: the engine's)")
+    add(
+        "--max-running",
+        type=int,
+        metavar="N",
+        help="requests running at once at most (default: the engine's)",
+    )
+    add(
+        "--vllm-python",
+        default=sys.executable,
+        metavar="PATH",
+        help="the interpreter that has vLLM (default: this one)",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="let Hugging Face compile its decode step (take two rounds or more)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of weights and tokens (default: 0)")
+    add("--capacity", type=int, metavar="TOKENS",
+        help="run nothing: how many requests of so many tokens the pool holds at once, and what `kvloom plan` says")  # fmt: skip
+    add("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return _capacity(args) if args.capacity is not None else _bench(args)
+    except ValueError as error:
+        print(f"kvloom bench engine: {error}", file=sys.stderr)
+        return 2
+
+
+def _size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    from kvloom.plan import parse_size
+
+    return parse_size(text)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    shape = SHAPES[args.shape]
+    scale = shape.scale if args.scale is None else args.scale
+    works = chosen(args.only, scale)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = Options(
+        device=device, seed=args.seed, kv_dtype=args.kv_dtype, pool=_size(args.pool), token_budget=args.token_budget,
+        max_running=args.max_running, compile=args.compile, vllm_python=args.vllm_python,
+        max_length=max(20480, *(work.longest for work in works)),
+    )  # fmt: skip
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
+    on_h200 = "H200" in name
+    least = Floor(hf_config(args.shape), shape.dtype, args.kv_dtype) if on_h200 else None
+    floors = {} if least is None else {work.name: least.of(work) for work in works}
+    quoted = QUOTED.get(args.shape, {}) if on_h200 and scale == 1 else {}
+    kinds = ["kvloom", *dict.fromkeys(args.peers)]
+    ran = [run_one(kind, args.shape, works, args.rounds, options) for kind in kinds]
+    exact = shape.dtype == torch.float32 and args.kv_dtype in (None, "fp32")
+    report = {
+        "shape": args.shape, "scale": scale, "device": name, "dtype": str(shape.dtype).removeprefix("torch."),
+        "kv_dtype": args.kv_dtype, "torch": torch.__version__, "threads": torch.get_num_threads(), "seed": args.seed,
+        "method": f"Best of {args.rounds}; before, every workload ran once with 8 tokens of output at most, not counted. "
+        "Prefill is the prompts alone, with one token each, where none is cached. Waste is at the peak.",
+        "quoted_start_s": quoted.get("start"),
+        "quoted_note": "measured earlier on an H200, not in this run" if quoted else None,
+        "runners": {
+            each.name: {"version": each.version, "start_s": each.start_s, "notes": each.notes, "error": each.error}
+            for each in ran
+        },
+        "rows": rows_of(works, ran, floors, quoted, exact),
+    }  # fmt: skip
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        render(report)
+    return 1 if ran[0].error else 0
+
+
+def _capacity(args: argparse.Namespace) -> int:
+    """Sequences really opened, beside uniform paging and the plan. 1 where the plan says another number."""
+    from kvloom.models.catalog import known_models, load_spec
+    from kvloom.models.specs import model_spec
+
+    from .residency import capacity
+
+    if args.capacity < 1:
+        raise ValueError(f"requests of {args.capacity} tokens; at least 1 is needed")
+    if args.shape in known_models():
+        spec = load_spec(args.shape, args.kv_dtype)
+    else:
+        dtype = str(SHAPES[args.shape].dtype).removeprefix("torch.")
+        spec = model_spec({**hf_config(args.shape).to_dict(), "dtype": dtype}, args.shape, args.kv_dtype)
+    found = capacity(spec, args.capacity, _size(args.pool) or 100 << 30)
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        print(
+            f"{found.model}: requests of {found.tokens:,} tokens at once in {found.pool_bytes / 2**30:.4g} GiB\n"
+            f"  kvloom   {found.kvloom:6,}   kvloom plan says {found.planned:,}\n"
+            f"  uniform  {found.uniform:6,}   kvloom plan says {found.planned_uniform:,}\n"
+            f"  {found.ratio:.2f} times as many; the plan and the cache {'agree' if found.agrees else 'DO NOT AGREE'}"
+        )
+    return 0 if found.agrees else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

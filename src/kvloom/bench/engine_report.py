@@ -1,0 +1,193 @@
+"""What `kvloom bench engine` prints: rows of plain data from what was measured, their ratios, and two tables.
+
+Measures nothing. Figures that are quoted, not measured in the same run, stand here and are named so wherever they are shown.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .engine_runners import Measured, Turns
+from .floor import Least
+from .workloads import Workload
+
+__all__ = ["QUOTED", "QUOTED_AS", "Ran", "Result", "render", "rows_of"]
+
+QUOTED_AS = "vLLM 0.24.0, quoted"
+QUOTED: dict[str, dict[str, float]] = {
+    "llama-3.1-8b": {
+        "W1": 7.04, "W2": 16.54, "W3": 6.30, "W3 warm": 5.82, "W4": 9.43, "W5": 1.28, "W6": 9.32, "start": 151,
+    },
+    "llama-3.2-1b": {
+        "W1": 2.41, "W2": 3.30, "W3": 2.13, "W3 warm": 1.96, "W4": 1.92, "W5": 0.34, "W6": 2.15, "start": 30,
+    },
+    "gemma-3-12b": {
+        "W1": 14.44, "W2": 30.18, "W3": 9.41, "W3 warm": 9.53, "W4": 11.47, "W5": 2.14, "W6": 14.49, "start": 82,
+    },
+}  # fmt: skip
+"""Seconds that vLLM 0.24.0 was measured to take on an H200 earlier (its defaults, prefix caching on, bf16, random weights,
+the better of one process and two), and from start to ready with cold compile caches. Not of this run."""
+GOAL_WASTE = 0.04
+"""Of workloads as they are; scaled down, a last block is much of a sequence."""
+
+
+@dataclass(slots=True)
+class Result:
+    """One workload on one runner: the best round, the seconds of each, and of its prompts alone where that is measured."""
+
+    work: Workload
+    best: Measured
+    rounds: list[float]
+    first_said: Turns
+    prompts: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.best.seconds
+
+    def figures(self, least: Least | None = None) -> dict[str, float]:
+        """Everything that is printed, by name."""
+        found = {"seconds": self.seconds, "output_tokens_s": self.work.output_tokens / self.seconds}
+        if self.prompts is not None:
+            found["prefill_s"] = self.prompts
+            found["prefill_tokens_s"] = self.work.requests * self.work.prompt / self.prompts
+            if least is not None:
+                found["prefill_tflops"] = least.prefill_flops / self.prompts / 1e12
+        return found | self.best.figures
+
+
+@dataclass(slots=True)
+class Ran:
+    """What one runner did: its results by workload, and why it stopped, if it did."""
+
+    name: str
+    version: str = ""
+    start_s: float | None = None
+    notes: dict[str, str] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
+    error: str | None = None
+
+
+def same_answers(ours: Turns, theirs: Turns) -> float:
+    """The share of conversations in which both said the same."""
+    return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def rows_of(
+    works: Sequence[Workload],
+    ran: Sequence[Ran],
+    floors: dict[str, Least],
+    quoted: dict[str, float],
+    exact: bool,
+) -> list[dict[str, Any]]:
+    """One row a workload, as plain data. `exact`: answers can be compared, since rounding does not decide them."""
+    rows = []
+    own = next((each.results for each in ran if each.name == "kvloom"), {})
+    for work in works:
+        least, mine = floors.get(work.name), own.get(work.name)
+        row: dict[str, Any] = {
+            "work": work.name,
+            "what": work.what,
+            "size": work.size,
+            "runs": {},
+            "ratios": {},
+        }
+        if least is not None:
+            row["floor_s"] = least.seconds
+            row["floor"] = {"prefill_s": least.prefill, "decode_s": least.decode}
+        for each in ran:
+            result = each.results.get(work.name)
+            if result is None:
+                continue
+            row["runs"][each.name] = {**result.figures(least), "rounds_s": result.rounds}
+            if mine is not None and each.name != "kvloom":
+                row["ratios"][each.name] = result.seconds / mine.seconds
+                if exact:
+                    row["runs"][each.name]["same_answers"] = same_answers(mine.first_said, result.first_said)
+        if work.name in quoted:
+            row["quoted_s"] = quoted[work.name]
+        if mine is not None:
+            if least is not None:
+                row["ratios"]["over the floor"] = mine.seconds / least.seconds
+            if work.name in quoted:
+                row["ratios"][QUOTED_AS] = quoted[work.name] / mine.seconds
+        rows.append(row)
+    return rows
+
+
+def render(report: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console.print(_times(report))
+    console.print(_details(report))
+    for name, each in report["runners"].items():
+        if each["start_s"] is not None:
+            notes = "".join(f", {key} {value}" for key, value in each["notes"].items())
+            console.print(f"{name} {each['version']}: {each['start_s']:.1f} s from start to ready{notes}")
+        if each["error"]:
+            console.print(f"{name} ended with {each['error']}", markup=False)
+    if report["quoted_start_s"] is not None:
+        console.print(
+            f"{QUOTED_AS}: {report['quoted_start_s']:.0f} s from start to ready; {report['quoted_note']}"
+        )
+    console.print(report["method"])
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("work", "size", "on") else "right")
+    return table
+
+
+def _times(report: dict[str, Any]) -> Any:
+    names = [name for name in report["runners"] if any(name in row["runs"] for row in report["rows"])]
+    floor = any("floor_s" in row for row in report["rows"])
+    quoted = any("quoted_s" in row for row in report["rows"])
+    columns = ["work", "size", *(["floor"] if floor else []), *names, *([QUOTED_AS] if quoted else [])]
+    columns += ["over the floor"] if floor else []
+    columns += [f"{name} / kvloom" for name in names if name != "kvloom"]
+    columns += [f"{QUOTED_AS} / kvloom"] if quoted else []
+    table = _table(f"Seconds, {report['shape']} on {report['device']}", *columns)
+    for row in report["rows"]:
+        cells = [f"{row['work']} {row['what']}", row["size"]]
+        cells += [_number(row.get("floor_s"), 3)] if floor else []
+        cells += [_number(row["runs"].get(name, {}).get("seconds"), 3) for name in names]
+        cells += [_number(row.get("quoted_s"), 2)] if quoted else []
+        asked = (["over the floor"] if floor else []) + [name for name in names if name != "kvloom"]
+        cells += [_number(row["ratios"].get(name), 2) for name in [*asked, *([QUOTED_AS] if quoted else [])]]
+        table.add_row(*cells)
+    return table
+
+
+def _details(report: dict[str, Any]) -> Any:
+    """What each run saw; a blank is not measured there."""
+    table = _table(
+        "What was seen", "work", "on", "output tokens/s", "prefill tokens/s", "TFLOP/s", "peak running", "hit rate",
+        "waste", "preempted", "same answers",
+    )  # fmt: skip
+    for row in report["rows"]:
+        for name, seen in row["runs"].items():
+            waste = seen.get("waste")
+            much = waste is not None and waste > GOAL_WASTE and report["scale"] == 1
+            wasted = "" if waste is None else f"{'[red]' if much else ''}{waste:.2%}"
+            table.add_row(
+                row["work"], name, _number(seen["output_tokens_s"]), _number(seen.get("prefill_tokens_s")),
+                _number(seen.get("prefill_tflops")), _number(seen.get("peak_running")), _share(seen.get("hit_rate")),
+                wasted, _number(seen.get("preemptions")), _share(seen.get("same_answers")),
+            )  # fmt: skip
+    return table
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"

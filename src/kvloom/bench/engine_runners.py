@@ -1,0 +1,344 @@
+"""What `kvloom bench engine` runs its workloads on: kvloom's engine, Hugging Face's generate(), and vLLM in its own process.
+
+Each is started on a shape and then given conversations; it says how long they took, what was said and what it saw. Drawing
+tokens, rounds and reports are someone else's.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from kvloom.models.specs import model_spec
+
+from .residency import Peak
+from .shapes import SHAPES, build, hf_config
+from .workloads import Conversation
+
+__all__ = ["HuggingFace", "Kvloom", "Measured", "Options", "Runner", "Turns", "Vllm"]
+
+Turns = list[list[list[int]]]
+"""What was said: [conversation][turn] → tokens."""
+CPU_POOL = 512 << 20
+VLLM_KV_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "auto"}
+SAVED_WEIGHTS = 1 << 30
+"""vLLM gets the very weights of a model up to these bytes; of larger ones it makes its own random ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says about how to run. None leaves a choice to the engine, or to memory."""
+
+    device: str = "cpu"
+    seed: int = 0
+    kv_dtype: str | None = None
+    pool: int | None = None
+    token_budget: int | None = None
+    max_running: int | None = None
+    compile: bool = False
+    vllm_python: str = sys.executable
+    max_length: int = 20480
+
+
+@dataclass(slots=True)
+class Measured:
+    """Seconds from the first prompt's submission to the last token, what was said, and figures by name."""
+
+    seconds: float
+    said: Turns
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """`start_s`: seconds from no weights to ready to serve, Python's imports not counted; `version` and `notes` are for
+    the report."""
+
+    name: str
+    version: str
+    notes: dict[str, str]
+    start_s: float
+
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
+        """Serve every turn, each with exactly `output` greedy tokens; the next turn follows as soon as one ends."""
+        ...
+
+    def close(self) -> None:
+        """Give its memory back."""
+        ...
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _free(device: str) -> None:
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+class Kvloom:
+    """kvloom's own engine, one step after the other."""
+
+    name = "kvloom"
+
+    def __init__(self, shape: str, options: Options) -> None:
+        from kvloom.engine.engine import Engine
+
+        # Its modules are imported before the clock starts.
+        build(hf_config(shape), SHAPES[shape].dtype, "meta")
+        begin = time.perf_counter()
+        self.device = options.device
+        model = build(hf_config(shape), SHAPES[shape].dtype, options.device, options.seed)
+        pool = options.pool or (None if options.device.startswith("cuda") else CPU_POOL)
+        given: dict[str, Any] = {"token_budget": options.token_budget, "max_running": options.max_running}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        self.engine = Engine(model, pool, options.kv_dtype, **chosen)
+        self.engine.prepare()
+        _synchronize(self.device)
+        self.start_s = time.perf_counter() - begin
+        self.version = "this checkout"
+        self.notes = {
+            "pool": _gib(self.engine.buffer.numel()),
+            "weights": str(SHAPES[shape].dtype).removeprefix("torch."),
+        }
+        if options.kv_dtype:
+            self.notes["K and V"] = options.kv_dtype
+
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
+        from kvloom.engine.request import Request, SamplingParams
+
+        params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
+        engine, peak = self.engine, Peak(self.engine.cache)
+        before = engine.cache.stats()
+        said: Turns = [[] for _ in conversations]
+        preemptions = steps = 0
+        begin = time.perf_counter()
+        running: dict[Request, int] = {
+            engine.add(each.prompt, params): i for i, each in enumerate(conversations)
+        }
+        while running:
+            touched = engine.step()
+            steps += 1
+            peak.look()
+            # A request may end without a token (no room): look at all of them where nothing came back.
+            for request in touched or list(running):
+                if request.finish is None or request not in running:
+                    continue
+                place = running.pop(request)
+                if request.finish != "length":
+                    raise RuntimeError(
+                        f"a request of {len(request.prompt)} tokens ended as {request.finish!r}, not at its length"
+                    )
+                answer = request.output
+                said[place].append(answer)
+                preemptions += request.preemptions
+                turn, later = len(said[place]), conversations[place].later
+                if turn <= len(later):
+                    running[engine.add([*request.prompt, *answer, *later[turn - 1]], params)] = place
+        _synchronize(self.device)
+        seconds = time.perf_counter() - begin
+        after = engine.cache.stats()
+        looked, hit = (
+            _count(after[name]) - _count(before[name]) for name in ("looked_up_tokens", "hit_tokens")
+        )
+        figures = {"steps": steps, "preemptions": preemptions, "hit_rate": hit / looked if looked else 0.0}
+        return Measured(seconds, said, figures | peak.figures())
+
+    def close(self) -> None:
+        del self.engine
+        _free(self.device)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.4g} GiB"
+
+
+def _count(value: Any) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+class HuggingFace:
+    """generate() with a static cache: batches of equal work, padded on the left, as many at once as memory holds. It has
+    no way to let conversations advance on their own: their turns go in step."""
+
+    name = "Hugging Face"
+    CPU_BYTES = 4 << 30
+
+    def __init__(self, shape: str, options: Options) -> None:
+        import transformers
+
+        self.device, self.compile = options.device, options.compile
+        config = hf_config(shape)
+        build(config, SHAPES[shape].dtype, "meta")  # its modules are imported before the clock starts
+        begin = time.perf_counter()
+        self.model = build(config, SHAPES[shape].dtype, options.device, options.seed)
+        _synchronize(self.device)
+        self.start_s = time.perf_counter() - begin
+        self.version = str(transformers.__version__)
+        self.notes = {"cache": "static", "compiled": "yes" if options.compile else "no"}
+        dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
+        self._layers = list(model_spec({**config.to_dict(), "dtype": dtype}).layers.values())
+        # What prefill holds of a token at its widest: gate and up, their product, and a few rows of the model's width.
+        widths = 3 * config.intermediate_size + 8 * config.hidden_size
+        self._work_bytes: int = widths * SHAPES[shape].dtype.itemsize
+        # Taken once: later, what torch keeps for itself would look used.
+        on_gpu = options.device.startswith("cuda")
+        self._room = int(torch.cuda.mem_get_info()[0] * 0.8) if on_gpu else self.CPU_BYTES
+        self._most: dict[int, int] = {}
+        """By the length of prompts: what was found not to fit, halved. Only the first run pays for a wrong guess."""
+
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
+        said: Turns = [[] for _ in conversations]
+        prompts = [list(each.prompt) for each in conversations]
+        sizes: list[int] = []
+        _free(self.device)
+        begin = time.perf_counter()
+        for turn in range(1 + max(len(each.later) for each in conversations)):
+            if turn:
+                for each, prompt, answers in zip(conversations, prompts, said, strict=True):
+                    prompt += answers[-1] + each.later[turn - 1]
+            longest = max(map(len, prompts))
+            size = self._slice(longest, output)
+            first = 0
+            while first < len(prompts):
+                batch = prompts[first : first + size]
+                try:
+                    answers = self._generate(batch, output)
+                except torch.cuda.OutOfMemoryError:
+                    if len(batch) == 1:
+                        raise
+                    size = self._most[longest] = (len(batch) + 1) // 2
+                    _free(self.device)
+                    continue
+                for answer in answers:
+                    said[first].append(answer)
+                    first += 1
+                sizes.append(len(batch))
+        seconds = time.perf_counter() - begin
+        return Measured(seconds, said, {"peak_running": max(sizes)})
+
+    def _slice(self, prompt: int, output: int) -> int:
+        """Sequences that fit at once: their cache, and the prompts' work with its mask."""
+        length = prompt + output
+        cache = sum(x.bytes * (x.span.kept(length) if x.unit == "token" else 1) for x in self._layers)
+        each = cache + prompt * self._work_bytes + prompt * length
+        return max(1, min(self._room // each, self._most.get(prompt, 1 << 30)))
+
+    def _generate(self, prompts: list[list[int]], output: int) -> list[list[int]]:
+        from transformers import GenerationConfig, StaticCache
+
+        longest = max(map(len, prompts))
+        padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        how = GenerationConfig(
+            do_sample=False, max_new_tokens=output, min_new_tokens=output, pad_token_id=0, eos_token_id=None,
+            disable_compile=not self.compile,
+        )  # fmt: skip
+        # One of our own: those that generate() makes never get shorter than the longest before.
+        cache = StaticCache(config=self.model.config, max_cache_len=longest + output)
+        with torch.inference_mode():
+            found = self.model.generate(
+                torch.tensor(padded, device=self.device),
+                attention_mask=torch.tensor(mask, device=self.device),
+                generation_config=how,
+                past_key_values=cache,
+            )
+        tokens: list[list[int]] = found[:, longest:].tolist()
+        return tokens
+
+    def close(self) -> None:
+        del self.model
+        _free(self.device)
+
+
+def _cpu_environment() -> dict[str, str]:
+    """As many threads as torch has here: left alone vLLM takes one core."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{torch.get_num_threads() - 1}",
+    }
+
+
+class Vllm:
+    """vLLM in a process of its own, by the interpreter that has it. It is told by lines of JSON and answers so."""
+
+    name = "vLLM"
+
+    def __init__(self, shape: str, options: Options) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvloom-vllm-")
+        cpu = not options.device.startswith("cuda")
+        config, dtype = hf_config(shape), SHAPES[shape].dtype
+        size = sum(p.numel() for p in build(config, dtype, "meta").parameters()) * dtype.itemsize
+        given = size <= SAVED_WEIGHTS
+        if given:
+            build(config, dtype, options.device, options.seed).save_pretrained(self._folder.name)
+        else:
+            config.architectures = [type(build(config, dtype, "meta")).__name__]
+            config.save_pretrained(self._folder.name)
+        engine: dict[str, Any] = {
+            "model": self._folder.name, "skip_tokenizer_init": True, "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": min(options.max_length, config.max_position_embeddings), "enable_prefix_caching": True,
+            "seed": options.seed, "load_format": "auto" if given else "dummy",
+        }  # fmt: skip
+        if cpu:
+            engine |= {"enforce_eager": True, "block_size": 32}
+        if options.kv_dtype:
+            engine["kv_cache_dtype"] = VLLM_KV_NAMES.get(options.kv_dtype, options.kv_dtype)
+        self.notes = {"weights": "the same" if given else "its own random ones"}
+        # A folder of ours first on the path would hide packages of that interpreter's.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._process = subprocess.Popen(
+            [options.vllm_python, str(Path(__file__).with_name("vllm_process.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**(_cpu_environment() if cpu else {}), "VLLM_LOGGING_LEVEL": "ERROR", **environment},
+        )  # fmt: skip
+        try:
+            ready = self._ask(engine)
+        except RuntimeError:
+            self.close()
+            raise
+        self.start_s, self.version = float(ready["start_s"]), str(ready["version"])
+
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
+        told = self._ask({"conversations": [asdict(each) for each in conversations], "output": output})
+        return Measured(float(told["seconds"]), told["said"], told["figures"])
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise RuntimeError(f"vLLM's process ended with {self._process.wait()}; its last words are above")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(str(answer["error"]))
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()

@@ -1,0 +1,139 @@
+"""The least time an H200 could take for a workload: the sum over its operations of bytes or FLOPs, whichever is longer.
+
+    pass     what is counted                                            bytes                    FLOPs
+    dense    every matrix but embeddings and head, over all tokens      weights, once a pass     2 a weight and token
+    experts  the experts that the pass's tokens choose (expected)       their weights            2 a weight and choice
+    head     one row of logits a request                                its weights              2 a weight and row
+    attend   by each layer's span                                       K and V that are seen    4 a head, dimension and pair
+
+Assumed: all prompts in one pass, then all requests decode together; a shared prefix is computed once and read once a pass;
+turns go in step. Norms, rotations, activations, sampling, launches and the host cost nothing. No run is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvloom.core import LayerSpec, Span
+from kvloom.models.specs import model_spec
+
+from .shapes import build
+from .workloads import Workload
+
+__all__ = ["FLOP_RATE", "READ_RATE", "Floor", "Least"]
+
+READ_RATE = 4.5e12
+FLOP_RATE = 770e12
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One run of the model: `rows` sequences with `cached` tokens before and `new` ones to compute. The first `shared` of
+    the cached ones are common to rows in `prefixes` groups."""
+
+    rows: int
+    cached: int
+    new: int
+    prefixes: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """Seconds of prompts and of decoding, and the FLOPs of the prompts."""
+
+    prefill: float
+    decode: float
+    prefill_flops: float
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill + self.decode
+
+
+class Floor:
+    """The floors of one model's workloads. Costs a model on the meta device: a second, and no memory."""
+
+    def __init__(self, config: Any, dtype: torch.dtype, kv_dtype: str | None = None) -> None:
+        model = build(config, dtype, "meta")
+        self.weight_bytes = dtype.itemsize
+        embedding = model.get_input_embeddings().weight
+        self.head = embedding.numel()  # tied or not, as large
+        apart = {id(embedding), id(model.get_output_embeddings().weight)}
+        sizes = [
+            (name, p.numel()) for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in apart
+        ]
+        self.experts = sum(size for name, size in sizes if ".experts." in name)
+        self.dense = sum(size for _, size in sizes) - self.experts
+        self.count = int(getattr(config, "num_experts", 0) or 0) if self.experts else 0
+        self.picked = int(config.num_experts_per_tok) if self.count else 0
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.pair_flops = 4 * config.num_attention_heads * width
+        kept = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+        spec = model_spec(
+            {**config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}, None, kv_dtype or kept
+        )
+        self.layers: dict[LayerSpec, int] = {}
+        for layer in spec.layers.values():
+            self.layers[layer] = self.layers.get(layer, 0) + 1
+
+    def of(self, work: Workload) -> Least:
+        """The least time of a workload."""
+        prompts = [self._cost(step) for step in self._prompts(work)]
+        decode = sum(self._cost(step)[0] for step in self._decodes(work))
+        return Least(sum(seconds for seconds, _ in prompts), decode, sum(flops for _, flops in prompts))
+
+    def _turns(self, work: Workload) -> Iterator[tuple[int, int]]:
+        """Tokens before and new tokens of each turn's prompt; the last token of an answer was never computed."""
+        before, new = work.prefix, work.prompt
+        for _ in range(work.turns):
+            yield before, new
+            before += new + work.output - 1
+            new = work.more + 1
+
+    def _prompts(self, work: Workload) -> Iterator[Pass]:
+        if work.prefixes and not work.warm:
+            yield Pass(work.prefixes, 0, work.prefix)
+        for before, new in self._turns(work):
+            yield Pass(work.requests, before, new, work.prefixes, work.prefix)
+
+    def _decodes(self, work: Workload) -> Iterator[Pass]:
+        for before, new in self._turns(work):
+            for step in range(work.output - 1):
+                yield Pass(work.requests, before + new + step, 1, work.prefixes, work.prefix)
+
+    def _cost(self, step: Pass) -> tuple[float, float]:
+        """Seconds and FLOPs of a pass."""
+        tokens = step.rows * step.new
+        operations = [
+            (self.dense * self.weight_bytes, 2.0 * self.dense * tokens),
+            (self.head * self.weight_bytes, 2.0 * self.head * step.rows),
+        ]
+        if self.count:
+            share = self.picked / self.count
+            touched = 1 - (1 - share) ** tokens
+            operations.append(
+                (self.experts * touched * self.weight_bytes, 2.0 * self.experts * share * tokens)
+            )
+        for layer, count in self.layers.items():
+            if layer.unit == "state":
+                operations.append((2.0 * layer.bytes * step.rows * count, 0.0))
+            else:
+                read, pairs = seen(layer.span, step)
+                operations.append((read * layer.bytes * count, pairs * self.pair_flops * count))
+        seconds = sum(max(moved / READ_RATE, flops / FLOP_RATE) for moved, flops in operations)
+        return seconds, sum(flops for _, flops in operations)
+
+
+def seen(span: Span, step: Pass) -> tuple[int, int]:
+    """Tokens of K and V that a layer reads in a pass, each once, and its pairs of query and key."""
+    positions = np.arange(step.cached, step.cached + step.new)
+    pairs = int((positions + 1 - span.first_visible_each(positions)).sum()) * step.rows
+    first, end = span.first_visible(step.cached), step.cached + step.new
+    common = max(0, step.shared - first)
+    return step.rows * (end - first - common) + step.prefixes * common, pairs

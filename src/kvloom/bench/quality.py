@@ -1,0 +1,186 @@
+"""`kvloom bench quality`: what quantised K and V cost a model, as perplexity of a text that it reads through our pages.
+
+The text is cut into windows; each is a sequence of its own, computed in chunks, so that every query reads keys and values as
+pages give them back. Nothing is found in the cache. Every way of keeping K and V reads the same tokens, and is compared with
+the first of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvloom.core import Control
+from kvloom.engine.calibrate import calibrate
+from kvloom.engine.engine import Engine
+from kvloom.models.batch import Work
+
+__all__ = ["Quality", "main", "measure"]
+
+DEFAULT = ("fp32", "bf16", "int8", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How well a text was foretold: nats of each token, and the likeliest token at each place."""
+
+    nats: torch.Tensor
+    choices: torch.Tensor
+    bytes_per_token: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(float(self.nats.double().mean()))
+
+    def against(self, other: Quality) -> dict[str, float]:
+        """Beside another's on the same tokens: more nats a token, and the share of places with the same choice."""
+        more = float((self.nats.double() - other.nats.double()).mean())
+        return {"more_nats": more, "same_choice": float((self.choices == other.choices).double().mean())}
+
+
+def measure(engine: Engine, windows: Sequence[Sequence[int]], chunk: int = 256) -> Quality:
+    """Let `engine` read every window (teacher-forced, nothing cached) in chunks; what it said of each token but the first."""
+    began = time.monotonic()
+    nats, choices = [], []
+    for window in windows:
+        ids = torch.tensor(window, dtype=torch.int64, device=engine.device)
+        logits = torch.cat([part.float() for part in _read(engine, np.array(window), chunk)])[:-1]
+        told = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        nats.append(-told.cpu())
+        choices.append(logits.argmax(-1).cpu())
+    kept = engine.layout.bytes_per_token()
+    return Quality(torch.cat(nats), torch.cat(choices), kept, time.monotonic() - began)
+
+
+def _read(engine: Engine, window: Any, chunk: int) -> Iterator[torch.Tensor]:
+    """The logits after every token of one sequence, chunk by chunk."""
+    cache = engine.cache
+    sequence = cache.open(cache.match(window.astype(np.int32), Control(store=False, read=False)))
+    try:
+        while sequence.length < len(window):
+            at = sequence.length
+            until = min(at + chunk, len(window), sequence.boundary or len(window))
+            if sequence.extend(until - at):
+                raise ValueError(f"the pool has no room for a window of {len(window)} tokens: enlarge --pool")
+            part = window[at:until]
+            yield engine.runner.score([Work(sequence, part)])
+            sequence.commit(part.astype(np.int32))
+    finally:
+        sequence.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvloom bench quality",
+        description="Perplexity of texts under several ways of keeping K and V, computed through kvloom's pages.",
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder with a Hugging Face model and its tokenizer, or its hub id")
+    add(
+        "--text",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="what is read; best what it was not trained on",
+    )
+    ways = f"ways to keep K and V; the first is what others are compared with (default: {' '.join(DEFAULT)})"
+    add("--kv-dtype", nargs="+", default=list(DEFAULT), metavar="D", help=ways)
+    static = "texts to calibrate static scales on: int8 and fp8 are then measured with those, too"
+    add("--calibrate", nargs="+", default=[], metavar="FILE", help=static)
+    add("--context", type=int, default=2048, metavar="N", help="tokens of a window (default: 2048)")
+    add("--chunk", type=int, default=256, metavar="N", help="tokens computed at once (default: 256)")
+    add("--tokens", type=int, metavar="N", help="read so many tokens at most (default: all)")
+    add("--dtype", default="float32", metavar="D", help="of weights and computing (default: float32)")
+    add("--device", metavar="D", help="cpu, cuda, ... (default: a GPU if there is one)")
+    add("--pool", default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return _bench(args)
+    except (OSError, ValueError) as error:
+        print(f"kvloom bench quality: {error}", file=sys.stderr)
+        return 2
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from kvloom.models.load import load
+    from kvloom.plan import parse_size
+
+    if args.context < 2 or args.chunk < 1:
+        raise ValueError(
+            f"windows of {args.context} and chunks of {args.chunk} tokens; 2 and 1 are the least"
+        )
+    model, tokenizer = load(args.model, args.dtype, args.device)
+    if tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer to read texts with")
+    pool = parse_size(args.pool)
+
+    def ids(files: Sequence[str]) -> list[int]:
+        texts = [Path(file).read_text(encoding="utf-8") for file in files]
+        return [token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]]
+
+    tokens = ids(args.text)[: args.tokens]
+    windows = [tokens[at : at + args.context] for at in range(0, len(tokens), args.context)]
+    windows = [window for window in windows if len(window) > 1]
+    if not windows:
+        raise ValueError("there is nothing to read: the texts are empty")
+    found: dict[str, Quality] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        scales = Path(folder) / "scales.safetensors"
+        if args.calibrate:
+            calibrate(model, [ids(args.calibrate)], context=args.context, pool_bytes=pool).save(scales)
+        ways = [(way, "dynamic") for way in args.kv_dtype]
+        if args.calibrate:
+            ways += [(way, str(scales)) for way in args.kv_dtype if "int8" in way or "fp8" in way]
+        for way, kept in ways:
+            name = way if kept == "dynamic" else f"{way}, static scales"
+            engine = Engine(model, pool, way, token_budget=args.chunk, graphs=False, kv_scales=kept)
+            found[name] = measure(engine, windows, args.chunk)
+            print(f"{name}: {found[name].seconds:.1f} s", file=sys.stderr, flush=True)
+    first = next(iter(found.values()))
+    rows = [
+        {
+            "kv_dtype": name,
+            "perplexity": one.perplexity,
+            **one.against(first),
+            "bytes_per_token": one.bytes_per_token,
+        }
+        for name, one in found.items()
+    ]
+    report = {"model": args.model, "tokens": len(first.nats), "context": args.context, "chunk": args.chunk}
+    print(json.dumps(report | {"rows": rows}, indent=2) if args.json else _table(report, rows))
+    return 0
+
+
+def _table(report: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"{report['model']}: {report['tokens']:,} tokens in windows of {report['context']:,}, chunks of {report['chunk']:,}",
+        "| K and V in | perplexity | more nats a token | same first choice | bytes a token |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['kv_dtype']} | {row['perplexity']:.4f} | {row['more_nats']:+.5f} | {row['same_choice']:.2%} "
+        f"| {row['bytes_per_token']:,} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

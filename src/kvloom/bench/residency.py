@@ -1,0 +1,165 @@
+"""What the pages of a running cache hold, and how many requests a pool can hold at once. No model, no bytes.
+
+waste     of the bytes lent to running sequences, the share that holds nothing they still need: ends of last blocks,
+          tokens that left a window before their block did, padding, free pages in lent slabs
+capacity  sequences are really opened and extended until one finds no room
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.core import KVCache, LayerSpec, PoolLayout, Span
+from kvloom.models.specs import ModelSpec
+
+__all__ = ["Capacity", "Peak", "capacity", "holds", "waste"]
+
+Ids = npt.NDArray[np.int32]
+
+
+def waste(cache: KVCache) -> tuple[int, float]:
+    """Bytes of pages that running sequences hold, and the share of them that is waste (see the module). What several hold
+    counts once. Free pages in lent slabs are not counted: others get them. O(rows and their blocks)."""
+    rows = np.array(cache.rows.open_rows(), dtype=np.intp)
+    layout = cache.layout
+    held = sum(c.held_pages * (layout.slab_bytes // c.per_slab) for c in cache.pool.classes)
+    if not held or not rows.size:
+        return held, 0.0
+    lengths = cache.rows.length[rows]
+    longest = int(cache.rows.blocks[rows].max())
+    dead = padding = mapped = 0.0
+    for group in layout.groups:
+        if group.spec.unit == "state":
+            pages = rows.size
+        elif group.spec.axis == "text":
+            table = cache.table(group.index)[0, rows, :longest]
+            dead += _dead_tokens(table, lengths, group.spec.span, layout.block_tokens) * group.unit_bytes
+            pages = int(np.count_nonzero(table))
+        else:
+            continue
+        mapped += pages * group.runs * group.page_stride
+        padding += pages * group.runs * group.page_stride * layout.waste(group)
+    return held, float(dead / held + padding / mapped)
+
+
+def _dead_tokens(table: Ids, lengths: npt.NDArray[np.int64], span: Span, block: int) -> int:
+    """Places for tokens in the pages of `table` ([rows, blocks]) that no row's next query could want."""
+    last = np.maximum(lengths - 1, 0)
+    first = np.where(lengths > 0, span.first_visible_each(last), 0)
+    low, high = first // block, -(-lengths // block)  # blocks [low, high) have something that is needed
+    at = np.arange(table.shape[1])
+    outside = int(np.count_nonzero(table[(at < low[:, None]) | (at >= high[:, None])]))
+    some = np.flatnonzero(lengths)
+    ends = _once(table[some, high[some] - 1], high[some] * block - lengths[some])
+    return outside * block + ends + _once(table[some, low[some]], first[some] - low[some] * block)
+
+
+def _once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
+    """The sum of `tokens` over pages; of a page that several rows hold, the least."""
+    unique, place = np.unique(pages, return_inverse=True)
+    least = np.full(unique.size, np.iinfo(np.int64).max)
+    np.minimum.at(least, place, tokens)
+    return int(least[unique > 0].sum())
+
+
+class Peak:
+    """What was seen while running sequences held most. Waste is the mean over the looks at which they held as good as the
+    most: blocks that fill in step would else show one moment of sixteen."""
+
+    SHARE = 0.01
+    """Of the time at most this much goes into looking."""
+    NEAR = 0.99
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._running = 0
+        self._seen: list[tuple[int, float]] = []
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Take note of now, or do nothing where the last look was too short a time ago for what it cost."""
+        begin = time.perf_counter()
+        if begin < self._next:
+            return
+        self._running = max(self._running, len(self._cache.rows.open_rows()))
+        self._seen.append(waste(self._cache))
+        end = time.perf_counter()
+        self._next = end + (end - begin) / self.SHARE
+
+    def figures(self) -> dict[str, float]:
+        most = max((held for held, _ in self._seen), default=0)
+        near = [share for held, share in self._seen if held >= self.NEAR * most]
+        mean = sum(near) / len(near) if near else 0.0
+        return {"peak_running": self._running, "peak_bytes": most, "waste": mean}
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Requests of `tokens` tokens that a pool of `pool_bytes` holds at once: by really opening them, with each layer's span
+    and with every layer kept in full (uniform paging), and what `kvloom plan` says of both."""
+
+    model: str
+    tokens: int
+    pool_bytes: int
+    kvloom: int
+    uniform: int
+    planned: int
+    planned_uniform: int
+
+    @property
+    def ratio(self) -> float:
+        return self.kvloom / self.uniform if self.uniform else float("inf")
+
+    @property
+    def agrees(self) -> bool:
+        return (self.kvloom, self.uniform) == (self.planned, self.planned_uniform)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio if self.uniform else None, "agrees": self.agrees}
+
+
+def holds(layers: Mapping[str, LayerSpec], tokens: int, pool_bytes: int, chunk: int = 2048) -> int:
+    """How many sequences of `tokens` tokens, no two alike, are open at once when the next one finds no room. Each comes in
+    chunks, as an engine computes it, so that windows pass and free their pages; shorter ones where room is short."""
+    layout = PoolLayout.build(layers)
+    most = pool_bytes // layout.slab_bytes_for(tokens) + 2
+    # One slab of the pool is never lent; it belongs to the engine, not to the requests.
+    cache = KVCache(layout, layout.slabs_in(pool_bytes) + 1, max_sequences=most, max_tokens=tokens)
+    for count in range(most):
+        prompt = np.arange(tokens, dtype=np.int32) % 4096 + 4096 * (count + 1)
+        sequence = cache.open(cache.match(prompt))
+        size = chunk
+        while sequence.length < tokens:
+            part = prompt[sequence.length :][:size]
+            if sequence.boundary is not None:
+                part = part[: sequence.boundary - sequence.length]
+            if not sequence.extend(len(part)):
+                cache.take_copies()
+                sequence.commit(part)
+            elif size > 1:
+                size //= 2  # what passes out of a window makes room for the next tokens
+            else:
+                return count
+    raise AssertionError(f"more than {most} sequences fit, which cannot be")
+
+
+def capacity(spec: ModelSpec, tokens: int, pool_bytes: int) -> Capacity:
+    """See `Capacity`. Needs no weights and no device."""
+    from kvloom.plan import Load, make_plan
+
+    plan = make_plan(spec, Load(tokens), gpu_memory=pool_bytes)
+    whole = {name: replace(layer, span=Span("full")) for name, layer in spec.layers.items()}
+    fit = {name: scheme.max_requests for name, scheme in plan.schemes.items()}
+    assert fit["kvloom"] is not None
+    assert fit["uniform"] is not None
+    return Capacity(
+        spec.name, tokens, pool_bytes,
+        holds(spec.layers, tokens, pool_bytes), holds(whole, tokens, pool_bytes),
+        fit["kvloom"], fit["uniform"],
+    )  # fmt: skip

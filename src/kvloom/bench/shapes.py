@@ -1,0 +1,106 @@
+"""The models that `kvloom bench engine` runs: real shapes and tiny ones, with random weights. Knows no engine.
+
+Real shapes are shipped configs, by their names.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvloom.models.load import load, transformers_config
+
+__all__ = ["SHAPES", "Shape", "build", "hf_config"]
+
+TINY = {
+    "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`config` is its config; without one, the shipped config of the same name is. `small` shapes run on a CPU: in
+    float32, and the workloads scaled down."""
+
+    what: str
+    config: dict[str, Any] = field(default_factory=dict)
+    small: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.small else torch.bfloat16
+
+    @property
+    def scale(self) -> float:
+        return 1 / 16 if self.small else 1.0
+
+
+SHAPES: dict[str, Shape] = {
+    "llama-3.1-8b": Shape("Llama-3.1-8B"),
+    "llama-3.2-1b": Shape("Llama-3.2-1B"),
+    "gemma-3-12b": Shape("the text model of Gemma-3-12B: 40 layers of window 1024, 8 full"),
+    "qwen3-30b-a3b": Shape("Qwen3-30B-A3B: 8 of 128 experts"),
+    "tiny": Shape(
+        "a Llama of 5 million parameters", {"model_type": "llama", "num_hidden_layers": 4, **TINY}, small=True
+    ),
+    "tiny-sliding": Shape(
+        "a Gemma-3 of 6 million parameters: 5 layers of window 64 to 1 full",
+        {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 6,
+            "sliding_window": 64,
+            "query_pre_attn_scalar": 64,
+            **TINY,
+        },
+        small=True,
+    ),
+    "tiny-hybrid": Shape(
+        "a Qwen3-Next of 5 million parameters: 3 recurrent layers to 1 full, no experts",
+        {
+            "model_type": "qwen3_next",
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [0, 1, 2, 3],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            **TINY,
+        },
+        small=True,
+    ),
+}
+
+
+def hf_config(name: str) -> Any:
+    """The transformers config of a shape; no end-of-text token, so that nothing ends early."""
+    from transformers import AutoConfig
+
+    if name not in SHAPES:
+        raise ValueError(f"shape {name!r} is not known; known: {', '.join(SHAPES)}")
+    given = dict(SHAPES[name].config)
+    if given:
+        config = AutoConfig.for_model(given.pop("model_type"), **given)
+    else:
+        config = transformers_config(name, "random").get_text_config()
+    config.eos_token_id = config.bos_token_id = None
+    config.pad_token_id = 0
+    return config
+
+
+def build(config: Any, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
+    """A model of this config with random weights, made on the device. The same seed gives the same weights on the same
+    device; on "meta" there are none, only shapes."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if torch.device(device).type == "meta":
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with tempfile.TemporaryDirectory(prefix="kvloom-shape-") as folder:
+        config.save_pretrained(folder)
+        return load(folder, dtype, device, "random", seed=seed)[0]

@@ -1,0 +1,110 @@
+"""vLLM behind lines of JSON: the process that `kvloom bench engine` starts in the interpreter that has vLLM.
+
+The first line says how to start, each later one brings conversations; every line is answered by one. Knows nothing of
+kvloom and needs only vLLM. What vLLM prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+
+def _serve(llm: Any, conversations: list[dict[str, Any]], output: int) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    if any(each["later"] for each in conversations):
+        said, asked, cached = _turns(llm.llm_engine, params, conversations)
+    else:
+        prompts = [{"prompt_token_ids": each["prompt"]} for each in conversations]
+        found = llm.generate(prompts, params, use_tqdm=False)
+        said = [[list(result.outputs[0].token_ids)] for result in found]
+        asked = sum(len(each["prompt"]) for each in conversations)
+        cached = sum(result.num_cached_tokens or 0 for result in found)
+    seconds = time.perf_counter() - begin
+    return {"seconds": seconds, "said": said, "figures": {"hit_rate": cached / asked}}
+
+
+def _turns(
+    engine: Any, params: Any, conversations: list[dict[str, Any]]
+) -> tuple[list[list[list[int]]], int, int]:
+    """Every conversation on its own: a turn is submitted as soon as the one before has ended."""
+    said: list[list[list[int]]] = [[] for _ in conversations]
+    prompts = [list(each["prompt"]) for each in conversations]
+    asked = cached = 0
+
+    def submit(place: int) -> None:
+        engine.add_request(f"{place}.{len(said[place])}", {"prompt_token_ids": list(prompts[place])}, params)
+
+    for place in range(len(conversations)):
+        submit(place)
+    while engine.has_unfinished_requests():
+        for result in engine.step():
+            if not result.finished:
+                continue
+            place = int(result.request_id.split(".")[0])
+            answer = list(result.outputs[0].token_ids)
+            asked += len(prompts[place])
+            cached += result.num_cached_tokens or 0
+            said[place].append(answer)
+            later = conversations[place]["later"]
+            if len(said[place]) <= len(later):
+                prompts[place] += answer + later[len(said[place]) - 1]
+                submit(place)
+    return said, asked, cached
+
+
+def _start(how: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    import vllm
+
+    begin = time.perf_counter()
+    llm = vllm.LLM(**how)
+    return llm, {"start_s": time.perf_counter() - begin, "version": vllm.__version__}
+
+
+def _answered(out: Any, work: Callable[[], Any]) -> Any:
+    """What `work` gives; where it fails, the reason is the answer."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other side must hear of it
+        if not isinstance(error, ImportError):
+            traceback.print_exc()
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=out, flush=True)
+        return None
+
+
+def main() -> int:
+    """Answer lines until there are none."""
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [
+        path for path in sys.path if Path(path).resolve() != here
+    ]  # our `kernels` is not their `kernels`
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM and its processes log to stdout
+    how = json.loads(sys.stdin.readline())
+    started = _answered(out, lambda: _start(how))
+    if started is None:
+        return 1
+    llm, ready = started
+    print(json.dumps(ready), file=out, flush=True)
+    for line in sys.stdin:
+        work = json.loads(line)
+        told = _answered(out, partial(_serve, llm, work["conversations"], work["output"]))
+        if told is not None:
+            print(json.dumps(told), file=out, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

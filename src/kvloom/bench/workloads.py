@@ -1,0 +1,138 @@
+"""The workloads of `kvloom bench engine` as data, and the tokens they are made of. Knows no engine and no model.
+
+| name | what                                                                     | size                             |
+|------|--------------------------------------------------------------------------|----------------------------------|
+| W1   | decode-heavy                                                             | 256 x (128 in, 512 out)          |
+| W2   | balanced                                                                 | 512 x (1024, 128)                |
+| W3   | shared prefix: each prompt begins with one of 8; then again, they warm   | 512 x (4096 + 64, 64), twice     |
+| W4   | long                                                                     | 16 x (16384, 128)                |
+| W5   | alone                                                                    | 1 x (512, 256)                   |
+| W6   | conversations: a turn is all that was said, and 448 new tokens           | 64 x 6 turns of 1024 first, 64   |
+
+Everything is a list of conversations; all but W6 have one turn. The same seed and round give the same tokens anywhere.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+__all__ = ["WORKLOADS", "Conversation", "Workload", "chosen"]
+
+FIRST_TOKEN = 3
+"""Smaller ids are often special; none of them is drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A first prompt, and the new tokens of each later turn (which come after all that was said before)."""
+
+    prompt: list[int]
+    later: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`requests` conversations of `turns` turns, each answered by exactly `output` greedy tokens.
+
+    A prompt is one of `prefixes` prefixes of `prefix` tokens (in turn), then `prompt` tokens of its own; a later turn adds
+    `more`. `warm` says that the prefixes of the same round were served before.
+    """
+
+    name: str
+    what: str
+    requests: int
+    prompt: int
+    output: int
+    prefixes: int = 0
+    prefix: int = 0
+    turns: int = 1
+    more: int = 0
+    warm: bool = False
+
+    @property
+    def size(self) -> str:
+        """For people: "256 x (128 in, 512 out)"."""
+        asked = f"{self.prefix} + {self.prompt}" if self.prefixes else str(self.prompt)
+        turns = f", {self.turns} turns of {self.more} more" if self.turns > 1 else ""
+        return f"{self.requests} x ({asked} in, {self.output} out{turns})"
+
+    @property
+    def output_tokens(self) -> int:
+        return self.requests * self.turns * self.output
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a conversation at its end."""
+        return self.prefix + self.prompt + self.turns * self.output + (self.turns - 1) * self.more
+
+    @property
+    def separable(self) -> bool:
+        """Whether its prompts alone are a measure of prefill: nothing of them is found in the cache."""
+        return self.turns == 1 and not self.prefixes
+
+    def scaled(self, scale: float) -> Workload:
+        """Requests, prefixes and lengths times `scale`, but at least two requests where there were several, two
+        prefixes, and four tokens. The turns stay."""
+        if not 0 < scale <= 1:
+            raise ValueError(f"scale {scale} must lie in (0, 1]; 1 is the workload as it is")
+
+        def of(count: int, least: int) -> int:
+            return max(min(count, least), round(count * scale))
+
+        return replace(
+            self,
+            requests=of(self.requests, 2),
+            prefixes=of(self.prefixes, 2),
+            prompt=of(self.prompt, 4),
+            output=of(self.output, 4),
+            prefix=of(self.prefix, 4),
+            more=of(self.more, 4),
+        )
+
+    def short(self) -> Workload:
+        """The same prompts' sizes with 8 tokens of output and two turns at most: what warms an engine up."""
+        return replace(self, output=min(self.output, 8), turns=min(self.turns, 2))
+
+    def prompts_alone(self) -> Workload:
+        """The same with one token of output."""
+        return replace(self, output=1)
+
+    def draw(self, vocabulary: int, seed: int = 0, round_: int = 0) -> list[Conversation]:
+        """Its conversations. Other rounds and other workloads share no tokens, but a warm one has its round's prefixes."""
+        family = self.name.split()[0]
+        common = np.random.default_rng([seed, round_, zlib.crc32(family.encode())])
+        prefixes = common.integers(FIRST_TOKEN, vocabulary, (self.prefixes, self.prefix)).tolist()
+        own = np.random.default_rng([seed, round_, zlib.crc32(self.name.encode()), self.output])
+        drawn = []
+        for request in range(self.requests):
+            prefix = prefixes[request % self.prefixes] if prefixes else []
+            tokens = own.integers(
+                FIRST_TOKEN, vocabulary, self.prompt + (self.turns - 1) * self.more
+            ).tolist()
+            later = [tokens[self.prompt + turn * self.more :][: self.more] for turn in range(self.turns - 1)]
+            drawn.append(Conversation(prefix + tokens[: self.prompt], later))
+        return drawn
+
+
+WORKLOADS: tuple[Workload, ...] = (
+    Workload("W1", "decode-heavy", 256, 128, 512),
+    Workload("W2", "balanced", 512, 1024, 128),
+    Workload("W3", "shared prefix", 512, 64, 64, prefixes=8, prefix=4096),
+    Workload("W3 warm", "shared prefix, served before", 512, 64, 64, prefixes=8, prefix=4096, warm=True),
+    Workload("W4", "long", 16, 16384, 128),
+    Workload("W5", "alone", 1, 512, 256),
+    Workload("W6", "conversations", 64, 1024, 64, turns=6, more=448),
+)
+
+
+def chosen(names: Sequence[str] | None, scale: float = 1.0) -> list[Workload]:
+    """The workloads of these names ("W3" is both of it), or all."""
+    known = list(dict.fromkeys(w.name.split()[0] for w in WORKLOADS))
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"workload {name!r} is not known; known: {', '.join(known)}")
+    return [w.scaled(scale) for w in WORKLOADS if not names or w.name.split()[0] in names]

@@ -1,0 +1,55 @@
+"""Random numbers that depend on nothing but who asks: a hash of (seed, how many tokens, vocabulary index).
+
+    seed, count ──host──▶ two words a row ──device──▶ hash with each index ──▶ Gumbel noise [rows, vocabulary]
+
+The largest of logits + Gumbel noise is a draw from their softmax. So a row's draw is the same whatever the batch, its place
+in it, or the device. Integer operations only, until the last step; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["gumbel", "index_words", "row_words"]
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MASK = (1 << 64) - 1
+
+
+def row_words(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Two words for each row ([rows, 2]) from its seed (any whole number) and how many tokens it has drawn."""
+    state = np.array([seed & MASK for seed in seeds], dtype=np.uint64)
+    # Zero must not stay zero; and the second word multiplies, so that it must be odd.
+    state = _mix64(_mix64(state + GOLDEN) + np.array(counts, dtype=np.uint64) * GOLDEN)
+    words = np.stack([state >> np.uint64(32), state | np.uint64(1)], 1)
+    return words.astype(np.uint32).view(np.int32)
+
+
+def index_words(vocabulary: int, device: torch.device) -> torch.Tensor:
+    """A word for each index of the vocabulary ([vocabulary], int32): made once."""
+    mixed = _mix64(np.arange(1, vocabulary + 1, dtype=np.uint64) * GOLDEN)
+    return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)).to(device)
+
+
+def gumbel(rows: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise ([rows, indexes], float32, finite) of `row_words` and `index_words`, the same for all rows or some of
+    them for each, on one device."""
+    words = (indexes ^ rows[:, :1]).mul_(rows[:, 1:])  # int32 products wrap
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x2C1B3C6D)):
+        words ^= (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)
+        words *= factor
+    words ^= (words >> 16).bitwise_and_(0xFFFF)
+    # 31 bits, the small ones with full precision: they are where the largest noise comes from.
+    share = words.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return share.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix64(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    with np.errstate(over="ignore"):
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return state ^ (state >> np.uint64(31))

@@ -1,0 +1,106 @@
+"""How large the pool may be: what a device has, less what the model needs to run.
+
+On a GPU a trial finds out: the largest step that the scheduler may ask for runs on a pool of just its pages, and the peak of
+what was allocated is kept free, with the memory of graphs on top. Elsewhere there is no limit worth measuring, and the pool
+is a part of what is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvloom.core import KVCache, PoolLayout
+from kvloom.kernels.views import allocate
+from kvloom.models.batch import Work
+from kvloom.models.scales import Scales
+
+from .runner import Runner, graph_sizes
+
+__all__ = ["Room", "room_for"]
+
+SLACK = 256 << 20
+"""Bytes left to libraries and to whatever the trial did not meet."""
+CPU_POOL = 1 << 30
+MiB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes of a device: in all, the part that may be used, taken already (weights and others), needed by the largest
+    step, by graphs, and what is left for the pool."""
+
+    total: int
+    usable: int
+    taken: int
+    step: int
+    graphs: int
+
+    @property
+    def pool(self) -> int:
+        return self.usable - self.taken - self.step - self.graphs
+
+    def __str__(self) -> str:
+        return (
+            f"{self.usable / MiB:,.0f} of {self.total / MiB:,.0f} MiB may be used: {self.taken / MiB:,.0f} are taken, a step "
+            f"needs {self.step / MiB:,.0f}, graphs {self.graphs / MiB:,.0f}; {self.pool / MiB:,.0f} MiB are left for pages"
+        )
+
+
+def room_for(
+    model: Any,
+    layout: PoolLayout,
+    fraction: float,
+    tokens: int,
+    rows: int,
+    graphs: bool,
+    scales: Scales | None = None,
+) -> Room:
+    """What is left of the model's device for pages, of a `fraction` of its memory, when steps have up to `rows` rows
+    and `tokens` tokens of prompts. Raises ValueError where nothing is."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"a fraction of memory lies in (0, 1], got {fraction}")
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return Room(CPU_POOL, CPU_POOL, 0, 0, 0)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    step, logits = _trial(model, layout, tokens, rows, scales)
+    held = sum(graph_sizes(rows)) * logits // rows if graphs else 0
+    room = Room(total, int(total * fraction), total - free, step + SLACK, 2 * held + SLACK // 2)
+    if room.pool < 2 * layout.slab_bytes:
+        raise ValueError(
+            f"no memory is left for the cache: {room}; give it a larger fraction or fewer tokens a step"
+        )
+    return room
+
+
+def _trial(model: Any, layout: PoolLayout, tokens: int, rows: int, scales: Scales | None) -> tuple[int, int]:
+    """The peak of what the largest step allocates, and the bytes of its logits."""
+    device = next(model.parameters()).device
+    blocks = -(-tokens // layout.block_tokens)
+    units = [(1 if group.spec.unit == "state" else blocks) * group.runs for group in layout.groups]
+    slabs = 2 + sum(
+        1 + -(-count // group.pages_per_slab) for count, group in zip(units, layout.groups, strict=True)
+    )
+    buffer = allocate(layout, slabs, device)
+    cache = KVCache(layout, slabs=slabs, max_sequences=rows, max_tokens=tokens)
+    runner = Runner(model, cache, buffer, tokens, rows, graphs=False, scales=scales)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    prompt = np.zeros(tokens, dtype=np.int64)
+    sequence = cache.open(cache.match(prompt))
+    if sequence.extend(tokens):
+        raise ValueError(f"a trial of {tokens} tokens does not fit {slabs} slabs")
+    logits = runner.run([Work(sequence, prompt)]).expand(rows, -1).contiguous()
+    logits.float().softmax(-1).sort(-1)  # what sampling may need
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    found = logits.numel() * logits.element_size()
+    del logits, runner, buffer
+    torch.cuda.empty_cache()
+    return peak, found

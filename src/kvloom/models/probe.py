@@ -1,0 +1,231 @@
+"""A model's code run without its weights: whether its layers write and read what the spec says they keep.
+
+The model stands on the meta device, where tensors have shapes and no data, and runs on a few tokens; a `Witness` takes the
+place of the cache and of attention and notes who asks for what. So an architecture that never calls the attention
+registry, masks in a way of its own, or keeps something else than its config was read to mean, is found before any weight
+is read, and whatever its name. Knows calls and shapes; whether the numbers are right is for tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from kvloom.core import LayerSpec
+
+from .attention import IGNORED, attend
+from .families import calls_registry
+from .reading import ModelError
+
+__all__ = ["examine"]
+
+TOKENS = 5
+NAME = "kvloom_probe"
+KNOWN = IGNORED | set(inspect.signature(attend).parameters)
+"""Keywords of attention calls that `attend` understands or may ignore."""
+
+
+class Witness:
+    """What modeling code finds in its cache argument while it is examined: everything is new, and noted by layer."""
+
+    is_compileable = False
+    layers = ()
+
+    def __init__(self) -> None:
+        self.written: dict[int, list[torch.Size]] = {}
+        self.attended: dict[int, list[int | None]] = {}
+        """Windows that attention was told, one for each call."""
+        self.states: dict[int, dict[str, torch.Size]] = {}
+        self.faults: list[str] = []
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer_idx in self.written:
+            self.faults.append(f"layer {layer_idx} writes to its cache twice in one step")
+        self.written[layer_idx] = [key.shape, value.shape]
+        return key, value
+
+    def update_conv_state(
+        self,
+        new: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **__: Any,
+    ) -> torch.Tensor:
+        if state_idx:
+            self.faults.append(f"layer {layer_idx} keeps more than one convolution's state")
+        columns = new.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        self._state(layer_idx)["conv"] = torch.Size((new.shape[1], columns))
+        return new
+
+    def update_recurrent_state(
+        self, new: torch.Tensor, layer_idx: int, *_: Any, state_idx: int = 0, **__: Any
+    ) -> torch.Tensor:
+        if state_idx:
+            self.faults.append(f"layer {layer_idx} keeps more than one recurrent state")
+        self._state(layer_idx)["recurrent"] = new.shape[1:]
+        return new
+
+    def set_linear_cache(self, layer_idx: int, new: torch.Tensor) -> None:
+        self._state(layer_idx)["recurrent"] = new.shape[1:]
+
+    def get_linear_cache(self, *_: Any) -> None:
+        return None
+
+    def _state(self, layer_idx: int) -> dict[str, torch.Size]:
+        return self.states.setdefault(layer_idx, {})
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return False
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, *_: Any) -> tuple[Any, int]:
+        return query_length, 0
+
+
+def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
+    """Run `model` (on the meta device; its config is changed) and compare it with the specs of its `layers`, which are asked
+    for once it has run. Raises ModelError with the reason where it would not run on our pages. Takes about 10 ms a layer."""
+    witness = _witnessed(model)
+    if not witness.attended and not witness.states:
+        raise ModelError(_unheard(model))
+    faults = witness.faults or _differences(witness, layers())
+    if faults:
+        raise ModelError(f"{type(model).__name__} cannot run on our pages: {faults[0]}")
+
+
+def _witnessed(model: Any) -> Witness:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = type(model).__name__
+    witness = Witness()
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _noted)
+    model.config._attn_implementation = NAME
+    # Experts as one gather: the plain loop over those that were chosen needs data, which a meta tensor has not.
+    model.config._experts_implementation = "batched_mm"
+    ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
+    extra: dict[str, Any] = {"cache_params": witness}
+    if "cache_params" not in inspect.signature(model.forward).parameters:
+        extra = {"past_key_values": witness, "pages": witness, "position_ids": ids}
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, use_cache=False, logits_to_keep=ids[0, :1], **extra)
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from error
+    except Exception as error:
+        calls = witness.states or calls_registry(model)
+        raise ModelError(
+            f"{name} cannot run on our pages: {_plainly(error)}" if calls else _unheard(model)
+        ) from error
+    return witness
+
+
+def _unheard(model: Any) -> str:
+    return f"{type(model).__name__} never calls the attention registry, so that its memory cannot be ours"
+
+
+def _noted(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of a model that is examined: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
+    witness = keywords.pop("pages", None)
+    if witness is None:
+        raise ModelError(f"{type(module).__name__} is not handed the keywords that the model was called with")
+    unknown = {word for word, given in keywords.items() if given is not None} - KNOWN
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not known here"
+        )
+    if attention_mask is not None:
+        raise ModelError(f"{type(module).__name__} makes an attention mask of its own")
+    if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{type(module).__name__} is not causal: it attends to tokens that are yet to come")
+    witness.attended.setdefault(int(module.layer_idx), []).append(keywords.get("sliding_window"))
+    return query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1])), None
+
+
+def _plainly(error: Exception) -> str:
+    text = " ".join(str(error).split())[:200]
+    if isinstance(error, AttributeError) and isinstance(error.obj, Witness):
+        return f"it asks its cache for {error.name}, which ours has not"
+    if "meta" in text:
+        return f"it looks at values while it runs, so that it cannot be examined without weights ({text})"
+    return f"{type(error).__name__}: {text}"
+
+
+def _differences(witness: Witness, layers: Mapping[str, LayerSpec]) -> list[str]:
+    """Where what was witnessed is not what the specs say."""
+    specs: dict[str, dict[int, LayerSpec]] = {"token": {}, "state": {}}
+    for name, spec in layers.items():
+        specs[spec.unit][int(name.split(".")[1])] = spec
+    tokens, states = specs["token"], specs["state"]
+    faults = [
+        *_strangers("keys and values", set(witness.written), set(tokens)),
+        *_strangers("a state", set(witness.states), set(states)),
+    ]
+    for index, (key, value) in witness.written.items():
+        if index in tokens:
+            faults += _token_faults(index, tokens[index], key, value, witness.attended.get(index, []))
+    for index, found in witness.states.items():
+        if index in states:
+            kept = {field.name: torch.Size(field.shape) for field in states[index].fields}
+            if kept != found:
+                faults.append(
+                    f"layer {index} keeps a state of {_shapes(found)}, its config says {_shapes(kept)}"
+                )
+    return faults
+
+
+def _strangers(what: str, found: set[int], wanted: set[int]) -> list[str]:
+    return [
+        f"layer {index} {'keeps' if index in found else 'keeps no'} {what}, unlike its config says"
+        for index in sorted(found ^ wanted)
+    ]
+
+
+def _token_faults(
+    index: int, spec: LayerSpec, key: torch.Size, value: torch.Size, windows: list[int | None]
+) -> list[str]:
+    fields = {field.name: field.shape for field in spec.fields}
+    if "latent" in fields:
+        wanted, found = [1, *fields["latent"]], [key[1], key[3] + value[3]]
+    else:
+        wanted, found = [*fields["k"], *fields["v"]], [key[1], key[3], value[1], value[3]]
+    if wanted != found:
+        return [f"layer {index} writes heads and sizes {found} for each token, its config says {wanted}"]
+    if len(windows) != 1:
+        calls = f"{len(windows)} times" if windows else "never"
+        return [f"layer {index} calls the attention registry {calls}"]
+    window = spec.span.size if spec.span.kind == "sliding" else None
+    if windows[0] != window:
+        return [f"layer {index} attends with a window of {windows[0]}, its config says {window}"]
+    return []
+
+
+def _shapes(state: Mapping[str, torch.Size]) -> str:
+    return " and ".join(f"{name} {tuple(shape)}" for name, shape in state.items())

@@ -1,0 +1,172 @@
+"""Transformers' functions over the tokens of a row, on our kernels: every row of a step at once, states in their pages.
+
+Recurrent mixers call functions of their modeling file, by name, for what runs along the tokens. While a mixer runs on `Packed`
+states those names mean the kernels in `kernels.state`; at any other time, and on other states, what they always meant. Each
+is handed one packed row ([1, tokens, …] or [1, channels, tokens]) as if it were a prompt that begins.
+
+| modeling code calls                                      | kernel        | of                                   |
+|----------------------------------------------------------|---------------|--------------------------------------|
+| causal_conv1d_fn                                         | causal_conv   | all of them                          |
+| mamba_selective_scan                                     | mamba1_scan   | Mamba, Falcon-Mamba, Jamba           |
+| mamba2_chunk_scan                                        | mamba2_scan   | Mamba-2, Bamba, Falcon-H1, Granite 4 |
+| torch_chunk_gated_delta_rule, chunk_kimi_delta_attention | delta_rule    | Qwen3-Next and 3.5, OLMo, Kimi       |
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import torch
+
+from kvloom.kernels.state import Rows, causal_conv, delta_rule, mamba1_scan, mamba2_scan
+
+__all__ = ["Packed", "replace_functions", "running", "takes_packed_rows"]
+
+running: ContextVar[Packed | None] = ContextVar("the states a mixer is running on", default=None)
+SILU = {None: False, "silu": True, "swish": True}
+
+
+class Packed:
+    """What a mixer finds in its cache argument: nothing has come before. The kernels know better."""
+
+    def __init__(self, fields: dict[str, torch.Tensor], rows: Rows) -> None:
+        self.fields, self.rows = fields, rows
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return False
+
+    def update_conv_state(self, new: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return new
+
+    def update_recurrent_state(self, new: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return new
+
+
+def takes_packed_rows(module: Any) -> bool:
+    """Whether everything that a mixer does along its tokens is a function that we have a kernel for."""
+    names = vars(sys.modules[type(module).__module__])
+    recurs = hasattr(module, "A_log")  # a rate of decay
+    return "causal_conv1d_fn" in names and (not recurs or any(name in names for name in _SCANS))
+
+
+def replace_functions(module: Any) -> None:
+    """Let the functions of a mixer's modeling file be ours while it runs on `Packed` states. Harmless to repeat."""
+    names = vars(sys.modules[type(module).__module__])
+    for name, ours in {"causal_conv1d_fn": _conv, **_SCANS}.items():
+        if name in names and not hasattr(names[name], "replaced"):
+            names[name] = _either(names[name], ours)
+
+
+def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(theirs)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        packed = running.get()
+        return theirs(*args, **kwargs) if packed is None else ours(packed, *args, **kwargs)
+
+    vars(function)["replaced"] = theirs
+    return function
+
+
+# Below are the functions as modeling code calls them, with the names that it gives their arguments. Where it wants the last
+# state back it gets nothing: the page has it.
+
+
+def _conv(
+    packed: Packed,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    if activation not in SILU:
+        raise ValueError(f"a convolution with activation {activation!r}; known are none and silu")
+    states = packed.fields["conv"]
+    y = causal_conv(x[0].mT.contiguous(), weight, states, packed.rows, bias, SILU[activation])
+    return y.mT[None]
+
+
+def _mamba1(
+    packed: Packed,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    D: torch.Tensor | None = None,  # noqa: N803
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """[1, channels, tokens] each, b and c [1, n, tokens]."""
+    x, dt, b, c = (part[0].mT.contiguous() for part in (x, dt, b, c))
+    gate = None if z is None else z[0].mT.contiguous()
+    states = packed.fields["recurrent"]
+    y = mamba1_scan(x, dt, a, b, c, states, packed.rows, D, gate, delta_bias, delta_softplus).mT[None]
+    return (y, y.new_empty(0)) if return_last_state else y
+
+
+def _mamba2(
+    packed: Packed,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,  # noqa: N803
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **_: Any,
+) -> Any:
+    """x [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n]. Steps are held within their limits for
+    every token; transformers does so in prompts alone."""
+    x, dt, b, c = (part[0].contiguous() for part in (x, dt, b, c))
+    gate = None if z is None else z[0].contiguous()
+    limits = float(dt_limit[0]), float(dt_limit[1])
+    states = packed.fields["recurrent"]
+    y = mamba2_scan(x, dt, a, b, c, states, packed.rows, D, gate, dt_bias, dt_softplus, limits)[None]
+    return (y, y.new_empty(0)) if return_final_states else y
+
+
+def _delta(
+    packed: Packed,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[1, tokens, heads, dim] each, g [1, tokens, heads] or one decay a channel, beta [1, tokens, heads]."""
+    query, key, value, g, beta = (part[0].contiguous() for part in (query, key, value, g, beta))
+    states = packed.fields["recurrent"]
+    y = delta_rule(query, key, value, g, beta, states, packed.rows, normalise=use_qk_l2norm_in_kernel)
+    return y[None], y.new_empty(0)
+
+
+_SCANS: dict[str, Callable[..., Any]] = {
+    "mamba_selective_scan": _mamba1,
+    "mamba2_chunk_scan": _mamba2,
+    "torch_chunk_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+}

@@ -1,0 +1,342 @@
+"""Images in prompts: their embeddings in the place of placeholder tokens, their positions, and which tokens see each other.
+
+    prompt   | text | image tokens … | text |          `Vision.look` finds whose they are; the cache names them by content
+    a step          | a chunk of it  |                 `Vision.see` puts that chunk's embeddings into the step's row
+
+The vision tower is Hugging Face's own and runs once for each content: what it gives is kept, the least recently used leaving
+first. A family is taken only where merging embeddings is all it does; the others are refused by name. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence as Many
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core import Media
+from kvloom.kernels.shapes import upload
+
+from .batch import Batch, Work
+
+__all__ = ["FAMILIES", "Embeddings", "Image", "Sight", "Vision"]
+
+Ints = npt.NDArray[np.int64]
+
+FAMILIES: dict[str, bool] = {
+    "aya_vision": False,
+    "cohere2_vision": False,
+    "gemma3": True,
+    "glm4v": False,
+    "internvl": False,
+    "llava": False,
+    "mistral3": False,
+    "qwen2_5_vl": False,
+    "qwen2_vl": False,
+    "vipllava": False,
+}
+"""Families whose images run here, by model type, and whether the tokens of an image see each other both ways."""
+
+GRID, SIZE = "image_grid_thw", "image_sizes"
+"""What belongs to an image beside its pixels: how many patches those are, or how much of them is the image."""
+
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """One image as its model takes it, and the name of its content."""
+
+    inputs: Mapping[str, torch.Tensor]
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sight:
+    """What a prompt shows. Image `i` has the prompt's tokens `places[bounds[i] : bounds[i + 1]]`; `media` says the same to
+    the cache. `axes` ([3, tokens up to the last image's end]) are the positions that rotary embeddings turn by, where those
+    are not the tokens' places; what follows stands at its place plus `shift`. `whole`: no step may end inside an image."""
+
+    images: tuple[Image, ...]
+    media: tuple[Media, ...]
+    places: Ints
+    bounds: Ints
+    axes: Ints | None = None
+    shift: int = 0
+    whole: bool = False
+
+    def fitting(self, start: int, count: int) -> int:
+        """How many of the `count` tokens from `start` a step may take, so that it ends in no image that must stay whole; 0
+        where that leaves none."""
+        if self.whole:
+            for item in self.media:
+                if item.start < start + count < item.stop:
+                    return max(0, item.start - start)
+        return count
+
+    @property
+    def largest(self) -> int:
+        """Tokens that a step must have room for."""
+        return max(item.stop - item.start for item in self.media) if self.whole else 1
+
+    def concerns(self, start: int) -> bool:
+        """Whether a step from `start` on needs more than ids and shifted positions."""
+        return start < self.media[-1].stop
+
+    def content(self, end: int) -> bytes:
+        """What stands for the images that begin before `end`, where prompts are compared by their tokens."""
+        return b"".join(item.digest for item in self.media if item.start < end)
+
+
+class Embeddings:
+    """What the vision tower gave for each content, up to `limit` bytes; the least recently used leave first."""
+
+    def __init__(self, limit: int) -> None:
+        if limit < 0:
+            raise ValueError(f"image_bytes {limit} is negative; 0 keeps nothing")
+        self.limit, self.bytes, self.hits, self.misses = limit, 0, 0, 0
+        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, digest: bytes) -> torch.Tensor | None:
+        found = self._kept.get(digest)
+        self.hits += found is not None
+        self.misses += found is None
+        if found is not None:
+            self._kept.move_to_end(digest)
+        return found
+
+    def put(self, digest: bytes, made: torch.Tensor) -> None:
+        """Keep what was made, unless it alone is more than may be kept."""
+        if made.nbytes > self.limit:
+            return
+        self._kept[digest] = made
+        self.bytes += made.nbytes
+        while self.bytes > self.limit:
+            self.bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+class Vision:
+    """The eyes of one model. `image_bytes` bound the embeddings that are kept on its device, beside the pool."""
+
+    def __init__(self, model: Any, image_bytes: int = 256 << 20) -> None:
+        reason = self.refusal(model)
+        if reason is not None:
+            raise ValueError(reason)
+        config = model.config
+        self._model, self._base = model, model.base_model
+        self._features = model.get_image_features
+        self.inputs: tuple[str, ...] = ("pixel_values",)
+        if GRID in inspect.signature(self._features).parameters:
+            self.inputs = ("pixel_values", GRID)
+        elif config.vision_config.model_type == "pixtral":
+            self.inputs = ("pixel_values", SIZE)
+        self.token = int(config.image_token_id)
+        self.both_ways = FAMILIES[config.model_type]
+        self.turns = hasattr(self._base, "get_rope_index")
+        """Whether rotary positions have three axes, which images spread out in."""
+        weight = model.get_input_embeddings().weight
+        self._device, self._dtype = weight.device, weight.dtype
+        text = config.get_text_config()
+        slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+        self._window = int(text.sliding_window) if self.both_ways and slides else None
+        self.embeddings = Embeddings(image_bytes)
+        self._counts: dict[object, int] = {}
+
+    @staticmethod
+    def refusal(model: Any) -> str | None:
+        """Why a model takes no images here; None where it does."""
+        kind = model.config.model_type
+        if kind in FAMILIES and hasattr(model, "get_image_features"):
+            return None
+        return (
+            f"{type(model).__name__} ({kind}) takes no images here; the families that do: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+
+    def look(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> Sight:
+        """What a prompt with its placeholders shows: `images` in their order, each the tensors that the model's processor
+        makes of one image (or its pixels alone). Raises ValueError where they do not fit each other. The first image of a
+        shape is encoded here, for only the tower knows how many tokens that makes. What is kept of an image is its
+        `tenant`'s alone: nobody learns what others have shown."""
+        known = tuple(self._image(given, tenant) for given in images)
+        bounds = np.cumsum([0, *(self._count(image) for image in known)])
+        ids = np.asarray(prompt, dtype=np.int64)
+        places = np.flatnonzero(ids == self.token)
+        if len(places) != bounds[-1]:
+            raise ValueError(
+                f"the prompt has {len(places)} image tokens (id {self.token}), but its {len(known)} images need "
+                f"{bounds[-1]}: expand the placeholders with the model's processor"
+            )
+        media = []
+        for image, (begin, end) in zip(known, pairwise(bounds.tolist()), strict=True):
+            start, stop = int(places[begin]), int(places[end - 1]) + 1
+            media.append(Media(start, stop, self._named(image, ids[start:stop])))
+        if self.both_ways or self.turns:
+            self._check_runs(media, bounds)
+        axes, shift = self._axes(ids[: media[-1].stop], known) if self.turns else (None, 0)
+        return Sight(known, tuple(media), places, bounds, axes, shift, self.both_ways)
+
+    def see(self, batch: Batch, works: Many[Work]) -> Batch:
+        """The batch of `works` with the embeddings, positions and spans of the images in it; as it is where it has none."""
+        concerned = [
+            i
+            for i, work in enumerate(works)
+            if work.sight is not None and work.sight.concerns(batch.sizes[i] - len(work.tokens))
+        ]
+        if not concerned:
+            return batch
+        at: list[Ints] = []
+        parts: list[torch.Tensor] = []
+        spans = np.full(batch.bounds[-1], -1, dtype=np.int32)
+        for i in concerned:
+            work, sight = works[i], works[i].sight
+            assert sight is not None
+            start = batch.sizes[i] - len(work.tokens)
+            first, last = np.searchsorted(sight.places, (start, batch.sizes[i])).tolist()
+            for image, (base, end) in zip(sight.images, pairwise(sight.bounds.tolist()), strict=True):
+                here, until = max(base, first), min(end, last)
+                if here < until:
+                    at.append(sight.places[here:until] - start + batch.bounds[i])
+                    spans[at[-1]] = len(parts)
+                    parts.append(self.embed(image)[here - base : until - base])
+        if self.turns:
+            batch = replace(batch, rotary=upload(self._turned(batch, works), self._device))
+        if not parts:
+            return batch
+        with torch.inference_mode():
+            embeds = self._model.get_input_embeddings()(batch.tokens)
+            embeds[upload(np.concatenate(at), self._device)] = torch.cat(parts)
+        joined = upload(spans, self._device) if self.both_ways else None
+        return replace(batch, embeds=embeds, spans=joined)
+
+    def embed(self, image: Image) -> torch.Tensor:
+        """An image's embeddings ([tokens, hidden]); the tower runs where they are not kept."""
+        kept = self.embeddings.get(image.digest)
+        if kept is None:
+            inputs = {
+                name: part.to(self._device, self._dtype if part.is_floating_point() else None)
+                for name, part in image.inputs.items()
+            }
+            with torch.inference_mode():
+                made = self._features(**inputs, return_dict=True).pooler_output
+                pieces = made if isinstance(made, list | tuple) else [made]
+                kept = torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]).to(self._dtype)
+            self.embeddings.put(image.digest, kept)
+        return kept
+
+    def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+        """The images apart that a processor put into one batch."""
+        pixels = torch.as_tensor(made["pixel_values"])
+        if GRID in self.inputs:
+            grids = torch.as_tensor(made[GRID])
+            parts = torch.split(pixels, grids.prod(-1).tolist())
+            return [
+                {"pixel_values": part, GRID: grid}
+                for part, grid in zip(parts, torch.split(grids, 1), strict=True)
+            ]
+        apart = torch.split(pixels, 1)
+        if SIZE not in self.inputs:
+            return [{"pixel_values": part} for part in apart]
+        sizes = torch.as_tensor(made[SIZE])
+        return [  # without what the larger ones of the batch padded them with
+            {"pixel_values": part[..., : int(size[0, 0]), : int(size[0, 1])], SIZE: size}
+            for part, size in zip(apart, torch.split(sizes, 1), strict=True)
+        ]
+
+    def _image(self, given: Any, tenant: str = "") -> Image:
+        found = given if isinstance(given, Mapping) else {"pixel_values": given}
+        if set(found) != set(self.inputs):
+            raise ValueError(
+                f"an image of {type(self._model).__name__} consists of {' and '.join(self.inputs)}, "
+                f"not of {', '.join(map(str, found)) or 'nothing'}"
+            )
+        try:
+            inputs = {name: torch.as_tensor(found[name]) for name in self.inputs}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"an image is tensors, as the model's processor makes them, not {type(given).__name__}: {error}"
+            ) from error
+        if GRID in inputs:
+            inputs[GRID] = inputs[GRID].reshape(-1, 3)
+        elif inputs["pixel_values"].dim() == 3:
+            inputs["pixel_values"] = inputs["pixel_values"][None]
+        if SIZE in inputs:
+            inputs[SIZE] = inputs[SIZE].reshape(-1, 2)
+        digest = hashlib.blake2b(f"{tenant!r} ".encode(), digest_size=DIGEST_BYTES)
+        for name, part in inputs.items():
+            host = part.detach().cpu().contiguous()
+            digest.update(f"{name} {host.dtype} {tuple(host.shape)} ".encode())
+            digest.update(host.reshape(-1).view(torch.uint8).numpy().data)
+        return Image(inputs, digest.digest())
+
+    def _count(self, image: Image) -> int:
+        """How many tokens an image makes. It hangs on shapes and grids alone."""
+        key = tuple(
+            (name, *part.shape) if part.is_floating_point() else (name, *part.flatten().tolist())
+            for name, part in image.inputs.items()
+        )
+        if key not in self._counts:
+            shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in image.inputs.items())
+            try:
+                count = len(self.embed(image))
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise ValueError(
+                    f"{type(self._model).__name__} cannot take an image of {shapes}: {error}"
+                ) from error
+            if not count:
+                raise ValueError(f"an image of {shapes} makes no tokens")
+            self._counts[key] = count
+        return self._counts[key]
+
+    def _named(self, image: Image, ids: Ints) -> bytes:
+        """The digest of an image among the tokens of its run: those between its rows, if there are some, belong to it."""
+        if (ids == self.token).all():
+            return image.digest
+        return hashlib.blake2b(image.digest + ids.tobytes(), digest_size=DIGEST_BYTES).digest()
+
+    def _check_runs(self, media: list[Media], bounds: Ints) -> None:
+        """Images whose tokens belong together must be runs of their own."""
+        for item, count in zip(media, np.diff(bounds).tolist(), strict=True):
+            if item.stop - item.start != count:
+                raise ValueError(f"the {count} tokens of the image at {item.start} must follow each other")
+            if self._window is not None and count > self._window:
+                raise ValueError(
+                    f"an image of {count} tokens that see each other is larger than the model's window of "
+                    f"{self._window}"
+                )
+        for one, other in pairwise(media):
+            if one.stop == other.start:
+                raise ValueError(f"two images meet at {one.stop}: put a token between them")
+
+    def _axes(self, ids: Ints, images: tuple[Image, ...]) -> tuple[Ints, int]:
+        """Positions on three axes up to the last image's end, and how far what follows is from its place: the model's own
+        code knows."""
+        found, shift = self._base.get_rope_index(
+            torch.from_numpy(ids)[None],
+            mm_token_type_ids=torch.from_numpy((ids == self.token).astype(np.int32))[None],
+            image_grid_thw=torch.cat([image.inputs[GRID].cpu() for image in images]),
+        )
+        return found[:, 0].numpy(), int(shift)
+
+    @staticmethod
+    def _turned(batch: Batch, works: Many[Work]) -> Ints:
+        """Positions on three axes of all tokens of a step: [3, tokens]."""
+        parts = []
+        for work, size in zip(works, batch.sizes, strict=True):
+            start, sight = size - len(work.tokens), work.sight
+            shift = 0 if sight is None else sight.shift
+            row = np.broadcast_to(np.arange(start, size) + shift, (3, len(work.tokens)))
+            if sight is not None and sight.axes is not None and start < sight.axes.shape[1]:
+                row = np.concatenate((sight.axes[:, start:size], row[:, sight.axes.shape[1] - start :]), 1)
+            parts.append(row)
+        return np.concatenate(parts, 1)

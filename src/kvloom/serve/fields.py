@@ -1,0 +1,237 @@
+"""What a request's JSON may hold, and what it means for sampling. Types are checked by msgspec, values by SamplingParams.
+
+Fields of OpenAI's interface keep its names; beside them stand those that other servers of the field have (top_k, min_p,
+ignore_eos, …) and those of the cache (tenant, priority, ttl, store, read, session_id). Fields that are not known are ignored,
+as clients send many; those that are known and would change the answer, but cannot be had here, are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvloom.engine.params import SamplingParams
+
+from .errors import ApiError, bad_request
+
+__all__ = ["ChatFields", "CompletionFields", "Fields", "read_fields", "sampling"]
+
+MOST_STOPS = 16
+LONGEST_STOP = 256
+MOST_LOGPROBS = 20
+MOST_BEST_OF = 32
+LONGEST_FORM = 1 << 16
+INTEGERS = range(-(1 << 63), 1 << 63)
+
+_FIELD = re.compile(r"`\$\.([A-Za-z_]\w*)")
+_WORD = re.compile(r"[a-z_]+")
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class Schema(msgspec.Struct, frozen=True):
+    schema: dict[str, Any] | bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: str
+    json_schema: Schema | None = None
+
+
+class Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints take."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    tenant: str | None = None
+    priority: int | None = None
+    ttl: float | None = None
+    store: bool | None = None
+    read: bool | None = None
+    session_id: str | None = None
+
+    @property
+    def usage_in_stream(self) -> bool:
+        return bool(self.stream_options is not None and self.stream_options.include_usage)
+
+
+class CompletionFields(Fields, frozen=True, kw_only=True):
+    prompt: str | list[int | str | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class ChatFields(Fields, frozen=True, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    audio: dict[str, Any] | None = None
+
+
+Some = TypeVar("Some", CompletionFields, ChatFields)
+
+
+def read_fields(body: bytes, kind: type[Some]) -> Some:
+    """A body's fields. Raises ApiError, with the field's name where one is wrong."""
+    if not body.strip():
+        raise bad_request("the body is empty; it must be a JSON object")
+    try:
+        fields = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        said = str(error)
+        at = _FIELD.search(said)
+        missing = re.search(r"required field `(\w+)`", said)
+        name = missing[1] if missing else at[1] if at else None
+        raise bad_request(f"{name}: {said}" if name and not missing else said, name) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"the body is not JSON: {error}") from None
+    _check(fields)
+    return fields
+
+
+def _check(fields: Fields) -> None:
+    """Raise ApiError for what SamplingParams does not look at."""
+    for name in ("seed", "priority"):
+        value = getattr(fields, name)
+        if value is not None and value not in INTEGERS:
+            raise bad_request(f"{name} {value} does not fit 64 bits", name)
+    if fields.ttl is not None and not 0 < fields.ttl < math.inf:
+        raise bad_request(f"ttl {fields.ttl} must be a positive number of seconds", "ttl")
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
+        raise bad_request(
+            f"stop may be {MOST_STOPS} texts of {LONGEST_STOP} characters; {len(stops)} were given", "stop"
+        )
+    for name in ("tenant", "session_id"):
+        if len(getattr(fields, name) or "") > LONGEST_STOP:
+            raise bad_request(f"{name} is longer than {LONGEST_STOP} characters", name)
+    for name in ("regex", "grammar"):
+        if len(getattr(fields, name) or "") > LONGEST_FORM:
+            raise bad_request(f"{name} is longer than {LONGEST_FORM:,} characters", name)
+    if fields.stream_options is not None and not fields.stream:
+        raise bad_request("stream_options go with stream: true", "stream_options")
+    if isinstance(fields, CompletionFields):
+        _check_completion(fields)
+    elif isinstance(fields, ChatFields):
+        _check_chat(fields)
+
+
+def _check_completion(fields: CompletionFields) -> None:
+    if fields.suffix:
+        raise bad_request("suffix cannot be had here: the model writes forward only", "suffix")
+    if fields.echo and fields.logprobs is not None:
+        raise bad_request("echo with logprobs cannot be had here: prompts have no log-probabilities", "echo")
+    if not 0 <= (fields.logprobs or 0) <= MOST_LOGPROBS:
+        raise bad_request(f"logprobs {fields.logprobs} must lie in 0 to {MOST_LOGPROBS}", "logprobs")
+    n, best_of = fields.n or 1, fields.best_of
+    if best_of is not None and best_of > MOST_BEST_OF:
+        raise bad_request(f"best_of {best_of} must lie in n to {MOST_BEST_OF}", "best_of")
+    if best_of is not None and best_of > n and fields.stream:
+        raise bad_request("best_of picks answers at the end, so there is nothing to stream", "best_of")
+
+
+def _check_chat(fields: ChatFields) -> None:
+    for name in ("tools", "functions", "audio"):
+        if getattr(fields, name):
+            raise bad_request(f"{name} cannot be had here; leave it out", name)
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise bad_request("top_logprobs go with logprobs: true", "top_logprobs")
+    if not 0 <= (fields.top_logprobs or 0) <= MOST_LOGPROBS:
+        raise bad_request(
+            f"top_logprobs {fields.top_logprobs} must lie in 0 to {MOST_LOGPROBS}", "top_logprobs"
+        )
+    if fields.max_tokens is not None and fields.max_completion_tokens not in (None, fields.max_tokens):
+        raise bad_request("max_tokens and max_completion_tokens are the same thing: give one", "max_tokens")
+
+
+def sampling(fields: CompletionFields | ChatFields, max_tokens: int, vocabulary: int) -> SamplingParams:
+    """How the tokens are chosen. Raises ApiError where a value makes no sense."""
+    given: dict[str, Any] = {
+        name: value
+        for name in (
+            "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
+            "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "regex", "grammar",
+            "include_stop_str_in_output", "skip_special_tokens", "best_of",
+        )
+        if (value := getattr(fields, name, None)) is not None
+    }  # fmt: skip
+    if isinstance(fields, ChatFields):
+        given["logprobs"] = (fields.top_logprobs or 0) if fields.logprobs else None
+    else:
+        given["logprobs"] = fields.logprobs
+    if given.get("top_k") == -1:  # as others write "all"
+        given["top_k"] = 0
+    beyond = [token for token in fields.logit_bias or () if token >= vocabulary]
+    if beyond:
+        raise bad_request(f"logit_bias: token {beyond[0]} is none of the model's {vocabulary}", "logit_bias")
+    given["json_schema"] = _schema(fields.response_format)
+    try:
+        return SamplingParams(max_tokens=max_tokens, **given)
+    except ValueError as error:
+        raise _explained(error) from None
+
+
+def _schema(wanted: ResponseFormat | None) -> str | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return '{"type": "object"}'
+    if wanted.type != "json_schema":
+        raise bad_request(
+            f"response_format: type {wanted.type!r} is not one of text, json_object, json_schema",
+            "response_format",
+        )
+    schema = None if wanted.json_schema is None else wanted.json_schema.schema
+    if schema is None:
+        raise bad_request("response_format: json_schema needs a json_schema with a schema", "response_format")
+    text = msgspec.json.encode(schema).decode()
+    if len(text) > LONGEST_FORM:
+        raise bad_request(
+            f"response_format: the schema is longer than {LONGEST_FORM:,} characters", "response_format"
+        )
+    return text
+
+
+def _explained(error: ValueError) -> ApiError:
+    """An error of SamplingParams, which begins with the name of what is wrong."""
+    word = _WORD.match(str(error))
+    known = word is not None and word[0] in {
+        *ChatFields.__struct_fields__,
+        *CompletionFields.__struct_fields__,
+    }
+    return bad_request(str(error), word[0] if word is not None and known else None)

@@ -1,0 +1,183 @@
+"""What the API's process and the engine's process tell each other, and how it stands on the wire. Data; nothing is pickled.
+
+    API    ──▶ engine    Start (once, first), Add, Cancel, EndSession
+    engine ──▶ API       Ready or Failed (once), then Outputs: everything a step brought, in one message
+
+A message is msgpack behind its length, four bytes. Log-probabilities are triples of token, value and rank.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+from kvloom.engine.params import SamplingParams
+
+__all__ = [
+    "HEADER_BYTES",
+    "Add",
+    "Cancel",
+    "Delta",
+    "EndSession",
+    "Failed",
+    "FromEngine",
+    "Outputs",
+    "Ready",
+    "Refused",
+    "Start",
+    "Stats",
+    "TenantRules",
+    "ToEngine",
+    "TokenTold",
+    "frame",
+    "length_of",
+]
+
+_LENGTH = struct.Struct("<I")
+HEADER_BYTES = _LENGTH.size
+
+TokenTold = tuple[int, float, int]
+"""A token, its log-probability, and its place among all."""
+
+
+class TenantRules(msgspec.Struct, frozen=True, array_like=True):
+    """A tenant's name, the most bytes of the pool it may use, and its share of a full pool."""
+
+    name: str
+    quota: int | None = None
+    weight: float = 0.0
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """What the engine is to be. `pool_bytes` None: what `memory_fraction` of the device leaves; `cpu_dtype` is what "auto"
+    means on a CPU, if not the checkpoint's own; `threads` None: one core is left to the server; `progress` shows bars."""
+
+    model: str
+    dtype: str = "auto"
+    cpu_dtype: str = "auto"
+    kv_dtype: str | None = None
+    kv_scales: str = "dynamic"
+    device: str | None = None
+    random_weights: bool = False
+    pool_bytes: int | None = None
+    memory_fraction: float = 0.9
+    token_budget: int | None = None
+    max_running: int = 256
+    threads: int | None = None
+    tenants: tuple[TenantRules, ...] = ()
+    progress: bool = False
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended."""
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    stream: bool = False
+    tenant: str = ""
+    session: str | None = None
+    priority: int = 0
+    ttl: float | None = None
+    store: bool = True
+    read: bool = True
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """End a prompt's answers; nothing more is told of them. Unknown ids are those that have ended already."""
+
+    id: int
+
+
+class EndSession(msgspec.Struct, frozen=True, tag=True):
+    """What only this session of a tenant used may leave the cache first."""
+
+    tenant: str
+    session: str
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What is new of the `index`th answer to prompt `id`. Text may lag behind tokens. `cached` is how many of the prompt's
+    tokens were found in the cache; `finish` comes with the last piece."""
+
+    id: int
+    index: int
+    text: str
+    tokens: list[int]
+    cached: int = 0
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[list[TokenTold]] | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt that can never run, and why."""
+
+    id: int
+    why: str
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Counters of the engine and its cache; they begin again when it is restarted. `tenants` has used and held bytes."""
+
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    slabs: int = 0
+    free_slabs: int = 0
+    held_pages: int = 0
+    cached_pages: int = 0
+    looked_up_tokens: int = 0
+    hit_tokens: int = 0
+    evictions: int = 0
+    tenants: dict[str, tuple[int, int]] = {}
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """What one step brought. `stats` come now and then, and whenever the engine falls idle."""
+
+    deltas: list[Delta] = []
+    refused: list[Refused] = []
+    stats: Stats | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine is loaded. `longest` is the most tokens one request can have, prompt and answer together, and
+    `tenants_longest` what that is for tenants with a quota."""
+
+    device: str
+    dtype: str
+    vocabulary: int
+    longest: int
+    tenants_longest: dict[str, int]
+    pool_bytes: int
+    slab_bytes: int
+    block_tokens: int
+    bytes_per_token: int
+    layout: list[dict[str, Any]]
+    seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot be loaded, and trying again would not help."""
+
+    why: str
+
+
+ToEngine = Start | Add | Cancel | EndSession
+FromEngine = Ready | Failed | Outputs
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    """A message as it stands on the wire."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def length_of(header: bytes) -> int:
+    """How many bytes of body follow a header."""
+    return int(_LENGTH.unpack(header)[0])

@@ -1,0 +1,109 @@
+"""What all endpoints share: the engine's link, the tokenizer, keys, limits and counts, and the checks that come first."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+
+from .errors import ApiError, bad_request, draining, engine_loading, too_large, unknown_model
+from .fields import Fields
+from .keys import Keys
+from .limits import Gate, Limits
+from .link import EngineLink
+from .messages import Ready
+from .metrics import Metrics
+from .prompts import Prompts
+
+__all__ = ["Service", "is_loopback"]
+
+
+@dataclass(slots=True)
+class Service:
+    """One server. `model` is the name that requests give, `path` another that is understood; `prompts` is None while the
+    tokenizer loads; without `keys` nobody is asked for one, and only names of this machine are answered to."""
+
+    link: EngineLink
+    keys: Keys
+    limits: Limits
+    gate: Gate
+    metrics: Metrics
+    model: str
+    path: str
+    created: int
+    prompts: Prompts | None = None
+
+    def ready(self) -> tuple[Ready, Prompts]:
+        """The engine's facts and the tokenizer. Raises ApiError while one of them is missing, or the server shuts down."""
+        if self.gate.shut:
+            raise draining()
+        facts = self.link.check()
+        if self.prompts is None:
+            raise engine_loading()
+        return facts, self.prompts
+
+    def tenant_of(self, request: Request) -> str | None:
+        """The tenant that a request's key names; None where no keys are used. Raises ApiError 401."""
+        return self.keys.tenant(request.headers.get("authorization")) if self.keys else None
+
+    def tenant(self, request: Request, fields: Fields) -> str:
+        """The tenant of a generating request: its key's, or without keys the one it names."""
+        known = self.tenant_of(request)
+        if known is None:
+            return fields.tenant or ""
+        if fields.tenant not in (None, known):
+            raise bad_request("tenant is given by the API key; leave the field out", "tenant")
+        return known
+
+    def check_model(self, name: str) -> None:
+        if name not in (self.model, self.path):
+            raise unknown_model(name, self.model)
+
+    def check_host(self, request: Request) -> None:
+        """Without keys, refuse requests that were sent to another name than this machine's: a web page could have made a
+        browser send them. Raises ApiError 403."""
+        if self.keys:
+            return
+        host = request.headers.get("host", "localhost")
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if not is_loopback(name):
+            raise ApiError(
+                403,
+                f"without API keys this server answers to names of its own machine, not {name!r}: start it with --api-keys",
+            )
+
+    async def body(self, request: Request) -> bytes:
+        """A request's body: JSON, of a size and at a pace that are taken. Raises ApiError."""
+        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, f"the body must be application/json, not {kind!r}")
+        limit = self.limits.body_bytes
+        said = request.headers.get("content-length", "0")
+        if said.isdigit() and int(said) > limit:
+            raise too_large(limit)
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.request_seconds):
+                async for chunk in request.stream():
+                    data += chunk
+                    if len(data) > limit:
+                        raise too_large(limit)
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body did not come within {self.limits.request_seconds:g} seconds"
+            ) from None
+        except ClientDisconnect:
+            raise bad_request("the client went away") from None
+        return bytes(data)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is of this machine alone."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

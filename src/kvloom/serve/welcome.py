@@ -1,0 +1,50 @@
+"""The lines that say a server is ready: its address, the pool and its layout, and something to try."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from .messages import Ready
+
+__all__ = ["welcome"]
+
+MiB = 1 << 20
+
+
+def welcome(model: str, url: str, facts: Ready, pid: int, seconds: float, keys: bool, chat: bool) -> None:
+    """Print them to stdout."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("group", "layers", "page", "pages a block", "pages a slab", "padding"):
+        table.add_column(column, justify="left" if column == "group" else "right")
+    for row in facts.layout:
+        table.add_row(
+            str(row["group"]),
+            str(row["layers"]),
+            f"{row['page_bytes']:,} B",
+            str(row["pages_per_block"]),
+            str(row["pages_per_slab"]),
+            f"{float(row['waste']):.1%}",
+        )
+    tokens = facts.pool_bytes // max(1, facts.bytes_per_token)
+    console.print(
+        f"\n{model} in {facts.dtype} on {facts.device} (process {pid}), ready after {seconds:.1f} s",
+        style="bold",
+    )
+    console.print(
+        f"pool of {facts.pool_bytes / MiB:,.0f} MiB for about {tokens:,} tokens, {facts.longest:,} in one request at most; "
+        f"blocks of {facts.block_tokens} tokens, slabs of {facts.slab_bytes:,} bytes"
+    )
+    console.print(table)
+    ask = '"messages": [{"role": "user", "content": "Hello"}]' if chat else '"prompt": "def fibonacci(n):"'
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    print(f"\nkvloom serves {model} at {url}; to try it:")
+    auth = ' -H "Authorization: Bearer $KEY"' if keys else ""
+    print(
+        f"""  curl {url}{path}{auth} -H "Content-Type: application/json" \\
+    -d '{{"model": "{model}", {ask}, "max_tokens": 64}}'\n""",
+        flush=True,
+    )

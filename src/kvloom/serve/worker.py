@@ -1,0 +1,227 @@
+"""The engine's side of the conversation: messages in, what a step brought out. Knows no sockets and no HTTP.
+
+A tenant with a quota has a gate of its own: its requests enter the engine while the pages they may come to need fit the quota
+together. So a tenant at its limit waits for itself, and never stands at the head of a queue that others wait in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvloom.core import Control, KVCache, Retain, Tenant
+from kvloom.core.tenants import Account
+from kvloom.engine.engine import Engine
+from kvloom.engine.request import Request
+
+from .messages import Add, Cancel, Delta, EndSession, Outputs, Refused, Stats, TenantRules, TokenTold
+
+__all__ = ["Worker"]
+
+STATS_SECONDS = 0.25
+
+
+@dataclass(slots=True)
+class _Open:
+    """A prompt that runs, and how many tokens of each of its answers were told."""
+
+    message: Add
+    request: Request
+    claim: int
+    told: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Gate:
+    """A tenant's quota, what its running requests may come to need of it, and who waits for the rest."""
+
+    quota: int
+    claimed: int = 0
+    waiting: deque[tuple[Add, int]] = field(default_factory=deque)
+
+
+class Worker:
+    """One engine and the requests of its users. One thread calls it."""
+
+    def __init__(self, engine: Engine, tenants: tuple[TenantRules, ...] = ()) -> None:
+        self.engine = engine
+        _declare(engine.cache, [Tenant(t.name, t.quota, t.weight) for t in tenants])
+        self._gates = {t.name: _Gate(t.quota) for t in tenants if t.quota is not None}
+        self._open: dict[int, _Open] = {}
+        self._refused: list[Refused] = []
+        self._preemptions = 0
+        self._stats_at = 0.0
+        self._news = True  # whether something changed since the last stats
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do or tell something."""
+        return self.engine.busy or bool(self._refused) or self._news
+
+    def take(self, message: Add | Cancel | EndSession) -> None:
+        """Do as a message says. What is refused is told by the next step."""
+        self._news = True
+        if isinstance(message, Cancel):
+            self._cancel(message.id)
+        elif isinstance(message, EndSession):
+            self.engine.cache.end_session(_session(message.tenant, message.session))
+        else:
+            self._enter(message)
+
+    def step(self) -> Outputs | None:
+        """Let the engine make a step; what it brought, None where that is nothing."""
+        if self.engine.busy:
+            self.engine.step()
+        deltas: list[Delta] = []
+        ended: list[_Open] = []
+        for one in self._open.values():
+            if self._tell(one, deltas):
+                ended.append(one)
+        for one in ended:
+            self._leave(one)
+        refused, self._refused = self._refused, []
+        stats = self._stats()
+        return Outputs(deltas, refused, stats) if deltas or refused or stats is not None else None
+
+    def _enter(self, message: Add) -> None:
+        gate = self._gates.get(message.tenant)
+        if gate is None:
+            self._add(message, 0)
+            return
+        claim = self._claim(message)
+        if claim > gate.quota:
+            self._refused.append(
+                Refused(
+                    message.id,
+                    f"{len(message.prompt)} prompt tokens and up to {message.params.max_tokens} new ones need {claim:,} "
+                    f"bytes of cache, but the quota is {gate.quota:,}: ask for fewer",
+                )
+            )
+            return
+        gate.waiting.append((message, claim))
+        self._admit(gate)
+
+    def _admit(self, gate: _Gate) -> None:
+        while gate.waiting and gate.claimed + gate.waiting[0][1] <= gate.quota:
+            message, claim = gate.waiting.popleft()
+            if self._add(message, claim):
+                gate.claimed += claim
+
+    def _add(self, message: Add, claim: int) -> bool:
+        retain = () if message.ttl is None else (Retain(ttl=message.ttl),)
+        session = None if message.session is None else _session(message.tenant, message.session)
+        control = Control(
+            tenant=message.tenant, store=message.store, read=message.read, session=session, retain=retain
+        )
+        try:
+            request = self.engine.add(
+                message.prompt,
+                message.params,
+                control,
+                message.priority,
+                text=self.engine.tokenizer is not None,
+            )
+        except ValueError as error:
+            self._refused.append(Refused(message.id, str(error)))
+            return False
+        self._open[message.id] = _Open(message, request, claim, [0] * len(request.family))
+        return True
+
+    def _cancel(self, id_: int) -> None:
+        one = self._open.get(id_)
+        if one is not None:
+            self.engine.cancel(one.request)
+            self._leave(one)
+            return
+        for gate in self._gates.values():
+            gate.waiting = deque(item for item in gate.waiting if item[0].id != id_)
+
+    def _leave(self, one: _Open) -> None:
+        del self._open[one.message.id]
+        self._preemptions += sum(answer.preemptions for answer in one.request.family)
+        self._news = True
+        gate = self._gates.get(one.message.tenant)
+        if gate is not None:
+            gate.claimed -= one.claim
+            self._admit(gate)
+
+    def _claim(self, message: Add) -> int:
+        """Bytes that a prompt and its answers may come to hold: the answers share the prompt's full blocks."""
+        layout = self.engine.layout
+        more, samples = message.params.max_tokens, message.params.samples
+        first = layout.slab_bytes_for(len(message.prompt) + more)
+        return first + (samples - 1) * layout.slab_bytes_for(more + layout.block_tokens)
+
+    def _tell(self, one: _Open, deltas: list[Delta]) -> bool:
+        """Add what is new of a prompt's answers; whether all of them have ended."""
+        answers = one.request.family
+        if one.message.stream:
+            for index, answer in enumerate(answers):
+                told, count = one.told[index], answer.output_count
+                if told >= 0 and (count > told or answer.finish is not None):
+                    deltas.append(self._delta(one, index, answer, told))
+                    one.told[index] = -1 if answer.finish is not None else count
+            return all(told < 0 for told in one.told)
+        if any(answer.finish is None for answer in answers):
+            return False
+        deltas += [self._delta(one, i, answer, 0) for i, answer in enumerate(one.request.best)]
+        return True
+
+    def _delta(self, one: _Open, index: int, answer: Request, told: int) -> Delta:
+        logprobs: list[list[TokenTold]] | None = None
+        if answer.params.logprobs is not None:
+            logprobs = [
+                [(token, p.logprob, p.rank) for token, p in place.items()] for place in answer.logprobs[told:]
+            ]
+        return Delta(
+            one.message.id,
+            index,
+            "" if answer.text is None else answer.text.take(),
+            answer.tokens[len(answer.prompt) + told :],
+            one.request.cached_tokens or 0,
+            answer.finish,
+            answer.stop_reason,
+            logprobs,
+        )
+
+    def _stats(self) -> Stats | None:
+        now = time.monotonic()
+        idle = not self.engine.busy
+        if not (self._news and idle) and now < self._stats_at:
+            return None
+        self._stats_at = now + STATS_SECONDS
+        self._news = False if idle else self._news
+        cache, scheduler = self.engine.cache, self.engine.scheduler
+        found = cache.stats()
+        gated = sum(len(gate.waiting) for gate in self._gates.values())
+        names = (
+            "slabs",
+            "free_slabs",
+            "held_pages",
+            "cached_pages",
+            "looked_up_tokens",
+            "hit_tokens",
+            "evictions",
+        )
+        return Stats(
+            running=len(scheduler.running),
+            waiting=scheduler.waiting + gated,
+            preemptions=self._preemptions,
+            tenants={name: (account.used, account.held) for name, account in cache.accounts.accounts.items()},
+            **{name: int(found[name]) for name in names},  # type: ignore[arg-type]
+        )
+
+
+def _session(tenant: str, session: str) -> str:
+    """A session's name in the cache: no tenant can write one that is another's."""
+    return f"{len(tenant)}:{tenant}:{session}"
+
+
+def _declare(cache: KVCache, tenants: list[Tenant]) -> None:
+    """Give tenants accounts of their own in a cache that was made without them."""
+    accounts = cache.accounts.accounts
+    policy = accounts[cache.accounts.DEFAULT].queue.policy
+    for tenant in tenants:
+        accounts[tenant.name] = Account(tenant, policy)
+    cache.accounts.share_out((cache.pool.slabs - 1) * cache.layout.slab_bytes)

@@ -1,0 +1,408 @@
+"""Images on our cache against generate(): chunks, hits, preemption, positions, spans; and what is refused."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kvloom.core import Control, KVCache, Media, PoolLayout
+from kvloom.engine.engine import Engine
+from kvloom.engine.llm import LLM
+from kvloom.engine.request import SamplingParams
+from kvloom.models.attention import ATTENTION
+from kvloom.models.batch import Stage, Work
+from kvloom.models.specs import model_spec
+from kvloom.models.vision import Embeddings, Sight, Vision
+from tests.engine.made_tokenizers import byte_level
+from tests.models.seeing import (
+    BEGIN,
+    END,
+    IMAGE,
+    MAIN,
+    TINY,
+    WINDOW,
+    expected,
+    image_of,
+    prompt_of,
+    seeing,
+    tokens_of,
+    words,
+)
+from tests.models.zoo import tiny
+
+NEW = 10
+GREEDY = SamplingParams(max_tokens=NEW, temperature=0)
+Picture = dict[str, torch.Tensor]
+
+
+def engine_of(model: Any, room: int = 8 << 20, **options: Any) -> Engine:
+    """An engine whose pool is full of NaN: nothing unwritten may be read."""
+    engine = Engine(model, room, **options)
+    engine.buffer.view(torch.float32).fill_(torch.nan)
+    return engine
+
+
+def mixed(family: str, rng: random.Random) -> tuple[list[int], list[Picture]]:
+    """A random prompt of text and up to two of four images."""
+    images = [image_of(family, rng.randrange(4)) for _ in range(rng.choice((0, 1, 1, 2)))]
+    parts: list[Any] = [words(rng.randrange(3), rng.randrange(1, 20))]
+    for image in images:
+        parts += [image, words(rng.randrange(9), rng.randrange(1, 8))]
+    return prompt_of(family, *parts), images
+
+
+@pytest.mark.parametrize(
+    ("family", "ahead"), [*((name, False) for name in TINY), *((name, True) for name in MAIN)]
+)
+def test_images_and_text_in_a_pool_far_too_small_give_generates_tokens(family: str, ahead: bool) -> None:
+    rng = random.Random(family)
+    model = seeing(family)
+    asked = [mixed(family, rng) for _ in range(14)]
+    wanted = [expected(family, model, prompt, images, NEW) for prompt, images in asked]
+    layout = Engine(model, 1 << 24).layout
+    room = 3 * layout.slab_bytes_for(max(len(prompt) for prompt, _ in asked) + NEW)
+    engine = engine_of(model, room, token_budget=19, max_running=6, ahead=ahead)
+    requests = [
+        engine.add(prompt, GREEDY, priority=i % 3, images=images) for i, (prompt, images) in enumerate(asked)
+    ]
+    while engine.busy:
+        engine.step()
+        engine.cache.check()
+    assert [request.tokens for request in requests] == wanted
+    assert sum(request.preemptions for request in requests)
+    assert sum(request.cached_tokens or 0 for request in requests)
+    engine.cache.take_copies()
+    assert engine.cache.stats()["held_pages"] == 0
+
+
+@pytest.mark.parametrize("family", MAIN)
+def test_who_shares_image_and_text_finds_both_and_another_image_finds_neither(family: str) -> None:
+    model, image, other = seeing(family), image_of(family, 0), image_of(family, 3)
+    assert tokens_of(family, image) == tokens_of(family, other)
+    prompts = [prompt_of(family, words(1, 24), shown, words(2, 5)) for shown in (image, other)]
+    assert prompts[0] == prompts[1]  # by their placeholders they are the same
+    wanted = [expected(family, model, prompts[0], [shown], NEW) for shown in (image, other)]
+    further = [*prompts[0], *words(7, 5)]
+    wanted_further = expected(family, model, further, [image], NEW)
+    assert wanted[0] != wanted[1]
+    engine = engine_of(model)
+
+    def ask(shown: Picture, prompt: list[int]) -> Any:
+        request = engine.add(prompt, GREEDY, images=[shown])
+        engine.run()
+        return request
+
+    first, second, again = (ask(shown, prompts[0]) for shown in (image, other, image))
+    assert [first.tokens, second.tokens, again.tokens] == [*wanted, wanted[0]]
+    assert first.cached_tokens == 0
+    assert second.cached_tokens is not None
+    assert second.cached_tokens <= 25  # the text before the image, and the token that opens it
+    assert again.cached_tokens == len(prompts[0]) - 1
+    longer = ask(image, further)
+    assert longer.cached_tokens == len(prompts[0])
+    assert longer.tokens == wanted_further
+
+
+@pytest.mark.parametrize(
+    "family", ["llava", "gemma3"]
+)  # generate() goes on from the last patch's axes with the others
+def test_a_prompt_that_ends_with_an_image_may_resume_inside_of_it(family: str) -> None:
+    model, image = seeing(family), image_of(family, 1)
+    prompt = prompt_of(family, words(3, 9), image)[:-1]
+    wanted = expected(family, model, prompt, [image], NEW)
+    engine = engine_of(model)
+    requests = []
+    for _ in range(2):
+        requests.append(engine.add(prompt, GREEDY, images=[image]))
+        engine.run()
+    assert [request.tokens for request in requests] == [wanted, wanted]
+    assert requests[1].cached_tokens == len(prompt) - 1
+
+
+def test_answers_and_beams_share_the_image() -> None:
+    model, image = seeing("qwen2_5_vl"), image_of("qwen2_5_vl", 0)
+    prompt = prompt_of("qwen2_5_vl", words(1, 5), image, words(2, 6))
+    wanted = expected("qwen2_5_vl", model, prompt, [image], NEW)
+    engine = engine_of(model, token_budget=7)
+    plain = engine.add(prompt, GREEDY, images=[image])
+    drawn = SamplingParams(max_tokens=NEW, temperature=0.8, seed=5, n=2)
+    pair = engine.add(prompt, drawn, images=[image])
+    engine.run()
+    assert plain.tokens == wanted
+    lone = engine.add(prompt, SamplingParams(max_tokens=NEW, temperature=0.8, seed=6), images=[image])
+    engine.run()
+    assert pair.family[1].tokens == lone.tokens
+    with torch.inference_mode():
+        model.set_attn_implementation("eager")
+        searched = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW, num_beams=3, do_sample=False, pad_token_id=0,
+            mm_token_type_ids=(torch.tensor([prompt]) == IMAGE).int(), **image,
+        )  # fmt: skip
+    engine = engine_of(model)
+    beams = engine.add(
+        prompt, SamplingParams(max_tokens=NEW, temperature=0, beam_width=3, n=1), images=[image]
+    )
+    engine.run()
+    assert beams.best[0].tokens == searched[0].tolist()
+
+
+@pytest.mark.parametrize(("kept", "runs"), [(3, 3), (1, 6), (0, 7)])
+def test_the_tower_runs_once_for_each_content_that_is_kept(kept: int, runs: int) -> None:
+    model = seeing("llava")
+    images = [image_of("llava", seed) for seed in range(3)]
+    prompts = [prompt_of("llava", words(9, 3), image, words(i, 4)) for i, image in enumerate(images)]
+    wanted = [expected("llava", model, prompts[i], [images[i]], NEW) for i in range(3)]
+    size = 16 * 32 * 4  # tokens, hidden size, bytes
+    engine = engine_of(model, image_bytes=kept * size, token_budget=5)
+    ran: list[int] = []
+    model.model.vision_tower.register_forward_hook(lambda *_: ran.append(1))
+    for i in (0, 1, 2, 0, 1, 2):
+        request = engine.add(prompts[i], GREEDY, Control(read=False), images=[images[i]])
+        if kept == 0:
+            engine.scheduler.token_budget = 64  # else every chunk would run it
+        engine.run()
+        assert request.tokens == wanted[i]
+    assert engine.vision is not None
+    assert engine.vision.embeddings.bytes == kept * size
+    assert len(engine.vision.embeddings) == kept
+    assert (
+        len(ran) == runs
+    )  # where nothing is kept, the first image was also run to learn how many tokens it makes
+
+
+def test_the_least_recently_used_embeddings_leave_first() -> None:
+    kept = Embeddings(3 * 40)
+    a, b, c = (torch.full((10,), float(i)) for i in range(3))
+    for name, made in ((b"a", a), (b"b", b), (b"c", c)):
+        kept.put(name, made)
+    assert kept.get(b"a") is a
+    kept.put(b"d", torch.zeros(20))
+    assert [kept.get(name) is not None for name in (b"a", b"b", b"c", b"d")] == [True, False, False, True]
+    kept.put(b"large", torch.zeros(31))
+    assert kept.get(b"large") is None
+    assert (kept.bytes, len(kept), kept.hits, kept.misses) == (120, 2, 3, 3)
+    with pytest.raises(ValueError, match="-1 is negative"):
+        Embeddings(-1)
+
+
+def test_no_step_ends_inside_an_image_whose_tokens_see_each_other() -> None:
+    model, image = seeing("gemma3"), image_of("gemma3", 0)
+    prompt = prompt_of("gemma3", words(1, 9), image, words(2, 3), image, words(3, 4))
+    engine = engine_of(model, token_budget=17)
+    request = engine.add(prompt, GREEDY, images=[image, image])
+    ends = [0]
+    while request.computed < len(prompt):
+        engine.step()
+        ends.append(request.computed)
+    assert ends == [0, 10, 27, 31, 48, len(prompt)]  # images are [10, 26) and [31, 47)
+    assert engine.scheduler.token_budget == 17
+    assert max(b - a for a, b in pairwise(ends)) <= 17
+
+
+def test_an_image_cut_by_a_lack_of_pages_waits_whole() -> None:
+    """Chunks are halved where pages are short; an image is never one of the halves."""
+    sight = Sight(
+        (),
+        (Media(3, 9, bytes(16)), Media(12, 15, bytes(16))),
+        np.arange(0),
+        np.zeros(1, np.int64),
+        whole=True,
+    )
+    assert [sight.fitting(0, count) for count in range(1, 16)] == [
+        1,
+        2,
+        3,
+        3,
+        3,
+        3,
+        3,
+        3,
+        9,
+        10,
+        11,
+        12,
+        12,
+        12,
+        15,
+    ]
+    assert [sight.fitting(5, count) for count in range(1, 6)] == [0, 0, 0, 4, 5]
+    assert sight.largest == 6
+    free = Sight((), sight.media, sight.places, sight.bounds)
+    assert [free.fitting(0, count) for count in range(1, 16)] == list(range(1, 16))
+    assert free.largest == 1
+
+
+def test_positions_that_are_sent_for_a_replay_are_shifted_by_row() -> None:
+    layout = PoolLayout.build(model_spec(seeing("qwen2_vl").config.to_dict(), kv_dtype="fp32").layers)
+    cache = KVCache(layout, slabs=50)
+    stage = Stage(cache, "cpu", 64, 8, mirrored=True, shifted=True)
+    media = (Media(1, 2, bytes(16)),)
+    sights = [Sight((), media, np.arange(0), np.zeros(1, np.int64), None, shift) for shift in (-4, 7)]
+    works = []
+    for i, sight in enumerate([*sights, None]):
+        prompt = np.arange(3, 23 + i, dtype=np.int32)[::-1]
+        sequence = cache.open(cache.match(prompt))
+        sequence.extend(21 + i)
+        sequence.commit(prompt)
+        works.append(Work(sequence, np.array([9]), sight=sight))
+    laid_out = stage.lay_out(works)
+    assert laid_out.positions.tolist() == [20, 21, 22]
+    assert laid_out.rotary is not None
+    assert laid_out.rotary.tolist() == [16, 28, 22]
+    stage.send(works, 4)
+    replayed = stage.replayed(4, torch.zeros(4, dtype=torch.int64))
+    assert replayed.rotary is not None
+    assert replayed.rotary.tolist() == [16, 28, 22, 0]
+    assert replayed.positions.tolist() == [20, 21, 22, 0]
+
+
+def test_tokens_between_the_rows_of_an_image_belong_to_its_name() -> None:
+    model, image = seeing("llava"), image_of("llava", 0)
+    vision = Vision(model)
+    rows = [[IMAGE] * 4 for _ in range(4)]
+    broken = [token for row in rows for token in [*row, 50]]
+    plain = vision.look([3, *[IMAGE] * 16, 4], [image]).media[0]
+    cut, other = (vision.look([3, *broken[:-1], last], [image]).media[0] for last in (4, 5))
+    assert (plain.start, plain.stop) == (1, 17)
+    assert (cut.start, cut.stop) == (1, 20)
+    assert plain.digest != cut.digest == other.digest
+    wanted = expected("llava", model, [3, *broken, 4], [image], NEW)
+    engine = engine_of(model, token_budget=7)
+    request = engine.add([3, *broken, 4], GREEDY, images=[image])
+    engine.run()
+    assert request.tokens == wanted
+
+
+def test_the_tower_keeps_its_own_attention() -> None:
+    model = seeing("llava")
+    Engine(model, 8 << 20)
+    assert model.config.text_config._attn_implementation == ATTENTION
+    assert model.config.vision_config._attn_implementation == "eager"
+
+
+def test_pixels_alone_are_an_image_and_dtype_and_grid_are_content() -> None:
+    vision = Vision(seeing("llava"))
+    pixels = image_of("llava", 0)["pixel_values"]
+
+    def digest(given: Any) -> bytes:
+        return vision.look([IMAGE] * 16, [given]).images[0].digest
+
+    same = [digest(given) for given in ({"pixel_values": pixels}, pixels, pixels[0], pixels.numpy())]
+    assert len(set(same)) == 1
+    changed = pixels.clone()
+    changed[0, 0, 0, 0] += 1e-3
+    assert digest(changed) != same[0]
+    assert digest(pixels.bfloat16()) != same[0]
+    assert vision.look([IMAGE] * 16, [pixels], tenant="other").images[0].digest != same[0]
+    qwen = Vision(seeing("qwen2_vl"))
+    patches = image_of("qwen2_vl", 0)["pixel_values"]
+    wide, tall = (
+        qwen.look([BEGIN, *[IMAGE] * 6, END], [{"pixel_values": patches, "image_grid_thw": torch.tensor([1, *size])}])
+        for size in ((4, 6), (6, 4))
+    )  # fmt: skip
+    assert wide.media[0].digest != tall.media[0].digest
+    assert wide.axes is not None
+    assert wide.axes[:, 1:7].tolist() == [[1] * 6, [1, 1, 1, 2, 2, 2], [1, 2, 3, 1, 2, 3]]
+    assert wide.shift == 3 - 6
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt", "images", "why"),
+    [
+        ("llava", [3, 4], [0], "0 image tokens .id 60., but its 1 images need 16"),
+        ("llava", [IMAGE] * 31, [0, 0], "31 image tokens .id 60., but its 2 images need 32"),
+        ("llava", [IMAGE] * 16, [{"pixels": torch.zeros(1)}], "consists of pixel_values, not of pixels"),
+        ("llava", [IMAGE] * 16, [torch.zeros(1, 3, 5)], "cannot take an image of pixel_values .1, 1, 3, 5."),
+        ("llava", [IMAGE] * 16, ["a picture"], "tensors, as the model's processor makes them, not str"),
+        (
+            "qwen2_vl",
+            [IMAGE] * 6,
+            [torch.zeros(24, 96)],
+            "pixel_values and image_grid_thw, not of pixel_values",
+        ),
+        ("qwen2_vl", [IMAGE] * 12, [0, 0], "two images meet at 6: put a token between them"),
+        ("qwen2_vl", [IMAGE, 3, *[IMAGE] * 5], [0], "6 tokens of the image at 0 must follow each other"),
+        ("gemma3", [IMAGE] * 32, [0, 0], "two images meet at 16"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(
+    family: str, prompt: list[int], images: list[Any], why: str
+) -> None:
+    engine = Engine(seeing(family), 8 << 20)
+    given = [image_of(family, image) if isinstance(image, int) else image for image in images]
+    with pytest.raises(ValueError, match=why):
+        engine.add(prompt, GREEDY, images=given)
+    assert not engine.busy
+
+
+def test_an_image_that_no_step_or_window_can_hold_is_refused() -> None:
+    prompt, image = [BEGIN, *[IMAGE] * 16, END], image_of("gemma3", 0)
+    engine = Engine(seeing("gemma3"), 8 << 20, token_budget=15)
+    with pytest.raises(
+        ValueError, match=r"image of 16 tokens.*exceeds the 15 tokens of a step: raise token_budget"
+    ):
+        engine.add(prompt, GREEDY, images=[image])
+    small = {**TINY["gemma3"]["text_config"], "sliding_window": 15}
+    engine = Engine(seeing("gemma3", text_config=small), 8 << 20)
+    with pytest.raises(
+        ValueError, match=r"image of 16 tokens that see each other is larger than .* window of 15"
+    ):
+        engine.add(prompt, GREEDY, images=[image])
+    assert WINDOW >= 16
+
+
+def test_models_that_do_not_see_refuse_images() -> None:
+    engine = Engine(tiny("llama"), 1 << 22)
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM .llama. takes no images here; the families that do: .*llava"
+    ):
+        engine.add([3, 4], GREEDY, images=[torch.zeros(3, 8, 8)])
+
+
+def test_prompts_of_text_and_pictures_go_through_the_models_processor(tmp_path: Path) -> None:
+    pil = pytest.importorskip("PIL.Image")
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    placeholder = tokenizer.convert_tokens_to_ids("<image>")
+    text = {**TINY["llava"]["text_config"], "vocab_size": len(tokenizer)}
+    model = seeing("llava", text_config=text, image_token_index=placeholder)
+    resize = transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    processor = transformers.LlavaProcessor(
+        resize, tokenizer, patch_size=2, vision_feature_select_strategy="default", image_token="<image>",
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+    noise = np.random.default_rng(0).integers(0, 255, (2, 12, 10, 3), dtype=np.uint8)
+    first, second = noise[0], pil.fromarray(noise[1])
+    words, params = "Look: <image> and <image>. So", SamplingParams(max_tokens=NEW, temperature=0)
+    made = processor(text=words, images=[first, second], return_tensors="pt")
+    with torch.inference_mode():
+        wanted = model.generate(**made, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0].tolist()
+    prompt = {"prompt": words, "images": [first, second]}
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    for llm in (
+        LLM(str(tmp_path), pool_bytes=8 << 20, device="cpu"),
+        LLM(model, pool_bytes=8 << 20, tokenizer=tokenizer, processor=processor),
+    ):
+        [result] = llm.generate(prompt, params)
+        assert [*result.prompt_token_ids, *result.outputs[0].token_ids] == wanted
+        assert result.prompt == words
+        by_ids = {"prompt": result.prompt_token_ids, "images": [first, second]}
+        again, plain = llm.generate([by_ids, "So"], params)
+        assert again.outputs[0].token_ids == result.outputs[0].token_ids
+        assert again.num_cached_tokens == len(result.prompt_token_ids) - 1
+        assert plain.prompt == "So"
+        pieces = list(llm.stream(prompt, params))
+        assert "".join(piece.text for piece in pieces) == result.outputs[0].text
+        with pytest.raises(ValueError, match="may have 'images', not 'text'"):
+            llm.generate([{"text": words}], params)
+    bare = LLM(model, pool_bytes=8 << 20)
+    with pytest.raises(ValueError, match="need the model's processor"):
+        bare.generate(prompt, params)

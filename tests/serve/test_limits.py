@@ -1,0 +1,255 @@
+"""What the server refuses, and how it says so; clients that vanish, read slowly or say nothing do not hurt others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from kvloom.bench.serve import Load, main, offer
+from tests.serve.running import LONGEST, MODEL, Running
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+GOOD: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
+
+
+WRONG: list[tuple[str, Any, int, str | None, str]] = [
+    (COMPLETIONS, b"", 400, None, "empty"),
+    (COMPLETIONS, b"  ", 400, None, "empty"),
+    (COMPLETIONS, b"{", 400, None, "not JSON"),
+    (CHATS, b'{"model": "tiny", "messages": [{"role": ' + b"[" * 100_000, 400, None, "not JSON"),
+    (COMPLETIONS, b'{"model": "\xff"}', 400, None, "JSON"),
+    (COMPLETIONS, [], 400, None, "array"),
+    (COMPLETIONS, "null", 400, None, "null"),
+    (COMPLETIONS, {}, 400, "model", "missing"),
+    (COMPLETIONS, without(GOOD, "model"), 400, "model", "missing"),
+    (COMPLETIONS, without(GOOD, "prompt"), 400, "prompt", "missing"),
+    (COMPLETIONS, {**GOOD, "model": "other"}, 404, "model", "'other'"),
+    (COMPLETIONS, {**GOOD, "model": 5}, 400, "model", "str"),
+    (COMPLETIONS, {**GOOD, "prompt": []}, 400, "prompt", "empty"),
+    (COMPLETIONS, {**GOOD, "prompt": ""}, 400, "prompt", "at least one token"),
+    (COMPLETIONS, {**GOOD, "prompt": {"text": "hi"}}, 400, "prompt", "object"),
+    (COMPLETIONS, {**GOOD, "prompt": [1, "hi"]}, 400, "prompt", "mixes"),
+    (COMPLETIONS, {**GOOD, "prompt": [True]}, 400, "prompt", "bool"),
+    (COMPLETIONS, {**GOOD, "prompt": [-1]}, 400, "prompt", "-1"),
+    (COMPLETIONS, {**GOOD, "prompt": [320]}, 400, "prompt", "320"),
+    (COMPLETIONS, {**GOOD, "prompt": [10**30]}, 400, "prompt", str(10**30)),
+    (COMPLETIONS, {**GOOD, "prompt": [5] * LONGEST}, 400, "prompt", "exceed"),
+    (COMPLETIONS, {**GOOD, "prompt": "x" * 5000}, 400, "prompt", "exceed"),
+    (COMPLETIONS, {**GOOD, "max_tokens": LONGEST}, 400, "prompt", "exceed"),
+    (COMPLETIONS, {**GOOD, "max_tokens": -1}, 400, "max_tokens", "-1"),
+    (COMPLETIONS, {**GOOD, "max_tokens": 0}, 400, "max_tokens", "at least 1"),
+    (COMPLETIONS, {**GOOD, "max_tokens": "2"}, 400, "max_tokens", "str"),
+    (COMPLETIONS, {**GOOD, "max_tokens": 1.5}, 400, "max_tokens", "float"),
+    (COMPLETIONS, {**GOOD, "temperature": -1}, 400, "temperature", "negative"),
+    (COMPLETIONS, {**GOOD, "temperature": "hot"}, 400, "temperature", "str"),
+    (COMPLETIONS, {**GOOD, "top_p": 0}, 400, "top_p", "(0, 1]"),
+    (COMPLETIONS, {**GOOD, "n": 0}, 400, "n", "1 to"),
+    (COMPLETIONS, {**GOOD, "n": -3}, 400, "n", "1 to"),
+    (COMPLETIONS, {**GOOD, "n": 10**9}, 400, "n", "fewer"),
+    (COMPLETIONS, {**GOOD, "n": 2, "temperature": 0}, 400, None, "same"),
+    (COMPLETIONS, {**GOOD, "presence_penalty": 9}, 400, "presence_penalty", "[-2, 2]"),
+    (COMPLETIONS, {**GOOD, "logprobs": 21}, 400, "logprobs", "20"),
+    (COMPLETIONS, {**GOOD, "logprobs": True}, 400, "logprobs", "bool"),
+    (COMPLETIONS, {**GOOD, "logit_bias": {"x": 1}}, 400, "logit_bias", "int"),
+    (COMPLETIONS, {**GOOD, "logit_bias": {"320": 1}}, 400, "logit_bias", "320"),
+    (COMPLETIONS, {**GOOD, "stop": 5}, 400, "stop", "int"),
+    (COMPLETIONS, {**GOOD, "stop": ["x"] * 99}, 400, "stop", "99"),
+    (COMPLETIONS, {**GOOD, "seed": 10**30}, 400, "seed", "64 bits"),
+    (COMPLETIONS, {**GOOD, "suffix": "end"}, 400, "suffix", "forward"),
+    (COMPLETIONS, {**GOOD, "echo": True, "logprobs": 1}, 400, "echo", "logprobs"),
+    (COMPLETIONS, {**GOOD, "stream": True, "best_of": 3}, 400, "best_of", "stream"),
+    (COMPLETIONS, {**GOOD, "stream_options": {"include_usage": True}}, 400, "stream_options", "stream"),
+    (COMPLETIONS, {**GOOD, "ttl": -1}, 400, "ttl", "positive"),
+    (COMPLETIONS, {**GOOD, "priority": "high"}, 400, "priority", "str"),
+    (COMPLETIONS, {**GOOD, "store": "yes"}, 400, "store", "bool"),
+    (COMPLETIONS, {**GOOD, "tenant": "t" * 999}, 400, "tenant", "longer"),
+    (COMPLETIONS, {**GOOD, "response_format": {"type": "xml"}}, 400, "response_format", "xml"),
+    (COMPLETIONS, {**GOOD, "regex": "("}, 400, None, "regex"),
+    (COMPLETIONS, {**GOOD, "stream": True, "regex": "("}, 400, None, "regex"),
+    (CHATS, without(CHAT, "messages"), 400, "messages", "missing"),
+    (CHATS, {**CHAT, "messages": []}, 400, "messages", "empty"),
+    (CHATS, {**CHAT, "messages": "hi"}, 400, "messages", "array"),
+    (CHATS, {**CHAT, "messages": [{"content": "hi"}]}, 400, "messages", "role"),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "content": 5}]}, 400, "messages", "content"),
+    (CHATS, {**CHAT, "messages": [{"role": "forbidden", "content": ""}]}, 400, "messages", "no such role"),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "image_url"),
+    (CHATS, {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "tools"),
+    (CHATS, {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
+    (CHATS, {**CHAT, "response_format": {"type": "json_schema"}}, 400, "response_format", "schema"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_what_makes_no_sense_is_told_in_openais_shape(server: Running, number: int) -> None:
+    path, body, status, param, said = WRONG[number]
+    found, headers, told = server.send("POST", path, body)
+    assert (found, told["error"]["param"]) == (status, param), told
+    assert set(told["error"]) == {"message", "type", "param", "code"}
+    assert said in told["error"]["message"]
+    assert headers["content-type"] == "application/json"
+
+
+def test_addresses_methods_bodies_and_hosts_that_are_not_taken(server: Running) -> None:
+    cases = [
+        ("GET", "/nowhere", None, {}, 404),
+        ("GET", "/v1/models/other", None, {}, 404),
+        ("GET", COMPLETIONS, None, {}, 405),
+        ("DELETE", "/v1/models", None, {}, 405),
+        ("POST", COMPLETIONS, b"x" * ((1 << 20) + 1), {}, 413),
+        ("POST", COMPLETIONS, json.dumps(GOOD), {"Content-Type": "text/plain"}, 415),
+        ("POST", COMPLETIONS, json.dumps(GOOD), {"Host": "somewhere.example"}, 403),
+    ]
+    for method, path, body, headers, status in cases:
+        found, _, told = server.send(method, path, body, headers)
+        assert found == status, told
+        assert set(told["error"]) == {"message", "type", "param", "code"}
+    assert server.send("GET", "/health", headers={"Host": "localhost:1234"})[2] == {"status": "ok"}
+
+
+def test_the_official_client_raises_its_own_errors(server: Running) -> None:
+    client = server.client()
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        client.completions.create(model="other", prompt="hi")
+    with pytest.raises(openai.BadRequestError, match="exceed") as caught:
+        client.completions.create(model=MODEL, prompt="x" * 5000)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="empty"):
+        client.chat.completions.create(model=MODEL, messages=[])
+
+
+def test_a_client_that_closes_its_stream_frees_its_pages(server: Running) -> None:
+    before = server.metrics()["kvloom_disconnected_requests_total"]
+    stream = server.client().completions.create(
+        model=MODEL,
+        prompt="go on for long",
+        max_tokens=4000,
+        stream=True,
+        n=2,
+        extra_body={"ignore_eos": True},
+    )
+    next(stream)
+    server.wait_for(lambda: server.metrics()["kvloom_held_pages"] > 0)
+    stream.close()
+    server.wait_for(server.idle, 10)
+    assert server.metrics()["kvloom_disconnected_requests_total"] == before + 1
+
+
+def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: Running) -> None:
+    body = {**GOOD, "max_tokens": 4000, "ignore_eos": True}
+    with _connected(server) as link:
+        link.sendall(_request(COMPLETIONS, body))
+        server.wait_for(lambda: server.metrics()["kvloom_held_pages"] > 0)
+    server.wait_for(server.idle, 10)
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_hurts_nobody(server: Running) -> None:
+    body = {
+        **CHAT,
+        "max_tokens": 4000,
+        "stream": True,
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
+    before = server.metrics()["kvloom_disconnected_requests_total"]
+    with _connected(server, receive_bytes=4096) as link:
+        link.sendall(_request(CHATS, body))
+        server.wait_for(lambda: server.metrics()["kvloom_open_requests"] == 1)
+        began = time.monotonic()
+        assert server.complete(**GOOD)["usage"]["completion_tokens"] == 2
+        assert time.monotonic() - began < 5
+        server.wait_for(server.idle, 20)
+        assert server.metrics()["kvloom_disconnected_requests_total"] == before + 1
+    assert not [line for line in server.said if "ERROR" in line]
+
+
+def test_a_body_that_never_ends_and_a_head_that_never_comes_are_cut_off(server: Running) -> None:
+    with (
+        _connected(server) as silent,
+        _connected(server) as slow,
+        _connected(server) as half,
+        _connected(server) as second,
+    ):
+        slow.sendall(b"POST /v1/comp")
+        half.sendall(_request(COMPLETIONS, GOOD)[:-5])
+        second.sendall(_request(COMPLETIONS, GOOD))
+        assert second.recv(4096).startswith(b"HTTP/1.1 200")
+        second.sendall(b"POST /v1/comp")
+        assert server.complete(**GOOD)["usage"]["completion_tokens"] == 2
+        told = b"".join(iter(lambda: half.recv(4096), b""))
+        assert told.startswith(b"HTTP/1.1 408")
+        assert b"1.5 seconds" in told
+        for link in (silent, slow, second):
+            assert _closed(link)
+    assert server.healthy()
+
+
+def test_200_streams_at_once_and_no_error(server: Running) -> None:
+    load = Load(server.url, MODEL, streams=200, seconds=2.0, prompt=48, shared=32, tokens=16, vocabulary=256)
+    seen = asyncio.run(offer(load, [server.process.pid, server.engine]))
+    assert not seen.errors
+    assert seen.requests >= 200
+    assert seen.pieces > seen.requests
+    server.wait_for(server.idle, 10)
+    told = server.metrics()
+    assert told["kvloom_time_to_first_token_seconds_count"] >= 200
+    assert told["kvloom_inter_token_seconds_count"] > 0
+    assert told["kvloom_hit_tokens_total"] > 0
+
+
+def test_the_load_can_be_offered_from_the_shell(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--url",
+        server.url,
+        "--model",
+        MODEL,
+        "--streams",
+        "4",
+        "--seconds",
+        "0.3",
+        "--max-tokens",
+        "4",
+    ]
+    assert main([*arguments, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["requests"] >= 4
+    assert told["errors"] == {}
+    assert sum(told["first_tokens_in_each_tenth"]) == told["requests"]
+    assert main([*arguments, "--model", "other"]) == 1
+    assert "no model" in capsys.readouterr().out
+
+
+def _connected(server: Running, receive_bytes: int | None = None) -> socket.socket:
+    place = urlsplit(server.url)
+    link = socket.socket()
+    if receive_bytes is not None:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    link.settimeout(30)
+    link.connect((place.hostname, place.port))
+    return link
+
+
+def _closed(link: socket.socket) -> bool:
+    """Whether the other end closes within the link's time."""
+    try:
+        return link.recv(4096) == b""
+    except ConnectionResetError:
+        return True
+
+
+def _request(path: str, fields: dict[str, Any]) -> bytes:
+    body = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body

@@ -1,0 +1,230 @@
+"""The server's parts by themselves: messages, mailboxes, keys, the gate, the worker on a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvloom.engine.engine import Engine
+from kvloom.engine.params import SamplingParams
+from kvloom.plan import parse_size
+from kvloom.serve.errors import ApiError, engine_died
+from kvloom.serve.keys import read_keys
+from kvloom.serve.limits import Gate, Limits
+from kvloom.serve.link import RESTARTS, WINDOW_SECONDS, Backoff
+from kvloom.serve.mailbox import Mailbox
+from kvloom.serve.messages import (
+    HEADER_BYTES,
+    Add,
+    Cancel,
+    Delta,
+    FromEngine,
+    Outputs,
+    Stats,
+    TenantRules,
+    ToEngine,
+    frame,
+    length_of,
+)
+from kvloom.serve.worker import Worker
+
+
+def test_messages_come_back_as_they_were() -> None:
+    params = SamplingParams(stop=["x"], logit_bias={3: -1.0}, json_schema={"type": "object"}, n=2, seed=1)
+    for message, kind in (
+        (Add(7, [1, 2, 3], params, stream=True, tenant="t", ttl=1.5), ToEngine),
+        (Cancel(7), ToEngine),
+        (Outputs([Delta(7, 0, "é", [3], 1, "stop", 2, [[(3, -0.5, 1)]])], [], Stats(tenants={"t": (1, 2)})), FromEngine),
+    ):  # fmt: skip
+        data = frame(message)  # type: ignore[arg-type]
+        assert length_of(data[:HEADER_BYTES]) == len(data) - HEADER_BYTES
+        assert msgspec.msgpack.decode(data[HEADER_BYTES:], type=kind) == message
+
+
+def test_pieces_that_wait_are_merged_and_an_error_comes_after_them() -> None:
+    async def talk() -> None:
+        mailbox = Mailbox([1, 2], most_characters=100)
+        mailbox.put(Delta(1, 0, "a", [5]))
+        mailbox.put(Delta(2, 0, "x", [9], 0, "stop"))
+        mailbox.put(Delta(1, 0, "b", [6], 0, "length"))
+        assert await mailbox.take() == [
+            Delta(1, 0, "ab", [5, 6], 0, "length"),
+            Delta(2, 0, "x", [9], 0, "stop"),
+        ]
+        assert await mailbox.take() == []
+        mailbox = Mailbox([3])
+        mailbox.put(Delta(3, 0, "c", [7]))
+        mailbox.fail(engine_died())
+        assert len(await mailbox.take()) == 1
+        with pytest.raises(ApiError, match="restarted"):
+            await mailbox.take()
+
+    asyncio.run(talk())
+
+
+def test_a_mailbox_that_nobody_empties_is_bounded_and_one_whose_client_left_is_silent() -> None:
+    async def talk() -> None:
+        mailbox = Mailbox([1], most_characters=10)
+        for _ in range(11):
+            mailbox.put(Delta(1, 0, "a", [5]))
+        await mailbox.take()
+        with pytest.raises(ApiError, match="fast enough"):
+            await mailbox.take()
+        mailbox = Mailbox([1])
+        mailbox.put(Delta(1, 0, "a", [5]))
+        mailbox.hang_up()
+        assert await mailbox.take() == []
+
+    asyncio.run(talk())
+
+
+def test_a_gate_counts_and_shuts() -> None:
+    gate = Gate(2)
+    with gate.entered(2):
+        with pytest.raises(ApiError, match="later"), gate.entered(1):
+            pass
+        assert not gate.empty.is_set()
+    assert gate.empty.is_set()
+    with pytest.raises(ApiError, match="ask for fewer"), gate.entered(3):
+        pass
+    gate.shut = True
+    with pytest.raises(ApiError, match="shutting down"), gate.entered(1):
+        pass
+    with pytest.raises(ValueError, match="body_bytes"):
+        Limits(body_bytes=0)
+
+
+def test_restarts_wait_longer_and_are_bounded() -> None:
+    backoff, now, starts = Backoff(), 100.0, []
+    for _ in range(40):
+        now += backoff.pause(now)
+        starts.append(now)
+        now += 0.01  # it dies at once
+    pauses = [b - a for a, b in pairwise(starts)]
+    assert pauses[0] < pauses[1] < pauses[2]
+    assert all(
+        sum(start <= other < start + WINDOW_SECONDS for other in starts) <= RESTARTS for start in starts
+    )
+    assert Backoff().pause(now) < 1
+    now += 1000
+    assert backoff.pause(now) < 1  # what was long ago is forgotten
+
+
+def test_keys_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# who\nkey-number-1 red\nkey-number-2 blue 2MiB # small\n")
+    keys = read_keys(str(file), parse_size)
+    assert keys.tenant("Bearer key-number-2") == "blue"
+    assert keys.tenant("bearer key-number-1") == "red"
+    assert keys.tenants == (TenantRules("red"), TenantRules("blue", 2 << 20))
+    for wrong in (None, "", "Bearer ", "Bearer key-number-3", "key-number-1", "Basic key-number-1"):
+        with pytest.raises(ApiError) as caught:
+            keys.tenant(wrong)
+        assert caught.value.status == 401
+    file.write_text(
+        '{"key-number-1": {"tenant": "red", "quota": "1GiB", "weight": 2}, "key-number-2": "blue"}'
+    )
+    assert read_keys(str(file), parse_size).tenants == (TenantRules("red", 1 << 30, 2.0), TenantRules("blue"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no keys"),
+        ("short t", "8 characters"),
+        ("key-number-1", "line 1"),
+        ("key-number-1 t\nkey-number-1 u", "line 2"),
+        ("key-number-1 t 1MiB\nkey-number-2 t 2MiB", "another quota"),
+        ("key-number-1 t much", "much"),
+        ('{"key-number-1": 5}', "int"),
+        ('{"key-number-1": {"quota": 5}}', "key 1"),
+        ('{"key-number-1": {"tenant": "t", "color": 5}}', "key 1"),
+        ('{"key-number-1": {"tenant": ""}}', "name"),
+    ],
+)
+def test_keys_that_make_no_sense_are_refused_without_showing_them(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=said) as caught:
+        read_keys(str(file), parse_size)
+    assert "key-number-1" not in str(caught.value)
+
+
+def engine() -> Engine:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    return Engine(LlamaForCausalLM(config), pool_bytes=4 << 20)
+
+
+def drained(worker: Worker) -> list[Delta]:
+    deltas: list[Delta] = []
+    while worker.busy:
+        outputs = worker.step()
+        deltas += [] if outputs is None else outputs.deltas
+    return deltas
+
+
+def test_a_worker_tells_streams_as_they_grow_and_others_at_the_end() -> None:
+    worker = Worker(engine())
+    greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    worker.take(Add(1, [5, 6, 7], greedy, stream=True))
+    worker.take(Add(2, [5, 6, 7], greedy))
+    deltas = drained(worker)
+    assert [len(delta.tokens) for delta in deltas if delta.id == 1] == [1] * 5
+    whole = [delta for delta in deltas if delta.id == 2]
+    assert len(whole) == 1
+    assert whole[0].tokens == [token for delta in deltas if delta.id == 1 for token in delta.tokens]
+    assert whole[0].finish == "length"
+
+
+def test_a_worker_refuses_and_cancels() -> None:
+    worker = Worker(engine())
+    worker.take(Add(1, [5] * 300, SamplingParams(max_tokens=5)))
+    outputs = worker.step()
+    assert outputs is not None
+    assert [(refused.id, "exceed" in refused.why) for refused in outputs.refused] == [(1, True)]
+    worker.take(Add(2, [5, 6], SamplingParams(max_tokens=100, ignore_eos=True), stream=True))
+    worker.step()
+    worker.take(Cancel(2))
+    worker.take(Cancel(99))
+    assert drained(worker) == []
+    assert worker.engine.cache.stats()["held_pages"] == 0
+    worker.engine.cache.check()
+
+
+def test_a_tenant_at_its_quota_waits_for_itself_and_lets_others_pass() -> None:
+    made = engine()
+    one = made.layout.slab_bytes_for(8 + 24)
+    worker = Worker(made, (TenantRules("small", one),))
+    asked = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    for id_ in range(3):
+        worker.take(Add(id_, [5 + id_] * 8, asked, tenant="small"))
+    worker.take(Add(3, [9] * 8, asked, tenant="free"))
+    order: list[int] = []
+    while worker.busy:
+        outputs = worker.step()
+        order += [] if outputs is None else [delta.id for delta in outputs.deltas]
+        account = made.cache.accounts["small"]
+        assert account.used <= one
+        assert sum(r.control.tenant == "small" for r in made.scheduler.running) <= 1
+    assert sorted(order) == [0, 1, 2, 3]
+    assert order.index(3) < order.index(1)
+    worker.take(Add(4, [5] * 100, asked, tenant="small"))
+    outputs = worker.step()
+    assert outputs is not None
+    assert "quota" in outputs.refused[0].why
+    worker.take(Add(5, [5] * 8, asked, tenant="small"))
+    worker.take(Add(6, [6] * 8, asked, tenant="small"))
+    worker.take(Cancel(6))
+    assert [delta.id for delta in drained(worker)] == [5]

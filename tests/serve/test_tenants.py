@@ -1,0 +1,109 @@
+"""API keys and their tenants: no key, no answer; nobody sees another's pages; quotas hold under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from kvloom.bench.serve import Load, offer
+from tests.serve.running import MODEL, Running, running
+
+RED, BLUE, SMALL, TWIN = "key-of-red-1", "key-of-blue-1", "key-of-small-1", "key-of-red-2"
+QUOTA = 64 << 10
+PROMPT = [5 + i % 200 for i in range(100)]
+
+
+@pytest.fixture(scope="module")
+def guarded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    keys = tmp_path_factory.mktemp("keys") / "keys.json"
+    keys.write_text(
+        json.dumps({RED: "red", TWIN: "red", BLUE: {"tenant": "blue", "weight": 1}, SMALL: {"tenant": "small", "quota": QUOTA}})
+    )  # fmt: skip
+    with running(folder, "--pool", "8MiB", "--api-keys", str(keys), "--host", "0.0.0.0") as found:
+        found.url = found.url.replace("0.0.0.0", "127.0.0.1")
+        yield found
+
+
+def test_without_a_key_nothing_is_answered(guarded: Running) -> None:
+    for key, path in ((None, "/v1/models"), ("wrong-key-123", "/v1/models"), ("", "/v1/models")):
+        status, headers, told = guarded.send("GET", path, key=key)
+        assert (status, told["error"]["code"]) == (401, "invalid_api_key")
+        assert headers["www-authenticate"] == "Bearer"
+    status, _, told = guarded.send("POST", "/v1/completions", b"not even JSON")
+    assert (status, told["error"]["code"]) == (401, "invalid_api_key")
+    status, _, _ = guarded.send("GET", "/v1/models", headers={"Authorization": f"Basic {RED}"})
+    assert status == 401
+    with pytest.raises(openai.AuthenticationError):
+        guarded.client("wrong-key-123").models.list()
+    assert guarded.client(RED).models.list().data[0].id == MODEL
+    assert guarded.healthy()
+
+
+def test_a_tenants_pages_are_there_for_its_keys_alone(guarded: Running) -> None:
+    def cached(key: str, **more: Any) -> int:
+        found = guarded.complete(key, prompt=PROMPT, max_tokens=2, **more)["usage"]["prompt_tokens_details"]
+        return int(found["cached_tokens"])
+
+    assert cached(RED) == 0
+    assert cached(RED) == 99
+    assert cached(TWIN) == 99
+    assert cached(BLUE) == 0
+    assert cached(RED, tenant="red") == 99
+    status, _, told = guarded.send(
+        "POST", "/v1/completions", {"model": MODEL, "prompt": PROMPT, "tenant": "red"}, key=BLUE
+    )
+    assert (status, told["error"]["param"]) == (400, "tenant")
+
+
+def test_a_tenant_sees_its_own_use_alone(guarded: Running) -> None:
+    guarded.complete(RED, prompt=PROMPT, max_tokens=2)
+    guarded.wait_for(lambda: guarded.metrics(RED)['kvloom_tenant_bytes{state="used"}'] > 0)
+    assert 'kvloom_tenant_bytes{state="used"}' not in guarded.metrics()
+
+
+def test_a_quota_holds_under_load_and_stops_nobody_else(guarded: Running) -> None:
+    most = 0.0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            told = await asyncio.to_thread(guarded.metrics, SMALL)
+            most = max(most, told['kvloom_tenant_bytes{state="used"}'])
+            await asyncio.sleep(0.05)
+
+    async def both() -> list[Any]:
+        watcher = asyncio.create_task(watch())
+        loads = [
+            Load(guarded.url, MODEL, streams=12, seconds=2.0, prompt=64, shared=0, tokens=48, key=key)
+            for key in (SMALL, BLUE)
+        ]
+        seen = await asyncio.gather(*map(offer, loads))
+        watcher.cancel()
+        return seen
+
+    small, blue = asyncio.run(both())
+    assert not small.errors
+    assert not blue.errors
+    assert 0 < most <= QUOTA
+    assert small.requests > 0
+    assert blue.requests > small.requests  # whom no quota holds back
+
+
+def test_what_no_quota_could_hold_is_refused(guarded: Running) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3000}
+    status, _, told = guarded.send("POST", "/v1/completions", asked, key=SMALL)
+    assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+    status, _, told = guarded.send("POST", "/v1/completions", {**asked, "max_tokens": 60, "n": 64}, key=SMALL)
+    assert status == 400
+    assert "quota" in told["error"]["message"]
+    chat = guarded.client(SMALL).chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "no limit given"}]
+    )
+    assert chat.usage is not None
+    assert chat.usage.total_tokens <= 512
