@@ -205,7 +205,13 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stream", action="store_true", help="print text as it comes (one prompt, one answer)")
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
-    add("--pool", default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
+    add("--pool", metavar="SIZE", help="memory for the cache (default: what a GPU has left; CPU 1GiB)")
+    add(
+        "--load-format",
+        choices=["auto", "random"],
+        default="auto",
+        help="random: MODEL may be a config or a name of `kvloom plan --list`; weights are made up (default: auto)",
+    )
     add("--json", action="store_true", help="print results as JSON")
 
 
@@ -240,7 +246,14 @@ def _generated(args: argparse.Namespace) -> int:
         logprobs=args.logprobs,
         json_schema=_schema(args.json_schema),
     )
-    llm = LLM(args.model, pool_bytes=parse_size(args.pool), kv_dtype=args.kv_dtype, kv_scales=args.kv_scales)
+    llm = LLM(
+        args.model,
+        pool_bytes=None if args.pool is None else parse_size(args.pool),
+        kv_dtype=args.kv_dtype,
+        kv_scales=args.kv_scales,
+        load_format=args.load_format,
+        progress=sys.stderr.isatty(),
+    )
 
     def shown(text: str, token_ids: list[int]) -> str:
         return text if llm.tokenizer is not None else " ".join(map(str, token_ids))

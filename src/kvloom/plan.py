@@ -71,8 +71,9 @@ class Plan:
 
     @property
     def kv_dtype(self) -> str | None:
-        """What K and V are kept in; None for a model that keeps states alone."""
-        return next((g.spec.fields[0].dtype for g in self.layout.groups if g.spec.unit == "token"), None)
+        """What K and V are kept in, kind by kind where they differ; None for a model that keeps states alone."""
+        kept = (g.spec.fields[0].dtype for g in self.layout.groups if g.spec.unit == "token")
+        return ", ".join(dict.fromkeys(kept)) or None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

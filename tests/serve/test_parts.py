@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvloom.core import Tenant
 from kvloom.engine.engine import Engine
 from kvloom.engine.params import SamplingParams
 from kvloom.plan import parse_size
@@ -158,13 +159,13 @@ def test_keys_that_make_no_sense_are_refused_without_showing_them(
     assert "key-number-1" not in str(caught.value)
 
 
-def engine() -> Engine:
+def engine(tenants: tuple[Tenant, ...] = ()) -> Engine:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256,
     )  # fmt: skip
-    return Engine(LlamaForCausalLM(config), pool_bytes=4 << 20)
+    return Engine(LlamaForCausalLM(config), pool_bytes=4 << 20, tenants=tenants)
 
 
 def drained(worker: Worker) -> list[Delta]:
@@ -204,8 +205,8 @@ def test_a_worker_refuses_and_cancels() -> None:
 
 
 def test_a_tenant_at_its_quota_waits_for_itself_and_lets_others_pass() -> None:
-    made = engine()
-    one = made.layout.slab_bytes_for(8 + 24)
+    one = engine().layout.slab_bytes_for(8 + 24)
+    made = engine((Tenant("small", one),))
     worker = Worker(made, (TenantRules("small", one),))
     asked = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     for id_ in range(3):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.core import Control, KVCache, PoolLayout
+from kvloom.core import Control, KVCache, PoolLayout, Tenant
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.views import allocate
 from kvloom.models.attention import install
@@ -42,7 +42,6 @@ MAX_TOKENS = 131072
 """The longest sequence where the model names no limit."""
 TOKEN_BUDGET = {False: 2048, True: 8192}
 """Tokens of prompts a step where nobody says: a CPU is busy with fewer than a GPU."""
-KV_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +84,7 @@ class Engine:
         graphs: bool = True,
         tokenizer: Any = None,
         memory_fraction: float = 0.9,
+        tenants: Iterable[Tenant] = (),
         kv_scales: str | os.PathLike[str] = "dynamic",
         image_bytes: int = 256 << 20,
     ) -> None:
@@ -119,6 +119,7 @@ class Engine:
             model=spec.name if scales is None else f"{spec.name}, scales {fingerprint(scales)}",
             max_sequences=max_running,
             max_tokens=self.limit or MAX_TOKENS,
+            tenants=tenants,
         )
         self.vision = None if Vision.refusal(model) else Vision(model, image_bytes)
         self.runner = Runner(

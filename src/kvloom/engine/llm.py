@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from kvloom.models.load import LoadFormat, load
 from kvloom.models.specs import KVDtype
 
 from .engine import Engine
@@ -71,7 +72,8 @@ class Delta:
 class LLM:
     """A model and its engine. `pool_bytes` are for the cache (without them it takes what the device has left); `dtype` and
     `device` are the weights'; `kv_dtype` and `kv_scales` say how K and V are kept, as the engine takes them. A `processor` is
-    what turns text and images into ids and tensors; that of the model's folder is taken when the first image comes."""
+    what turns text and images into ids and tensors; that of the model's folder is taken when the first image comes.
+    `load_format` "random" makes weights of a config; `progress` shows bars while loading and preparing."""
 
     def __init__(
         self,
@@ -86,11 +88,14 @@ class LLM:
         max_running: int = 256,
         tokenizer: Any = None,
         processor: Any = None,
+        load_format: LoadFormat = "auto",
+        progress: bool = False,
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = model if isinstance(model, str) else None
         if isinstance(model, str):
-            model, self.tokenizer = _load(model, dtype, device, tokenizer)
+            model, found = load(model, dtype, device, load_format, progress)
+            self.tokenizer = tokenizer or found
         self.engine = Engine(
             model,
             pool_bytes,
@@ -100,8 +105,19 @@ class LLM:
             tokenizer=self.tokenizer,
             kv_scales=kv_scales,
         )
-        self.engine.prepare()
+        self._prepare(progress)
         self._names: dict[int, str] = {}
+
+    def _prepare(self, progress: bool) -> None:
+        if not progress:
+            self.engine.prepare()
+            return
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("compiling and capturing", total=None)
+            self.engine.prepare(lambda done, total: bar.update(task, completed=done, total=total))
 
     def generate(
         self,
@@ -265,21 +281,3 @@ class LLM:
 
 def _is_ids(prompts: Any) -> bool:
     return len(prompts) > 0 and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")
-
-
-def _load(
-    name: str, dtype: torch.dtype | str, device: torch.device | str | None, tokenizer: Any
-) -> tuple[Any, Any]:
-    """Weights and tokenizer of a folder or hub id; a tokenizer that is not there is None."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-
-    speaks = type(AutoConfig.from_pretrained(name)) in AutoModelForCausalLM._model_mapping
-    auto: Any = AutoModelForCausalLM if speaks else AutoModelForImageTextToText
-    model = auto.from_pretrained(name, dtype=dtype)
-    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if tokenizer is None:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError):
-            tokenizer = None
-    return model, tokenizer

@@ -216,7 +216,7 @@ class Stage:
         rows = rows[rows < held.tables.shape[1]]
         first, until = held.seen(rows), held.blocks[rows]
         changed = np.flatnonzero(until > first)
-        if not len(changed):
+        if not len(changed) or not len(held.tables):  # (a model of states alone has no tables)
             return
         width, sequences, blocks = self._tables.shape
         parts = zip(rows[changed], first[changed], until[changed], strict=True)

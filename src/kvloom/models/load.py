@@ -24,6 +24,7 @@ from .families import refused, settle
 from .probe import examine
 from .reading import ModelError
 from .specs import model_spec
+from .vision import FAMILIES
 
 __all__ = ["LoadFormat", "load", "refusal", "transformers_config"]
 
@@ -138,9 +139,11 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
 
 def _class(config: Any) -> tuple[Any, Any]:
     """The class that runs a config as a language model, and the part of the config that it takes."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping and config.model_type in FAMILIES:
+        mapping = AutoModelForImageTextToText._model_mapping
     if type(config) not in mapping:
         raise ModelError(f"model type {config.model_type!r} is not a causal language model to transformers")
     found = mapping[type(config)]

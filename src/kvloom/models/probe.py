@@ -40,6 +40,8 @@ class Witness:
         """Windows that attention was told, one for each call."""
         self.states: dict[int, dict[str, torch.Size]] = {}
         self.faults: list[str] = []
+        self.masked = False
+        """Whether windows are left to masks, which nobody makes here."""
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -119,6 +121,7 @@ def _witnessed(model: Any) -> Witness:
 
     name = type(model).__name__
     witness = Witness()
+    witness.masked = getattr(model, "names_masks", False)
     ALL_ATTENTION_FUNCTIONS.register(NAME, _noted)
     model.config._attn_implementation = NAME
     # Experts as one gather: the plain loop over those that were chosen needs data, which a meta tensor has not.
@@ -190,7 +193,10 @@ def _differences(witness: Witness, layers: Mapping[str, LayerSpec]) -> list[str]
     ]
     for index, (key, value) in witness.written.items():
         if index in tokens:
-            faults += _token_faults(index, tokens[index], key, value, witness.attended.get(index, []))
+            windows = witness.attended.get(index, [])
+            if witness.masked:  # its layers say no window: their masks would have
+                windows = [_window(tokens[index]) for _ in windows]
+            faults += _token_faults(index, tokens[index], key, value, windows)
     for index, found in witness.states.items():
         if index in states:
             kept = {field.name: torch.Size(field.shape) for field in states[index].fields}
@@ -221,10 +227,13 @@ def _token_faults(
     if len(windows) != 1:
         calls = f"{len(windows)} times" if windows else "never"
         return [f"layer {index} calls the attention registry {calls}"]
-    window = spec.span.size if spec.span.kind == "sliding" else None
-    if windows[0] != window:
-        return [f"layer {index} attends with a window of {windows[0]}, its config says {window}"]
+    if windows[0] != _window(spec):
+        return [f"layer {index} attends with a window of {windows[0]}, its config says {_window(spec)}"]
     return []
+
+
+def _window(spec: LayerSpec) -> int | None:
+    return spec.span.size if spec.span.kind == "sliding" else None
 
 
 def _shapes(state: Mapping[str, torch.Size]) -> str:

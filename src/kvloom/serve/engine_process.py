@@ -55,6 +55,7 @@ def load_engine(start: Start) -> Engine:
     """The engine that `start` describes; minutes, for a large model."""
     import torch
 
+    from kvloom.core import Tenant
     from kvloom.engine.engine import Engine
     from kvloom.models.load import load
 
@@ -77,6 +78,7 @@ def load_engine(start: Start) -> Engine:
         tokenizer=tokenizer,
         memory_fraction=start.memory_fraction,
         kv_scales=start.kv_scales,
+        tenants=[Tenant(tenant.name, tenant.quota, tenant.weight) for tenant in start.tenants],
     )
     _prepare(engine, start.progress)
     return engine

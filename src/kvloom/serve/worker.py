@@ -10,8 +10,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvloom.core import Control, KVCache, Retain, Tenant
-from kvloom.core.tenants import Account
+from kvloom.core import Control, Retain
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request
 
@@ -46,7 +45,6 @@ class Worker:
 
     def __init__(self, engine: Engine, tenants: tuple[TenantRules, ...] = ()) -> None:
         self.engine = engine
-        _declare(engine.cache, [Tenant(t.name, t.quota, t.weight) for t in tenants])
         self._gates = {t.name: _Gate(t.quota) for t in tenants if t.quota is not None}
         self._open: dict[int, _Open] = {}
         self._refused: list[Refused] = []
@@ -216,12 +214,3 @@ class Worker:
 def _session(tenant: str, session: str) -> str:
     """A session's name in the cache: no tenant can write one that is another's."""
     return f"{len(tenant)}:{tenant}:{session}"
-
-
-def _declare(cache: KVCache, tenants: list[Tenant]) -> None:
-    """Give tenants accounts of their own in a cache that was made without them."""
-    accounts = cache.accounts.accounts
-    policy = accounts[cache.accounts.DEFAULT].queue.policy
-    for tenant in tenants:
-        accounts[tenant.name] = Account(tenant, policy)
-    cache.accounts.share_out((cache.pool.slabs - 1) * cache.layout.slab_bytes)
