@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvloom.core import Control, KVCache, Media, PoolLayout, Retain, Snapshots, Span, Stored
+from kvloom.core import (
+    Control,
+    Field,
+    KVCache,
+    LayerSpec,
+    Media,
+    PoolLayout,
+    Retain,
+    Snapshots,
+    Span,
+    Stored,
+)
 
 from .world import LAYOUTS, Open, World, attention, make_world, run, start, state
 
@@ -233,3 +244,32 @@ def test_a_page_that_cannot_leave_is_foreseen_and_nothing_is_evicted_in_vain() -
     assert needy.sequence.extend(17 * 16) > 0
     assert world.cache.match([3] * 65).resume == 64
     assert needy.sequence.extend(16 * 16) == 0
+
+
+def test_a_prefix_whose_window_left_is_a_point_to_resume_at_from_the_next_time_on() -> None:
+    """Many prompts share what comes first, and its window's pages have left: whoever computes it again leaves a point."""
+    fields = (Field("k", (2, 8), "fp32"), Field("v", (2, 8), "fp32"))
+    spans = {"layers.0.a": Span("full"), "layers.1.a": Span("sliding", 32)}
+    layout = PoolLayout.build({name: LayerSpec("token", fields, span) for name, span in spans.items()}, 16)
+    cache = KVCache(layout, slabs=40, max_tokens=512)
+
+    def serve(tokens: list[int]) -> int:
+        sequence = cache.open(cache.match(np.array(tokens, np.int32)))
+        found = sequence.length
+        assert not sequence.extend(len(tokens) - found)
+        cache.take_copies()
+        sequence.commit(np.array(tokens[found:], np.int32))
+        sequence.close()
+        cache.take_copies()
+        return found
+
+    shared = list(range(100, 164))
+    assert serve([*shared, *[1] * 20]) == 0
+    for other in range(30):
+        if not cache.match(np.array([*shared, 9], np.int32)).resume:
+            break
+        serve([1000 + other] * 100)
+    assert cache.explain(cache.match(np.array([*shared, 9], np.int32))).reason == "window page missing"
+    assert serve([*shared, *[2] * 20]) == 0
+    assert serve([*shared, *[3] * 20]) == len(shared)
+    cache.check()

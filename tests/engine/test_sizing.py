@@ -1,0 +1,48 @@
+"""How large the pool gets where nobody says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvloom.engine.engine import Engine
+from kvloom.engine.request import SamplingParams
+from kvloom.engine.sizing import CPU_POOL, Room, room_for
+from tests.models.zoo import tiny
+
+
+def test_what_is_left_is_for_pages() -> None:
+    room = Room(total=1000 << 20, usable=900 << 20, taken=300 << 20, step=150 << 20, graphs=50 << 20)
+    assert room.pool == 400 << 20
+    assert str(room) == (
+        "900 of 1,000 MiB may be used: 300 are taken, a step needs 150, graphs 50; 400 MiB are left for pages"
+    )
+
+
+def test_a_cpu_has_a_pool_of_its_own_size() -> None:
+    engine = Engine(tiny("llama"))
+    assert engine.room is not None
+    assert engine.room.pool == CPU_POOL
+    assert CPU_POOL - engine.layout.slab_bytes < engine.buffer.numel() <= CPU_POOL
+    assert Engine(tiny("llama"), 1 << 22).room is None
+
+
+def test_a_fraction_that_is_none_is_refused() -> None:
+    model = tiny("llama")
+    layout = Engine(model, 1 << 22).layout
+    for wrong in (0.0, -1.0, 1.5):
+        with pytest.raises(ValueError, match="lies in"):
+            room_for(model, layout, wrong, 64, 8, graphs=False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_gpu_keeps_free_what_it_was_told_to() -> None:
+    model = tiny("llama").to("cuda", torch.bfloat16)
+    engine = Engine(model, memory_fraction=0.5, token_budget=512, max_running=8)
+    engine.prepare()
+    for _ in range(8):
+        engine.add(range(3, 60), SamplingParams(max_tokens=8, temperature=0))
+    engine.run()
+    free, total = torch.cuda.mem_get_info()
+    assert free >= 0.48 * total
+    assert engine.buffer.numel() >= 0.4 * total
