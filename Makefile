@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml src/kvloom/core/_native.c
 	touch $@
 
 test: setup lint ## lint, formatting, types and tests (under 15 minutes on two cores)
-	$(BIN)/python -m pytest -m "not slow" --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=10
 
 test-gpu: ## the kernel tests on this machine's GPU, by the Python that has its torch: GPU_PYTHON=python3
 	@if $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then \

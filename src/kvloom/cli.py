@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ BAD_INPUT = 2
 KV_DTYPE = "bf16, fp16, fp32, int8 or fp8 (default: the model's own); by kind of layers: fp8,sliding=bf16"
 KV_SCALES = "scales of int8 and fp8: dynamic (default), checkpoint, or a file of `kvloom calibrate`"
 MOST = 10**12
+MODEL = "a folder with a Hugging Face model, its hub id, or one that comes along: kvloom-llama, kvloom-hybrid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,28 @@ def _whole(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _device(text: str) -> str:
+    """An argparse type: where a model runs."""
+    if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; give cpu, cuda or cuda:N")
+    return text
+
+
+def _ids(text: str) -> list[int]:
+    """Token ids as they are written on a command line."""
+    try:
+        return [int(token) for token in text.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(f'--tokens {text!r} must be whole numbers, like "5 6 7"') from None
+
+
+def _told(command: str, error: Exception) -> int:
+    """Say what was wrong with the input, and the exit code for it."""
+    said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+    print(f"kvloom {command}: {said}", file=sys.stderr)
+    return BAD_INPUT
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +186,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a folder with a Hugging Face model, or its hub id")
+    add("model", metavar="MODEL", help=MODEL)
     add("prompts", nargs="*", metavar="PROMPT", help="texts to go on from")
     add(
         "--tokens",
@@ -219,8 +243,7 @@ def _generate(args: argparse.Namespace) -> int:
     try:
         return _generated(args)
     except (OSError, ValueError) as error:
-        print(f"kvloom generate: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return _told("generate", error)
 
 
 def _generated(args: argparse.Namespace) -> int:
@@ -229,9 +252,9 @@ def _generated(args: argparse.Namespace) -> int:
     from kvloom.engine.llm import LLM
     from kvloom.engine.request import SamplingParams
     from kvloom.plan import parse_size
+    from kvloom.serve.embedded import folder_of
 
-    ids = [[int(token) for token in text.replace(",", " ").split()] for text in args.tokens]
-    prompts = [*args.prompts, *ids]
+    prompts = [*args.prompts, *map(_ids, args.tokens)]
     if not prompts:
         raise ValueError("nothing to go on from: give a PROMPT or --tokens")
     if args.stream and (len(prompts) > 1 or args.n > 1 or args.json or args.logprobs is not None):
@@ -247,7 +270,7 @@ def _generated(args: argparse.Namespace) -> int:
         json_schema=_schema(args.json_schema),
     )
     llm = LLM(
-        args.model,
+        folder_of(args.model),
         pool_bytes=None if args.pool is None else parse_size(args.pool),
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
@@ -284,7 +307,7 @@ def _schema(given: str | None) -> str | None:
 
 def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a folder with a Hugging Face model, or its hub id")
+    add("model", metavar="MODEL", help=MODEL)
     prompts = "files (.jsonl: a prompt each line, others: one text) or texts, on which the model is run"
     add("--prompts", nargs="+", default=[], metavar="FILE|TEXT", help=prompts)
     tokens = 'a prompt as token ids, "5 6 7"; repeatable'
@@ -296,7 +319,7 @@ def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     pieces = "longer prompts run in pieces of N tokens (default: 2048)"
     add("--context", type=_whole(1), default=2048, metavar="N", help=pieces)
     add("--dtype", default="auto", metavar="D", help="of the weights (default: their own)")
-    add("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    add("--device", type=_device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--pool", default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
     add("--json", action="store_true", help="print a summary as JSON")
 
@@ -305,25 +328,27 @@ def _calibrate(args: argparse.Namespace) -> int:
     try:
         return _calibrated(args)
     except (OSError, ValueError) as error:
-        print(f"kvloom calibrate: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return _told("calibrate", error)
 
 
 def _calibrated(args: argparse.Namespace) -> int:
     from kvloom.engine.calibrate import calibrate, texts_of
     from kvloom.models.load import load
     from kvloom.plan import parse_size
+    from kvloom.serve.embedded import folder_of
 
     given = [
         *texts_of(args.prompts),
-        *([int(one) for one in ids.replace(",", " ").split()] for ids in args.tokens),
+        *map(_ids, args.tokens),
     ]
     if not given:
         raise ValueError("nothing to calibrate on: give --prompts or --tokens")
     if not Path(args.out).absolute().parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no such folder")
+    if Path(args.out).is_dir():
+        raise ValueError(f"--out {args.out} is a folder: name a file in it")
     terminal = sys.stderr.isatty()
-    model, tokenizer = load(args.model, args.dtype, args.device, progress=terminal)
+    model, tokenizer = load(folder_of(args.model), args.dtype, args.device, progress=terminal)
 
     def ids(prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -382,18 +407,17 @@ def _bar(words: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]
 
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    model = "a folder with a Hugging Face model, or its hub id (default: the embedded Llama)"
-    add("model", nargs="?", metavar="MODEL", help=model)
+    add("model", nargs="?", default="kvloom-llama", metavar="MODEL", help=f"{MODEL} (default: kvloom-llama)")
     add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
     add("--port", type=_whole(0), default=8000, metavar="N", help="port (default: 8000; 0: any free one)")
-    add("--name", metavar="NAME", help="what requests call the model (default: the folder's name)")
+    add("--name", metavar="NAME", help="what requests call the model (default: its folder's name)")
     keys = "API keys and their tenants: JSON, or lines of `KEY tenant [quota]`"
     add("--api-keys", metavar="FILE", help=keys)
     add("--no-auth", action="store_true", help="ask for no key: the default, on loopback alone")
     add("--dtype", default="auto", metavar="D", help="of the weights (default: their own)")
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
-    add("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    add("--device", type=_device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--random-weights", action="store_true", help="no checkpoint: MODEL is a config or a known name")
     add("--pool", metavar="SIZE", help="memory for the cache (default: 1GiB, on a GPU what is left)")
     fraction = "share of a GPU's memory that may be used, without --pool (default: 0.9)"
@@ -426,13 +450,12 @@ def _serve(args: argparse.Namespace) -> int:
     try:
         return _served(args)
     except (OSError, ValueError, ImportError) as error:
-        print(f"kvloom serve: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return _told("serve", error)
 
 
 def _served(args: argparse.Namespace) -> int:
     from kvloom.plan import parse_size
-    from kvloom.serve.embedded import embedded
+    from kvloom.serve.embedded import folder_of
     from kvloom.serve.keys import Keys, read_keys
     from kvloom.serve.limits import Limits
     from kvloom.serve.messages import Start
@@ -441,10 +464,11 @@ def _served(args: argparse.Namespace) -> int:
     if args.no_auth and args.api_keys is not None:
         raise ValueError("--no-auth asks for no key and --api-keys for one: give one of them")
     keys = Keys({}) if args.api_keys is None else read_keys(args.api_keys, parse_size)
+    model = folder_of(args.model)
     start = Start(
-        model=embedded() if args.model is None else args.model,
+        model=model,
         dtype=args.dtype,
-        cpu_dtype="float32" if args.model is None else "auto",
+        cpu_dtype="auto" if model == args.model else "float32",
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
         device=args.device,
@@ -470,7 +494,7 @@ def _served(args: argparse.Namespace) -> int:
             start,
             host=args.host,
             port=args.port,
-            name=args.name or ("kvloom-llama" if args.model is None else None),
+            name=args.name or (None if model == args.model else args.model),
             keys=keys,
             limits=limits,
             drain_seconds=args.drain_seconds,
@@ -479,11 +503,82 @@ def _served(args: argparse.Namespace) -> int:
     )
 
 
+def _replay_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("traces", nargs="+", metavar="TRACE", help="files (gzipped or not) or folders of recorded traffic")
+    add(
+        "--capacity",
+        action="append",
+        default=[],
+        metavar="C",
+        help="blocks (10000), a share of all distinct blocks (10%%) or bytes (80GiB); repeatable (default: 10%%)",
+    )
+    add(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="P",
+        help="ideal, min or an eviction policy; repeatable (default: ideal, min, lru, adaptive)",
+    )
+    add("--tier", action="append", default=[], metavar="NAME=C", help="a lower tier and its size; repeatable")
+    add("--model", metavar="MODEL", help="whose bytes a token has (default: an 8B Llama 3, 128 KiB a token)")
+    add("--kv-dtype", metavar="D", help="bf16, fp16, fp32, int8 or fp8 (default: the model's own)")
+    add(
+        "--size",
+        action="store_true",
+        help="how much of each tier a hit rate needs, and what the next GB buys",
+    )
+    add("--target", type=float, metavar="R", help="with --size: the hit rate (default: 0.9 of the ideal)")
+    add("--cost", action="store_true", help="estimate TTFT and throughput too")
+    add(
+        "--parameters",
+        type=float,
+        default=8.0,
+        metavar="N",
+        help="billions of weights a token uses (default: 8)",
+    )
+    add("--tflops", type=float, default=450.0, metavar="N", help="of one device, as reached (default: 450)")
+    add("--devices", type=_whole(1), default=1, metavar="N", help="devices that share the work (default: 1)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draws the start times of agent sessions (default: 0)",
+    )
+    add(
+        "--spread",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="seconds in which they start (default: 3600)",
+    )
+    add("--plot", metavar="FILE", help="write hit-rate curves to this picture (needs kvloom[plot])")
+    add("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from kvloom.core import PoolLayout
+    from kvloom.models.catalog import load_spec
+    from kvloom.plan import parse_size
+    from kvloom.replay.command import run
+
+    try:
+        per_token = None
+        if args.model is not None:
+            per_token = PoolLayout.build(load_spec(args.model, args.kv_dtype).layers).bytes_per_token()
+        return run(args, per_token, parse_size)
+    except (OSError, ValueError) as error:
+        print(f"kvloom replay: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
 COMMANDS: dict[str, Command] = {
     "plan": Command("Memory of a model and a load under three schemes.", _plan_arguments, _plan),
     "generate": Command("Let a model go on from prompts, once.", _generate_arguments, _generate),
     "calibrate": Command("Make static scales for a quantised KV cache.", _calibrate_arguments, _calibrate),
     "serve": Command("An OpenAI-compatible server.", _serve_arguments, _serve),
+    "replay": Command("Recorded traffic through the cache: hit rates, sizes.", _replay_arguments, _replay),
     "bench": Command("Measure kvloom beside its peers.", _bench_arguments, _bench),
 }
 

@@ -95,7 +95,8 @@ def test_beams_survive_a_pool_far_too_small(family: str, slabs: int) -> None:
         steps += 1
         assert steps < 2000
     assert [[one.output for one in request.best] for request in requests] == expected
-    assert sum(one.preemptions for request in requests for one in request.family), family
+    preempted = sum(one.preemptions for request in requests for one in request.family)
+    assert preempted or engine.cache.stats()["evictions"], family
     assert idle(engine)
 
 

@@ -106,7 +106,7 @@ def test_a_second_signal_ends_at_once_and_an_engine_never_outlives_its_server(fo
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
         assert found.process.wait(10) == 0
-        assert any("1 requests were cut off" in line for line in found.said)
+        assert any("1 request cut off" in line for line in found.said)
 
 
 def test_a_server_that_cannot_start_says_why(
@@ -122,11 +122,12 @@ def test_a_server_that_cannot_start_says_why(
         (["--api-keys", str(tmp_path / "none")], "none"),
         (["--port", "70000"], "70000"),
         (["--pool", "much"], "much"),
+        (["--drain-seconds", "-1"], "drain_seconds"),
         (["--host", "no.such.host.invalid", "--api-keys", str(keys)], "line 1"),
     ):
         assert main(["serve", str(folder), *wrong]) == 2
         assert said in capsys.readouterr().err
-    for model in (str(tmp_path / "nothing"), str(tmp_path), "no-such-name"):
+    for model in (str(tmp_path / "nothing"), str(tmp_path), "no-such-name", "llama-3-70b", "kvloom-none"):
         assert main(["serve", model]) == 2
         assert model in capsys.readouterr().err
 

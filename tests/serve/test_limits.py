@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,8 +34,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, b'{"model": "\xff"}', 400, None, "JSON"),
     (COMPLETIONS, [], 400, None, "array"),
     (COMPLETIONS, "null", 400, None, "null"),
-    (COMPLETIONS, {}, 400, "model", "missing"),
-    (COMPLETIONS, without(GOOD, "model"), 400, "model", "missing"),
+    (COMPLETIONS, {}, 400, "prompt", "missing"),
     (COMPLETIONS, without(GOOD, "prompt"), 400, "prompt", "missing"),
     (COMPLETIONS, {**GOOD, "model": "other"}, 404, "model", "'other'"),
     (COMPLETIONS, {**GOOD, "model": 5}, 400, "model", "str"),
@@ -76,8 +77,15 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, {**GOOD, "store": "yes"}, 400, "store", "bool"),
     (COMPLETIONS, {**GOOD, "tenant": "t" * 999}, 400, "tenant", "longer"),
     (COMPLETIONS, {**GOOD, "response_format": {"type": "xml"}}, 400, "response_format", "xml"),
-    (COMPLETIONS, {**GOOD, "regex": "("}, 400, None, "regex"),
-    (COMPLETIONS, {**GOOD, "stream": True, "regex": "("}, 400, None, "regex"),
+    (COMPLETIONS, {**GOOD, "regex": "("}, 400, "regex", "regex"),
+    (COMPLETIONS, {**GOOD, "stream": True, "regex": "("}, 400, "regex", "regex"),
+    (COMPLETIONS, {**GOOD, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, 400, "response_format", "x"),
+    (COMPLETIONS, {**GOOD, "top_k": 10**30}, 400, "top_k", str(10**30)),
+    (COMPLETIONS, {**GOOD, "top_k": 2**31}, 400, "top_k", "vocabulary"),
+    (COMPLETIONS, {**GOOD, "stop_token_ids": [10**30]}, 400, "stop_token_ids", str(10**30)),
+    (COMPLETIONS, {**GOOD, "stop_token_ids": [320]}, 400, "stop_token_ids", "320"),
+    (COMPLETIONS, {**GOOD, "prompt": "x" * 500_000}, 400, "prompt", "or more"),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "content": "x" * 500_000}]}, 400, "messages", "or more"),
     (CHATS, without(CHAT, "messages"), 400, "messages", "missing"),
     (CHATS, {**CHAT, "messages": []}, 400, "messages", "empty"),
     (CHATS, {**CHAT, "messages": "hi"}, 400, "messages", "array"),
@@ -196,6 +204,33 @@ def test_a_body_that_never_ends_and_a_head_that_never_comes_are_cut_off(server: 
     assert server.healthy()
 
 
+def test_a_head_that_grows_without_end_is_refused(server: Running) -> None:
+    with _connected(server) as link:
+        link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ")
+        sent = 0
+        while not select.select([link], [], [], 0.001)[0]:
+            link.sendall(b"x" * 4096)
+            sent += 4096
+        assert link.recv(4096).startswith(b"HTTP/1.1 431")
+        assert sent < 1 << 20
+    assert server.healthy()
+
+
+def test_a_request_that_names_no_model_means_the_one_that_is_served(server: Running) -> None:
+    status, _, found = server.send("POST", COMPLETIONS, without(GOOD, "model"))
+    assert (status, found["model"]) == (200, MODEL)
+
+
+def test_a_long_text_that_is_tokenised_holds_up_no_short_one(server: Running) -> None:
+    long = ["xy " * 20_000] * 16  # each just short enough to be counted to its end, and then refused
+    with ThreadPoolExecutor(8) as threads:
+        waits = [threads.submit(server.send, "POST", COMPLETIONS, {**GOOD, "prompt": long}) for _ in range(8)]
+        time.sleep(0.2)
+        server.complete(prompt="hi", max_tokens=1)
+        assert not all(one.done() for one in waits)
+    assert {one.result()[0] for one in waits} == {400}
+
+
 def test_200_streams_at_once_and_no_error(server: Running) -> None:
     load = Load(server.url, MODEL, streams=200, seconds=2.0, prompt=48, shared=32, tokens=16, vocabulary=256)
     seen = asyncio.run(offer(load, [server.process.pid, server.engine]))
@@ -242,11 +277,15 @@ def _connected(server: Running, receive_bytes: int | None = None) -> socket.sock
 
 
 def _closed(link: socket.socket) -> bool:
-    """Whether the other end closes within the link's time."""
+    """Whether the other end closes within the link's time; what it still had to say is read."""
     try:
-        return link.recv(4096) == b""
+        while link.recv(4096):
+            pass
+    except TimeoutError:
+        return False
     except ConnectionResetError:
-        return True
+        pass
+    return True
 
 
 def _request(path: str, fields: dict[str, Any]) -> bytes:

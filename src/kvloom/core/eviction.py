@@ -10,10 +10,11 @@ import heapq
 from collections import deque
 from typing import Generic, TypeVar
 
-from .policies import Entry, Policy
+from .policies import Entry, Learner, Policy
 
 __all__ = ["EvictionQueue"]
 
+INF = float("inf")
 E = TypeVar("E", bound=Entry)
 Key = tuple[int, tuple[float, ...]]
 
@@ -29,6 +30,7 @@ class EvictionQueue(Generic[E]):
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.learner = policy if isinstance(policy, Learner) else None
         self.spares: deque[tuple[E, int]] = deque()
         self._heap: list[tuple[Key, int, E]] = []
         self._expiring: list[tuple[float, int, E]] = []
@@ -39,16 +41,28 @@ class EvictionQueue(Generic[E]):
         return self._live
 
     def push(self, entry: E, now: float) -> None:
-        """Queue `entry`, or move it if its priority fell. Rises are noticed when it is popped."""
+        """Queue `entry`, or move it if its priority fell. Rises are noticed when it is popped, falls with
+        time when its retention expires or the policy wants to look again."""
         key = self._key(entry, now)
         if entry.queued is None or key < entry.queued:
             self._live += entry.queued is None
             entry.queued = key
             self._pushed += 1
             heapq.heappush(self._heap, (key, self._pushed, entry))
-            if entry.expires is not None and now < entry.expires != entry.expiring:
-                entry.expiring = entry.expires
-                heapq.heappush(self._expiring, (entry.expires, self._pushed, entry))
+        if self.learner is not None or entry.expires is not None:
+            self._look_again(entry, now)
+
+    def _look_again(self, entry: E, now: float) -> None:
+        """Note when the key of `entry` may have fallen by itself."""
+        due = INF if entry.expires is None or entry.expires <= now else entry.expires
+        if self.learner is not None:
+            review = self.learner.review(entry, now)
+            if now < review < due:
+                due = review
+        if due < INF and due != entry.expiring:
+            entry.expiring = due
+            self._pushed += 1
+            heapq.heappush(self._expiring, (due, self._pushed, entry))
 
     def remove(self, entry: E) -> None:
         """The entry may not leave now (or is gone); its item is skipped later."""
@@ -59,6 +73,10 @@ class EvictionQueue(Generic[E]):
         if len(self._heap) > 64 + 2 * self._live:
             self._heap = [item for item in self._heap if item[2].queued == item[0]]
             heapq.heapify(self._heap)
+        if len(self._expiring) > 64 + 4 * self._live:
+            self._expiring = [item for item in self._expiring if item[2].expiring == item[0]]
+            self._expiring = [item for item in self._expiring if item[2].queued is not None]
+            heapq.heapify(self._expiring)
 
     def peek(self, now: float) -> Key | None:
         """The key of the entry that would leave next, spares excepted."""
@@ -75,6 +93,8 @@ class EvictionQueue(Generic[E]):
             entry.queued = current
             self._pushed += 1
             heapq.heapreplace(heap, (current, self._pushed, entry))
+            if self.learner is not None:
+                self._look_again(entry, now)
         return None
 
     def pop(self, now: float) -> E | None:
@@ -88,9 +108,11 @@ class EvictionQueue(Generic[E]):
 
     def _expire(self, now: float) -> None:
         while self._expiring and self._expiring[0][0] <= now:
-            entry = heapq.heappop(self._expiring)[2]
-            if entry.queued is not None:
-                self.push(entry, now)
+            due, _, entry = heapq.heappop(self._expiring)
+            if entry.expiring == due:
+                entry.expiring = None
+                if entry.queued is not None:
+                    self.push(entry, now)
 
     def _key(self, entry: E, now: float) -> Key:
         return entry.rank(now), self.policy.priority(entry, now)

@@ -147,7 +147,7 @@ class Lookup:
             place = path[-1].serial if path else root_name
             ghost = self.room.ghosts.find(place, data, matched * TOKEN_BYTES)
             if ghost is not None:
-                return Stop("evicted", matched, *ghost)
+                return Stop("evicted", matched, ghost.when, ghost.why)
         return Stop("never seen", matched)
 
     def explain(self, match: Match, across_tenants: bool = True) -> Stop:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .names import TOKEN_BYTES
-from .policies import Entry
+from .policies import Entry, Memo
 from .pool import Ids
 from .tenants import Account
 
@@ -95,6 +95,15 @@ class Checkpoint(Entry):
         self.states = states
         self.row_bytes = 0
         self.locks = 0  # pins that need it
+
+    @property
+    def memo(self) -> Memo | None:
+        """That of the run it stands in: whoever comes back comes back to both."""
+        return self.node.memo
+
+    @memo.setter
+    def memo(self, memo: Memo | None) -> None:
+        pass
 
     @property
     def tokens(self) -> int:

@@ -10,6 +10,7 @@ from .names import TOKEN_BYTES
 from .nodes import Node
 from .parts import Parts, Verbs
 from .points import Points
+from .policies import Memo
 from .pool import Ids
 from .reserving import Reserving
 from .sequence import Control, Owner, Sequence
@@ -50,7 +51,18 @@ class Opening(Verbs):
             self.hold_run(seq, run, now)
         seq.wanted = self._wanted(match)
         self.rows.watched[row] = bool(seq.wanted)
+        learner = account.queue.learner
+        if learner is not None and match.control.store:
+            seq.visit = learner.on_open(node, self._ghost(match), point, now)
         return seq
+
+    def _ghost(self, match: Match) -> Memo | None:
+        """What the policy remembers of the run that this prompt would have met next, had it not left."""
+        if match.stop.reason != "evicted":
+            return None
+        place = match.path[-1].serial if match.path else match.root_name
+        ghost = self.room.ghosts.find(place, match.data, match.matched * TOKEN_BYTES)
+        return None if ghost is None else ghost.memo
 
     def _stand(self, match: Match, root: Node, now: float) -> Node:
         """The node that ends at the resume point's block boundary; cut where it must be, counted as hit."""
@@ -64,10 +76,10 @@ class Opening(Verbs):
                 break
             node = passed if passed.end <= boundary else self.tree.split(passed, boundary)
             node.hits += 1
-            node.last_used = now
             node.ended = False
             self._raise_priority(node, match.control, now)
             policy.on_hit(node, now)
+            node.last_used = now
             if passed is not node:
                 passed.last_used = now if boundary < match.resume else passed.last_used
                 break
@@ -189,6 +201,12 @@ class Opening(Verbs):
         while passed is not None:
             passed.last_used = now
             passed = passed.parent
+        learner = account.queue.learner
+        if learner is not None and seq.visit is not None:
+            runs = self.path(node)[::-1]
+            learner.on_close(seq.visit, runs, length, seq.control.tenant, seq.ending, now)
+            if node is not seq.node:
+                self.tree.requeue(node, now)
         for window, first in enumerate(firsts):
             self.tree.offer_range(node, window, first, length // self.block_tokens)
         self.tree.unlock(seq.node, now)

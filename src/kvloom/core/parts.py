@@ -98,8 +98,8 @@ class Verbs:
         seq.root.account.held += self.states.retain(seq.state_source)
         checkpoint.hits += 1
         checkpoint.ended = False
-        checkpoint.last_used = now
         seq.root.account.queue.policy.on_hit(checkpoint, now)
+        checkpoint.last_used = now
 
     def hold_run(self, seq: Sequence, run: MediaRun, now: float) -> None:
         if run.key not in seq.runs:

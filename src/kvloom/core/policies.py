@@ -8,19 +8,29 @@ no pages. The queue asks for an entry's priority when it is queued and again whe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-__all__ = ["POLICIES", "Cost", "Entry", "Policy", "make_policy"]
+__all__ = ["POLICIES", "Cost", "Entry", "Learner", "Memo", "Policy", "make_policy"]
 
 
 FIRST = -(1 << 31)
 """The rank of what nobody can use, or said it would not: below any priority that a request may give."""
 
 
+class Memo:
+    """What a policy that learns remembers of an entry; it outlives the entry as a ghost."""
+
+    __slots__ = ()
+
+    def split(self) -> Memo:
+        """The memo of the upper part when a run is cut in two: the same, unless it counts something."""
+        return self
+
+
 class Entry(ABC):
-    """What a policy may look at. `value` is the policy's own."""
+    """What a policy may look at. `value` and `memo` are the policy's own."""
 
     __slots__ = (
         "created",
@@ -29,6 +39,7 @@ class Entry(ABC):
         "expiring",
         "hits",
         "last_used",
+        "memo",
         "priority",
         "queued",
         "serial",
@@ -47,6 +58,7 @@ class Entry(ABC):
         self.ended = False  # its session said that it will not come back
         self.useless = False  # some of it completes no resume point any more
         self.value = 0.0
+        self.memo: Memo | None = None
         self.queued: tuple[int, tuple[float, ...]] | None = None
 
     @property
@@ -74,7 +86,8 @@ class Entry(ABC):
 
 
 class Policy(Protocol):
-    """Smaller priorities leave first. The hooks are optional in spirit: most do nothing."""
+    """Smaller priorities leave first. The hooks are optional in spirit: most do nothing. In `on_hit`
+    the entry's `last_used` is still that of the use before."""
 
     @property
     def name(self) -> str: ...
@@ -83,6 +96,27 @@ class Policy(Protocol):
     def on_insert(self, entry: Entry, now: float) -> None: ...
     def on_hit(self, entry: Entry, now: float) -> None: ...
     def on_evict(self, entry: Entry, now: float) -> None: ...
+
+
+@runtime_checkable
+class Learner(Policy, Protocol):
+    """A policy whose priorities fall as time passes, and that follows requests from beginning to end."""
+
+    def review(self, entry: Entry, now: float) -> float:
+        """When to ask for the priority again, because it may have fallen; infinity for never."""
+        ...
+
+    def on_open(self, entry: Entry, ghost: Memo | None, resumed: int, now: float) -> Memo:
+        """A request resumes `resumed` tokens that end in `entry` (a root, if none); `ghost` is the memo of
+        what it would have met next, had that not left. Returns what `on_close` will be given."""
+        ...
+
+    def on_close(
+        self, visit: Memo, path: Sequence[Entry], length: int, tenant: str, ending: str | None, now: float
+    ) -> None:
+        """That request is done, with `length` tokens; `path` is the runs it used, deepest first. `ending`
+        is what its caller says about how it ended."""
+        ...
 
 
 class _Plain:
@@ -177,6 +211,12 @@ class CostAware:
         self.age = max(self.age, entry.value)
 
 
+def _adaptive() -> Policy:
+    from .adaptive import Adaptive  # it needs the types above
+
+    return Adaptive()
+
+
 POLICIES: dict[str, Callable[[], Policy]] = {
     "lru": LRU,
     "lfu": LFU,
@@ -185,6 +225,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "slru": SLRU,
     "priority": PriorityTTL,
     "cost": CostAware,
+    "adaptive": _adaptive,
 }
 
 

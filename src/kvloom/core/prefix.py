@@ -280,6 +280,8 @@ class PrefixTree:
         upper.parent, upper.root, upper.row_bytes = node.parent, node.root, node.row_bytes
         for name in ("last_used", "hits", "priority", "expires", "ended", "value"):
             setattr(upper, name, getattr(node, name))
+        if node.memo is not None:
+            upper.memo = node.memo.split()
         upper.checkpoints = [c for c in node.checkpoints if c.position <= at]
         node.checkpoints = [c for c in node.checkpoints if c.position > at]
         for checkpoint in upper.checkpoints:

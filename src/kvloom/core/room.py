@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,12 +21,12 @@ from .columns import Columns
 from .media import MediaRun
 from .names import NAME_BYTES, TOKEN_BYTES
 from .nodes import Checkpoint, Node, Root
-from .policies import Entry
+from .policies import Entry, Memo
 from .pool import Ids, Index, PagePool
 from .prefix import PrefixTree
 from .tenants import Account, Accounts
 
-__all__ = ["Copies", "CopyBatch", "Ghosts", "Room"]
+__all__ = ["Copies", "CopyBatch", "Ghost", "Ghosts", "Room"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,27 +116,36 @@ class Copies:
         return batches
 
 
+class Ghost(NamedTuple):
+    """Something that left: when, by which policy, and what the policy remembers of it."""
+
+    when: float
+    why: str
+    memo: Memo | None
+
+
 class Ghosts:
-    """What left lately, so that a miss can be explained. Bounded; the oldest are forgotten."""
+    """What left lately, so that a miss can be explained and learned from. Bounded; the oldest are
+    forgotten."""
 
     LIMIT = 1 << 16
     SEEN = 64  # bytes of text by which a run is known again
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[tuple[int | bytes, int], tuple[float, str]] = OrderedDict()
+        self._seen: OrderedDict[tuple[int | bytes, int], Ghost] = OrderedDict()
 
     @staticmethod
     def place(node: Node) -> int | bytes:
         """What stands for the end of a node; for a root its name, which outlives it."""
         return node.name if isinstance(node, Root) else node.serial
 
-    def add(self, place: int | bytes, text: bytes | bytearray, when: float, why: str) -> None:
+    def add(self, place: int | bytes, text: bytes | bytearray, ghost: Ghost) -> None:
         """The run that began with `text` after `place` left."""
-        self._seen[place, hash(bytes(text[: self.SEEN]))] = (when, why)
+        self._seen[place, hash(bytes(text[: self.SEEN]))] = ghost
         if len(self._seen) > self.LIMIT:
             self._seen.popitem(last=False)
 
-    def find(self, place: int | bytes, data: bytes, start: int) -> tuple[float, str] | None:
+    def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
         return self._seen.get((place, hash(data[start : start + self.SEEN])))
 
 
@@ -322,7 +332,7 @@ class Room:
                 start = max(0, end - node.start) * TOKEN_BYTES
                 text = node.text[start : start + Ghosts.SEEN]
                 place = self.ghosts.place(parent if end <= node.start else node)
-                self.ghosts.add(place, text, now, why)
+                self.ghosts.add(place, text, Ghost(now, why, node.memo))
                 self.tree.trim(node, end, why)
                 if node.parent is None:
                     self.tree.requeue(parent, now)
@@ -350,8 +360,8 @@ class Room:
         run.account.held += self.media.retain(run.rows)
         run.holds += 1
         run.hits += 1
-        run.last_used = now
         run.account.queue.policy.on_hit(run, now)
+        run.last_used = now
         run.account.queue.remove(run)
 
     def let_run_go(self, run: MediaRun, now: float) -> None:

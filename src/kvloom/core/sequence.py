@@ -18,6 +18,7 @@ from .clock import Clock
 from .layout import PoolLayout
 from .media import Media, MediaRun
 from .nodes import Node, Root
+from .policies import Memo
 from .pool import Ids
 
 __all__ = ["Control", "Retain", "Sequence", "SequenceRows", "Snapshots"]
@@ -170,6 +171,7 @@ class Sequence:
     __slots__ = (
         "cache",
         "control",
+        "ending",
         "media",
         "node",
         "opened",
@@ -181,6 +183,7 @@ class Sequence:
         "runs",
         "shared_tail",
         "state_source",
+        "visit",
         "wanted",
     )
 
@@ -199,6 +202,10 @@ class Sequence:
         self.wanted: tuple[int, ...] = ()  # positions at which to leave a resume point
         self.media: tuple[Media, ...] = ()
         self.runs: dict[bytes, MediaRun | Ids] = {}
+        self.ending: str | None = (
+            None  # how it ended ("tool_calls", "stop"): a hint that a policy may learn from
+        )
+        self.visit: Memo | None = None  # what a policy that learns remembers of it
 
     def __repr__(self) -> str:
         state = f"row {self.row}, {self.length} tokens" if self.open else "closed"

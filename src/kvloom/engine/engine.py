@@ -90,7 +90,8 @@ class Engine:
     ) -> None:
         weight = next(model.parameters())
         self.model, self.device = model.eval(), weight.device
-        token_budget = token_budget or TOKEN_BUDGET[self.device.type == "cuda"]
+        if token_budget is None:
+            token_budget = TOKEN_BUDGET[self.device.type == "cuda"]
         spec = model_spec(
             {**model.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")},
             kv_dtype=kv_dtype,
@@ -103,7 +104,14 @@ class Engine:
         """How the pool got its size, where it was left to find it."""
         if pool_bytes is None:
             self.room = room_for(
-                model, self.layout, memory_fraction, token_budget, max_running, graphs, scales
+                model,
+                self.layout,
+                memory_fraction,
+                token_budget,
+                max_running,
+                graphs,
+                scales,
+                spec.max_context,
             )
             pool_bytes = self.room.pool
         slabs = self.layout.slabs_in(pool_bytes)
@@ -201,9 +209,12 @@ class Engine:
         return self.scheduler.busy or self._flight is not None
 
     def step(self) -> list[Request]:
-        """Launch one step, and take in the tokens of the last that was; the requests that got one."""
+        """Launch one step, and take in the tokens of the last that was; the requests that got one, or ended for want of
+        room. Where it raises (a device out of memory, an interrupt), the step has not been: requests wait to be computed
+        anew, and may be cancelled."""
         before, landed = self._flight, []
         if before is not None and any(request.waits for request in before.requests):
+            self._flight = None
             landed = self._land(before, [])
             before = None
         self._flight = flight = self._launch(before)
@@ -212,7 +223,8 @@ class Engine:
         elif flight is not None and not self.ahead:
             self._flight = None
             landed = self._land(flight, [])
-        return landed
+        given_up, self.scheduler.given_up = self.scheduler.given_up, []
+        return landed + given_up
 
     def run(self) -> None:
         """Step until every request has ended."""
@@ -221,9 +233,16 @@ class Engine:
 
     def _launch(self, before: Flight | None) -> Flight | None:
         places = {} if before is None else {id(request): i for i, request in enumerate(before.requests)}
+        try:
+            return self._launched(places)
+        except BaseException:
+            self.scheduler.failed(places)
+            raise
+
+    def _launched(self, places: dict[int, int]) -> Flight | None:
+        self._copy()  # who forked and ended holds pages until then
         work = self.scheduler.schedule(places)
-        for copies in self.cache.take_copies():
-            copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
+        self._copy()
         if not work:
             return None
         ready = [
@@ -245,6 +264,10 @@ class Engine:
             )  # who comes after does not run, and has no next step
             self.runner.chosen[:running] = chosen.tokens[:running]
         return Flight(work, requests, *self._fetched(chosen))
+
+    def _copy(self) -> None:
+        for copies in self.cache.take_copies():
+            copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
 
     def _branch(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
         """Where a prompt ends that wants several answers, let the others begin on its pages. Who chooses a token now, and
@@ -351,9 +374,10 @@ class Engine:
         """Raise ValueError for what can never run."""
         if not tokens:
             raise ValueError("a prompt needs at least one token")
-        if self.limit is not None and len(tokens) + params.max_tokens > self.limit:
+        if len(tokens) + params.max_tokens > self.cache.max_tokens:
+            whose = "the model's" if self.limit else "this engine's"
             raise ValueError(
-                f"{len(tokens)} prompt tokens and {params.max_tokens} new ones exceed the model's {self.limit}"
+                f"{len(tokens)} prompt tokens and {params.max_tokens} new ones exceed {whose} {self.cache.max_tokens}"
             )
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < self._vocabulary:

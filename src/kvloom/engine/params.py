@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Literal
 
 __all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "SamplingParams", "StructureKind"]
@@ -14,6 +15,8 @@ GREEDY_BELOW = 1e-5
 """A temperature below this takes the likeliest token."""
 MAX_LOGPROBS = 1024
 MAX_SAMPLES = 1024
+WHOLE = ("max_tokens", "min_tokens", "top_k", "seed", "n", "best_of", "beam_width", "logprobs")
+"""Parameters that are whole numbers, or None."""
 
 StructureKind = Literal["json_schema", "regex", "grammar"]
 
@@ -67,6 +70,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
         bias = {int(token): float(value) for token, value in self.logit_bias.items()}
         object.__setattr__(self, "logit_bias", bias)
+        self._check_whole()
         self._check_lengths()
         self._check_drawing()
         self._check_odds()
@@ -110,6 +114,15 @@ class SamplingParams:
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities are computed: they are asked for, or answers are ranked by them."""
         return self.logprobs is not None or self.samples > self.n or self.beam_width > 1
+
+    def _check_whole(self) -> None:
+        for name in WHOLE:
+            value = getattr(self, name)
+            if value is not None:
+                try:
+                    object.__setattr__(self, name, index(value))
+                except TypeError:
+                    raise ValueError(f"{name} {value!r} must be a whole number") from None
 
     def _check_lengths(self) -> None:
         if self.max_tokens < 1:

@@ -6,6 +6,9 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from kvloom.core import Control, Sequence
 from kvloom.models.vision import Sight
 
@@ -30,8 +33,8 @@ SEEDS = 1 << 64
 @dataclass(slots=True, eq=False)
 class Request:
     """One text that grows. `tokens` are prompt and output; `sequence` holds its pages while it runs, and is None while it
-    waits. `computed` tokens have been launched, `unknown` ones were chosen that the host has not seen; where `unread`, it
-    uses nothing that is cached.
+    waits. `computed` tokens have been launched, `unknown` ones were chosen that the host has not seen; where `uncached`, it
+    leaves the cache alone: uses nothing of it, and adds nothing.
 
     `priority`: larger runs first and is preempted last. `order` is the place in which requests came. `seed` is the one it
     was given, or any. `text` is its output as text where that is made as it grows, `structure` where it stands in its
@@ -50,7 +53,7 @@ class Request:
     cached_tokens: int | None = None
     computed: int = 0
     unknown: int = 0
-    unread: bool = False
+    uncached: bool = False
     preemptions: int = 0
     finish: Finish | None = None
     stop_reason: int | str | None = None
@@ -71,9 +74,11 @@ class Request:
     """Sorts first what runs first."""
     limit: int = field(init=False)
     """Tokens that it may come to have."""
+    _prompt_ids: npt.NDArray[np.int32] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self._prompt_ids = np.array(self.prompt, np.int32) if self.parent is None else self.parent._prompt_ids
         self.rank = -self.priority, self.order
         self.limit = len(self.prompt) + self.params.max_tokens
         self.waits = self.params.needs_last_token
@@ -84,6 +89,18 @@ class Request:
     @property
     def output(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
+
+    def ids(self, end: int) -> npt.NDArray[np.int32]:
+        """Its first `end` tokens as an array; costs in proportion to those that are not its prompt's."""
+        size = len(self.prompt)
+        if end <= size:
+            return self._prompt_ids[:end]
+        return np.concatenate((self._prompt_ids, np.array(self.tokens[size:end], np.int32)))
+
+    def count_cached(self, tokens: int) -> None:
+        """It began with so many tokens found in the cache; what it finds when it comes back does not count."""
+        if self.cached_tokens is None:
+            self.cached_tokens = tokens
 
     @property
     def output_count(self) -> int:

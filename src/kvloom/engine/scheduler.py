@@ -42,6 +42,8 @@ class Scheduler:
             raise ValueError(f"token_budget {token_budget} and max_running {max_running} must be at least 1")
         self.cache, self.token_budget, self.max_running = cache, token_budget, max_running
         self.running: list[Request] = []
+        self.given_up: list[Request] = []
+        """Requests that ended for want of room, until somebody tells of them."""
         self._waiting: list[tuple[tuple[int, int], Request]] = []
 
     @property
@@ -54,14 +56,13 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Let a request wait. Raises ValueError where it could never run, with the numbers."""
-        longest = len(request.prompt) + request.params.max_tokens
-        layout = self.cache.layout
-        needed, there = layout.slab_bytes_for(longest), self.cache.stats()["slabs"]
-        assert isinstance(there, int)
-        if needed > there * layout.slab_bytes:
+        needed, slab = self._slabs_for(request.limit), self.cache.layout.slab_bytes
+        quota, there = self._quota(request), self.cache.pool.slabs - 1
+        if needed > there or (quota is not None and needed * slab > quota):
+            has = f"the pool has {there * slab:,}" if needed > there else f"the tenant's quota is {quota:,}"
             raise ValueError(
                 f"{len(request.prompt)} prompt tokens and up to {request.params.max_tokens} new ones need "
-                f"{needed:,} bytes of cache, but the pool has {there * layout.slab_bytes:,}"
+                f"{needed * slab:,} bytes of cache, but {has}"
             )
         if request.sight is not None and request.sight.largest > self.token_budget:
             raise ValueError(
@@ -82,6 +83,7 @@ class Scheduler:
         picked: list[Scheduled] = []
         budget = self.token_budget
         empty = not self.running
+        alone = self.running[0] if len(self.running) == 1 else None
         decodes: list[Request] = []
         prompts: list[Request] = []
         for request in sorted(self.running, key=RANK):
@@ -93,6 +95,8 @@ class Scheduler:
         for request in prompts:
             if budget and request.sequence is not None:
                 budget -= self._reserve(request, budget, picked, places)
+        if alone is not None and alone.sequence is None:
+            self._give_up(alone)
         fronts = {self._front(request, request.computed) for request, _ in picked[first:]}
         aside: list[Request] = []
         while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
@@ -109,13 +113,11 @@ class Scheduler:
             taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
             budget -= taken
             if taken:
-                waiting.unread = False
+                waiting.count_cached(waiting.computed)
             elif self.running or picked or not empty:  # (what gave way holds pages until its copies are made)
                 break
-            elif waiting.unread:
-                self.finish(waiting, "no_room")  # it had the pool to itself
             else:
-                waiting.unread = True  # what it found cached may leave it no room: once more, without
+                self._give_up(waiting)
         for request in aside:
             heapq.heappush(self._waiting, (request.rank, request))
         return picked
@@ -135,6 +137,7 @@ class Scheduler:
                     part.sequence.commit(part.tokens.astype(np.int32))
             if request.computed == len(request.tokens) + request.unknown:
                 request.unknown += 1
+                request.uncached = False
         self._commit(rows, tokens)
 
     def learned(self, requests: Many[Request], tokens: Many[int], after: Many[Scheduled]) -> None:
@@ -147,6 +150,17 @@ class Scheduler:
                     request.tokens.append(token)
         mine = [(request, part) for request, part in after if part.source >= 0 and part.sequence.open]
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
+
+    def failed(self, places: dict[int, int] | None = None) -> None:
+        """A step broke off, nobody knows where: what was scheduled for it, or launched, has not been. Who ran waits again,
+        and computes anew what is not in the cache by now: its states may be ahead of its tokens."""
+        for request in [request for request in self.running if not request.parked]:
+            assert request.sequence is not None
+            request.sequence.control = replace(request.sequence.control, store=False)
+            self._preempt(request)
+        for _, request in self._waiting:
+            if request.finish is None:
+                request.unknown = int(id(request) in (places or {}))
 
     def finish(self, request: Request, why: Finish) -> None:
         """End a request, and those bound to it; what they computed stays cached."""
@@ -208,27 +222,23 @@ class Scheduler:
         return None
 
     def _match(self, request: Request) -> Match:
-        control = replace(request.control, read=False) if request.unread else request.control
+        control = request.control
+        if request.uncached:
+            control = replace(control, read=False, store=False)
         media = () if request.sight is None else request.sight.media
-        return self.cache.match(np.array(request.tokens, dtype=np.int32), control, media)
+        return self.cache.match(request.ids(len(request.tokens)), control, media)
 
     def _front(self, request: Request, start: int) -> tuple[str, str, bytes] | None:
         """What a request that has `start` tokens computes next, up to the end of a block; None where nobody shares it."""
         end, control = start + self.cache.block_tokens, request.control
-        if end > len(request.tokens) or not (control.read and control.store):
+        if end > len(request.tokens) or request.uncached or not (control.read and control.store):
             return None
         shown = b"" if request.sight is None else request.sight.content(end)
-        return (
-            control.tenant,
-            control.adapter,
-            np.array(request.tokens[:end], dtype=np.int32).tobytes() + shown,
-        )
+        return control.tenant, control.adapter, request.ids(end).tobytes() + shown
 
     def _admit(self, request: Request, found: Match) -> None:
         request.sequence = self.cache.open(found)
         request.computed = request.sequence.length
-        if request.cached_tokens is None:
-            request.cached_tokens = request.computed
         self.running.append(request)
 
     def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
@@ -263,8 +273,9 @@ class Scheduler:
         while sequence.extend(count):
             victim = self._victim(request, picked) if preempt else None
             if victim is None:
-                shorter = _fitting(request, (count + 1) // 2)  # may fit beside what is already picked
-                if count == 1 or not picked or not shorter:
+                # May fit beside what is already picked, or, where windows leave pages behind, step by step.
+                shorter = _fitting(request, (count + 1) // 2)
+                if count == 1 or not shorter:
                     self._preempt(request)
                     return 0
                 count = shorter
@@ -293,10 +304,37 @@ class Scheduler:
             self._preempt(max(parked, key=lambda request: request.rank))
         return bool(parked and self.waiting)
 
+    def _give_up(self, request: Request) -> None:
+        """A request had the pool to itself and found no room: what it found cached, or was about to share with the cache,
+        may be why. It tries once more without the cache, until it gets a token; then that is its end."""
+        if request.uncached:
+            self.finish(request, "no_room")
+            self.given_up.append(request)
+        request.uncached = True
+
+    def _slabs_for(self, length: int) -> int:
+        """The most slabs that a sequence fills on its way to `length` tokens. (Windows are widest before its end.)"""
+        layout = self.cache.layout
+        windowed = any(group.spec.span.windowed for group in layout.of("token"))
+        ends = np.arange(1 if windowed else length, length + 1)
+        pages = [np.zeros(len(ends), np.int64) for _ in self.cache.pool.classes]
+        for group in layout.groups:
+            units = np.ones_like(ends)
+            if group.spec.unit == "token":
+                left = group.spec.span.first_visible_each(ends - 1) // layout.block_tokens
+                units = -(-ends // layout.block_tokens) - left
+            pages[self.cache.pool.class_of[group.index]] += units * group.runs
+        slabs = [-(-count // cls.per_slab) for cls, count in zip(self.cache.pool.classes, pages, strict=True)]
+        return int(np.sum(slabs, 0).max())
+
+    def _quota(self, request: Request) -> int | None:
+        return self.cache.accounts[request.control.tenant].tenant.quota
+
     def _preempt(self, request: Request) -> None:
+        assert request.sequence is not None
         parked = request.parked
+        request.preemptions += request.computed > request.sequence.resumed  # else it had not begun
         self._let_go(request)
-        request.preemptions += 1
         if not parked:  # else it is nowhere until its successors are known
             heapq.heappush(self._waiting, (request.rank, request))
 

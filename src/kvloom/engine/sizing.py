@@ -58,9 +58,10 @@ def room_for(
     rows: int,
     graphs: bool,
     scales: Scales | None = None,
+    longest: int | None = None,
 ) -> Room:
     """What is left of the model's device for pages, of a `fraction` of its memory, when steps have up to `rows` rows
-    and `tokens` tokens of prompts. Raises ValueError where nothing is."""
+    and `tokens` tokens of prompts, each of which has at most `longest`. Raises ValueError where nothing is."""
     if not 0 < fraction <= 1:
         raise ValueError(f"a fraction of memory lies in (0, 1], got {fraction}")
     device = next(model.parameters()).device
@@ -69,7 +70,7 @@ def room_for(
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    step, logits = _trial(model, layout, tokens, rows, scales)
+    step, logits = _trial(model, layout, tokens, rows, scales, longest or tokens)
     held = sum(graph_sizes(rows)) * logits // rows if graphs else 0
     room = Room(total, int(total * fraction), total - free, step + SLACK, 2 * held + SLACK // 2)
     if room.pool < 2 * layout.slab_bytes:
@@ -79,24 +80,27 @@ def room_for(
     return room
 
 
-def _trial(model: Any, layout: PoolLayout, tokens: int, rows: int, scales: Scales | None) -> tuple[int, int]:
+def _trial(
+    model: Any, layout: PoolLayout, tokens: int, rows: int, scales: Scales | None, longest: int
+) -> tuple[int, int]:
     """The peak of what the largest step allocates, and the bytes of its logits."""
     device = next(model.parameters()).device
-    blocks = -(-tokens // layout.block_tokens)
-    units = [(1 if group.spec.unit == "state" else blocks) * group.runs for group in layout.groups]
+    tokens = min(tokens, rows * longest)
+    counts = [min(longest, tokens - start) for start in range(0, tokens, longest)]
+    blocks = sum(-(-count // layout.block_tokens) for count in counts)
+    units = [(len(counts) if group.spec.unit == "state" else blocks) * group.runs for group in layout.groups]
     slabs = 2 + sum(
         1 + -(-count // group.pages_per_slab) for count, group in zip(units, layout.groups, strict=True)
     )
     buffer = allocate(layout, slabs, device)
-    cache = KVCache(layout, slabs=slabs, max_sequences=rows, max_tokens=tokens)
+    cache = KVCache(layout, slabs=slabs, max_sequences=rows, max_tokens=counts[0])
     runner = Runner(model, cache, buffer, tokens, rows, graphs=False, scales=scales)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    prompt = np.zeros(tokens, dtype=np.int64)
-    sequence = cache.open(cache.match(prompt))
-    if sequence.extend(tokens):
+    works = [Work(cache.open(cache.match([])), np.zeros(count, dtype=np.int64)) for count in counts]
+    if any(work.sequence.extend(len(work.tokens)) for work in works):
         raise ValueError(f"a trial of {tokens} tokens does not fit {slabs} slabs")
-    logits = runner.run([Work(sequence, prompt)]).expand(rows, -1).contiguous()
+    logits = runner.run(works)[:1].expand(rows, -1).contiguous()
     logits.float().softmax(-1).sort(-1)  # what sampling may need
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before

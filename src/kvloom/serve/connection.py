@@ -9,13 +9,25 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from .errors import ApiError
+
 __all__ = ["Connection", "close_idle"]
+
+HEAD_BYTES = 1 << 16
+"""A request's head may take so much, beyond what one read from the socket brings."""
+_TOLD = ApiError(431, f"the request's head is larger than this server takes, {HEAD_BYTES:,} bytes").body
+_HEAD_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+    b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_TOLD), _TOLD)
+)
 
 
 class Connection(HttpToolsProtocol):
     """One connection. A request's scope has `kvloom.abort`, which ends it without sending what waits."""
 
     waits_since = 0.0
+    _in_head = False
+    _head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -24,11 +36,27 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.timeout_keep_alive_task is not None:  # the first of another request
             self.waits_since = time.monotonic()
+        began = self._in_head
         super().data_received(data)
+        if not (began and self._in_head):
+            self._head_bytes = 0
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(_HEAD_TOO_LARGE)
+            self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_head = True
         self.scope["kvloom.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing here speaks WebSocket, and installing something would not change that: the request is answered as it is."""
 
     @property
     def waits(self) -> bool:

@@ -60,6 +60,10 @@ def load_engine(start: Start) -> Engine:
     from kvloom.models.load import load
 
     device = torch.device(start.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"there is no device {start.device!r} here: torch sees {torch.cuda.device_count()} GPUs"
+        )
     if start.threads is not None or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(start.threads or max(1, len(os.sched_getaffinity(0)) - 1))
     model, tokenizer = load(

@@ -32,6 +32,7 @@ _TYPES = {
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
 }
 
 
@@ -97,8 +98,10 @@ def too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than this server takes, {limit:,} bytes", code="body_too_large")
 
 
-def too_long(prompt: int, new: int, longest: int, param: str) -> ApiError:
-    asked = f"{prompt:,} tokens of prompt and {new:,} new ones" if new else f"{prompt:,} tokens of prompt"
+def too_long(prompt: int, new: int, longest: int, param: str, at_least: bool = False) -> ApiError:
+    """`at_least`: so many were counted, and not all were."""
+    count = f"{prompt:,} or more" if at_least else f"{prompt:,}"
+    asked = f"{count} tokens of prompt and {new:,} new ones" if new else f"{count} tokens of prompt"
     return bad_request(
         f"{asked} exceed the {longest:,} that a request can have here: shorten the prompt, or ask for fewer new ones",
         param,

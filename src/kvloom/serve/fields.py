@@ -17,7 +17,7 @@ from kvloom.engine.params import SamplingParams
 
 from .errors import ApiError, bad_request
 
-__all__ = ["ChatFields", "CompletionFields", "Fields", "read_fields", "sampling"]
+__all__ = ["ChatFields", "CompletionFields", "Fields", "explained", "read_fields", "sampling"]
 
 MOST_STOPS = 16
 LONGEST_STOP = 256
@@ -25,6 +25,7 @@ MOST_LOGPROBS = 20
 MOST_BEST_OF = 32
 LONGEST_FORM = 1 << 16
 INTEGERS = range(-(1 << 63), 1 << 63)
+MOST_TOP_K = (1 << 31) - 1
 
 _FIELD = re.compile(r"`\$\.([A-Za-z_]\w*)")
 _WORD = re.compile(r"[a-z_]+")
@@ -46,7 +47,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 class Fields(msgspec.Struct, frozen=True, kw_only=True):
     """What both endpoints take."""
 
-    model: str
+    model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -130,6 +131,8 @@ def _check(fields: Fields) -> None:
         value = getattr(fields, name)
         if value is not None and value not in INTEGERS:
             raise bad_request(f"{name} {value} does not fit 64 bits", name)
+    if fields.top_k is not None and fields.top_k > MOST_TOP_K:
+        raise bad_request(f"top_k {fields.top_k} is beyond any vocabulary; 0 keeps every token", "top_k")
     if fields.ttl is not None and not 0 < fields.ttl < math.inf:
         raise bad_request(f"ttl {fields.ttl} must be a positive number of seconds", "ttl")
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
@@ -196,14 +199,15 @@ def sampling(fields: CompletionFields | ChatFields, max_tokens: int, vocabulary:
         given["logprobs"] = fields.logprobs
     if given.get("top_k") == -1:  # as others write "all"
         given["top_k"] = 0
-    beyond = [token for token in fields.logit_bias or () if token >= vocabulary]
-    if beyond:
-        raise bad_request(f"logit_bias: token {beyond[0]} is none of the model's {vocabulary}", "logit_bias")
+    for name in ("logit_bias", "stop_token_ids"):
+        beyond = next((token for token in getattr(fields, name) or () if token >= vocabulary), None)
+        if beyond is not None:
+            raise bad_request(f"{name}: token {beyond} is none of the model's {vocabulary}", name)
     given["json_schema"] = _schema(fields.response_format)
     try:
         return SamplingParams(max_tokens=max_tokens, **given)
     except ValueError as error:
-        raise _explained(error) from None
+        raise explained(str(error)) from None
 
 
 def _schema(wanted: ResponseFormat | None) -> str | None:
@@ -227,11 +231,11 @@ def _schema(wanted: ResponseFormat | None) -> str | None:
     return text
 
 
-def _explained(error: ValueError) -> ApiError:
-    """An error of SamplingParams, which begins with the name of what is wrong."""
-    word = _WORD.match(str(error))
-    known = word is not None and word[0] in {
-        *ChatFields.__struct_fields__,
-        *CompletionFields.__struct_fields__,
-    }
-    return bad_request(str(error), word[0] if word is not None and known else None)
+def explained(said: str) -> ApiError:
+    """What SamplingParams or the engine said, which begins with the name of what is wrong."""
+    word = _WORD.match(said)
+    name = "" if word is None else word[0]
+    if name == "json_schema":
+        name = "response_format"
+    known = name in {*ChatFields.__struct_fields__, *CompletionFields.__struct_fields__}
+    return bad_request(said, name if known else None)

@@ -37,7 +37,9 @@ class Generation:
     def read(self, body: bytes) -> CompletionFields | ChatFields:
         raise NotImplementedError
 
-    async def prompts(self, fields: CompletionFields | ChatFields, prompts: Prompts) -> list[Prompt]:
+    async def prompts(
+        self, fields: CompletionFields | ChatFields, prompts: Prompts, most: int
+    ) -> list[Prompt]:
         raise NotImplementedError
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,7 +52,7 @@ class Generation:
         service.check_model(fields.model)
         tenant = service.tenant(request, fields)
         with service.gate.entered(_answers(fields)):
-            given = await self.prompts(fields, prompts)
+            given = await self.prompts(fields, prompts, self._most(tenant, facts))
             messages = self._messages(fields, given, tenant, facts)
             ids, n = [message.id for message in messages], messages[0].params.n
             stream = bool(fields.stream)
@@ -106,8 +108,7 @@ class Generation:
         """How a prompt's answers are made. Raises ApiError where the prompt or a field makes no sense."""
         chat, count = isinstance(fields, ChatFields), len(tokens)
         param = "messages" if chat else "prompt"
-        longest = facts.tenants_longest.get(tenant, facts.longest)
-        most = min(longest - 1, self.service.limits.prompt_tokens or longest)
+        longest, most = facts.tenants_longest.get(tenant, facts.longest), self._most(tenant, facts)
         wanted = fields.max_tokens
         if isinstance(fields, ChatFields) and wanted is None:
             wanted = fields.max_completion_tokens
@@ -129,6 +130,11 @@ class Generation:
             )
         return params
 
+    def _most(self, tenant: str, facts: Ready) -> int:
+        """The most tokens that a tenant's prompt can have: an answer needs one more."""
+        longest = facts.tenants_longest.get(tenant, facts.longest)
+        return min(longest - 1, self.service.limits.prompt_tokens or longest)
+
     def _count(self, mailbox: Mailbox, form: Form, began: float) -> None:
         metrics, usage = self.service.metrics, form.usage
         metrics.prompt_tokens.inc(usage.prompt)
@@ -143,18 +149,22 @@ class Completions(Generation):
     def read(self, body: bytes) -> CompletionFields:
         return read_fields(body, CompletionFields)
 
-    async def prompts(self, fields: CompletionFields | ChatFields, prompts: Prompts) -> list[Prompt]:
+    async def prompts(
+        self, fields: CompletionFields | ChatFields, prompts: Prompts, most: int
+    ) -> list[Prompt]:
         assert isinstance(fields, CompletionFields)
-        return await prompts.of_completion(fields)
+        return await prompts.of_completion(fields, most)
 
 
 class Chats(Generation):
     def read(self, body: bytes) -> ChatFields:
         return read_fields(body, ChatFields)
 
-    async def prompts(self, fields: CompletionFields | ChatFields, prompts: Prompts) -> list[Prompt]:
+    async def prompts(
+        self, fields: CompletionFields | ChatFields, prompts: Prompts, most: int
+    ) -> list[Prompt]:
         assert isinstance(fields, ChatFields)
-        return [await prompts.of_chat(fields)]
+        return [await prompts.of_chat(fields, most)]
 
 
 class _Events:

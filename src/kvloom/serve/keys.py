@@ -50,7 +50,10 @@ class Keys:
 
 def read_keys(path: str, size: Size) -> Keys:
     """The keys of a file, whose quotas `size` reads. Raises ValueError that names the line or key, never the key itself."""
-    text = Path(path).read_text(encoding="utf-8")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a file of text (UTF-8)") from None
     rows = _from_json(text, path, size) if text.lstrip().startswith("{") else _from_lines(text, path, size)
     keys: dict[str, TenantRules] = {}
     tenants: dict[str, TenantRules] = {}

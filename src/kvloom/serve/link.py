@@ -17,7 +17,8 @@ from contextlib import suppress
 
 import msgspec
 
-from .errors import ApiError, bad_request, engine_died, engine_loading
+from .errors import ApiError, engine_died, engine_loading
+from .fields import explained
 from .mailbox import Mailbox
 from .messages import (
     HEADER_BYTES,
@@ -196,7 +197,7 @@ class EngineLink:
             mailbox = self._mailboxes.pop(refused.id, None)
             if mailbox is not None:
                 mailbox.open.discard(refused.id)
-                mailbox.fail(bad_request(refused.why))
+                mailbox.fail(explained(refused.why))
         if outputs.stats is not None:
             self.stats = outputs.stats
 

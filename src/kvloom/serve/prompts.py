@@ -1,7 +1,7 @@
 """Text and chats to token ids, by the model's tokenizer. Knows no engine; runs in the server's process.
 
-A tokenizer is used by one thread at a time: a single worker thread does all of it, so that long prompts do not stop others'
-answers.
+Threads of its own do the work, so that it stops nobody's answers: one for short requests and one for long ones, as a text of
+megabytes takes seconds. One that is plainly too long is not read to its end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .errors import bad_request
+from kvloom.models.catalog import known_models
+
+from .errors import bad_request, too_long
 from .fields import ChatFields, CompletionFields
 
 __all__ = ["PIECE", "Prompt", "Prompts", "load_tokenizer"]
@@ -25,6 +27,13 @@ PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 BROKEN = "\ufffd"
 PIECE = "piece:"
 MOST_NAMES = 1 << 18
+PER_MESSAGE = 16
+"""Characters that a message counts for beside its own."""
+LONG_CHARACTERS = 1 << 16
+"""Texts of more than that wait for each other, and for no short one."""
+SAMPLE_CHARACTERS = 16
+"""Of a text with more than that for each token that may be, a first part is tokenised alone; if it has twice too many
+tokens already, the rest cannot help."""
 
 Some = TypeVar("Some")
 
@@ -41,9 +50,10 @@ def load_tokenizer(model: str, template: str | None = None) -> Any | None:
     """The tokenizer of a folder or hub id, None where there is none; `template` replaces its chat template. Where a folder
     says that its tokenizer.json is all there is to it, torch is not imported."""
     folder = Path(model)
-    if folder.is_file() or (
-        folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES)
-    ):
+    if folder.is_dir():
+        if not any((folder / name).exists() for name in TOKENIZER_FILES):
+            return None
+    elif folder.is_file() or model.lower() in known_models():  # a config alone
         return None
     if _plain_file(folder):
         from transformers import PreTrainedTokenizerFast as Reader
@@ -74,11 +84,13 @@ class Prompts:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="long-tokenizer")
         self._names: dict[int, str] = {}
 
-    async def of_completion(self, fields: CompletionFields) -> list[Prompt]:
-        """The prompts of a completion: one or several, each text or ids."""
+    async def of_completion(self, fields: CompletionFields, most: int) -> list[Prompt]:
+        """The prompts of a completion: one or several, each text or ids. Texts that have far more than `most` tokens are
+        refused without counting them all."""
         given = fields.prompt
         if isinstance(given, str):
             many: list[Any] = [given]
@@ -97,18 +109,17 @@ class Prompts:
             return [Prompt(ids, self._text(ids) if fields.echo else None) for ids in many]
 
         def encode() -> list[Prompt]:
-            assert self.tokenizer is not None
             return [
-                Prompt(list(self.tokenizer(item)["input_ids"]), item)
+                Prompt(self._encoded(item, most, "prompt"), item)
                 if isinstance(item, str)
                 else Prompt(item, self._text(item) if fields.echo else None)
                 for item in many
             ]
 
-        return await self._run(encode)
+        return await self._run(encode, sum(map(len, texts)))
 
-    async def of_chat(self, fields: ChatFields) -> Prompt:
-        """A chat as its template writes it."""
+    async def of_chat(self, fields: ChatFields, most: int) -> Prompt:
+        """A chat as its template writes it; refused where it plainly has more than `most` tokens."""
         messages = [_plain(i, message) for i, message in enumerate(fields.messages)]
         if not messages:
             raise bad_request("messages is empty: a chat needs at least one", "messages")
@@ -146,9 +157,9 @@ class Prompts:
                 )
             except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
                 raise bad_request(f"the chat template refuses these messages: {error}", "messages") from None
-            return Prompt(list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), text)
+            return Prompt(self._encoded(text, most, "messages", add_special_tokens=False), text)
 
-        return await self._run(write)
+        return await self._run(write, sum(len(message["content"]) + PER_MESSAGE for message in messages))
 
     def name(self, token: int) -> str:
         """A token as text, for log-probabilities; part of a character is told as the tokenizer spells it."""
@@ -167,8 +178,19 @@ class Prompts:
     def _text(self, ids: list[int]) -> str:
         return "" if self.tokenizer is None else str(self.tokenizer.decode(ids))
 
-    async def _run(self, work: Callable[[], Some]) -> Some:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    def _encoded(self, text: str, most: int, param: str, **how: bool) -> list[int]:
+        """A text's tokens. Raises ApiError where its beginning alone is too long by far."""
+        assert self.tokenizer is not None
+        first = SAMPLE_CHARACTERS * most
+        if len(text) > first:
+            count = len(self.tokenizer(text[:first], **how)["input_ids"])
+            if count > 2 * most:
+                raise too_long(count, 0, most, param, at_least=True)
+        return list(self.tokenizer(text, **how)["input_ids"])
+
+    async def _run(self, work: Callable[[], Some], characters: int) -> Some:
+        thread = self._short if characters <= LONG_CHARACTERS else self._long
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
 def _plain(place: int, message: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ The engine is a process of its own (link.py). This one never touches the model: 
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import signal
 import socket
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import uvicorn
 
-from kvloom.models.catalog import load_config
+from kvloom.models.catalog import known_models, load_config
 
 from .api import application
 from .connection import Connection, close_idle
@@ -64,6 +65,8 @@ class Options:
             )
         if not 0 <= self.port < 65536:
             raise ValueError(f"port {self.port} must lie in 0 to 65535")
+        if not 0 <= self.drain_seconds < math.inf:
+            raise ValueError(f"drain_seconds {self.drain_seconds} must not be negative, nor infinite")
 
     @property
     def model_name(self) -> str:
@@ -81,7 +84,7 @@ class _Server(uvicorn.Server):
 def serve(options: Options) -> int:
     """Serve until a signal comes; the exit code. Raises ValueError where there is no such model, OSError where the port
     cannot be had."""
-    _check_model(options.start.model)
+    _check_model(options.start.model, options.start.random_weights)
     _raise_file_limit()
     config = uvicorn.Config(
         _nothing, loop="auto", http=Connection, ws="none", lifespan="off", log_level="warning", access_log=False,
@@ -113,6 +116,8 @@ class _Life:
         self.server = _Server(config)
         self._began = time.monotonic()
         self._ready: Ready | None = None
+        self._loaded = asyncio.Event()
+        self._local = Path(options.start.model).exists()
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:
@@ -149,6 +154,8 @@ class _Life:
 
     async def _load_tokenizer(self) -> None:
         model, template = self.options.start.model, self.options.chat_template
+        if not self._local:  # the engine fetches it, or says why it cannot be had
+            await self._loaded.wait()
         found = await asyncio.to_thread(load_tokenizer, model, template)
         self.service.prompts = Prompts(found)
         self._tell_ready()
@@ -156,6 +163,7 @@ class _Life:
     def _engine_ready(self, facts: Ready) -> None:
         again = self._ready is not None
         self._ready = facts
+        self._loaded.set()
         if again:
             _say(f"the engine is back, as process {self.link.pid}, after {facts.seconds:.1f} s")
         else:
@@ -188,12 +196,12 @@ class _Life:
         gate, seconds = self.service.gate, self.options.drain_seconds
         gate.shut = True
         if gate.requests:
-            _say(f"draining: {gate.requests} requests may take {seconds:g} s; a second signal stops at once")
+            _say(f"draining: {_requests(gate)} may take {seconds:g} s; a second signal stops at once")
             waits = {asyncio.create_task(gate.empty.wait()), asyncio.create_task(self._stop_now.wait())}
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             for task in waits:
                 task.cancel()
-        _say(f"stopped; {gate.requests} requests were cut off" if gate.requests else "stopped")
+        _say(f"stopped; {_requests(gate)} cut off" if gate.requests else "stopped")
 
     async def _close_idle(self) -> None:
         seconds = self.options.limits.request_seconds
@@ -202,10 +210,24 @@ class _Life:
             close_idle(self.server.server_state.connections, seconds)
 
 
-def _check_model(model: str) -> None:
+def _check_model(model: str, random_weights: bool) -> None:
     """Raise ValueError for what is plainly no model: a folder without a config, or neither a folder nor a hub id."""
-    if Path(model).exists() or model.count("/") != 1 or model.startswith((".", "/", "~")):
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"{model}: the folder has no config.json, so there is no model in it")
+    named = path.is_file() or (not path.exists() and model.lower() in known_models())
+    if named and not random_weights:
+        raise ValueError(
+            f"{model!r} is a config without weights: give the folder or hub id of a checkpoint, or --random-weights"
+        )
+    if path.exists() or named:
         load_config(model)
+    elif model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise ValueError(f"there is no model {model!r}: give a folder with one, or a hub id such as org/name")
+
+
+def _requests(gate: Gate) -> str:
+    return "1 request" if gate.requests == 1 else f"{gate.requests} requests"
 
 
 def _bound(host: str, port: int) -> socket.socket:

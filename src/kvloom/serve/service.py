@@ -57,8 +57,9 @@ class Service:
             raise bad_request("tenant is given by the API key; leave the field out", "tenant")
         return known
 
-    def check_model(self, name: str) -> None:
-        if name not in (self.model, self.path):
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 where a request names another model; one that names none means the one that is served."""
+        if name is not None and name not in (self.model, self.path):
             raise unknown_model(name, self.model)
 
     def check_host(self, request: Request) -> None:

@@ -22,7 +22,7 @@ def welcome(model: str, url: str, facts: Ready, pid: int, seconds: float, keys: 
         table.add_column(column, justify="left" if column == "group" else "right")
     for row in facts.layout:
         table.add_row(
-            str(row["group"]),
+            str(row["group"]).rsplit(" #", 1)[0],
             str(row["layers"]),
             f"{row['page_bytes']:,} B",
             str(row["pages_per_block"]),
@@ -35,9 +35,9 @@ def welcome(model: str, url: str, facts: Ready, pid: int, seconds: float, keys: 
         style="bold",
     )
     console.print(
-        f"pool of {facts.pool_bytes / MiB:,.0f} MiB for about {tokens:,} tokens, {facts.longest:,} in one request at most; "
-        f"blocks of {facts.block_tokens} tokens, slabs of {facts.slab_bytes:,} bytes"
+        f"pool of {facts.pool_bytes / MiB:,.0f} MiB for about {tokens:,} tokens, {facts.longest:,} in one request at most"
     )
+    console.print(f"blocks of {facts.block_tokens} tokens, slabs of {facts.slab_bytes:,} bytes")
     console.print(table)
     ask = '"messages": [{"role": "user", "content": "Hello"}]' if chat else '"prompt": "def fibonacci(n):"'
     path = "/v1/chat/completions" if chat else "/v1/completions"

@@ -1,0 +1,249 @@
+"""`kvloom replay`: from what was asked on the command line to tables or JSON. Decides nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .cost import CostModel, Load, estimate
+from .simulator import NAMES, Outcome, Tier, TierUse, replay
+from .sizing import Sizing, size_cache, sizes_to_try
+from .traces import read_traces
+from .traffic import Traffic
+
+__all__ = ["run"]
+
+DEFAULT_BYTES = 131072
+"""A token of an 8-billion Llama 3 in bf16, for sizes in bytes where no model is given."""
+Row = tuple[Outcome, Load | None]
+
+
+def run(args: Namespace, bytes_per_token: int | None, parse_size: Callable[[str], int]) -> int:
+    """Do what `args` asks. Raises ValueError on what makes no sense, before anything is replayed."""
+    policies = _policies(args.policy)
+    traffic = read_traces(args.traces, args.seed, args.spread)
+    if not traffic.requests:
+        raise ValueError("these traces have no requests")
+    per_token = bytes_per_token or DEFAULT_BYTES
+    block = per_token * traffic.block_tokens
+    blocks = _Capacities(traffic, block, parse_size)
+    tiers = [blocks.tier(text) for text in args.tier]
+    cost = _cost(args, per_token, tiers) if args.cost else None
+    if args.size:
+        return _size(args, traffic, block, policies, tiers, blocks)
+    capacities = [blocks.parse(text) for text in args.capacity]
+    if not capacities:
+        capacities = sizes_to_try(traffic) if args.plot else [max(1, traffic.distinct // 10)]
+    rows: list[Row] = []
+    for capacity in capacities:
+        for policy in policies:
+            _say(f"{policy} at {capacity:,} blocks")
+            outcome = replay(traffic, capacity, policy, tiers=tiers)
+            rows.append((outcome, estimate(traffic, outcome, cost) if cost else None))
+    _say("")
+    if args.plot:
+        from .plot import plot_curves
+
+        plot_curves(traffic, [outcome for outcome, _ in rows], args.plot)
+    if args.json:
+        print(json.dumps([_plain(outcome, load, block) for outcome, load in rows], indent=2))
+    else:
+        _tables(traffic, rows, block)
+    return 0
+
+
+def _policies(asked: Sequence[str]) -> list[str]:
+    policies = list(dict.fromkeys(asked)) or ["ideal", "min", "lru", "adaptive"]
+    for policy in policies:
+        if policy not in NAMES:
+            raise ValueError(f"unknown policy {policy!r}; known: {', '.join(NAMES)}")
+    return policies
+
+
+class _Capacities:
+    """How large a cache was asked for: blocks, a share of all distinct blocks, or bytes."""
+
+    def __init__(self, traffic: Traffic, block: int, parse_size: Callable[[str], int]) -> None:
+        self.traffic, self.block, self.parse_size = traffic, block, parse_size
+
+    def parse(self, text: str) -> int:
+        plain = text.replace(",", "").replace("_", "").strip()
+        try:
+            if plain.isdecimal():
+                blocks = int(plain)
+            elif plain.endswith("%"):
+                blocks = round(float(plain[:-1]) / 100 * self.traffic.distinct)
+            else:
+                blocks = self.parse_size(plain) // self.block
+        except (ValueError, OverflowError) as error:
+            raise ValueError(
+                f"capacity {text!r}: write blocks (10000), a share (10%) or bytes (80GiB); {error}"
+            ) from None
+        if not 1 <= blocks < 2**31:
+            raise ValueError(
+                f"capacity {text!r} is {blocks} blocks of {self.block} bytes; it must be 1 to 2^31 - 1"
+            )
+        return blocks
+
+    def bytes(self, text: str) -> int:
+        return self.parse(text) * self.block
+
+    def tier(self, text: str) -> Tier:
+        name, _, size = text.partition("=")
+        if not name or not size:
+            raise ValueError(f"tier {text!r}: write its name and size, like host=200GiB")
+        return Tier(name, self.parse(size))
+
+
+def _cost(args: Namespace, per_token: int, tiers: Sequence[Tier]) -> CostModel:
+    model = CostModel(
+        parameters=args.parameters * 1e9,
+        flop_rate=args.tflops * 1e12,
+        bytes_per_token=per_token,
+        decode_seconds=12.1e-3 / 256 * args.parameters / 8,
+        devices=args.devices,
+    )
+    for tier in tiers:
+        model.read(tier.name, 0)  # is its rate known?
+    return model
+
+
+def _size(
+    args: Namespace,
+    traffic: Traffic,
+    block: int,
+    policies: Sequence[str],
+    tiers: Sequence[Tier],
+    blocks: _Capacities,
+) -> int:
+    """Answer how much of each tier a hit rate needs, for each policy."""
+    if args.target is not None and not 0 < args.target <= 1:
+        raise ValueError(f"target {args.target}; a hit rate is above 0 and at most 1")
+    named = args.capacity[-1:]
+    device = blocks.bytes(named[0]) if named else None
+    limits: list[tuple[str, int | None]] = [("device", device if tiers or named else None)]
+    limits += [(tier.name, tier.blocks * block) for tier in tiers]
+    asked = [policy for policy in policies if policy != "ideal"] if args.policy else ["lru"]
+    found = []
+    for policy in asked or ["lru"]:
+        found.append(
+            size_cache(
+                traffic,
+                block,
+                policy=policy,
+                target=args.target,
+                limits=limits,
+                progress=lambda n, policy=policy: _say(f"{policy} at {n:,} blocks"),  # type: ignore[misc]
+            )
+        )
+    _say("")
+    if args.json:
+        print(json.dumps([sizing.to_dict() for sizing in found], indent=2))
+    else:
+        for sizing in found:
+            _show_sizing(sizing, traffic, limits)
+    return 0
+
+
+def _plain(outcome: Outcome, load: Load | None, block: int) -> dict[str, Any]:
+    plain: dict[str, Any] = outcome.to_dict()
+    if len(outcome.tiers) > 1:
+        plain["tiers"] = [_tier(use, outcome, block) for use in outcome.tiers]
+    if load is not None:
+        plain["cost"] = load.to_dict()
+    return plain
+
+
+def _tier(use: TierUse, outcome: Outcome, block: int) -> dict[str, Any]:
+    return {
+        "tier": use.name,
+        "capacity_blocks": use.capacity_blocks,
+        "hit_rate": use.hit_blocks / outcome.asked if outcome.asked else 0.0,
+        "read_bytes": use.hit_blocks * block,
+        "written_bytes": use.written_blocks * block,
+        "resident_bytes": use.resident_blocks * block,
+        "evictions": use.evictions,
+    }
+
+
+def _tables(traffic: Traffic, rows: Sequence[Row], block: int) -> None:
+    console = _console()
+    console.print(_about(traffic))
+    table = Table("policy", box=None)
+    for name in ("capacity", "size", "hit rate", "evictions"):
+        table.add_column(name, justify="right")
+    timed = any(load is not None for _, load in rows)
+    for name in ("TTFT mean", "p50", "p99", "busy", "requests/s") if timed else ():
+        table.add_column(name, justify="right")
+    for outcome, load in rows:
+        cells = [outcome.policy, f"{outcome.capacity_blocks:,}", _bytes(outcome.capacity_blocks * block)]
+        cells += [f"{outcome.hit_rate:.2%}", f"{outcome.evictions:,}"]
+        if load is not None:
+            cells += [f"{t:.3g} s" for t in (load.mean_ttft, load.p50_ttft, load.p99_ttft)]
+            cells += [f"{load.busy:.0%}", f"{load.requests_per_second:.3g}"]
+        table.add_row(*cells)
+        for use in outcome.tiers[1:]:
+            share = use.hit_blocks / outcome.asked if outcome.asked else 0.0
+            table.add_row(
+                f"  + {use.name}",
+                f"{use.capacity_blocks:,}",
+                _bytes(use.capacity_blocks * block),
+                f"{share:.2%}",
+                f"{use.evictions:,}",
+            )
+    console.print(table)
+
+
+def _show_sizing(sizing: Sizing, traffic: Traffic, limits: Sequence[tuple[str, int | None]]) -> None:
+    console = _console()
+    console.print(_about(traffic))
+    table = Table("capacity", box=None)
+    for name in ("size", "hit rate", "the next GB buys"):
+        table.add_column(name, justify="right")
+    for point in sizing.curve:
+        buys = f"{100 * point.next_gigabyte:+.3f} points"
+        table.add_row(f"{point.capacity_blocks:,}", _bytes(point.bytes), f"{point.hit_rate:.2%}", buys)
+    console.print(table)
+    if sizing.capacity_blocks is None or sizing.bytes is None:
+        console.print(f"{sizing.policy} does not reach {sizing.target:.2%}; the ideal is {sizing.ideal:.2%}.")
+        return
+    console.print(
+        f"{sizing.policy} reaches {sizing.target:.2%} (ideal {sizing.ideal:.2%}) with {sizing.capacity_blocks:,} "
+        f"blocks, {_bytes(sizing.bytes)}; the next GB buys {100 * sizing.next_gigabyte:+.3f} points."
+    )
+    for tier in sizing.tiers:
+        console.print(f"  {tier.name}: {_bytes(tier.bytes)}, with which {tier.hit_rate:.2%} hit")
+    if sizing.tiers[-1].bytes < sizing.bytes:
+        names = ", ".join(name for name, _ in limits)
+        console.print(f"  {names} together are too small: one of them must hold {_bytes(sizing.bytes)}")
+
+
+def _about(traffic: Traffic) -> str:
+    return (
+        f"{len(traffic.requests):,} requests in {traffic.seconds:,.0f} s, {traffic.asked:,} blocks of "
+        f"{traffic.block_tokens} tokens, {traffic.distinct:,} of them distinct"
+    )
+
+
+def _bytes(size: int) -> str:
+    amount, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while amount >= 1024 and len(units) > 1:
+        amount /= 1024
+        units.pop(0)
+    return f"{amount:.4g} {units[0]}"
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+
+
+def _say(text: str) -> None:
+    """Progress, for someone who watches."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,120 @@
+"""From hits to seconds: what a replay's requests would have waited on given hardware.
+
+A prompt's new tokens are computed, its cached ones are read from the tier they lie in, and requests wait
+their turn on `devices` devices in the order they came. Decoding is counted by the token at the rate of a
+full batch. Rooflines and averages, no kernels: good for comparing caches, not for promising latencies.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .simulator import Outcome
+from .traffic import Traffic
+
+__all__ = ["CostModel", "Load", "estimate"]
+
+_READ_RATES = {"host": 50e9, "disk": 3.2e9, "remote": 10e9}
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """A model of `parameters` weights used per token, on devices of `flop_rate` FLOP/s.
+
+    `attention_flops` are spent per new token for each token before it. `bytes_per_token` is what tiers
+    read, at `read_rates` bytes a second by the tier's name. `decode_seconds` is a token's share of a decode
+    step of a full batch. The defaults are a dense model of 8 billion weights in bf16 on one H200.
+    """
+
+    parameters: float = 8e9
+    flop_rate: float = 450e12
+    attention_flops: float = 4 * 32 * 4096
+    bytes_per_token: float = 131072
+    decode_seconds: float = 12.1e-3 / 256
+    devices: int = 1
+    read_rates: Mapping[str, float] = field(default_factory=lambda: dict(_READ_RATES))
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "flop_rate", "bytes_per_token"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} {getattr(self, name)} must be positive")
+        if self.devices < 1:
+            raise ValueError(f"{self.devices} devices; at least one must compute")
+
+    def prefill(self, new: float, before: float) -> float:
+        """Seconds to compute `new` tokens after `before` others."""
+        flops = new * (2 * self.parameters + self.attention_flops * (before + new / 2))
+        return flops / self.flop_rate
+
+    def read(self, tier: str, tokens: float) -> float:
+        """Seconds to bring so many tokens' pages from a tier."""
+        try:
+            return tokens * self.bytes_per_token / self.read_rates[tier]
+        except KeyError:
+            known = ", ".join(sorted(self.read_rates))
+            raise ValueError(f"no read rate for tier {tier!r}; known: {known}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a replay comes to in time. `busy` above 1 means that the devices cannot keep up, and that
+    waiting times only say so."""
+
+    mean_ttft: float
+    p50_ttft: float
+    p99_ttft: float
+    busy: float
+    requests_per_second: float
+    tokens_per_second: float
+
+    def to_dict(self) -> dict[str, float]:
+        return {
+            "mean_ttft": self.mean_ttft,
+            "p50_ttft": self.p50_ttft,
+            "p99_ttft": self.p99_ttft,
+            "busy": self.busy,
+            "requests_per_second": self.requests_per_second,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def estimate(traffic: Traffic, outcome: Outcome, model: CostModel) -> Load:
+    """Time to first token and throughput of a replay. The rates are what the devices could sustain."""
+    if not traffic.requests:
+        raise ValueError("no requests to estimate")
+    free = [traffic.requests[0].at] * model.devices
+    waits = []
+    work = 0.0
+    tokens = 0
+    block = traffic.block_tokens
+    names = [tier.name for tier in outcome.tiers[1:]]
+    for i, request in enumerate(traffic.requests):
+        cached = outcome.hits[i] * block
+        loading = 0.0
+        for name, hits in zip(names, outcome.tier_hits, strict=True):
+            loading += model.read(name, hits[i] * block)
+            cached += hits[i] * block
+        # The last token is always computed, and the last block of a prompt may be a partial one.
+        cached = min(cached, request.prompt_tokens - 1)
+        first = loading + model.prefill(request.prompt_tokens - cached, cached)
+        begin = max(request.at, heapq.heappop(free))
+        busy = first + request.output_tokens * model.decode_seconds
+        heapq.heappush(free, begin + busy)
+        waits.append(begin + first - request.at)
+        work += busy
+        tokens += request.prompt_tokens + request.output_tokens
+    ttft = np.array(waits)
+    seconds = max(traffic.seconds, 1e-9)
+    rate = model.devices / work if work else 0.0
+    return Load(
+        mean_ttft=float(ttft.mean()),
+        p50_ttft=float(np.quantile(ttft, 0.5)),
+        p99_ttft=float(np.quantile(ttft, 0.99)),
+        busy=work / model.devices / seconds,
+        requests_per_second=len(waits) * rate,
+        tokens_per_second=tokens * rate,
+    )

@@ -1,0 +1,42 @@
+"""Hit-rate curves as a picture. Needs matplotlib (the `plot` extra); nothing else here does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .simulator import Outcome
+from .traffic import Traffic
+
+__all__ = ["plot_curves"]
+
+
+def plot_curves(traffic: Traffic, outcomes: Sequence[Outcome], path: str | Path) -> None:
+    """Write hit rate over capacity, a line for each policy, to `path` (PNG, SVG or PDF by its ending)."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import PercentFormatter
+    except ImportError:
+        raise ValueError("a plot needs matplotlib; install kvloom[plot]") from None
+    if not outcomes:
+        raise ValueError("nothing to plot")
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for policy in dict.fromkeys(outcome.policy for outcome in outcomes):
+        points = sorted((o.capacity_blocks, o.hit_rate) for o in outcomes if o.policy == policy)
+        sizes, rates = zip(*points, strict=True)
+        if policy == "ideal":
+            axes.axhline(rates[0], color="black", linestyle=":", label=policy)
+        else:
+            axes.plot(sizes, rates, marker="o", linestyle="--" if policy == "min" else "-", label=policy)
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel(f"capacity in blocks of {traffic.block_tokens} tokens")
+    axes.set_ylabel("block hit rate")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    try:
+        figure.savefig(Path(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot write the plot to {path}: {error}") from None

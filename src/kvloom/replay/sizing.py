@@ -1,0 +1,166 @@
+"""The planner's question: how much of each tier for a hit rate, and what does the next gigabyte buy?
+
+Answered by replaying the traffic at several sizes: no formula is assumed for the curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .simulator import replay
+from .traffic import Traffic
+
+__all__ = ["Point", "Sizing", "TierSize", "size_cache", "sizes_to_try"]
+
+GIGABYTE = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The hit rate at one size, and how much of it one more gigabyte would add there."""
+
+    capacity_blocks: int
+    bytes: int
+    hit_rate: float
+    next_gigabyte: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierSize:
+    """How much of one tier is needed, of `limit` that it may have (None: any)."""
+
+    name: str
+    bytes: int
+    limit: int | None
+    hit_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """`capacity_blocks` is the least that reaches the target; None where nothing does: `ideal` is then
+    below it. `tiers` says how to come by it, fastest first."""
+
+    policy: str
+    target: float
+    ideal: float
+    capacity_blocks: int | None
+    bytes: int | None
+    tiers: tuple[TierSize, ...]
+    next_gigabyte: float
+    curve: tuple[Point, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "policy": self.policy,
+            "target": self.target,
+            "ideal": self.ideal,
+            "capacity_blocks": self.capacity_blocks,
+            "bytes": self.bytes,
+            "tiers": [
+                {"tier": t.name, "bytes": t.bytes, "limit": t.limit, "hit_rate": t.hit_rate}
+                for t in self.tiers
+            ],
+            "next_gigabyte": self.next_gigabyte,
+            "curve": [
+                {
+                    "capacity_blocks": p.capacity_blocks,
+                    "bytes": p.bytes,
+                    "hit_rate": p.hit_rate,
+                    "next_gigabyte": p.next_gigabyte,
+                }
+                for p in self.curve
+            ],
+        }
+
+
+def sizes_to_try(traffic: Traffic, points: int = 8) -> list[int]:
+    """Sizes from a hundredth of the distinct blocks up to all of them, evenly in ratio."""
+    least, most = max(1, traffic.distinct // 100), max(1, traffic.distinct)
+    steps = max(1, points - 1)
+    return sorted({round(least * (most / least) ** (i / steps)) for i in range(steps + 1)})
+
+
+def size_cache(
+    traffic: Traffic,
+    block_bytes: int,
+    *,
+    policy: str = "lru",
+    target: float | None = None,
+    limits: Sequence[tuple[str, int | None]] = (("device", None),),
+    precision: float = 0.03,
+    progress: Callable[[int], None] = lambda blocks: None,
+) -> Sizing:
+    """The least capacity at which `policy` reaches the hit rate `target` (nine tenths of the ideal, if
+    None), found to within `precision` of it.
+
+    `limits` are the tiers, fastest first, with the bytes each may have. Tiers hold copies of what is above
+    them, so each is as large as the capacity it is to serve: the first takes what it may, and the next is
+    used only where that is too little. Costs about 15 replays.
+    """
+    if block_bytes < 1:
+        raise ValueError(f"block_bytes {block_bytes} must be positive: give a model, or bytes per token")
+    if not limits:
+        raise ValueError("no tier to size; give at least one")
+    known: dict[int, float] = {}
+
+    def rate(blocks: int) -> float:
+        if blocks not in known:
+            known[blocks] = replay(traffic, blocks, policy).hit_rate
+            progress(blocks)
+        return known[blocks]
+
+    ideal = replay(traffic, max(1, traffic.distinct), "ideal").hit_rate
+    wanted = 0.9 * ideal if target is None else target
+    if not 0 <= wanted <= 1:
+        raise ValueError(f"a target hit rate of {wanted}; it is a share from 0 to 1")
+    grid = sizes_to_try(traffic)
+    for blocks in grid:
+        rate(blocks)
+    found = _least(rate, wanted, sorted(known), precision)
+    more = max(1, GIGABYTE // block_bytes)
+    reach = found or max(known)
+    gain = (rate(reach + more) - rate(reach)) * GIGABYTE / (more * block_bytes)
+    tiers = _share(limits, reach * block_bytes, lambda size: rate(max(1, size // block_bytes)))
+    curve = _curve({blocks: known[blocks] for blocks in {*grid, reach}}, block_bytes)
+    size = None if found is None else found * block_bytes
+    return Sizing(policy, wanted, ideal, found, size, tiers, gain, curve)
+
+
+def _least(rate: Callable[[int], float], wanted: float, sizes: list[int], precision: float) -> int | None:
+    reaching = [blocks for blocks in sizes if rate(blocks) >= wanted]
+    if not reaching:
+        return None
+    high = reaching[0]
+    low = max((blocks for blocks in sizes if blocks < high), default=0)
+    while high - low > max(1, precision * high):
+        middle = (low + high) // 2
+        if rate(middle) >= wanted:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _share(
+    limits: Sequence[tuple[str, int | None]], need: int, rate: Callable[[int], float]
+) -> tuple[TierSize, ...]:
+    tiers = []
+    for name, limit in limits:
+        size = need if limit is None else min(limit, need)
+        tiers.append(TierSize(name, size, limit, rate(size)))
+        if size >= need:
+            break
+    return tuple(tiers)
+
+
+def _curve(known: dict[int, float], block_bytes: int) -> tuple[Point, ...]:
+    sizes = sorted(known)
+    points = []
+    for i, blocks in enumerate(sizes):
+        nearby = sizes[min(i + 1, len(sizes) - 1)]
+        gain = 0.0
+        if nearby > blocks:
+            gain = (known[nearby] - known[blocks]) * GIGABYTE / ((nearby - blocks) * block_bytes)
+        points.append(Point(blocks, blocks * block_bytes, known[blocks], gain))
+    return tuple(points)

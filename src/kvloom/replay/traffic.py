@@ -1,0 +1,140 @@
+"""Traffic as the simulator sees it: when requests came, and which blocks of text they are made of.
+
+A block is a number: two requests have the same number exactly where all their text up to the end of
+that block is the same. There are no tokens and no text here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Blocks", "Request", "Traffic", "number_blocks"]
+
+Blocks = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`blocks` is what it leaves in a cache; the first `asked` of them are its prompt, which it looks up."""
+
+    at: float
+    blocks: Blocks
+    asked: int
+    prompt_tokens: int
+    output_tokens: int
+    tenant: str = ""
+    session: str | None = None
+    ending: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests in the order they came; `distinct` blocks among them, numbered from 0."""
+
+    requests: tuple[Request, ...]
+    block_tokens: int
+    distinct: int
+    origin: str = ""
+    _asked: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ValueError(f"block_tokens {self.block_tokens} must be positive")
+        object.__setattr__(self, "_asked", sum(r.asked for r in self.requests))
+
+    @property
+    def asked(self) -> int:
+        """Blocks looked up by all requests together."""
+        return self._asked
+
+    @property
+    def seconds(self) -> float:
+        return self.requests[-1].at - self.requests[0].at if self.requests else 0.0
+
+    @property
+    def longest(self) -> int:
+        """Blocks of the longest request."""
+        return max((len(r.blocks) for r in self.requests), default=0)
+
+    @classmethod
+    def merged(cls, parts: Sequence[Traffic]) -> Traffic:
+        """Several recordings as if they had happened together, each from time 0 on. Blocks of different
+        parts are different."""
+        if not parts:
+            raise ValueError("no traffic: give at least one trace")
+        sizes = {part.block_tokens for part in parts}
+        if len(sizes) > 1:
+            named = ", ".join(f"{p.origin}: {p.block_tokens}" for p in parts)
+            raise ValueError(
+                f"these traces have blocks of different sizes and cannot be mixed ({named} tokens)"
+            )
+        if len(parts) == 1:
+            return parts[0]
+        requests: list[Request] = []
+        distinct = 0
+        for part in parts:
+            for r in part.requests:
+                moved = (r.blocks + distinct).astype(np.int32)
+                requests.append(
+                    Request(
+                        r.at,
+                        moved,
+                        r.asked,
+                        r.prompt_tokens,
+                        r.output_tokens,
+                        r.tenant,
+                        r.session,
+                        r.ending,
+                    )
+                )
+            distinct += part.distinct
+        requests.sort(key=lambda r: r.at)
+        return cls(tuple(requests), sizes.pop(), distinct, ", ".join(p.origin for p in parts))
+
+
+def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:
+    """Rows of block ids (of any size) as rows of numbers from 0, and how many numbers there are.
+
+    Where an id stands after different blocks it is not the same text: it gets a number for each.
+    Raises ValueError on what is no id.
+    O(n log n), in array operations where ids already are names of whole prefixes.
+    """
+    arrays = [_ids(row) for row in rows]
+    ends = np.cumsum([len(a) for a in arrays])
+    if not arrays or not ends[-1]:
+        return [np.empty(0, np.int32) for _ in arrays], 0
+    flat, inverse = np.unique(np.concatenate(arrays), return_inverse=True)
+    parent = np.empty(len(inverse), np.int64)
+    parent[1:] = inverse[:-1]
+    parent[[0, *(e for e in ends[:-1].tolist() if e < len(inverse))]] = -1
+    if len(np.unique((parent + 1) * len(flat) + inverse)) != len(flat):
+        return _number_paths(arrays)
+    numbers = inverse.astype(np.int32)
+    return [np.ascontiguousarray(row) for row in np.split(numbers, ends[:-1])], len(flat)
+
+
+def _ids(row: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
+    ids = np.asarray(row)
+    if ids.ndim == 1 and ids.size == 0:
+        return np.empty(0, np.uint64)
+    if ids.ndim == 1 and ids.dtype.kind in "fO" and all(type(i) is int and 0 <= i < 2**64 for i in row):
+        ids = np.array(row, np.uint64)  # numpy takes small and large ones together for fractions
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0:
+        raise ValueError(f"block ids must be whole numbers from 0 to 2^64 - 1, got {str(row)[:60]}")
+    return ids.astype(np.uint64, copy=False)
+
+
+def _number_paths(arrays: list[npt.NDArray[np.uint64]]) -> tuple[list[Blocks], int]:
+    seen: dict[tuple[int, int], int] = {}
+    rows: list[Blocks] = []
+    for array in arrays:
+        at, row = -1, []
+        for block in array.tolist():
+            at = seen.setdefault((at, block), len(seen))
+            row.append(at)
+        rows.append(np.array(row, np.int32))
+    return rows, len(seen)

@@ -1,0 +1,226 @@
+"""Bytes that leave the process: a head that says what they are, a checksum a layer run, perhaps compression.
+
+    head   "KVLP"  version u16  method u8  0 u8            little endian
+           name 16  group u32  form 16
+           runs u32  run_bytes u32  0 u32
+           runs x checksum u64                             xxh3 of the run as the engine knows it
+           runs x stored length u32                        only where compressed; equal to run_bytes: as it was
+           checksum u64                                    xxh3 of the head up to here
+    body   the runs, one after the other
+
+What does not check out is an Outcome, never an exception and never bytes. Knows no files and no stores.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+from .tier import KEY_BYTES, MOST_RUNS, Form, TierError
+from .transfer import Outcome
+
+__all__ = [
+    "VERSION",
+    "Compression",
+    "Head",
+    "checksum",
+    "checksums",
+    "make_codec",
+    "parse_head",
+    "seal",
+    "unseal",
+]
+
+VERSION = 1
+_MAGIC = b"KVLP"
+_FIXED = struct.Struct(f"<4sHBB{KEY_BYTES}sIII")
+_CHECK = struct.Struct("<Q")
+Compression = Literal["none", "lz4", "zstd"]
+_METHODS: tuple[Compression, ...] = ("none", "lz4", "zstd")
+Bytes = memoryview | bytes
+
+_xxh3: Callable[[Any], int] | None = None
+
+
+def checksum(data: Bytes) -> int:
+    """xxh3, 64 bits: as fast as memory here, where zlib's crc32 does a quarter of it."""
+    global _xxh3  # noqa: PLW0603  found on first use, so that a tier without checksums needs no package
+    if _xxh3 is None:
+        try:
+            from xxhash import xxh3_64_intdigest
+        except ImportError as error:
+            raise TierError("checksums need the package xxhash: pip install 'kvloom[tiers]'") from error
+        _xxh3 = xxh3_64_intdigest
+    return _xxh3(data)
+
+
+def checksums(page: memoryview, run_bytes: int) -> bytes:
+    """The checksums of a page's runs, as they stand in a head."""
+    ends = range(run_bytes, len(page) + 1, run_bytes)
+    return struct.pack(f"<{len(ends)}Q", *(checksum(page[end - run_bytes : end]) for end in ends))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a head says. `stored` is the length of each run's bytes in the body, None where they are as they were."""
+
+    key: bytes
+    method: int
+    run_bytes: int
+    checks: bytes
+    stored: tuple[int, ...] | None = None
+
+    @property
+    def runs(self) -> int:
+        return len(self.checks) // 8
+
+    @property
+    def body_bytes(self) -> int:
+        return self.runs * self.run_bytes if self.stored is None else sum(self.stored)
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Where runs [first, last) lie in the body."""
+        if self.stored is None:
+            return first * self.run_bytes, last * self.run_bytes
+        edges = [0, *accumulate(self.stored)]
+        return edges[first], edges[last]
+
+    @property
+    def packed_bytes(self) -> int:
+        return _FIXED.size + self.runs * (8 if self.stored is None else 12) + _CHECK.size
+
+    def pack(self) -> bytes:
+        fixed = _FIXED.pack(_MAGIC, VERSION, self.method, 0, self.key, self.runs, self.run_bytes, 0)
+        lengths = b"" if self.stored is None else struct.pack(f"<{len(self.stored)}I", *self.stored)
+        head = fixed + self.checks + lengths
+        return head + _CHECK.pack(checksum(head))
+
+
+def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
+    """The head at the beginning of `data` and its length, or what is wrong with it."""
+    if len(data) < _FIXED.size:
+        return Outcome.SHORT
+    magic, version, method, _, key, runs, run_bytes, _ = _FIXED.unpack_from(data)
+    if magic != _MAGIC:
+        return Outcome.CORRUPT
+    if version != VERSION:
+        return Outcome.VERSION
+    if not 0 < runs <= MOST_RUNS or method >= len(_METHODS):
+        return Outcome.CORRUPT
+    end = _FIXED.size + runs * (12 if method else 8)
+    if len(data) < end + _CHECK.size:
+        return Outcome.SHORT
+    if _CHECK.unpack_from(data, end)[0] != checksum(data[:end]):
+        return Outcome.CORRUPT
+    checks = bytes(data[_FIXED.size : _FIXED.size + runs * 8])
+    stored = struct.unpack_from(f"<{runs}I", data, _FIXED.size + runs * 8) if method else None
+    return Head(key, method, run_bytes, checks, stored), end + _CHECK.size
+
+
+class Codec:
+    """Packs and unpacks single runs. One instance a thread: the libraries' contexts are not shared."""
+
+    def __init__(self, method: int) -> None:
+        self.method = method
+        self._zstd_out: Any = None
+        self._zstd_in: Any = None
+
+    def pack(self, run: memoryview) -> Bytes:
+        """The run compressed, or as it was when that saves nothing."""
+        if self.method == 0:
+            return run
+        if self.method == 1:
+            packed = _library("lz4").compress(run, store_size=False)
+        else:
+            if self._zstd_out is None:
+                self._zstd_out = _library("zstd").ZstdCompressor(level=1)
+            packed = self._zstd_out.compress(run)
+        return packed if len(packed) < len(run) else run
+
+    def unpack(self, method: int, packed: memoryview, into: memoryview) -> bool:
+        """Exactly `into`'s bytes, or False. Never more: a length in damaged bytes is not believed."""
+        try:
+            if method == 1:
+                plain = _library("lz4").decompress(packed, uncompressed_size=len(into))
+                if len(plain) != len(into):
+                    return False
+                into[:] = plain
+                return True
+            zstd = _library("zstd")
+            if self._zstd_in is None:
+                self._zstd_in = zstd.ZstdDecompressor(max_window_size=1 << 27)
+            with self._zstd_in.stream_reader(packed) as reader:
+                done = 0
+                while done < len(into):
+                    got = reader.readinto(into[done:])
+                    if not got:
+                        return False
+                    done += got
+                return True
+        except TierError:
+            raise
+        except Exception:  # noqa: BLE001  each library has its own; whatever it says, the bytes are bad
+            return False
+
+
+def _library(name: str) -> Any:
+    try:
+        if name == "lz4":
+            import lz4.block  # type: ignore[import-untyped]
+
+            return lz4.block
+        import zstandard
+    except ImportError as error:
+        raise TierError(f"compression {name!r} needs a package: pip install 'kvloom[tiers]'") from error
+    else:
+        return zstandard
+
+
+def make_codec(compression: Compression = "none") -> Codec:
+    """A codec that writes with `compression` and reads any. A TierError where the package is missing."""
+    if compression not in _METHODS:
+        raise ValueError(f"compression={compression!r} is none of {_METHODS}")
+    checksum(b"")
+    if compression != "none":
+        _library(compression)
+    return Codec(_METHODS.index(compression))
+
+
+def seal(key: bytes, form: Form, page: memoryview, codec: Codec) -> tuple[Head, list[Bytes]]:
+    """The head of a page and its body in pieces; uncompressed, the one piece is the caller's memory."""
+    checks = checksums(page, form.run_bytes)
+    if codec.method == 0:
+        return Head(key, 0, form.run_bytes, checks), [page]
+    step = form.run_bytes
+    pieces = [codec.pack(page[at : at + step]) for at in range(0, form.page_bytes, step)]
+    return Head(key, codec.method, step, checks, tuple(map(len, pieces))), pieces
+
+
+def unseal(head: Head, body: memoryview, first: int, into: memoryview, codec: Codec) -> Outcome:
+    """Runs from `first` on, as many as `into` holds, from `body`, which begins with them. `body` may be `into`
+    itself where nothing is compressed. Anything but OK: `into` means nothing."""
+    step = head.run_bytes
+    last = first + len(into) // step
+    low, high = head.span(first, last)
+    if len(body) < high - low:
+        return Outcome.SHORT
+    checks = struct.unpack_from(f"<{last - first}Q", head.checks, first * 8)
+    if head.stored is None:
+        if body is not into:
+            into[:] = body[: high - low]
+    else:
+        at = 0
+        for number, length in enumerate(head.stored[first:last]):
+            run = into[number * step : (number + 1) * step]
+            if length == step:
+                run[:] = body[at : at + length]
+            elif not codec.unpack(head.method, body[at : at + length], run):
+                return Outcome.CORRUPT
+            at += length
+    for number, check in enumerate(checks):
+        if checksum(into[number * step : (number + 1) * step]) != check:
+            return Outcome.CORRUPT
+    return Outcome.OK

@@ -1,0 +1,294 @@
+"""The host tier: pages in this process's memory, least recently used first to leave.
+
+A read or write copies in the calling thread (numpy lets other threads run meanwhile) and is done when it returns. A
+device copies by itself: `hold` and `reserve` lend the places in the arena for as long as its copies run.
+Knows no devices: pinned memory is handed in as the arena's buffer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .arena import Arena, copy_pages
+from .codec import Head, checksums, make_codec, unseal
+from .tier import Objects, Ranges, Tier, parted
+from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
+
+__all__ = ["HostConfig", "HostTier", "Lease"]
+
+_OK, _MISSING, _PENDING = (
+    int(Outcome.OK),
+    int(Outcome.MISSING),
+    int(Outcome.PENDING),
+)  # numpy takes ints faster
+_MOST_TRIES = 4096  # pages looked at to make room for one, when many are held
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """`slab_bytes` is at least the largest page: take the layout's. `checked` keeps and compares checksums, for
+    memory that is not trusted; it costs about as much as the copy."""
+
+    capacity: int
+    slab_bytes: int = 8 << 20
+    checked: bool = False
+
+
+class _Entry:
+    __slots__ = ("checks", "gone", "held", "offset", "ready", "size")
+
+    def __init__(self, offset: int, size: int) -> None:
+        self.offset, self.size = offset, size
+        self.held = 1  # transfers under way: it can neither be evicted nor its page lent
+        self.ready = False  # its bytes have come
+        self.gone = False  # dropped while held: its page comes back with the last hold
+        self.checks = b""
+
+
+class Lease:
+    """Places in the arena, held until `release`. `offsets` is -1 where there is none; `results` says why."""
+
+    __slots__ = ("_entries", "_objects", "_tier", "offsets", "results")
+
+    def __init__(
+        self, tier: HostTier, objects: Objects, entries: list[_Entry | None], results: list[int]
+    ) -> None:
+        self._tier, self._objects, self._entries = tier, objects, entries
+        self.offsets = np.array([-1 if e is None else e.offset for e in entries], np.int64)
+        self.results = np.array(results, np.uint8)
+
+    def release(self, written: bool = True) -> None:
+        """Lets go. After `reserve`, `written` says that the bytes are there; without them the places are free
+        again. Twice is harmless."""
+        entries, self._entries = self._entries, []
+        self._tier._release(self._objects, entries, written)
+
+
+class HostTier(Tier):
+    """Safe from any thread; the lock is held for bookkeeping only, never for a copy."""
+
+    def __init__(self, config: HostConfig, buffer: Any = None) -> None:
+        self._config = config
+        self._arena = Arena(config.capacity, config.slab_bytes, buffer)
+        self._codec = make_codec() if config.checked else None
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._in_slab: list[dict[int, bytes]] = [{} for _ in range(self._arena.slabs)]
+        self._tally = Tally()
+        self._evicted = 0
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        return "host"
+
+    @property
+    def capacity(self) -> int:
+        return self._arena.slabs * self._arena.slab_bytes
+
+    @property
+    def arena(self) -> npt.NDArray[np.uint8]:
+        """All its memory; a Lease's offsets are into it."""
+        return self._arena.bytes
+
+    def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
+        with self._lock:
+            get = self._entries.get
+            return np.array([(e := get(key)) is not None and e.ready for key in objects.keys], np.bool_)
+
+    def hold(self, objects: Objects) -> Lease:
+        """The places of objects that are there, held. Release it when the last copy from them has passed."""
+        entries: list[_Entry | None] = []
+        results: list[int] = []
+        with self._lock:
+            table = self._entries
+            for key in objects.keys:
+                entry = table.get(key)
+                if entry is None or not entry.ready:
+                    entries.append(None)
+                    results.append(_MISSING)
+                    continue
+                table.move_to_end(key)
+                entry.held += 1
+                entries.append(entry)
+                results.append(_OK)
+        return Lease(self, objects, entries, results)
+
+    def reserve(self, objects: Objects) -> Lease:
+        """Places for objects that are not there, evicting as needed: fill those whose result is PENDING, then
+        release. OK: it is there already, or on its way. FULL: everything is held."""
+        size = objects.form.page_bytes
+        if not self._arena.fits(size):
+            raise ValueError(
+                f"a page of {size} bytes does not fit a slab of {self._arena.slab_bytes}: raise HostConfig.slab_bytes"
+            )
+        entries: list[_Entry | None] = []
+        results: list[int] = []
+        with self._lock:
+            table, slab_bytes = self._entries, self._arena.slab_bytes
+            fresh = 0 if self._closed else sum(key not in table for key in objects.keys)
+            free = self._arena.take(size, fresh)[::-1]
+            for key in objects.keys:
+                if key in table:
+                    table.move_to_end(key)
+                    entries.append(None)
+                    results.append(_OK)
+                    continue
+                offset = -1 if self._closed else free.pop() if free else self._make_room(size)
+                if offset < 0:
+                    entries.append(None)
+                    results.append(int(Outcome.FAILED if self._closed else Outcome.FULL))
+                    continue
+                table[key] = entry = _Entry(offset, size)
+                self._in_slab[offset // slab_bytes][offset] = key
+                entries.append(entry)
+                results.append(_PENDING)
+            for offset in free:  # an object that was in the batch twice
+                self._arena.give(size, offset)
+        return Lease(self, objects, entries, results)
+
+    def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
+        into.check(objects, writable=True)
+        start, stop = parted(objects.form, part)
+        if self._closed:
+            return failed_transfer(
+                len(objects), self._tally, "read", Outcome.FAILED, "the host tier is closed"
+            )
+        transfer = Transfer(len(objects), self._tally, "read", stop - start)
+        lease = self.hold(objects)
+        try:
+            found = np.flatnonzero(lease.offsets >= 0)
+            copy_pages(
+                into.bytes, into.starts[found] + start, self.arena, lease.offsets[found] + start, stop - start
+            )
+            if self._codec is not None:
+                self._compare(lease, objects, into, start, stop)
+        finally:
+            lease.release()
+        for outcome in np.unique(lease.results).tolist():
+            transfer.settle(np.flatnonzero(lease.results == outcome), Outcome(outcome))
+        return transfer
+
+    def write(self, objects: Objects, source: Ranges) -> Transfer:
+        source.check(objects, writable=False)
+        transfer = Transfer(len(objects), self._tally, "write", objects.form.page_bytes)
+        lease = self.reserve(objects)
+        written = False
+        try:
+            fresh = np.flatnonzero(lease.results == Outcome.PENDING)
+            size = objects.form.page_bytes
+            copy_pages(self.arena, lease.offsets[fresh], source.bytes, source.starts[fresh], size)
+            lease.results[fresh] = Outcome.OK
+            written = True
+        finally:
+            lease.release(written)
+        for outcome in np.unique(lease.results).tolist():
+            why = {
+                Outcome.FULL: "every page of the host tier is held",
+                Outcome.FAILED: "the host tier is closed",
+            }
+            transfer.settle(
+                np.flatnonzero(lease.results == outcome), Outcome(outcome), why.get(Outcome(outcome), "")
+            )
+        return transfer
+
+    def drop(self, objects: Objects) -> int:
+        with self._lock:
+            dropped = 0
+            for key in objects.keys:
+                entry = self._entries.get(key)
+                if entry is not None and entry.ready:
+                    self._forget(key, entry)
+                    dropped += 1
+            return dropped
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            ready = sum(entry.ready for entry in self._entries.values())
+            return self._tally.stats(ready, self._arena.used_bytes(), self.capacity, self._evicted)
+
+    def close(self) -> None:
+        """What is held stays readable by its holders until they let go; the memory goes with the last view."""
+        with self._lock:
+            self._closed = True
+            for key, entry in list(self._entries.items()):
+                if entry.ready:
+                    self._forget(key, entry)
+
+    # --- under the lock
+
+    def _make_room(self, size: int) -> int:
+        """A page where none is free: that of the least recently used object, if it has this size; else the whole slab
+        that object lies in leaves. -1 when everything is held."""
+        tries = min(len(self._entries), _MOST_TRIES)
+        for _ in range(tries):
+            if taken := self._arena.take(size, 1):
+                return taken[0]
+            key, entry = next(iter(self._entries.items()))
+            slab = entry.offset // self._arena.slab_bytes
+            places = {entry.offset: key} if entry.size == size else self._in_slab[slab]
+            if not all(map(self._may_leave, places, places.values())):
+                self._entries.move_to_end(key)  # in use now, so not the least recently used
+                continue
+            for other in list(places.values()):
+                self._forget(other, self._entries[other])
+                self._evicted += 1
+        taken = self._arena.take(size, 1)
+        return taken[0] if taken else -1
+
+    def _may_leave(self, offset: int, key: bytes) -> bool:
+        """Nobody holds this page; one that was dropped while held is under no key, or its key is elsewhere now."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.offset == offset and not entry.held
+
+    def _forget(self, key: bytes, entry: _Entry) -> None:
+        del self._entries[key]
+        if entry.held:
+            entry.gone = True
+        else:
+            self._free(entry)
+
+    def _free(self, entry: _Entry) -> None:
+        del self._in_slab[entry.offset // self._arena.slab_bytes][entry.offset]
+        self._arena.give(entry.size, entry.offset)
+
+    def _release(self, objects: Objects, entries: list[_Entry | None], written: bool) -> None:
+        if self._codec is not None and written:
+            form, arena = objects.form, self._arena.view
+            for entry in entries:
+                if entry is not None and not entry.ready:  # ours alone until it is ready
+                    entry.checks = checksums(arena[entry.offset : entry.offset + entry.size], form.run_bytes)
+        with self._lock:
+            for key, entry in zip(objects.keys, entries, strict=False):
+                if entry is None:
+                    continue
+                entry.held -= 1
+                if not entry.ready:
+                    entry.ready = written
+                    if not written or self._closed:
+                        self._forget(key, entry)
+                        continue
+                if entry.gone and not entry.held:
+                    self._free(entry)
+
+    def _compare(self, lease: Lease, objects: Objects, into: Ranges, start: int, stop: int) -> None:
+        """Compares what was read with the checksums kept; what differs is corrupt, and dropped."""
+        assert self._codec is not None
+        form, pages = objects.form, into.view
+        for index, (at, entry) in enumerate(zip(into.starts.tolist(), lease._entries, strict=True)):
+            if entry is None:
+                continue
+            got = pages[at + start : at + stop]
+            head = Head(objects.keys[index], 0, form.run_bytes, entry.checks)
+            outcome = unseal(head, got, start // form.run_bytes, got, self._codec)
+            if outcome != Outcome.OK:
+                lease.results[index] = outcome
+                with self._lock:
+                    if self._entries.get(objects.keys[index]) is entry:
+                        self._forget(objects.keys[index], entry)

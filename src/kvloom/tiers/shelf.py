@@ -1,0 +1,361 @@
+"""A disk tier's segments and the index over them: what is where, what comes back after a crash, what leaves.
+
+One thread appends (frames, new segments, eviction); any thread looks up. Room for the next segment is made as soon
+as one is begun, so the capacity is never passed. Knows no transfers and no callers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .codec import Head, checksum
+from .files import BLOCK, Files, aligned_bytes
+from .segment import Record, Segment, frame_bytes
+from .tier import KEY_BYTES
+from .transfer import Outcome
+
+__all__ = ["Shelf", "ShelfConfig"]
+
+_DROPPED = struct.Struct(f"<{KEY_BYTES}sQQQ")
+_DROPPED_NAME = "dropped"
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfConfig:
+    """`evict` chooses the segment that leaves; `carry` lets its pages that were read since they were written move on,
+    up to half a segment."""
+
+    capacity: int
+    segment_bytes: int
+    direct: bool = True
+    evict: Literal["oldest", "least-used"] = "least-used"
+    carry: bool = True
+
+
+class Shelf:
+    """`lock` guards the index and the segments' counts. Opening reads every head there is."""
+
+    def __init__(self, files: Files, config: ShelfConfig) -> None:
+        self._files, self._config = files, config
+        self.lock = threading.Lock()
+        self.index: dict[bytes, Record] = {}
+        self.evicted = 0
+        self.notes: dict[str, None] = {}  # what a person should know, each once
+        self._segments: dict[int, Segment] = {}
+        self._foreign: dict[int, int] = {}  # other versions' files: never read, the first to leave
+        self._current: Segment | None = None
+        self._dirty: set[Segment] = set()
+        self._unsure: OSError | None = None  # a sync that failed while carrying: the next caller is told
+        self._gave_way = False  # a segment left because the disk was full, and no new one could be made since
+        self._ticks = 0
+        self._next = 0
+        self._recover()
+
+    # --- any thread
+
+    @property
+    def segment_bytes(self) -> int:
+        return self._config.segment_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """What the files take."""
+        return sum(segment.size for segment in self._segments.values()) + sum(self._foreign.values())
+
+    def touch(self, record: Record) -> None:
+        """A read of it begins. The caller holds the lock, and lets go of the segment afterwards."""
+        self._ticks += 1
+        record.used += 1
+        record.segment.last_used = self._ticks
+        record.segment.readers += 1
+
+    def let_go(self, segment: Segment, readers: int) -> None:
+        with self.lock:
+            segment.readers -= readers
+            fd = segment.retire()
+        if fd >= 0:
+            self._files.close(fd)
+
+    def forget(self, key: bytes, record: Record) -> None:
+        """This copy is not to be served any more."""
+        with self.lock:
+            if self.index.get(key) is record:
+                del self.index[key]
+                record.segment.keys.discard(key)
+
+    def take(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
+        """Forgets keys; returns where they were, for `write_dropped`."""
+        gone = []
+        with self.lock:
+            for key in keys:
+                record = self.index.pop(key, None)
+                if record is not None:
+                    record.segment.keys.discard(key)
+                    gone.append((key, record.segment.number, record.offset))
+        return gone
+
+    def publish(self, records: Iterable[Record]) -> None:
+        """From here on they are found."""
+        with self.lock:
+            for record in records:
+                key = record.head.key
+                before = self.index.get(key)
+                if before is not None:
+                    before.segment.keys.discard(key)
+                    record.used += before.used
+                self.index[key] = record
+                record.segment.keys.add(key)
+
+    # --- the appending thread
+
+    def append(self, heads: Sequence[Head], bodies: Sequence[Any], size: int) -> list[Record]:
+        """Writes a frame. Its records are not found before `publish`. OSError: nothing was kept."""
+        need = frame_bytes(heads, size)
+        if need > self._config.segment_bytes - BLOCK:
+            raise OSError(errno.EFBIG, f"{need} bytes do not fit a segment of {self._config.segment_bytes}")
+        if self._current is None or not self._current.fits(heads, size):
+            self._roll()
+        segment = self._current
+        if segment is None:
+            raise OSError(errno.EIO, "the new segment failed while pages were carried over to it")
+        try:
+            records = segment.append(heads, bodies, size)
+        except OSError:
+            self._current = None
+            with contextlib.suppress(OSError):
+                segment.seal()  # what the failed write left there is no frame
+            raise
+        self._dirty.add(segment)
+        return records
+
+    def sync(self) -> None:
+        """Everything appended so far survives a loss of power. OSError: something since the last call may not."""
+        error, self._unsure = self._unsure or self._sync(), None
+        if error is not None:
+            raise error
+
+    def _sync(self) -> OSError | None:
+        dirty, self._dirty = self._dirty, set()
+        try:
+            for segment in dirty:
+                segment.sync()
+        except OSError as error:
+            self._current = None
+            return error
+        return None
+
+    def write_dropped(self, gone: Sequence[tuple[bytes, int, int]]) -> None:
+        """Keeps dropped objects from coming back with the next opening."""
+        lines = []
+        for key, number, offset in gone:
+            line = _DROPPED.pack(key, number, offset, 0)[:-8]
+            lines.append(line + checksum(line).to_bytes(8, "little"))
+        fd = self._open_dropped()
+        try:
+            whole = self._files.size(fd) // _DROPPED.size * _DROPPED.size  # not after a line cut short
+            self._files.write(fd, [b"".join(lines)], whole)
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
+
+    def close(self) -> None:
+        """Seals and closes every file."""
+        with self.lock:
+            self.index.clear()
+        for segment in self._segments.values():
+            try:
+                segment.seal()
+            except OSError as error:
+                self.notes[f"a segment could not be cut to its length: {error.strerror}"] = None
+            segment.removed = True  # from this process: who still reads closes it
+            self.let_go(segment, 0)
+
+    # --- making room
+
+    def _roll(self) -> None:
+        """A new current segment, and room for the one after it."""
+        before, self._current = self._current, None
+        if before is not None:
+            before.last_used = max(before.last_used, self._ticks)  # being written to is use, too
+            before.seal()
+        try:
+            segment = self._create()
+        except OSError as error:
+            # Someone else filled the disk: with one segment less of ours it may do, but they do not all go for it.
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not full or self._gave_way or not self._evict_one(carry=False):
+                raise
+            self._gave_way = True
+            segment = self._create()
+        self._gave_way = False
+        if segment.direct != self._config.direct:
+            self.notes["the file system has no O_DIRECT: reads and writes go through the page cache"] = None
+        with self.lock:
+            self._segments[segment.number] = segment
+        self._current = segment
+        while self.file_bytes + self._config.segment_bytes > self._config.capacity and self._evict_one(
+            self._config.carry
+        ):
+            pass
+
+    def _create(self) -> Segment:
+        number, self._next = self._next, self._next + 1
+        segment = Segment.create(self._files, number, self._config.segment_bytes, self._config.direct)
+        self._files.sync_directory()
+        return segment
+
+    def _evict_one(self, carry: bool) -> bool:
+        """One file leaves; False if there is none that may."""
+        if self._foreign:
+            number = min(self._foreign)
+            with self.lock:
+                del self._foreign[number]
+            self._files.remove(Segment.file_name(number))
+            return True
+        sealed = [segment for segment in self._segments.values() if segment is not self._current]
+        if not sealed:
+            return False
+        oldest = self._config.evict == "oldest"
+        victim = min(sealed, key=lambda s: s.number if oldest else s.last_used)
+        if carry:
+            self._carry(victim)
+        with self.lock:
+            for key in victim.keys:
+                del self.index[key]
+            self.evicted += len(victim.keys)
+            victim.keys.clear()
+            del self._segments[victim.number]
+        self._dirty.discard(victim)
+        self._remove(victim)
+        return True
+
+    def _remove(self, segment: Segment) -> None:
+        """The file of a segment that is in no index any more."""
+        try:
+            segment.remove()
+        finally:
+            segment.removed = True
+            self.let_go(segment, 0)
+
+    def _carry(self, victim: Segment) -> None:
+        """Moves what was used to the current segment, most used first. A page that cannot move is left to go."""
+        with self.lock:
+            used = [record for key in victim.keys if (record := self.index[key]).used]
+        used.sort(key=lambda record: -record.used)
+        left = self._config.segment_bytes // 2
+        moved: list[Record] = []
+        try:
+            for record in used:
+                left -= record.span
+                if left < 0 or self._current is None or not self._current.fits([record.head], record.span):
+                    break
+                body = aligned_bytes(record.span)
+                if self._files.read(victim.fd, [body], record.offset) == record.span:
+                    moved += self.append([record.head], [body], record.span)
+            self._unsure = self._sync()  # before the file goes that has them now
+            if self._unsure is not None:
+                raise self._unsure
+        except OSError as error:
+            self.notes[f"pages could not be carried over: {error.strerror}"] = None
+            return
+        self.publish(moved)
+        for record in moved:
+            record.used = 0  # it has to be used again to be carried again
+
+    # --- opening
+
+    def _recover(self) -> None:
+        dead = self._read_dropped()
+        numbers = sorted(
+            int(name[:-4]) for name in self._files.names() if name.endswith(".seg") and name[:-4].isdigit()
+        )
+        self._next = self._ticks = numbers[-1] + 1 if numbers else 0
+        still: set[bytes] = set()  # dropped, and on the disk all the same
+        for number in numbers:
+            try:
+                segment = Segment.open(self._files, number, self._config.direct)
+            except OSError as error:
+                self._leave_alone(number, f"segments cannot be read: {error.strerror}")
+                continue
+            if segment is Outcome.VERSION:
+                self._leave_alone(
+                    number, "segments of another version are there: not read, the first to leave"
+                )
+            elif isinstance(segment, Outcome):  # begun, and never finished; or damaged
+                self._files.remove(Segment.file_name(number))
+            else:
+                self._segments[number] = segment
+                self._index(segment, dead, still)
+        last = max(self._segments, default=-1)
+        for number, segment in list(self._segments.items()):
+            if number == last and segment.end < self._config.segment_bytes // 2:
+                try:
+                    segment.reopen(self._config.segment_bytes)
+                except OSError:
+                    segment.seal()  # a full disk: it can still be read
+                else:
+                    self._current = segment
+            elif not segment.keys:
+                del self._segments[number]
+                self._remove(segment)
+            else:
+                segment.seal()
+        self._rewrite_dropped({key: place for key, place in dead.items() if key in still}, len(dead))
+        while self.file_bytes > self._config.capacity and self._evict_one(carry=False):
+            pass
+
+    def _leave_alone(self, number: int, why: str) -> None:
+        self.notes[why] = None
+        self._foreign[number] = self._files.size_of(Segment.file_name(number))
+
+    def _index(self, segment: Segment, dead: dict[bytes, tuple[int, int]], still: set[bytes]) -> None:
+        try:
+            for record in segment.records():
+                key = record.head.key
+                if (segment.number, record.offset) > dead.get(key, (-1, -1)):
+                    self.publish([record])
+                else:
+                    still.add(key)
+        except OSError as error:  # a bad spot: what came before it is served, and nothing is cut off
+            self.notes[f"a segment can be read in part only: {error.strerror}"] = None
+            segment.end = segment.size
+
+    def _open_dropped(self) -> int:
+        try:
+            return self._files.open(_DROPPED_NAME, create=False, direct=False)
+        except FileNotFoundError:
+            return self._files.open(_DROPPED_NAME, create=True, direct=False)
+
+    def _read_dropped(self) -> dict[bytes, tuple[int, int]]:
+        """key -> the last place at which it was dropped."""
+        fd = self._open_dropped()
+        try:
+            data = bytearray(self._files.size(fd))
+            got = self._files.read(fd, [data], 0) if data else 0
+        finally:
+            self._files.close(fd)
+        dead: dict[bytes, tuple[int, int]] = {}
+        for at in range(0, got - _DROPPED.size + 1, _DROPPED.size):
+            key, number, offset, check = _DROPPED.unpack_from(data, at)
+            if check == checksum(bytes(data[at : at + _DROPPED.size - 8])):
+                dead[key] = max(dead.get(key, (-1, -1)), (number, offset))
+        return dead
+
+    def _rewrite_dropped(self, dead: dict[bytes, tuple[int, int]], before: int) -> None:
+        """Forgets those that have left the disk since."""
+        if len(dead) == before:
+            return
+        fd = self._open_dropped()
+        try:
+            # Cut first: losing this in a crash lets a dropped page come back, never a wrong one.
+            self._files.truncate(fd, 0)
+        finally:
+            self._files.close(fd)
+        if dead:
+            self.write_dropped([(key, *place) for key, place in dead.items()])

@@ -1,0 +1,64 @@
+"""A few threads that run jobs in the order they came. Daemons: a hung medium cannot keep the process from ending.
+
+A job gets its thread's own tools (scratch memory, a codec). Knows no tiers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from .codec import Codec
+from .files import aligned_bytes
+
+__all__ = ["Tools", "Workers"]
+
+
+class Tools:
+    """One thread's scratch memory and codec."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self._room = aligned_bytes(0)
+
+    def room(self, size: int) -> memoryview:
+        """At least `size` aligned bytes, good until the next call."""
+        if len(self._room) < size:
+            self._room = aligned_bytes(size)
+        return self._room
+
+
+Job = TypeVar("Job")
+
+
+class Workers(Generic[Job]):
+    """`count` threads that call `run(job)`; `run` must not raise."""
+
+    def __init__(self, count: int, name: str, make_run: Callable[[], Callable[[Job], None]]) -> None:
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._loop, args=(make_run(),), name=f"{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _loop(self, run: Callable[[Job], None]) -> None:
+        while (job := self._queue.get()) is not None:
+            run(job)
+            del job  # memory that a job holds must not wait for the next one
+
+    def submit(self, job: Job) -> None:
+        self._queue.put(job)
+
+    def close(self, timeout: float) -> bool:
+        """Ends the threads after what was submitted; False if some still run after `timeout` seconds."""
+        for _ in self._threads:
+            self._queue.put(None)
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)

@@ -1,0 +1,256 @@
+"""The policy that learns, in a real cache: what it follows, what it keeps, what it costs."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from kvloom.core import Control, KVCache, PoolLayout, VirtualClock
+from kvloom.core.adaptive import Adaptive, Shared, Visit
+from kvloom.core.nodes import Node
+
+from .world import LAYOUTS
+
+BLOCK = 16
+
+
+class Service:
+    """A cache of `blocks` blocks that serves prompts made of block numbers."""
+
+    def __init__(self, blocks: int, policy: str | Adaptive = "adaptive") -> None:
+        self.clock = VirtualClock()
+        self.policy = policy
+        layout = PoolLayout.build(LAYOUTS["full"])
+        self.cache = KVCache(layout, blocks + 1, policy=policy, clock=self.clock, max_tokens=1 << 14)
+        self.hits = self.asked = 0
+
+    def ask(self, *blocks: int, ending: str | None = None, session: str | None = None) -> int:
+        """Serve a prompt; returns the blocks that were cached."""
+        tokens = np.repeat(np.array(blocks, np.int32), BLOCK)
+        match = self.cache.match(np.append(tokens, 2**31 - 1), Control(session=session))
+        seq = self.cache.open(match)
+        assert seq.extend(len(tokens) - match.resume) == 0
+        seq.commit(tokens[match.resume :])
+        seq.ending = ending
+        seq.close()
+        self.hits += match.resume // BLOCK
+        self.asked += len(blocks)
+        return match.resume // BLOCK
+
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def leaf(self, *blocks: int) -> Node:
+        tokens = np.repeat(np.array(blocks, np.int32), BLOCK)
+        return self.cache.match(np.append(tokens, 2**31 - 1)).path[-1]
+
+    @property
+    def rate(self) -> float:
+        return self.hits / self.asked
+
+
+def learner(service: Service) -> Adaptive:
+    policy = service.cache.accounts[""].queue.policy
+    assert isinstance(policy, Adaptive)
+    return policy
+
+
+# -- what it follows -------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_one_chain_of_visits() -> None:
+    service = Service(100)
+    service.ask(1, 2, 3)
+    first = service.leaf(1, 2, 3).memo
+    assert isinstance(first, Visit)
+    assert (first.turn, first.open, first.length) == (0, True, 48)
+    service.wait(20)
+    service.ask(1, 2, 3, 4, 5)
+    second = service.leaf(1, 2, 3, 4, 5).memo
+    assert isinstance(second, Visit)
+    assert (second.turn, second.since, second.open) == (1, 20.0, True)
+    assert not first.open
+    assert service.leaf(1, 2, 3).memo is second
+
+
+def test_a_prompt_that_shares_little_is_another_conversation() -> None:
+    service = Service(100)
+    service.ask(1, 2, 3, 4)
+    service.wait(5)
+    service.ask(1, 7, 8, 9)
+    first, other = service.leaf(1, 2, 3, 4).memo, service.leaf(1, 7, 8, 9).memo
+    assert isinstance(first, Visit)
+    assert isinstance(other, Visit)
+    assert first.open
+    assert other.turn == 0
+    assert isinstance(service.leaf(1).memo, Shared)
+
+
+def test_what_a_conversation_went_on_without_is_left_behind_and_leaves_first() -> None:
+    service = Service(12)
+    service.ask(50, 51)
+    service.wait(1)
+    service.ask(1, 2, 3, 4)
+    service.wait(1)
+    service.ask(1, 2, 3, 5, 6)  # block 4 was a partial one: it is written anew
+    tail = service.leaf(1, 2, 3, 4)
+    assert isinstance(tail.memo, Visit)
+    assert not tail.memo.open
+    policy = learner(service)
+    policy.returns.horizon = 1e6  # as if much had been seen
+    now = service.clock.now()
+    assert policy.priority(tail, now) < policy.priority(service.leaf(50, 51), now)
+
+
+def test_a_return_to_what_was_evicted_is_seen() -> None:
+    service = Service(8)
+    service.ask(1, 2, 3, 4)
+    memo = service.leaf(1, 2, 3, 4).memo
+    service.wait(3)
+    service.ask(10, 11, 12, 13, 14, 15, 16, 17)
+    assert service.cache.match(np.repeat(np.array([1, 2], np.int32), BLOCK)).resume == 0
+    service.wait(4)
+    service.ask(1, 2, 3, 4, 5)
+    assert isinstance(memo, Visit)
+    assert not memo.open
+    back = service.leaf(1, 2, 3, 4, 5).memo
+    assert isinstance(back, Visit)
+    assert (back.turn, back.since) == (1, 7.0)
+
+
+def test_a_cut_gives_both_parts_the_visit_but_a_count_of_its_own() -> None:
+    visit, shared = Visit(None, 0, 1.0), Shared(5.0, 2.0, 3)
+    assert visit.split() is visit
+    copy = shared.split()
+    assert copy is not shared
+    assert isinstance(copy, Shared)
+    assert (copy.between, copy.used, copy.uses) == (5.0, 2.0, 3)
+
+
+# -- what it keeps ---------------------------------------------------------------------------------------------
+
+
+def test_it_begins_as_least_recently_used() -> None:
+    rng = np.random.default_rng(3)
+    services = [Service(40, policy) for policy in ("lru", "adaptive")]
+    for _ in range(25):
+        chat = int(rng.integers(12))
+        for service in services:
+            service.ask(*(1000 * chat + i for i in range(8)))
+            service.wait(1.0)
+    assert services[0].hits == services[1].hits
+    assert services[0].hits > 0
+
+
+def chats(service: Service, seed: int, chats: int, hint: bool = False) -> None:
+    """Conversations of 8 blocks a turn, in which most stop after one turn and the others go on."""
+    rng = np.random.default_rng(seed)
+    due: list[tuple[float, int, int]] = []
+    start, number = 0.0, 0
+    while number < chats or due:
+        if number < chats and (not due or start <= min(due)[0]):
+            when, chat, turn, start, number = (
+                start,
+                number,
+                0,
+                start + float(rng.exponential(2.0)),
+                number + 1,
+            )
+        else:
+            when, chat, turn = min(due)
+            due.remove((when, chat, turn))
+        more = turn < 6 and bool(rng.random() < (0.1 if turn == 0 else 0.9))
+        if more:
+            due.append((when + float(rng.uniform(20.0, 60.0)), chat, turn + 1))
+        service.wait(max(0.0, when - service.clock.now()))
+        service.ask(
+            *(100 * chat + i for i in range(8 * (turn + 1))), ending="more" if more and hint else None
+        )
+
+
+def test_it_keeps_those_who_came_back_before() -> None:
+    lru, adaptive = Service(250, "lru"), Service(250)
+    chats(lru, 5, 900)
+    chats(adaptive, 5, 900)
+    assert adaptive.rate > lru.rate + 0.08
+    adaptive.cache.check()
+
+
+def test_how_answers_end_is_a_hint_it_learns_from() -> None:
+    plain, hinted = Service(150), Service(150)
+    chats(plain, 6, 900)
+    chats(hinted, 6, 900, hint=True)
+    assert hinted.rate > plain.rate + 0.02
+
+
+def test_a_session_that_ended_leaves_first() -> None:
+    service = Service(8)
+    service.ask(1, 2, 3, session="a")
+    service.wait(1)
+    service.ask(5, 6, 7, session="b")
+    service.cache.end_session("b")
+    service.wait(1)
+    service.ask(10, 11, 12, 13)
+    assert service.ask(1, 2, 3) == 3
+
+
+@pytest.mark.parametrize("traffic", ["zipf", "loop", "scan", "one shot"])
+def test_on_other_traffic_it_is_hardly_ever_behind_least_recently_used(traffic: str) -> None:
+    rng = np.random.default_rng(11)
+    services = [Service(120, policy) for policy in ("lru", "adaptive")]
+    for i in range(2500):
+        if traffic == "zipf":
+            base = min(int(rng.zipf(1.3)), 500)
+        elif traffic == "loop":
+            base = i % 25
+        elif traffic == "scan":
+            base = int(rng.integers(10)) if i % 2 else 1000 + i
+        else:
+            base = i
+        pause = float(rng.exponential(1.0))
+        for service in services:
+            service.ask(*(100 * base + b for b in range(6)))
+            service.wait(pause)
+    lru, adaptive = (service.rate for service in services)
+    assert adaptive >= lru - 0.005
+    services[1].cache.check()
+
+
+# -- what it costs ---------------------------------------------------------------------------------------------
+
+
+def test_two_caches_that_see_the_same_decide_the_same() -> None:
+    twins = [Service(200), Service(200)]
+    for twin in twins:
+        chats(twin, 9, 300)
+    assert twins[0].hits == twins[1].hits
+    assert twins[0].cache.stats() == twins[1].cache.stats()
+
+
+def test_a_visit_takes_less_than_64_bytes_a_block() -> None:
+    service = Service(400)
+    chats(service, 2, 200)
+    nodes: list[Node] = list(service.cache.tree.roots.values())
+    memos: dict[int, object] = {}
+    blocks = 0
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children.values()
+        blocks += node.count
+        memos[id(node.memo)] = node.memo
+    size = 8 * blocks  # the slot of each run, at the most
+    for memo in memos.values():
+        if memo is not None:
+            parts = [getattr(memo, name) for name in type(memo).__slots__]  # type: ignore[attr-defined]
+            size += sys.getsizeof(memo) + sum(sys.getsizeof(p) for p in parts if p is not None)
+    assert blocks > 300
+    assert size < 64 * blocks
+
+
+def test_the_queue_of_looks_stays_in_proportion_to_the_cache() -> None:
+    service = Service(60)
+    chats(service, 4, 600)
+    queue = service.cache.accounts[""].queue
+    assert len(queue._expiring) <= 64 + 8 * max(8, len(queue))

@@ -1,0 +1,258 @@
+"""Where requests meet their limits: steps that break off, pools that just hold one, what can never run, what is tried again."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvloom.core import Control, Tenant
+from kvloom.engine import engine as engine_module, sizing
+from kvloom.engine.engine import Engine
+from kvloom.engine.request import Request, SamplingParams
+from tests.models.zoo import expected, tiny
+
+POOL = 1 << 22
+
+
+def greedy(new: int) -> SamplingParams:
+    return SamplingParams(max_tokens=new, temperature=0)
+
+
+def idle(engine: Engine) -> bool:
+    engine.cache.take_copies()
+    engine.cache.check()
+    return not engine.busy and engine.cache.stats()["held_pages"] == 0
+
+
+def steps_until_idle(engine: Engine, most: int) -> int:
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+        assert steps < most, "it never ends"
+    return steps
+
+
+class BrokenError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "bamba"])
+def test_a_step_that_breaks_off_has_not_been(family: str, ahead: bool) -> None:
+    rng = random.Random(family)
+    model = tiny(family)
+    model.set_attn_implementation("eager")
+    prompts = [[rng.randrange(3, 64) for _ in range(size)] for size in (5, 20, 33, 40)]
+    wanted = expected(model, prompts, 10)
+    engine = Engine(model, POOL, token_budget=24, ahead=ahead)
+    lonely = engine.add(prompts[1], SamplingParams(max_tokens=10, seed=5, n=3))
+    engine.run()
+    engine = Engine(model, POOL, token_budget=24, ahead=ahead)
+    choose = engine.sampler.choose
+
+    def breaks(*_: Any, **__: Any) -> None:
+        if rng.random() < 0.03:
+            raise BrokenError
+
+    def breaks_later(*args: Any, **named: Any) -> Any:
+        if rng.random() < 0.1:
+            raise BrokenError
+        return choose(*args, **named)
+
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    hooks = [layer.register_forward_pre_hook(breaks) for layer in layers]
+    engine.sampler.choose = breaks_later  # type: ignore[method-assign]
+    requests = [engine.add(prompt, greedy(10)) for prompt in prompts]
+    several = engine.add(prompts[1], SamplingParams(max_tokens=10, seed=5, n=3))
+    penalised = engine.add(prompts[2], SamplingParams(max_tokens=10, temperature=0, presence_penalty=1e-9))
+    broken = steps = 0
+    while engine.busy:
+        try:
+            engine.step()
+        except BrokenError:
+            broken += 1
+        engine.cache.check()
+        steps += 1
+        assert steps < 2000
+    for hook in hooks:
+        hook.remove()
+    assert broken
+    assert [request.tokens for request in (*requests, penalised)] == [*wanted, wanted[2]]
+    assert [one.output for one in several.family] == [one.output for one in lonely.family]
+    again = [engine.add([*tokens[:-1], 7], greedy(1)) for tokens in wanted]  # on what was left in the cache
+    engine.sampler.choose = choose  # type: ignore[method-assign]
+    engine.run()
+    model.set_attn_implementation("eager")
+    fresh = Engine(model, POOL)
+    for request in again:
+        other = fresh.add(request.prompt, greedy(1), Control(read=False))
+        fresh.run()
+        assert other.output == request.output
+        assert request.cached_tokens
+    assert idle(engine)
+
+
+def test_a_chunk_that_does_not_fit_is_made_shorter_where_windows_leave_pages_behind() -> None:
+    model = tiny("gemma3_text", max_position_embeddings=512)
+    model.set_attn_implementation("eager")
+    prompt = [3 + i % 50 for i in range(200)]
+    wanted = expected(model, [prompt], 10)[0]
+    slab = Engine(model, POOL).layout.slab_bytes
+    engine = Engine(model, 6 * slab, token_budget=256)
+    request = engine.add(prompt, greedy(10))
+    steps_until_idle(engine, 100)
+    assert request.tokens == wanted
+    assert request.finish == "length"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next", "bamba"])
+def test_what_is_not_refused_fits_and_what_is_would_not(family: str) -> None:
+    model = tiny(family, max_position_embeddings=1024)
+    slab = Engine(model, POOL).layout.slab_bytes
+    engine = Engine(model, 6 * slab, token_budget=40)
+
+    def accepted(size: int) -> Request | None:
+        try:
+            return engine.add([3 + i * i % 50 for i in range(size)], greedy(2))
+        except ValueError:
+            return None
+
+    low, high = 1, 1022
+    while low < high:
+        middle = (low + high + 1) // 2
+        request = accepted(middle)
+        if request is not None:
+            engine.cancel(request)
+        low, high = (middle, high) if request is not None else (low, middle - 1)
+    for _ in range(2):
+        request = accepted(low)
+        assert request is not None
+        steps_until_idle(engine, 200)
+        assert request.finish == "length", low
+    if low < 1022:
+        with pytest.raises(ValueError, match="bytes of cache, but the pool has"):
+            engine.add([3] * (low + 1), greedy(2))
+
+
+def test_who_forked_and_ended_leaves_the_pool_to_the_next() -> None:
+    model = tiny("bamba", max_position_embeddings=1024)
+    slab = Engine(model, POOL).layout.slab_bytes
+    engine = Engine(model, 6 * slab)
+    first = engine.add([3, 4, 5, 6], SamplingParams(max_tokens=1, seed=1, n=3))
+    engine.step()
+    assert [one.finish for one in first.family] == ["length"] * 3
+    prompt = [7 + i % 40 for i in range(574)]  # all that there is
+    request = engine.add(prompt, greedy(2), Control(store=False))
+    engine.run()
+    assert request.finish == "length"
+
+
+@pytest.mark.parametrize("budget", [16, 256])
+def test_a_prompt_that_gets_stuck_half_way_ends(budget: int) -> None:
+    engine = Engine(tiny("llama"), POOL)
+    engine = Engine(tiny("llama"), 9 * engine.layout.slab_bytes, token_budget=budget)
+    held = engine.cache.open(engine.cache.match(np.array([1, 2, 3], np.int32)))
+    assert not held.extend(64)  # nobody may take these
+    request = engine.add([3 + i % 50 for i in range(100)], greedy(10))
+    told: list[Request] = []
+    steps = 0
+    while engine.busy:
+        told += engine.step()
+        steps += 1
+        assert steps < 200, "it never ends"
+    assert request.finish == "no_room"
+    assert told == [request]
+    held.close()
+    request = engine.add([3 + i % 50 for i in range(100)], greedy(10))
+    engine.run()
+    assert request.finish == "length"
+
+
+def test_what_exceeds_a_quota_or_an_engine_without_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Engine(tiny("llama"), POOL).layout
+    tenant = Tenant("small", quota=layout.slab_bytes_for(40))
+    engine = Engine(tiny("llama"), POOL, tenants=(tenant,))
+    with pytest.raises(ValueError, match=r"need [\d,]+ bytes of cache, but the tenant's quota is"):
+        engine.add(range(3, 53), greedy(10), Control(tenant="small"))
+    engine.add(range(3, 33), greedy(10), Control(tenant="small"))
+    engine.add(range(3, 53), greedy(10))
+    engine.run()
+    monkeypatch.setattr(engine_module, "MAX_TOKENS", 64)
+    model = tiny("mamba")
+    del model.config.max_position_embeddings
+    engine = Engine(model, POOL)
+    with pytest.raises(ValueError, match="60 prompt tokens and 5 new ones exceed this engine's 64"):
+        engine.add([5] * 60, greedy(5))
+    request = engine.add([5] * 60, greedy(4))
+    engine.run()
+    assert request.finish == "length"
+    with pytest.raises(ValueError, match="token_budget 0"):
+        Engine(model, POOL, token_budget=0)
+
+
+def test_waiting_is_not_being_preempted_and_what_was_found_is_what_it_began_with() -> None:
+    engine = Engine(tiny("llama"), POOL)
+    engine = Engine(tiny("llama"), 9 * engine.layout.slab_bytes, token_budget=128)
+    prompt = [3 + i % 50 for i in range(40)]
+    engine.add(prompt, greedy(1))
+    engine.run()
+    other = engine.add([5, 6, 7], greedy(12), priority=1)
+    engine.step()
+    held = engine.cache.open(engine.cache.match(np.array([1, 2, 3], np.int32)))
+    assert not held.extend(4 * 16)  # with the others' four blocks, that is all
+    waits = engine.add([*prompt, *range(3, 60)], greedy(2))
+    for _ in range(4):
+        engine.step()
+    assert waits.sequence is None
+    assert not held.extend(7 * 16)  # what it would have found is gone now
+    while other.finish is None:
+        engine.step()
+    held.close()
+    engine.run()
+    assert waits.finish == "length"
+    assert (waits.preemptions, waits.cached_tokens) == (0, 0)
+
+
+def test_a_page_that_others_share_half_of_does_not_end_who_needs_the_whole_pool() -> None:
+    model = tiny("llama")
+    model.set_attn_implementation("eager")
+    prompt = [3 + i * 7 % 50 for i in range(20)]
+    last = [*prompt[:18], *[58] * 22]
+    wanted = expected(model, [last], 24)[0]
+    slab = Engine(model, POOL).layout.slab_bytes
+    engine = Engine(model, 5 * slab, token_budget=2)
+    for first in (prompt, [*prompt[:18], 60, 61]):  # they part inside a block
+        engine.add(first, greedy(1))
+        engine.run()
+    request = engine.add(last, greedy(24))
+    steps_until_idle(engine, 200)
+    assert request.finish == "length"
+    assert request.tokens == wanted
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "logprobs", "n"])
+def test_what_is_no_whole_number_is_refused_before_a_step_meets_it(name: str) -> None:
+    for wrong in (2.5, "2"):
+        with pytest.raises(ValueError, match=f"{name} {wrong!r} must be a whole number"):
+            SamplingParams(**{name: wrong})  # type: ignore[arg-type]
+    assert getattr(SamplingParams(**{name: np.int64(2)}), name) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma3_text", "qwen3_next"])
+def test_a_trial_of_memory_stays_within_what_the_model_takes(
+    family: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)  # what a CPU cannot tell
+    model = tiny(family)  # of 128 positions
+    layout = Engine(model, POOL).layout
+    assert sizing._trial(model, layout, 500, rows, None, 128) == (0, rows * 64 * 4)
+    assert sizing._trial(model, layout, 100, rows, None, 128) == (0, rows * 64 * 4)

@@ -1,0 +1,125 @@
+"""`kvloom replay` as a user runs it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from kvloom.cli import main
+
+ROWS = [
+    {"timestamp": 1000 * i, "input_length": 1024, "output_length": 5, "hash_ids": ids}
+    for i, ids in enumerate([[0, 1], [0, 1, 2], [9, 8], [0, 1, 2], [9, 8], [5, 6, 7]])
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)))
+    return str(path)
+
+
+def test_json_is_a_list_with_a_row_a_policy_and_capacity(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "--capacity",
+        "3",
+        "--capacity",
+        "100%",
+        "--policy",
+        "ideal",
+        "--policy",
+        "lru",
+        "--policy",
+        "min",
+    ]
+    assert main(["replay", trace, *asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["policy"], row["capacity_blocks"]) for row in found] == [
+        (policy, capacity) for capacity in (3, 8) for policy in ("ideal", "lru", "min")
+    ]
+    assert all(set(row) == {"policy", "capacity_blocks", "hit_rate", "evictions"} for row in found)
+    assert found[0]["hit_rate"] == found[4]["hit_rate"] == 7 / 15
+    assert found[1]["hit_rate"] < found[2]["hit_rate"]
+
+
+def test_sizes_in_bytes_are_the_models(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--capacity", "320MiB", "--policy", "lru", "--model", "llama-3.1-8b", "--json"]
+    assert main(["replay", trace, *asked]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["capacity_blocks"] == 5
+
+
+def test_tiers_and_cost_add_their_parts(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--capacity", "2", "--tier", "host=8", "--policy", "lru", "--cost"]
+    assert main(["replay", trace, *asked, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert [tier["tier"] for tier in row["tiers"]] == ["device", "host"]
+    assert row["hit_rate"] == pytest.approx(sum(tier["hit_rate"] for tier in row["tiers"]))
+    assert row["tiers"][1]["resident_bytes"] == 8 * 512 * 131072
+    assert row["cost"]["mean_ttft"] > 0
+    assert main(["replay", trace, *asked]) == 0
+    assert "+ host" in capsys.readouterr().out
+
+
+def test_tables_say_what_was_replayed(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", trace]) == 0
+    out = capsys.readouterr().out
+    assert "6 requests in 5 s, 15 blocks of 512 tokens, 8 of them distinct" in out
+    assert all(policy in out for policy in ("ideal", "min", "lru", "adaptive"))
+    assert "46.67%" in out
+
+
+def test_size_answers_in_words_and_in_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", trace, "--size", "--target", "0.4"]) == 0
+    assert "lru reaches 40.00% (ideal 46.67%) with" in capsys.readouterr().out
+    assert main(["replay", trace, "--size", "--target", "0.9", "--policy", "adaptive"]) == 0
+    assert "adaptive does not reach 90.00%; the ideal is 46.67%" in capsys.readouterr().out
+    asked = ["--size", "--target", "0.4", "--capacity", "2", "--tier", "host=50", "--policy", "lru", "--json"]
+    assert main(["replay", trace, *asked]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert [tier["tier"] for tier in found["tiers"]] == ["device", "host"]
+
+
+def test_plot_writes_a_picture(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "out.png"
+    assert main(["replay", trace, "--policy", "lru", "--policy", "ideal", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count("lru") >= 4, "with --plot the sizes are chosen"
+    assert main(["replay", trace, "--plot", str(tmp_path / "no" / "out.png")]) == 2
+    assert "cannot write the plot" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "belady"], "unknown policy 'belady'"),
+        (["--capacity", "0"], "capacity '0' is 0 blocks"),
+        (["--capacity", "lots"], "capacity 'lots': write blocks"),
+        (["--capacity", "1KiB"], "is 0 blocks of 67108864 bytes"),
+        (["--tier", "host"], "tier 'host': write its name and size"),
+        (["--tier", "tape=5", "--cost"], "no read rate for tier 'tape'"),
+        (["--size", "--target", "7"], "target 7.0"),
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--spread", "-1"], "spread -1"),
+        (["--cost", "--tflops", "0"], "flop_rate 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_way_out(
+    trace: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", trace, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("kvloom replay: ")
+    assert captured.out == ""
+
+
+def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "nowhere.jsonl"]) == 2
+    assert "nowhere.jsonl: no such file" in capsys.readouterr().err

@@ -1,0 +1,464 @@
+"""The disk tier: the conformance suite with and without compression and O_DIRECT, restarts, eviction, bad disks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvloom.tiers import DiskConfig, DiskTier, Form, Objects, Outcome, TierError
+from kvloom.tiers.faulty import Faults, FaultyFiles
+from kvloom.tiers.segment import Record
+
+from .conformance import FORM, PAGE, Harness, TierConformance, filled, get, memory, never_wrong, objects, put
+
+MIB = 1 << 20
+
+
+def opened(folder: Path, **changes: object) -> DiskTier:
+    settings: dict[str, object] = {"capacity": 8 * MIB, "segment_bytes": MIB, "durable": "process", **changes}
+    return DiskTier(DiskConfig(folder, **settings))  # type: ignore[arg-type]
+
+
+def broken(folder: Path, faults: Faults, **changes: object) -> DiskTier:
+    settings: dict[str, object] = {"capacity": 8 * MIB, "segment_bytes": MIB, **changes}
+    config = DiskConfig(folder, **settings)  # type: ignore[arg-type]
+    return DiskTier(config, lambda directory: FaultyFiles(directory, faults))
+
+
+def records(tier: DiskTier, wanted: Objects) -> list[Record]:
+    return [tier._shelf.index[key] for key in wanted.keys if key in tier._shelf.index]
+
+
+class DiskHarness(Harness):
+    def bodies(self, wanted: Objects) -> list[tuple[Path, int, bytes]]:
+        found = []
+        for record in records(self.tier, wanted):
+            path = Path(self.tier._path) / record.segment.file_name(record.segment.number)
+            with path.open("rb") as file:
+                file.seek(record.offset)
+                found.append((path, record.offset, file.read(record.head.body_bytes)))
+        return found
+
+    @staticmethod
+    def overwrite(path: Path, offset: int, data: bytes) -> None:
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def flip(self, wanted: Objects) -> None:
+        for path, offset, body in self.bodies(wanted):
+            at = len(body) * 2 // 3
+            self.overwrite(path, offset, body[:at] + bytes([body[at] ^ 32]) + body[at + 1 :])
+
+    def swap(self, first: Objects, second: Objects) -> None:
+        ((a, at, one),) = self.bodies(first)
+        ((b, bt, two),) = self.bodies(second)
+        size = min(len(one), len(two))
+        self.overwrite(a, at, two[:size])
+        self.overwrite(b, bt, one[:size])
+
+
+class TestDirect(TierConformance):
+    def make(self, folder: Path) -> Harness:
+        return DiskHarness(opened(folder))
+
+
+class TestBufferedAndDurable(TierConformance):
+    def make(self, folder: Path) -> Harness:
+        return DiskHarness(opened(folder, direct=False, durable="power"))
+
+
+class TestLz4(TierConformance):
+    def make(self, folder: Path) -> Harness:
+        pytest.importorskip("lz4", reason="pip install lz4")
+        return DiskHarness(opened(folder, compression="lz4"))
+
+
+class TestZstd(TierConformance):
+    def make(self, folder: Path) -> Harness:
+        pytest.importorskip("zstandard", reason="pip install zstandard")
+        return DiskHarness(opened(folder, compression="zstd"))
+
+
+# --- restarts
+
+
+@pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
+def test_a_restart_finds_everything_whatever_it_was_written_with(tmp_path: Path, compression: str) -> None:
+    tier = opened(tmp_path, compression=compression)
+    put(tier, range(40))
+    tier.close()
+    tier = opened(tmp_path, compression="none")
+    assert tier.stats().objects == 40
+    assert get(tier, range(40)).ok.all()
+    put(tier, range(40, 50))
+    tier.close()
+    tier = opened(tmp_path)
+    assert get(tier, range(50)).ok.all()
+    tier.close()
+
+
+def test_many_restarts_do_not_leave_many_files(tmp_path: Path) -> None:
+    for number in range(8):
+        tier = opened(tmp_path)
+        put(tier, [number])
+        tier.close()
+    assert len(list(tmp_path.glob("*.seg"))) == 1
+    tier = opened(tmp_path)
+    assert get(tier, range(8)).ok.all()
+    tier.close()
+
+
+def test_what_was_dropped_stays_dropped_after_a_restart_and_can_come_again(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    put(tier, range(6))
+    tier.drop(objects([1, 2]))
+    put(tier, [2])
+    tier.close()
+    for _ in range(2):
+        tier = opened(tmp_path)
+        assert tier.lookup(objects(range(6))).tolist() == [True, False, True, True, True, True]
+        assert get(tier, [0, 2, 3]).ok.all()
+        tier.close()
+
+
+def test_compression_saves_room(tmp_path: Path) -> None:
+    for compression in ("none", "lz4"):
+        tier = opened(tmp_path / compression, compression=compression)
+        put(tier, range(15))
+        tier.close()
+    size = {c: sum(f.stat().st_size for f in (tmp_path / c).glob("*.seg")) for c in ("none", "lz4")}
+    assert size["lz4"] < 0.75 * size["none"]
+
+
+def test_other_versions_are_left_alone_and_are_the_first_to_leave(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    put(tier, range(10))
+    tier.close()
+    (old,) = tmp_path.glob("*.seg")
+    DiskHarness.overwrite(old, 6, b"\x63\x00")
+    tier = opened(tmp_path)
+    assert not tier.lookup(objects(range(10))).any()
+    assert "another version" in tier.stats().notes[0]
+    put(tier, range(20, 40))
+    assert old.exists()
+    for first in range(100, 260, 16):
+        put(tier, range(first, first + 16))
+    assert not old.exists()
+    tier.close()
+
+
+def test_a_damaged_frame_header_costs_its_frame_alone(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    for number in range(5):
+        put(tier, [number])
+    place = records(tier, objects([2]))[0]
+    tier.close()
+    (path,) = tmp_path.glob("*.seg")
+    DiskHarness.overwrite(path, place.offset - 4096 + 60, b"\xff\xff")
+    tier = opened(tmp_path)
+    assert get(tier, range(5)).ok.tolist() == [True, True, False, True, True]
+    tier.close()
+
+
+def test_a_file_cut_short_gives_what_is_left(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    put(tier, range(10))
+    place = records(tier, objects([6]))[0].offset
+    tier.close()
+    (path,) = tmp_path.glob("*.seg")
+    os.truncate(path, place + 5000)
+    tier = opened(tmp_path)
+    transfer = get(tier, range(10))
+    assert transfer.ok.tolist() == [True] * 6 + [False] * 4
+    assert not tier.lookup(objects([6, 9])).any()
+    tier.close()
+
+
+def test_garbage_in_the_directory_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "000000000003.seg").write_bytes(os.urandom(20_000))
+    (tmp_path / "000000000004.seg").write_bytes(b"")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "dropped").write_bytes(os.urandom(333))
+    tier = opened(tmp_path)
+    assert put(tier, range(3)).ok.all()
+    assert get(tier, range(3)).ok.all()
+    tier.close()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+# --- eviction
+
+
+def test_pages_that_were_read_are_carried_over_and_others_leave(tmp_path: Path) -> None:
+    tier = opened(tmp_path, evict="oldest")
+    put(tier, range(14))
+    for first in range(100, 300, 10):
+        get(tier, [3, 4])
+        put(tier, range(first, first + 10))
+    assert get(tier, [3, 4]).ok.all()
+    assert not tier.lookup(objects([0, 1, 2, 5])).any()
+    tier.close()
+    tier = opened(tmp_path)
+    assert get(tier, [3, 4]).ok.all()
+    tier.close()
+
+
+def test_without_carry_the_oldest_leave_whatever_their_use(tmp_path: Path) -> None:
+    tier = opened(tmp_path, evict="oldest", carry=False)
+    put(tier, range(14))
+    for first in range(100, 300, 10):
+        get(tier, [3, 4])
+        put(tier, range(first, first + 10))
+    assert not tier.lookup(objects(range(14))).any()
+    tier.close()
+
+
+def test_the_least_used_segment_leaves_first(tmp_path: Path) -> None:
+    tier = opened(tmp_path, evict="least-used", carry=False)
+    put(tier, range(14))
+    for first in range(100, 300, 10):
+        get(tier, [3])
+        put(tier, range(first, first + 10))
+    assert tier.lookup(objects(range(14))).all()
+    tier.close()
+
+
+def test_a_smaller_capacity_holds_from_the_next_opening_on(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    for first in range(0, 96, 12):
+        put(tier, range(first, first + 12))
+    tier.close()
+    tier = opened(tmp_path, capacity=3 * MIB)
+    assert tier.stats().bytes <= 3 * MIB
+    assert tier.stats().objects > 0
+    tier.close()
+
+
+def test_a_page_that_is_being_read_survives_the_end_of_its_segment(tmp_path: Path) -> None:
+    faults = Faults(calls=frozenset({"read"}))
+    tier = broken(tmp_path, faults, carry=False, evict="oldest")
+    put(tier, range(4))
+    faults.hung = True
+    got = memory(4)
+    transfer = tier.read(objects(range(4)), got)
+    for first in range(100, 260, 10):
+        put(tier, range(first, first + 10))
+    assert not tier.lookup(objects(range(4))).any()
+    faults.release()
+    assert transfer.wait(10)
+    assert never_wrong(transfer, range(4), got) == 4
+    tier.close()
+
+
+# --- disks that go wrong
+
+
+def test_a_full_disk_is_said_and_what_is_there_is_still_read(tmp_path: Path) -> None:
+    faults = Faults()
+    tier = broken(tmp_path, faults)
+    put(tier, range(12))
+    faults.full = True
+    transfer = put(tier, range(20, 40))
+    assert (transfer.results == Outcome.FULL).all()
+    assert "disk is full" in transfer.reason
+    assert get(tier, range(12)).ok.sum() in (0, 12), "it may have given its own pages up for the room"
+    faults.full = False
+    assert put(tier, range(20, 40)).ok.all()
+    assert get(tier, range(20, 40)).ok.all()
+    tier.close()
+
+
+def test_a_really_full_file_system(tmp_path: Path) -> None:
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip(f"needs a right to mount: {made.stderr.strip()}")
+    try:
+        tier = opened(tmp_path, capacity=64 * MIB, durable="power")
+        outcomes = [put(tier, range(at, at + 8)) for at in range(0, 160, 8)]
+        assert all(t.ok.all() or (t.results == Outcome.FULL).any() for t in outcomes)
+        assert tier.stats().objects > 0
+        for at in range(0, 160, 8):
+            get(tier, range(at, at + 8))
+        tier.close()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("call", ["read", "write", "sync", "open", "allocate"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENODEV, errno.EROFS])
+def test_a_lost_disk_is_an_outcome_and_it_recovers(tmp_path: Path, call: str, error: int) -> None:
+    faults = Faults(calls=frozenset({call}), error=error)
+    tier = broken(tmp_path, faults)
+    put(tier, range(8))
+    faults.failing = True
+    for at in range(100, 140, 10):
+        written = put(tier, range(at, at + 10))
+        read = get(tier, range(8))
+    failed = read if call == "read" else written
+    assert (failed.results == Outcome.FAILED).any()
+    assert os.strerror(error) in failed.reason
+    faults.failing = False
+    assert put(tier, range(200, 210)).ok.all()
+    assert get(tier, range(200, 210)).ok.all()
+    tier.close()
+    tier = opened(tmp_path)
+    assert get(tier, range(200, 210)).ok.all()
+    tier.close()
+
+
+@pytest.mark.parametrize("fault", ["flip", "short"])
+def test_a_lying_disk_gives_misses(tmp_path: Path, fault: str) -> None:
+    faults = Faults()
+    tier = broken(tmp_path, faults)
+    put(tier, range(8))
+    setattr(faults, fault, True)
+    transfer = get(tier, range(8))
+    assert not transfer.ok.all()
+    setattr(faults, fault, False)
+    put(tier, range(8))
+    assert get(tier, range(8)).ok.all()
+    tier.close()
+
+
+def test_a_hung_disk_costs_bounded_waits_bounded_memory_and_a_bounded_close(tmp_path: Path) -> None:
+    faults = Faults(calls=frozenset({"read", "write"}))
+    tier = broken(tmp_path, faults, pending_bytes=4 * PAGE, close_seconds=0.2)
+    put(tier, range(2))
+    faults.hung = True
+    before = threading.active_count()
+    began = time.monotonic()
+    reads = [tier.read(objects(range(2)), memory(2)) for _ in range(20)]
+    writes = [tier.write(objects([n]), filled([n])) for n in range(50, 70)]
+    assert not reads[0].wait(0.02)
+    assert not writes[0].wait(0.02)
+    assert sum((t.results == Outcome.BUSY).all() for t in reads) >= 17
+    assert sum((t.results == Outcome.BUSY).all() for t in writes) >= 15
+    assert threading.active_count() == before
+    for transfer in reads + writes:
+        transfer.cancel()
+        assert transfer.done
+    tier.close()
+    assert time.monotonic() - began < 5
+    with pytest.raises(TierError, match="in use"):
+        opened(tmp_path)  # the hung calls may still write there
+    faults.release()
+    assert all(transfer.wait_quiet(5) for transfer in reads + writes)
+
+
+def test_cancelled_reads_that_had_not_begun_touch_nothing(tmp_path: Path) -> None:
+    faults = Faults(calls=frozenset({"read"}))
+    tier = broken(tmp_path, faults, readers=1)
+    put(tier, range(2))
+    faults.hung = True
+    first, second = memory(1), memory(1)
+    one, two = tier.read(objects([0]), first), tier.read(objects([1]), second)
+    deadline = time.monotonic() + 5
+    while one._inside == 0 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert two.cancel(), "quiet at once"
+    second.bytes[:] = 7
+    faults.release()
+    assert one.wait(5)
+    tier.close()
+    assert (second.bytes == 7).all()
+    assert never_wrong(one, [0], first) == 1
+
+
+# --- directories
+
+
+def test_one_process_a_directory(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    with pytest.raises(TierError, match=f"in use by process {os.getpid()}"):
+        opened(tmp_path)
+    code = (
+        "import sys; from kvloom.tiers import *\n"
+        "try: DiskTier(DiskConfig(sys.argv[1], 8 << 20, 1 << 20))\n"
+        "except TierError as error: print(error)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert f"in use by process {os.getpid()}" in told.stdout
+    tier.close()
+    opened(tmp_path).close()
+
+
+def test_a_directory_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError, match=r"cannot use .*file"):
+        opened(tmp_path / "file")
+    with pytest.raises(TierError, match=r"cannot use .*Give a directory"):
+        opened(tmp_path / "file" / "below")
+
+
+def test_a_directory_without_permission_is_said(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        code = (
+            "import os, sys; from kvloom.tiers import *; os.setgid(65534); os.setuid(65534)\n"
+            "try: DiskTier(DiskConfig(sys.argv[1], 8 << 20, 1 << 20))\n"
+            "except TierError as error: print(error)"
+        )
+        tmp_path.chmod(0o755)
+        run = [sys.executable, "-c", code, str(tmp_path)]
+        told = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    else:
+        tmp_path.chmod(0o500)
+        with pytest.raises(TierError) as caught:
+            opened(tmp_path)
+        told = str(caught.value)
+    assert "Permission denied" in told
+    assert "Give a directory that this user may write" in told
+
+
+def test_a_read_only_disk_is_said_when_opening(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match="Read-only file system"):
+        broken(tmp_path, Faults(failing=True, error=errno.EROFS))
+    opened(tmp_path).close()  # and the lock was let go
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"capacity": MIB, "segment_bytes": MIB}, "three segments"),
+        ({"durable": "maybe"}, "durable='maybe'"),
+        ({"evict": "random"}, "evict='random'"),
+        ({"readers": 0}, "readers=0"),
+        ({"compression": "gzip"}, "compression='gzip'"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path, **changes)
+
+
+def test_big_batches_and_big_pages(tmp_path: Path) -> None:
+    form = Form("bf16", "x", 2 * MIB, MIB // 16)
+    tier = opened(tmp_path, capacity=256 * MIB, segment_bytes=64 * MIB)
+    assert put(tier, range(20), form).ok.all()
+    assert get(tier, range(20), form).ok.all()
+    small = Form("bf16", "x", 4096, 4096)
+    assert put(tier, range(3000), small).ok.all()
+    got = memory(3000, 4096)
+    assert tier.read(objects(range(3000), small), got).wait(20)
+    assert np.array_equal(got.bytes, filled(range(3000), 4096).bytes)
+    assert FORM.fingerprint != small.fingerprint
+    tier.close()

@@ -1,0 +1,158 @@
+"""The host tier: the conformance suite, and what is its own: leases, order, sizes that share an arena."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome
+from kvloom.tiers.arena import Arena, copy_pages
+
+from .conformance import FORM, PAGE, Harness, TierConformance, filled, get, objects, page, put
+
+MIB = 1 << 20
+
+
+class HostHarness(Harness):
+    def places(self, wanted: Objects) -> list[int]:
+        lease = self.tier.hold(wanted)
+        lease.release()
+        return [int(offset) for offset in lease.offsets if offset >= 0]
+
+    def flip(self, wanted: Objects) -> None:
+        for offset in self.places(wanted):
+            self.tier.arena[offset + 777] ^= 16
+
+    def swap(self, first: Objects, second: Objects) -> None:
+        (a,), (b,) = self.places(first), self.places(second)
+        arena, size = self.tier.arena, first.form.page_bytes
+        kept = arena[a : a + size].copy()
+        arena[a : a + size] = arena[b : b + size]
+        arena[b : b + size] = kept
+
+
+class TestHostTier(TierConformance):
+    def make(self, folder: Path) -> Harness:
+        return HostHarness(HostTier(HostConfig(4 * MIB, slab_bytes=256 << 10, checked=True)))
+
+
+def plain(pages: int) -> HostTier:
+    return HostTier(HostConfig(pages * PAGE, slab_bytes=PAGE))
+
+
+def test_the_least_recently_used_leaves_first() -> None:
+    tier = plain(4)
+    put(tier, range(4))
+    get(tier, [0])
+    put(tier, [9])
+    assert tier.lookup(objects([0, 1, 2, 3, 9])).tolist() == [True, False, True, True, True]
+
+
+def test_what_is_held_does_not_leave_and_a_tier_full_of_it_says_so() -> None:
+    tier = plain(4)
+    put(tier, range(4))
+    lease = tier.hold(objects(range(3)))
+    assert put(tier, [7, 8]).results.tolist() == [Outcome.OK, Outcome.FULL], (
+        "a batch does not push itself out"
+    )
+    assert put(tier, [8]).ok.all()
+    assert tier.lookup(objects([0, 1, 2, 3, 7, 8])).tolist() == [True, True, True, False, False, True]
+    with_all = tier.hold(objects([8]))
+    transfer = put(tier, [20])
+    assert transfer.results.tolist() == [Outcome.FULL]
+    assert "held" in transfer.reason
+    lease.release()
+    lease.release()
+    with_all.release()
+    assert put(tier, [20]).ok.all()
+
+
+def test_a_page_dropped_while_held_keeps_its_bytes_until_let_go() -> None:
+    tier = plain(2)
+    put(tier, [0, 1])
+    lease = tier.hold(objects([0]))
+    assert tier.drop(objects([0])) == 1
+    put(tier, [2, 3])
+    at = int(lease.offsets[0])
+    assert np.array_equal(tier.arena[at : at + PAGE], page(0))
+    assert tier.stats().objects == 1, "one page is held, so one of the two could stay"
+    lease.release()
+    put(tier, [4])
+    assert tier.stats().objects == 2
+    assert tier.stats().bytes == 2 * PAGE
+
+
+def test_a_reserved_place_is_found_only_once_its_bytes_are_there() -> None:
+    tier = plain(4)
+    lease = tier.reserve(objects(range(2)))
+    assert lease.results.tolist() == [Outcome.PENDING] * 2
+    assert not tier.lookup(objects(range(2))).any()
+    assert tier.drop(objects(range(2))) == 0
+    copy_pages(tier.arena, lease.offsets, (source := filled(range(2))).bytes, source.starts, PAGE)
+    lease.release()
+    assert get(tier, range(2)).ok.all()
+
+
+def test_a_reserved_place_that_was_not_filled_is_free_again() -> None:
+    tier = plain(2)
+    tier.reserve(objects(range(2))).release(written=False)
+    assert tier.stats().bytes == 0
+    assert put(tier, [5, 6]).ok.all()
+
+
+def test_pinned_memory_is_handed_in() -> None:
+    memory = np.zeros(4 * PAGE, np.uint8)
+    tier = HostTier(HostConfig(4 * PAGE, slab_bytes=PAGE), buffer=memory)
+    put(tier, [3])
+    assert any(np.array_equal(memory[at : at + PAGE], page(3)) for at in range(0, 4 * PAGE, PAGE))
+    with pytest.raises(ValueError, match="hold 262144 bytes; it has 100"):
+        HostTier(HostConfig(4 * PAGE, slab_bytes=PAGE), buffer=bytearray(100))
+
+
+def test_a_fresh_arena_gives_a_batch_in_one_run() -> None:
+    tier = HostTier(HostConfig(8 * MIB, slab_bytes=MIB))
+    lease = tier.reserve(objects(range(64)))
+    assert (np.diff(lease.offsets) == PAGE).all()
+
+
+def test_another_size_takes_whole_slabs_of_the_least_used() -> None:
+    tier = HostTier(HostConfig(4 * MIB, slab_bytes=MIB))
+    put(tier, range(64))
+    get(tier, range(16))  # the first slab is used last
+    big = Form("f32", "x", MIB, MIB)
+    assert put(tier, [100], big).ok.all()
+    assert tier.stats().evicted == 16
+    assert tier.lookup(objects(range(16))).all()
+
+
+def test_an_arena_gives_every_page_once_and_takes_it_back() -> None:
+    arena = Arena(4 * MIB, MIB)
+    pages = [*arena.take(300_000, 5), *arena.take(300_000, 9)]
+    assert len(set(pages)) == len(pages) == 12
+    assert arena.take(300_000, 1) == arena.take(4096, 1) == []
+    for offset in pages[3:6]:
+        arena.give(300_000, offset)
+    assert arena.take(4096, 1000) == list(range(MIB, 2 * MIB, 4096)), "an empty slab is anyone's"
+    assert arena.take(4096, 1) == []
+    assert arena.used_bytes() == 9 * 300_000 + 256 * 4096
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (HostConfig(PAGE, slab_bytes=MIB), "less than one slab"),
+        (HostConfig(MIB, slab_bytes=1000), "multiple of 4096"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(config: HostConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HostTier(config)
+
+
+def test_an_unchecked_tier_needs_no_checksums_and_says_what_does_not_fit() -> None:
+    tier = HostTier(HostConfig(MIB, slab_bytes=PAGE))
+    with pytest.raises(ValueError, match=r"raise HostConfig\.slab_bytes"):
+        tier.reserve(objects([1], Form("f", "x", 2 * PAGE, PAGE)))
+    assert put(tier, range(3), FORM).ok.all()
