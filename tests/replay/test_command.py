@@ -63,7 +63,7 @@ def test_tiers_and_cost_add_their_parts(trace: str, capsys: pytest.CaptureFixtur
     assert row["tiers"][1]["resident_bytes"] == 8 * 512 * 131072
     assert row["cost"]["mean_ttft"] > 0
     assert main(["replay", trace, *asked]) == 0
-    assert "+ host" in capsys.readouterr().out
+    assert "  host" in capsys.readouterr().out
 
 
 def test_tables_say_what_was_replayed(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from kvloom.core import Tenant
 from kvloom.engine.engine import Engine
 from kvloom.engine.params import SamplingParams
 from kvloom.plan import parse_size
+from kvloom.serve.embedded import embedded, folder_of
 from kvloom.serve.errors import ApiError, engine_died
 from kvloom.serve.keys import read_keys
 from kvloom.serve.limits import Gate, Limits
@@ -229,3 +230,19 @@ def test_a_tenant_at_its_quota_waits_for_itself_and_lets_others_pass() -> None:
     worker.take(Add(6, [6] * 8, asked, tenant="small"))
     worker.take(Cancel(6))
     assert [delta.id for delta in drained(worker)] == [5]
+
+
+def test_models_that_come_along_are_taken_by_name_and_others_as_they_are(tmp_path: Path) -> None:
+    for name in ("llama", "hybrid", "draft"):
+        assert folder_of(f"kvloom-{name}") == embedded(name)
+    for other in (str(tmp_path), "org/name", "llama-3-70b"):
+        assert folder_of(other) == other
+    with pytest.raises(ValueError, match=r"kvloom-none.*it has kvloom-draft, kvloom-hybrid, kvloom-llama"):
+        folder_of("kvloom-none")
+
+
+def test_keys_that_are_no_text_are_refused_by_their_files_name(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="keys is not a file of text"):
+        read_keys(str(file), int)

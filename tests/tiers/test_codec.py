@@ -125,5 +125,5 @@ def test_a_compressed_run_that_claims_to_be_huge_takes_no_memory() -> None:
 
 def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(TierError, match="compression 'zstd' needs a package"):
+    with pytest.raises(TierError, match="'zstandard' is missing: pip install"):
         make_codec("zstd")

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier, Form, Objects, Outcome, TierError
 from kvloom.tiers.faulty import Faults, FaultyFiles
+from kvloom.tiers.files import Files
 from kvloom.tiers.segment import Record
 
 from .conformance import FORM, PAGE, Harness, TierConformance, filled, get, memory, never_wrong, objects, put
@@ -197,7 +200,44 @@ def test_garbage_in_the_directory_is_not_read(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_a_bad_spot_on_the_disk_does_not_keep_the_tier_from_opening(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    for first in range(0, 45, 15):
+        put(tier, range(first, first + 15))
+    tier.close()
+
+    class BadSpot(Files):
+        def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
+            if offset > 300_000 and Path(f"/proc/self/fd/{fd}").readlink().name == "000000000001.seg":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().read(fd, into, offset)
+
+    tier = DiskTier(DiskConfig(tmp_path, 8 * MIB, MIB), BadSpot)
+    assert "in part only: Input/output error" in tier.stats().notes[0]
+    transfer = get(tier, range(45))
+    assert 20 <= transfer.ok.sum() < 45
+    assert set(transfer.results.tolist()) <= {Outcome.OK, Outcome.MISSING, Outcome.FAILED}
+    assert put(tier, range(100, 110)).ok.all()
+    tier.close()
+    tier = opened(tmp_path)
+    assert get(tier, range(45)).ok.all(), "nothing was cut off"
+    tier.close()
+
+
 # --- eviction
+
+
+def test_one_batch_larger_than_the_tier_serves_what_it_kept(tmp_path: Path) -> None:
+    tier = opened(tmp_path, durable="power")
+    numbers = range(300)  # 19 MiB through 8
+    transfer = put(tier, numbers)
+    assert transfer.ok.all()
+    here = tier.lookup(objects(numbers))
+    assert 60 < here.sum() < 128
+    assert here[-40:].all()
+    assert get(tier, numbers).ok.tolist() == here.tolist()
+    assert tier.stats().bytes <= tier.capacity
+    tier.close()
 
 
 def test_pages_that_were_read_are_carried_over_and_others_leave(tmp_path: Path) -> None:

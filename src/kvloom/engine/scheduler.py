@@ -56,14 +56,21 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Let a request wait. Raises ValueError where it could never run, with the numbers."""
-        needed, slab = self._slabs_for(request.limit), self.cache.layout.slab_bytes
-        quota, there = self._quota(request), self.cache.pool.slabs - 1
-        if needed > there or (quota is not None and needed * slab > quota):
-            has = f"the pool has {there * slab:,}" if needed > there else f"the tenant's quota is {quota:,}"
-            raise ValueError(
-                f"{len(request.prompt)} prompt tokens and up to {request.params.max_tokens} new ones need "
-                f"{needed * slab:,} bytes of cache, but {has}"
-            )
+        layout, pool = self.cache.layout, self.cache.pool
+        quota = self.cache.accounts[request.control.tenant].tenant.quota
+        for whose, needed, there in (
+            (
+                "pool has",
+                self._slabs_for(request.limit) * layout.slab_bytes,
+                (pool.slabs - 1) * layout.slab_bytes,
+            ),
+            ("tenant's quota is", layout.slab_bytes_for(request.limit), quota),
+        ):
+            if there is not None and needed > there:
+                raise ValueError(
+                    f"{len(request.prompt)} prompt tokens and up to {request.params.max_tokens} new ones need "
+                    f"{needed:,} bytes of cache, but the {whose} {there:,}"
+                )
         if request.sight is not None and request.sight.largest > self.token_budget:
             raise ValueError(
                 f"an image of {request.sight.largest} tokens, which are computed together, exceeds the {self.token_budget} "
@@ -326,9 +333,6 @@ class Scheduler:
             pages[self.cache.pool.class_of[group.index]] += units * group.runs
         slabs = [-(-count // cls.per_slab) for cls, count in zip(self.cache.pool.classes, pages, strict=True)]
         return int(np.sum(slabs, 0).max())
-
-    def _quota(self, request: Request) -> int | None:
-        return self.cache.accounts[request.control.tenant].tenant.quota
 
     def _preempt(self, request: Request) -> None:
         assert request.sequence is not None

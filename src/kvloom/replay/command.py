@@ -188,14 +188,11 @@ def _tables(traffic: Traffic, rows: Sequence[Row], block: int) -> None:
             cells += [f"{t:.3g} s" for t in (load.mean_ttft, load.p50_ttft, load.p99_ttft)]
             cells += [f"{load.busy:.0%}", f"{load.requests_per_second:.3g}"]
         table.add_row(*cells)
-        for use in outcome.tiers[1:]:
+        for use in outcome.tiers if len(outcome.tiers) > 1 else ():
             share = use.hit_blocks / outcome.asked if outcome.asked else 0.0
+            size = _bytes(use.capacity_blocks * block)
             table.add_row(
-                f"  + {use.name}",
-                f"{use.capacity_blocks:,}",
-                _bytes(use.capacity_blocks * block),
-                f"{share:.2%}",
-                f"{use.evictions:,}",
+                f"  {use.name}", f"{use.capacity_blocks:,}", size, f"{share:.2%}", f"{use.evictions:,}"
             )
     console.print(table)
 

@@ -64,6 +64,7 @@ class Appender:
         self._sealed: queue.Queue[_Frame | Gone | None] = queue.Queue(_AHEAD)
         self._scratch: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._frame_bytes = min(_FRAME_BYTES, shelf.segment_bytes // 4)
+        self._sync_bytes = min(_SYNC_BYTES, shelf.segment_bytes)  # acknowledged before its segment can leave
         self._threads = [
             threading.Thread(target=target, name=f"kvloom-disk-{name}", daemon=True)
             for name, target in (("seal", self._seal_loop), ("append", self._append_loop))
@@ -184,7 +185,7 @@ class Appender:
                 continue
             written.append((job, records))
             unsynced += job.size
-            if unsynced >= _SYNC_BYTES:
+            if unsynced >= self._sync_bytes:
                 self._acknowledge(written)
                 written, unsynced = [], 0
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -49,11 +50,8 @@ def checksum(data: Bytes) -> int:
     """xxh3, 64 bits: as fast as memory here, where zlib's crc32 does a quarter of it."""
     global _xxh3  # noqa: PLW0603  found on first use, so that a tier without checksums needs no package
     if _xxh3 is None:
-        try:
-            from xxhash import xxh3_64_intdigest
-        except ImportError as error:
-            raise TierError("checksums need the package xxhash: pip install 'kvloom[tiers]'") from error
-        _xxh3 = xxh3_64_intdigest
+        found: Callable[[Any], int] = _library("xxhash").xxh3_64_intdigest
+        _xxh3 = found
     return _xxh3(data)
 
 
@@ -133,10 +131,10 @@ class Codec:
         if self.method == 0:
             return run
         if self.method == 1:
-            packed = _library("lz4").compress(run, store_size=False)
+            packed = _library("lz4.block").compress(run, store_size=False)
         else:
             if self._zstd_out is None:
-                self._zstd_out = _library("zstd").ZstdCompressor(level=1)
+                self._zstd_out = _library("zstandard").ZstdCompressor(level=1)
             packed = self._zstd_out.compress(run)
         return packed if len(packed) < len(run) else run
 
@@ -144,12 +142,12 @@ class Codec:
         """Exactly `into`'s bytes, or False. Never more: a length in damaged bytes is not believed."""
         try:
             if method == 1:
-                plain = _library("lz4").decompress(packed, uncompressed_size=len(into))
+                plain = _library("lz4.block").decompress(packed, uncompressed_size=len(into))
                 if len(plain) != len(into):
                     return False
                 into[:] = plain
                 return True
-            zstd = _library("zstd")
+            zstd = _library("zstandard")
             if self._zstd_in is None:
                 self._zstd_in = zstd.ZstdDecompressor(max_window_size=1 << 27)
             with self._zstd_in.stream_reader(packed) as reader:
@@ -166,17 +164,12 @@ class Codec:
             return False
 
 
-def _library(name: str) -> Any:
+def _library(module: str) -> Any:
+    """Packages are looked for when they are needed: a tier without compression needs none for it."""
     try:
-        if name == "lz4":
-            import lz4.block  # type: ignore[import-untyped]
-
-            return lz4.block
-        import zstandard
+        return import_module(module)
     except ImportError as error:
-        raise TierError(f"compression {name!r} needs a package: pip install 'kvloom[tiers]'") from error
-    else:
-        return zstandard
+        raise TierError(f"the package of {module!r} is missing: pip install 'kvloom[tiers]'") from error
 
 
 def make_codec(compression: Compression = "none") -> Codec:
@@ -185,7 +178,7 @@ def make_codec(compression: Compression = "none") -> Codec:
         raise ValueError(f"compression={compression!r} is none of {_METHODS}")
     checksum(b"")
     if compression != "none":
-        _library(compression)
+        _library({"lz4": "lz4.block", "zstd": "zstandard"}[compression])
     return Codec(_METHODS.index(compression))
 
 

@@ -81,6 +81,7 @@ class HostTier(Tier):
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._in_slab: list[dict[int, bytes]] = [{} for _ in range(self._arena.slabs)]
         self._tally = Tally()
+        self._coming = 0  # entries whose bytes have not come
         self._evicted = 0
         self._closed = False
 
@@ -146,6 +147,7 @@ class HostTier(Tier):
                     results.append(int(Outcome.FAILED if self._closed else Outcome.FULL))
                     continue
                 table[key] = entry = _Entry(offset, size)
+                self._coming += 1
                 self._in_slab[offset // slab_bytes][offset] = key
                 entries.append(entry)
                 results.append(_PENDING)
@@ -210,7 +212,7 @@ class HostTier(Tier):
 
     def stats(self) -> TierStats:
         with self._lock:
-            ready = sum(entry.ready for entry in self._entries.values())
+            ready = len(self._entries) - self._coming
             return self._tally.stats(ready, self._arena.used_bytes(), self.capacity, self._evicted)
 
     def close(self) -> None:
@@ -270,6 +272,7 @@ class HostTier(Tier):
                     continue
                 entry.held -= 1
                 if not entry.ready:
+                    self._coming -= 1
                     entry.ready = written
                     if not written or self._closed:
                         self._forget(key, entry)

@@ -101,9 +101,12 @@ class Shelf:
         return gone
 
     def publish(self, records: Iterable[Record]) -> None:
-        """From here on they are found."""
+        """From here on they are found, unless their segment has left already."""
         with self.lock:
             for record in records:
+                if record.segment.removed:
+                    self.evicted += 1
+                    continue
                 key = record.head.key
                 before = self.index.get(key)
                 if before is not None:
@@ -199,15 +202,23 @@ class Shelf:
         with self.lock:
             self._segments[segment.number] = segment
         self._current = segment
-        while self.file_bytes + self._config.segment_bytes > self._config.capacity and self._evict_one(
-            self._config.carry
-        ):
+        self._make_room(self._config.carry)
+
+    def _make_room(self, carry: bool) -> None:
+        """Room for the next segment, so that beginning it does not pass the capacity."""
+        most = self._config.capacity - self._config.segment_bytes
+        while self.file_bytes > most and self._evict_one(carry):
             pass
 
     def _create(self) -> Segment:
         number, self._next = self._next, self._next + 1
         segment = Segment.create(self._files, number, self._config.segment_bytes, self._config.direct)
-        self._files.sync_directory()
+        try:
+            self._files.sync_directory()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._remove(segment)
+            raise
         return segment
 
     def _evict_one(self, carry: bool) -> bool:
@@ -230,6 +241,7 @@ class Shelf:
                 del self.index[key]
             self.evicted += len(victim.keys)
             victim.keys.clear()
+            victim.removed = True
             del self._segments[victim.number]
         self._dirty.discard(victim)
         self._remove(victim)
@@ -272,8 +284,9 @@ class Shelf:
 
     def _recover(self) -> None:
         dead = self._read_dropped()
+        stems = [name[:-4] for name in self._files.names() if name.endswith(".seg")]
         numbers = sorted(
-            int(name[:-4]) for name in self._files.names() if name.endswith(".seg") and name[:-4].isdigit()
+            int(s) for s in stems if s.isascii() and s.isdigit() and Segment.file_name(int(s)) == f"{s}.seg"
         )
         self._next = self._ticks = numbers[-1] + 1 if numbers else 0
         still: set[bytes] = set()  # dropped, and on the disk all the same
@@ -307,8 +320,7 @@ class Shelf:
             else:
                 segment.seal()
         self._rewrite_dropped({key: place for key, place in dead.items() if key in still}, len(dead))
-        while self.file_bytes > self._config.capacity and self._evict_one(carry=False):
-            pass
+        self._make_room(carry=False)
 
     def _leave_alone(self, number: int, why: str) -> None:
         self.notes[why] = None
