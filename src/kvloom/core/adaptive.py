@@ -61,7 +61,7 @@ class Visit(Memo):
         self.length = 0
         self.number = -1
         self.open = True  # nobody has come back to it yet
-        self.values: tuple[int, ...] = ()
+        self.values = b""  # of the features, once it is closed
         self.level = self.fit = 0  # what `Returns` makes of the values, and by which fit
 
     @property
@@ -192,15 +192,16 @@ class Adaptive:
         if visit.number >= 0 and visit.number % 512 == 511:
             self._forget()
 
-    def _values(self, visit: Visit, length: int, tenant: str, ending: str | None) -> tuple[int, ...]:
+    def _values(self, visit: Visit, length: int, tenant: str, ending: str | None) -> bytes:
         new = max(0, length - visit.resumed).bit_length()
-        return (
+        values = (
             min(visit.turn, 7),
             min(7, max(0, new - 4) * 2 // 3) + (8 if visit.turn else 0),
             0 if visit.since < 0 else min(VALUES - 1, int(visit.since / 2).bit_length() + 1),
             _code(self._tenants, tenant),
             _code(self._endings, ending),
         )
+        return bytes(values)
 
     def _level(self, visit: Visit) -> int:
         if visit.fit != self.returns.fits:

@@ -71,6 +71,10 @@ class Grammar:
         return self._first.fork()
 
 
+JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Where spaces stand in JSON, unless a schema says otherwise: a small model that may put them anywhere puts nothing else."""
+
+
 class Grammars:
     """The grammars of one tokenizer (a fast Hugging Face one). `eos` are the tokens that end a text."""
 
@@ -93,7 +97,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         makers: dict[StructureKind, Callable[[str], str]] = {
-            "json_schema": LLMatcher.grammar_from_json_schema,
+            "json_schema": lambda text: LLMatcher.grammar_from_json_schema(text, defaults=JSON_SPACING),
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
