@@ -66,7 +66,7 @@ def test_two_hundred_requests_in_a_pool_far_too_small(family: str) -> None:
         whole = request.order not in cancelled
         assert request.finish == ("length" if whole else "cancelled")
         assert request.tokens == (tokens if whole else tokens[: len(request.tokens)])
-    assert sum(request.preemptions for request in requests) > 20
+    assert sum(request.preemptions for request in requests) > 5
     assert sum(request.cached_tokens or 0 for request in requests) > 0
     engine.cache.take_copies()
     engine.cache.check()

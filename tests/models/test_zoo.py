@@ -95,8 +95,14 @@ def test_requests_that_gave_up_their_pages_start_again(family: str) -> None:
     wanted = own_tokens(model, prompts, 8)
     engine = tight(model, prompts)
     requests = [engine.add(prompt, GREEDY) for prompt in prompts]
-    engine.run()
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+        if steps % 5 == 0 and engine.scheduler.running:
+            # Where one slab takes several requests the smallest pool is large: each family gives way for certain.
+            engine.scheduler._preempt(engine.scheduler.running[-1])
+        assert steps < 2000
     assert [request.tokens for request in requests] == wanted
-    # (a slab of OLMo's hybrid takes several requests, so that the smallest pool is large)
-    assert family == "olmo_hybrid" or sum(request.preemptions for request in requests)
+    assert sum(request.preemptions for request in requests) > 1
     engine.cache.check()
