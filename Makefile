@@ -29,9 +29,9 @@ $(STAMP): pyproject.toml src/kvloom/core/_native.c
 test: setup lint ## lint, formatting, types and tests (under 15 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=10
 
-test-gpu: ## the kernel tests on this machine's GPU, by the Python that has its torch: GPU_PYTHON=python3
+test-gpu: ## the tests of kernels and of the zoo on this machine's GPU, by the Python that has its torch: GPU_PYTHON=python3
 	@if $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then \
-		ls tests/kernels/test_*.py | PYTHONPATH=src xargs -P 8 -I FILE $(GPU_PYTHON) -m pytest -q -p no:cacheprovider FILE; \
+		ls tests/kernels/test_*.py tests/models/test_zoo_gpu.py tests/engine/test_sizing.py | PYTHONPATH=src xargs -P 8 -I FILE $(GPU_PYTHON) -m pytest -q -p no:cacheprovider FILE; \
 	else echo "test-gpu: skipped, $(GPU_PYTHON) has no torch that sees a CUDA GPU"; fi
 
 lint: setup ## lint, formatting and types alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,7 @@ class Usage:
         }
 
 
-class Form:
+class Form(ABC):
     """One HTTP request's answers. `ids` are its prompts, which have `n` answers each; `echo` repeats each prompt's text
     before its answers; `usage` is counted here."""
 
@@ -126,8 +127,8 @@ class Form:
     def _piece_choice(self, choice: dict[str, Any], delta: Delta, first: bool) -> dict[str, Any]:
         return choice
 
-    def _logprobs(self, delta: Delta, offset: int) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _logprobs(self, delta: Delta, offset: int) -> dict[str, Any]: ...
 
 
 class CompletionForm(Form):

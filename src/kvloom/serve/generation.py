@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -28,19 +29,19 @@ DEFAULT_TOKENS = 16
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class Generation:
+class Generation(ABC):
     """An ASGI application for one endpoint."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    def read(self, body: bytes) -> CompletionFields | ChatFields:
-        raise NotImplementedError
+    @abstractmethod
+    def read(self, body: bytes) -> CompletionFields | ChatFields: ...
 
+    @abstractmethod
     async def prompts(
         self, fields: CompletionFields | ChatFields, prompts: Prompts, most: int
-    ) -> list[Prompt]:
-        raise NotImplementedError
+    ) -> list[Prompt]: ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
