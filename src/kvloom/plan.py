@@ -12,7 +12,6 @@ weights are counted: memory is what is given to the cache.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +20,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvloom.core import sizes
 from kvloom.core.layout import GRAIN, PageGroup, PoolLayout
 from kvloom.models.specs import ModelSpec
 
 __all__ = ["Load", "Plan", "PlanError", "Scheme", "format_bytes", "make_plan", "parse_size", "render"]
 
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BAR = 30
 _WIDE = 100
 
@@ -188,18 +186,11 @@ def _scheme(each: int, needed: int, load: Load, memory: int | None) -> Scheme:
 
 
 def parse_size(text: str) -> int:
-    """ "80GiB", "80G" (the same), "80GB" (decimal), "1.5TiB" or plain bytes, as bytes."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise PlanError(f"size {text!r} is not understood; write it like 80GiB, 80GB, 512MiB or 1000000")
-    number, unit, suffix = match[1], match[2].lower(), (match[3] or "").lower()
-    if suffix == "ib" and not unit:
-        raise PlanError(f"size {text!r} is not understood; write it like 80GiB, 80GB, 512MiB or 1000000")
-    scale = _DECIMAL[unit] if suffix == "b" and unit else _UNITS[unit]
-    size = int(float(number) * scale)
-    if size <= 0:
-        raise PlanError(f"size {text!r} is nothing; write it like 80GiB")
-    return size
+    """`kvloom.core.sizes.parse_size`, with the plan's error."""
+    try:
+        return sizes.parse_size(text)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 def format_bytes(count: float) -> str:
