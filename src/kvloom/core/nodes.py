@@ -24,6 +24,7 @@ class Node(Entry):
         "locks",
         "marks",
         "names",
+        "offered",
         "pages",
         "parent",
         "root",
@@ -50,6 +51,7 @@ class Node(Entry):
         self.names: list[bytes] = []  # of the grains that end in it, as far as anyone asked
         self.locks = 0
         self.spare = 0
+        self.offered = 0  # tokens whose pages were offered to whoever keeps copies below
 
     @property
     def tokens(self) -> int:
@@ -85,7 +87,7 @@ class Root(Node):
 class Checkpoint(Entry):
     """A resume point at `position` in `node`, with its state snapshot where the model keeps states."""
 
-    __slots__ = ("locks", "node", "position", "reach", "row_bytes", "states")
+    __slots__ = ("locks", "node", "offered", "position", "reach", "row_bytes", "states")
 
     def __init__(self, serial: int, now: float, node: Node, position: int, states: Ids | None) -> None:
         super().__init__(serial, now, node.priority, node.expires)
@@ -95,6 +97,7 @@ class Checkpoint(Entry):
         self.states = states
         self.row_bytes = 0
         self.locks = 0  # pins that need it
+        self.offered = False  # its states were, as for a node
 
     @property
     def memo(self) -> Memo | None:
