@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvloom.arguments import parse_size
 from kvloom.core import Tenant
 from kvloom.engine.engine import Engine
 from kvloom.engine.params import SamplingParams
-from kvloom.plan import parse_size
-from kvloom.serve.embedded import embedded, folder_of
+from kvloom.models.catalog import embedded, folder_of
 from kvloom.serve.errors import ApiError, engine_died
 from kvloom.serve.keys import read_keys
 from kvloom.serve.limits import Gate, Limits

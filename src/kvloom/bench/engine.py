@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _size(text: str | None) -> int | None:
     if text is None:
         return None
-    from kvloom.plan import parse_size
+    from kvloom.arguments import parse_size
 
     return parse_size(text)
 

@@ -119,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    from kvloom.arguments import parse_size
     from kvloom.models.load import load
-    from kvloom.plan import parse_size
 
     if args.context < 2 or args.chunk < 1:
         raise ValueError(
