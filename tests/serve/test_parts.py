@@ -24,17 +24,22 @@ from kvloom.serve.mailbox import Mailbox
 from kvloom.serve.messages import (
     HEADER_BYTES,
     Add,
+    Beat,
     Cancel,
     Delta,
     FromEngine,
     Outputs,
+    Ready,
     Stats,
     TenantRules,
     ToEngine,
     frame,
     length_of,
 )
+from kvloom.serve.watchdog import Patience, Watchdog
 from kvloom.serve.worker import Worker
+
+READY = Ready("cpu", "float32", 320, 4096, {}, 1 << 20, 1 << 12, 16, 64, [], 1.0)
 
 
 def test_messages_come_back_as_they_were() -> None:
@@ -116,6 +121,39 @@ def test_restarts_wait_longer_and_are_bounded() -> None:
     assert Backoff().pause(now) < 1
     now += 1000
     assert backoff.pause(now) < 1  # what was long ago is forgotten
+
+
+def test_an_engine_is_hung_when_it_is_silent_and_not_when_it_takes_its_time() -> None:
+    dog = Watchdog(Patience(silent=5, step=20))
+    assert [dog.tick(1.0) for _ in range(20)] == [
+        None
+    ] * 20  # it loads: torch alone may block its beats for long
+    assert dog.tick(1.0) == "said nothing for 20 s"
+    dog.heard(READY)
+    assert [dog.tick(1.0) for _ in range(5)] == [None] * 5
+    assert dog.tick(1.0) == "said nothing for 5 s"
+    dog.heard(Beat(7))
+    for _ in range(20):  # a long step that beats
+        dog.heard(Beat(7))
+        assert dog.tick(1.0) is None
+    dog.heard(Beat(7))
+    assert dog.tick(1.0) == "was in one step for 20 s"
+    dog.heard(Beat(8))
+    assert dog.tick(1.0) is None
+    for _ in range(100):  # nothing to do
+        dog.heard(Beat(0))
+        assert dog.tick(1.0) is None
+    assert dog.tick(3600.0) is None  # this process slept, and the engine with it
+
+
+def test_patience_may_be_endless_and_never_shorter_than_beats() -> None:
+    dog = Watchdog(Patience(0, 0))
+    dog.heard(READY)
+    dog.heard(Beat(1))
+    assert [dog.tick(1.0) for _ in range(2000)] == [None] * 2000
+    for wrong in ((1.0, 600.0), (-1.0, 600.0), (30.0, 0.5), (float("nan"), 600.0), (30.0, float("inf"))):
+        with pytest.raises(ValueError, match="-seconds"):
+            Patience(*wrong)
 
 
 def test_keys_are_read_from_lines_and_from_json(tmp_path: Path) -> None:

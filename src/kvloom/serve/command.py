@@ -47,6 +47,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--read-seconds", type=float, default=60.0, metavar="S", help=slow)
     drain = "how long running requests may take after SIGTERM (default: 30)"
     add("--drain-seconds", type=float, default=30.0, metavar="S", help=drain)
+    silent = "an engine that says nothing for so long is ended and started again (default: 30; 0: never)"
+    add("--silent-seconds", type=float, default=30.0, metavar="S", help=silent)
+    step = "so is one that stays so long in one step, or says nothing for so long while it loads (default: 600; 0: never)"
+    add("--step-seconds", type=float, default=600.0, metavar="S", help=step)
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
 
 
@@ -56,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from kvloom.serve.limits import Limits
     from kvloom.serve.messages import Start
     from kvloom.serve.server import Options, serve
+    from kvloom.serve.watchdog import Patience
 
     if args.no_auth and args.api_keys is not None:
         raise ValueError("--no-auth asks for no key and --api-keys for one: give one of them")
@@ -94,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
             keys=keys,
             limits=limits,
             drain_seconds=args.drain_seconds,
+            patience=Patience(args.silent_seconds, args.step_seconds),
             chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
         )
     )
