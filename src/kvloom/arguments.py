@@ -10,11 +10,22 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["KV_DTYPE", "KV_SCALES", "MODEL", "device", "parse_size", "progress_bar", "token_ids", "whole"]
+__all__ = [
+    "KV_DTYPE",
+    "KV_SCALES",
+    "MODEL",
+    "THREADS",
+    "device",
+    "parse_size",
+    "progress_bar",
+    "token_ids",
+    "whole",
+]
 
 KV_DTYPE = "bf16, fp16, fp32, int8 or fp8 (default: the model's own); by kind of layers: fp8,sliding=bf16"
 KV_SCALES = "scales of int8 and fp8: dynamic (default), checkpoint, or a file of `kvloom calibrate`"
 MODEL = "a folder with a Hugging Face model, its hub id, or one that comes along: kvloom-llama, kvloom-hybrid"
+THREADS = "CPU threads of the model (default: $KVLOOM_THREADS, $OMP_NUM_THREADS, or all cores but one)"
 MOST = 10**12
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

@@ -33,6 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from kvloom.engine.calibrate import calibrate, texts_of
+    from kvloom.engine.threads import use_threads
     from kvloom.models.catalog import folder_of
     from kvloom.models.load import load
 
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--out {args.out}: there is no such folder")
     if Path(args.out).is_dir():
         raise ValueError(f"--out {args.out} is a folder: name a file in it")
+    use_threads()
     terminal = sys.stderr.isatty()
     model, tokenizer = load(folder_of(args.model), args.dtype, args.device, progress=terminal)
 

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from kvloom.arguments import KV_DTYPE, KV_SCALES, MODEL, parse_size, token_ids, whole
+from kvloom.arguments import KV_DTYPE, KV_SCALES, MODEL, THREADS, parse_size, token_ids, whole
 
 __all__ = ["arguments", "run"]
 
@@ -64,6 +64,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="random: MODEL may be a config or a name of `kvloom plan --list`; weights are made up (default: auto)",
     )
+    add("--threads", type=whole(1), metavar="N", help=THREADS)
     add("--json", action="store_true", help="print results as JSON")
 
 
@@ -95,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
         load_format=args.load_format,
+        threads=args.threads,
         progress=sys.stderr.isatty(),
     )
 

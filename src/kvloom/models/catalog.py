@@ -33,7 +33,7 @@ def load_config(model: str) -> dict[str, Any]:
     if model.lower() in known_models():
         shipped = resources.files(__package__).joinpath("configs", f"{model.lower()}.json")
         return _parse(shipped.read_text(encoding="utf-8"), model)
-    path = Path(model)
+    path = Path(folder_of(model))
     if path.is_dir():
         path /= "config.json"
     if not path.exists():

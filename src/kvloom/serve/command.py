@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvloom.arguments import KV_DTYPE, KV_SCALES, MODEL, device, parse_size, whole
+from kvloom.arguments import KV_DTYPE, KV_SCALES, MODEL, THREADS, device, parse_size, whole
 
 __all__ = ["arguments", "run"]
 
@@ -32,12 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-queue", type=whole(0), default=1024, metavar="N", help="answers that may wait (default: 1024)")
     budget = "tokens of prompts computed in one step (default: what suits the device)"
     add("--token-budget", type=whole(1), metavar="N", help=budget)
-    add(
-        "--threads",
-        type=whole(1),
-        metavar="N",
-        help="CPU threads of the engine (default: all cores but one)",
-    )
+    add("--threads", type=whole(1), metavar="N", help=THREADS)
     add("--max-body", default="8MiB", metavar="SIZE", help="largest request body (default: 8MiB)")
     prompt = "longest prompt (default: what the model and the pool can hold)"
     add("--max-prompt-tokens", type=whole(1), metavar="N", help=prompt)

@@ -98,6 +98,7 @@ def load_engine(start: Start) -> Engine:
 
     from kvloom.core import Tenant
     from kvloom.engine.engine import Engine
+    from kvloom.engine.threads import use_threads
     from kvloom.models.load import load
 
     device = torch.device(start.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -105,8 +106,7 @@ def load_engine(start: Start) -> Engine:
         raise ValueError(
             f"there is no device {start.device!r} here: torch sees {torch.cuda.device_count()} GPUs"
         )
-    if start.threads is not None or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(start.threads or max(1, len(os.sched_getaffinity(0)) - 1))
+    use_threads(start.threads)
     model, tokenizer = load(
         start.model,
         start.cpu_dtype if start.dtype == "auto" and device.type == "cpu" else start.dtype,

@@ -53,7 +53,7 @@ class TenantRules(msgspec.Struct, frozen=True, array_like=True):
 
 class Start(msgspec.Struct, frozen=True, tag=True):
     """What the engine is to be. `pool_bytes` None: what `memory_fraction` of the device leaves; `cpu_dtype` is what "auto"
-    means on a CPU, if not the checkpoint's own; `threads` None: one core is left to the server; `progress` shows bars."""
+    means on a CPU, if not the checkpoint's own; `threads` None: as engine/threads.py has it; `progress` shows bars."""
 
     model: str
     dtype: str = "auto"
