@@ -19,6 +19,7 @@ import torch
 
 from kvloom.arguments import THREADS, device, parse_size, whole
 from kvloom.engine.threads import use_threads
+from kvloom.models.load import device_of
 
 from .engine_report import QUOTED, Ran, Result, render, rows_of
 from .engine_runners import HuggingFace, Kvloom, Measured, Options, Runner, Vllm
@@ -196,7 +197,7 @@ def _bench(args: argparse.Namespace) -> int:
     shape = SHAPES[args.shape]
     scale = shape.scale if args.scale is None else args.scale
     works = chosen(args.only, scale)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(device_of(args.device))
     use_threads(args.threads)
     options = Options(
         device=device, seed=args.seed, kv_dtype=args.kv_dtype, pool=_size(args.pool), token_budget=args.token_budget,

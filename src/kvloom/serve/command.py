@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
     add("--port", type=whole(0), default=8000, metavar="N", help="port (default: 8000; 0: any free one)")
     add("--name", metavar="NAME", help="what requests call the model (default: its folder's name)")
-    keys = "API keys and their tenants: JSON, or lines of `KEY tenant [quota]`"
+    keys = "API keys and their tenants: JSON, or lines of `KEY tenant [quota [weight]]`"
     add("--api-keys", metavar="FILE", help=keys)
     add("--no-auth", action="store_true", help="ask for no key: the default, on loopback alone")
     add("--dtype", default="auto", metavar="D", help="of the weights (default: their own)")
@@ -51,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from kvloom.models.catalog import folder_of
-    from kvloom.serve.keys import Keys, read_keys
+    from kvloom.serve.keys import Keys, exposed, read_keys
     from kvloom.serve.limits import Limits
     from kvloom.serve.messages import Start
     from kvloom.serve.server import Options, serve
@@ -59,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.no_auth and args.api_keys is not None:
         raise ValueError("--no-auth asks for no key and --api-keys for one: give one of them")
-    keys = Keys({}) if args.api_keys is None else read_keys(args.api_keys, parse_size)
+    keys = Keys({}) if args.api_keys is None else read_keys(args.api_keys)
+    if args.api_keys is not None and (said := exposed(args.api_keys)) is not None:
+        print(f"kvloom serve: warning: {said}", file=sys.stderr)
     model = folder_of(args.model)
     start = Start(
         model=model,

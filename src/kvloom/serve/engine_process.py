@@ -94,18 +94,12 @@ class _Outbox:
 
 def load_engine(start: Start) -> Engine:
     """The engine that `start` describes; minutes, for a large model."""
-    import torch
-
     from kvloom.core import Tenant
     from kvloom.engine.engine import Engine
     from kvloom.engine.threads import use_threads
-    from kvloom.models.load import load
+    from kvloom.models.load import device_of, load
 
-    device = torch.device(start.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"there is no device {start.device!r} here: torch sees {torch.cuda.device_count()} GPUs"
-        )
+    device = device_of(start.device)
     use_threads(start.threads)
     model, tokenizer = load(
         start.model,
