@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+
+from kvloom.core.sizes import parse_size
 
 __all__ = [
     "KV_DTYPE",
@@ -27,8 +28,6 @@ KV_SCALES = "scales of int8 and fp8: dynamic (default), checkpoint, or a file of
 MODEL = "a folder with a Hugging Face model, its hub id, or one that comes along: kvloom-llama, kvloom-hybrid"
 THREADS = "CPU threads of the model (default: $KVLOOM_THREADS, $OMP_NUM_THREADS, or all cores but one)"
 MOST = 10**12
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -59,32 +58,3 @@ def token_ids(text: str) -> list[int]:
         return [int(token) for token in text.replace(",", " ").split()]
     except ValueError:
         raise ValueError(f'--tokens {text!r} must be whole numbers, like "5 6 7"') from None
-
-
-def parse_size(text: str) -> int:
-    """ "80GiB", "80G" (the same), "80GB" (decimal), "1.5TiB" or plain bytes, as bytes."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"size {text!r} is not understood; write it like 80GiB, 80GB, 512MiB or 1000000")
-    number, unit, suffix = match[1], match[2].lower(), (match[3] or "").lower()
-    if suffix == "ib" and not unit:
-        raise ValueError(f"size {text!r} is not understood; write it like 80GiB, 80GB, 512MiB or 1000000")
-    scale = _DECIMAL[unit] if suffix == "b" and unit else _UNITS[unit]
-    size = int(float(number) * scale)
-    if size <= 0:
-        raise ValueError(f"size {text!r} is nothing; write it like 80GiB")
-    return size
-
-
-@contextmanager
-def progress_bar(words: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on stderr; what is given takes how much of how much is done."""
-    if not shown:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(words, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -121,4 +121,6 @@ def test_a_step_that_is_filled_up_is_the_same_with_nobody_after_it() -> None:
         for group in plain.slots:
             assert torch.equal(filled.slots[group][:, :37], plain.slots[group])
             assert (filled.slots[group][:, 37:] < BLOCK).all(), "page 0 is nobody's"
-            assert torch.equal(filled.tables[group][:, :3, : plain.tables[group].shape[2]], plain.tables[group])
+            assert torch.equal(
+                filled.tables[group][:, :3, : plain.tables[group].shape[2]], plain.tables[group]
+            )
