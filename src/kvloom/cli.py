@@ -18,6 +18,7 @@ __all__ = ["main"]
 BAD_INPUT = 2
 KV_DTYPE = "bf16, fp16, fp32, int8 or fp8 (default: the model's own); by kind of layers: fp8,sliding=bf16"
 KV_SCALES = "scales of int8 and fp8: dynamic (default), checkpoint, or a file of `kvloom calibrate`"
+BATCH_INVARIANT = "the same tokens for the same seed on a GPU, too, whatever runs beside; slower"
 MOST = 10**12
 MODEL = "a folder with a Hugging Face model, its hub id, or one that comes along: kvloom-llama, kvloom-hybrid"
 
@@ -229,6 +230,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stream", action="store_true", help="print text as it comes (one prompt, one answer)")
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
+    add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
     add("--pool", metavar="SIZE", help="memory for the cache (default: what a GPU has left; CPU 1GiB)")
     add(
         "--load-format",
@@ -274,6 +276,7 @@ def _generated(args: argparse.Namespace) -> int:
         pool_bytes=None if args.pool is None else parse_size(args.pool),
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
+        batch_invariant=args.batch_invariant,
         load_format=args.load_format,
         progress=sys.stderr.isatty(),
     )
@@ -417,6 +420,7 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", metavar="D", help="of the weights (default: their own)")
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
+    add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
     add("--device", type=_device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--random-weights", action="store_true", help="no checkpoint: MODEL is a config or a known name")
     add("--pool", metavar="SIZE", help="memory for the cache (default: 1GiB, on a GPU what is left)")
@@ -471,6 +475,7 @@ def _served(args: argparse.Namespace) -> int:
         cpu_dtype="auto" if model == args.model else "float32",
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
+        batch_invariant=args.batch_invariant,
         device=args.device,
         random_weights=args.random_weights,
         pool_bytes=None if args.pool is None else parse_size(args.pool),

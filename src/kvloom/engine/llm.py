@@ -73,7 +73,8 @@ class LLM:
     """A model and its engine. `pool_bytes` are for the cache (without them it takes what the device has left); `dtype` and
     `device` are the weights'; `kv_dtype` and `kv_scales` say how K and V are kept, as the engine takes them. A `processor` is
     what turns text and images into ids and tensors; that of the model's folder is taken when the first image comes.
-    `load_format` "random" makes weights of a config; `progress` shows bars while loading and preparing."""
+    `load_format` "random" makes weights of a config; `progress` shows bars while loading and preparing. `batch_invariant`: the
+    same seed, the same tokens and log-probabilities on a GPU, whatever runs beside."""
 
     def __init__(
         self,
@@ -90,6 +91,7 @@ class LLM:
         processor: Any = None,
         load_format: LoadFormat = "auto",
         progress: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = model if isinstance(model, str) else None
@@ -104,6 +106,7 @@ class LLM:
             max_running=max_running,
             tokenizer=self.tokenizer,
             kv_scales=kv_scales,
+            batch_invariant=batch_invariant,
         )
         self._prepare(progress)
         self._names: dict[int, str] = {}

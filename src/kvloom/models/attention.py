@@ -60,9 +60,12 @@ class Pages:
     is_compileable = False
     layers = ()
 
-    def __init__(self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None) -> None:
-        """`scales` are those that stand beside pages: all that quantised layers need and do not keep in them."""
-        self.layout, self.device = layout, buffer.device
+    def __init__(
+        self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None, piece: int = 0
+    ) -> None:
+        """`scales` are those that stand beside pages: all that quantised layers need and do not keep in them. With a `piece`
+        attention is batch-invariant, and sums by so many tokens (`kernels.invariant`)."""
+        self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Span]] = {}
         self._states: dict[int, LayerView] = {}
         for name, view in layer_views(buffer, layout).items():
@@ -224,6 +227,13 @@ class Pages:
         return plan
 
     def _new_plan(self, shape: Shape, span: Span, rows: int, shares: bool) -> Plan:
+        if self._piece:
+            from kvloom.kernels.invariant import Pieces, Whole
+
+            longest = next(iter(self.batch.tables.values())).shape[2] * shape.block_tokens
+            if rows:
+                return Pieces(shape, self._piece, rows, longest, span, self.device)
+            return Whole(shape, self._piece, span, self.device)
         if rows:
             return decode_plan(shape, rows, 1, span, self.device, self._sharing_of(rows) if shares else None)
         if self.device.type == "cuda" and not shape.supported:
