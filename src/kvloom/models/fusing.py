@@ -6,6 +6,7 @@
 | gate_proj, up_proj of a gated MLP     | one matrix product, one launch for the activation         |
 | q_proj, k_proj, v_proj                | one matrix product                                        |
 | `apply_rotary_pos_emb`                | one launch                                                |
+| experts and their routers (`experts`) | two grouped matrix products, one launch for the choice    |
 
 Nothing is known of families: what a module computes is tried on random input first, and one that computes something else
 stays as it is. Weights are joined in place: the modules' own become views, and no memory is doubled.
@@ -24,6 +25,8 @@ from torch.nn import functional
 
 from kvloom.kernels.fused import Activation, Norm, gated, rms_norm, rotate
 
+from .experts import fuse_experts, fuse_router
+
 __all__ = ["fuse"]
 
 
@@ -34,7 +37,7 @@ def fuse(model: Any) -> Counter[str]:
         for module in model.modules():
             if getattr(module, "is_fused", False):
                 continue
-            for name, tried in (("norms", _norm), ("gated MLPs", _gate), ("projections", _project)):
+            for name, tried in TRIED.items():
                 if tried(module):
                     module.is_fused = True
                     done[name] += 1
@@ -187,3 +190,12 @@ def _turn(modeling: Any, model: Any) -> int:
     turned.is_fused = True  # type: ignore[attr-defined]
     modeling.apply_rotary_pos_emb = turned
     return 1
+
+
+TRIED: dict[str, Callable[[Any], bool]] = {
+    "norms": _norm,
+    "gated MLPs": _gate,
+    "projections": _project,
+    "experts": fuse_experts,
+    "routers": fuse_router,
+}
