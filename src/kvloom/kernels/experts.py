@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from .fused import Activation, gated
 
-__all__ = ["Tile", "choose", "experts", "tile_for"]
+__all__ = ["Tile", "choose", "experts", "tile_for", "tiles_for"]
 
 SHARED_MEMORY = 200 << 10
 """What a program's tiles may take: a little less than an H200's 227 KiB."""
@@ -53,6 +53,8 @@ TILES = (
 )
 """By pairs an expert on average. Where few, the weights' bytes are the time, and a tile is about twice as high as the
 average, so that hardly an expert's weights are read for a second tile."""
+CHUNKS = (512, 4096)
+"""Pairs that one program puts in order."""
 EXACT_TILE = Tile(32, 32, 32, 2, 4, described=False)
 
 
@@ -61,6 +63,13 @@ def tile_for(pairs: int, count: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return EXACT_TILE
     return next(tile for most, tile in TILES if pairs <= most * count).fitting(dtype.itemsize)
+
+
+def tiles_for(x: torch.Tensor) -> list[Tile]:
+    """Every tile that x's kind of numbers may run with."""
+    if x.dtype == torch.float32:
+        return [EXACT_TILE]
+    return [tile.fitting(x.dtype.itemsize) for _, tile in TILES]
 
 
 def experts(
@@ -131,7 +140,7 @@ def launch(
     rows = torch.empty(most * tile.rows, dtype=torch.int32, device=x.device)
     owners = torch.empty(most, dtype=torch.int32, device=x.device)
     tiles = torch.empty(1, dtype=torch.int32, device=x.device)
-    chunk = min(4096, max(16, 1 << (pairs - 1).bit_length()))
+    chunk = CHUNKS[0] if pairs <= CHUNKS[0] else CHUNKS[1]  # few sizes: each is compiled
     bins = max(128, 1 << (count - 1).bit_length())
     counts = torch.empty((-(-pairs // chunk), bins), dtype=torch.int32, device=x.device)
     if len(counts) > 1:

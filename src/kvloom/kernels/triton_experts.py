@@ -233,7 +233,7 @@ def order_pairs(
     chunks, bins = counts.shape
     _order_kernel[(experts, chunks)](
         index, counts, rows, owners, tiles, index.numel(), chunks,
-        CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), BINS=bins, M=tile_rows, num_warps=4,
+        CHUNK=chunk, CHUNKS=1 if chunks == 1 else max(16, triton.next_power_of_2(chunks)), BINS=bins, M=tile_rows, num_warps=4,
     )  # fmt: skip
 
 

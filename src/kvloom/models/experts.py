@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kvloom.kernels.experts import choose, experts
+from kvloom.kernels.experts import choose, experts, tiles_for
 from kvloom.kernels.fused import Activation
 
 __all__ = ["fuse_experts", "fuse_router"]
@@ -43,7 +43,9 @@ def fuse_experts(module: Any) -> bool:
     except (TypeError, RuntimeError):
         return False  # it takes other arguments
     for activation in ACTIVATIONS:
-        if _same_rows(experts(x, index, weights, gate_up, down, activation), wanted):
+        # Each tile in turn, which compiles it, too: nobody waits for that later.
+        found = (experts(x, index, weights, gate_up, down, activation, tile) for tile in tiles_for(x))
+        if all(_same_rows(each, wanted) for each in found):
             # The weights are looked up anew: whoever loads weights later replaces them.
             module.forward = lambda x, index, weights, activation=activation: experts(
                 x, index, weights, module.gate_up_proj, module.down_proj, activation
