@@ -59,8 +59,7 @@ class Runner:
         vision: Vision | None = None,
     ) -> None:
         self.model, self.device, self.vision = model, buffer.device, vision
-        if buffer.is_cuda:
-            fuse(model)
+        fuse(model)
         self.pages = Pages(cache.layout, buffer, scales)
         turns = vision is not None and vision.turns
         self.stage = Stage(cache, buffer.device, tokens + rows, rows, shifted=turns)
