@@ -47,6 +47,23 @@ def test_layers_that_add_otherwise_stay_as_they_are() -> None:
     torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "experts", "routers"),
+    [
+        ("qwen3_moe", 4, 4), ("mixtral", 4, 4), ("olmoe", 4, 4), ("qwen2_moe", 4, 4), ("granitemoe", 4, 4),
+        ("phimoe", 4, 0), ("deepseek_v3", 3, 0), ("gpt_oss", 0, 0), ("llama4_text", 0, 0), ("llama", 0, 0),
+    ],
+)  # fmt: skip
+def test_a_mixture_of_experts_is_the_same_in_grouped_products(
+    family: str, experts: int, routers: int
+) -> None:
+    model = tiny(family)
+    wanted = logits(model)
+    done = fuse(model)
+    assert (done["experts"], done["routers"]) == (experts, routers)
+    torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_weights_are_joined_in_place() -> None:
     model = tiny("llama")
     fuse(model)

@@ -125,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         + "\n".join(f"  {name:14} {shape.what}" for name, shape in SHAPES.items())
         + "\n\nexamples:\n"
         "  kvloom bench engine                                    every workload on the tiny Llama\n"
+        "  kvloom bench engine --shape kvloom-llama --scale 1 --only W1 W5 --requests 16 --rounds 3\n"
         "  kvloom bench engine --shape llama-3.1-8b --only W1 W5 --peers vllm --rounds 2\n"
         "  kvloom bench engine --shape gemma-3-12b --capacity 16384 --pool 100GiB",
     )
@@ -149,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--scale", type=float, metavar="S",
         help="requests and lengths times S, at most 1 (default: 1, tiny shapes 0.0625)")  # fmt: skip
+    add("--requests", type=int, metavar="N", help="of each workload at most so many requests (default: all)")
     add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add(
@@ -202,7 +204,7 @@ def _size(text: str | None) -> int | None:
 def _bench(args: argparse.Namespace) -> int:
     shape = SHAPES[args.shape]
     scale = shape.scale if args.scale is None else args.scale
-    works = chosen(args.only, scale)
+    works = [work.fewer(args.requests) for work in chosen(args.only, scale)]
     device = str(device_of(args.device))
     use_threads(args.threads)
     options = Options(

@@ -7,6 +7,7 @@
 | q_proj, k_proj, v_proj                | one matrix product                                        |
 | `apply_rotary_pos_emb`                | one launch                                                |
 | decoder layers of these               | residuals added where a product, or a norm after it, ends |
+| experts and their routers (`experts`) | two grouped matrix products, one launch for the choice    |
 
 Nothing is known of families: what a module computes is tried on random input first, and one that computes something else
 stays as it is. Weights are joined in place: the modules' own become views, and no memory is doubled. A fused decoder layer
@@ -26,6 +27,8 @@ from torch.nn import functional
 
 from kvloom.kernels.fused import Activation, Norm, Normed, add_norm, gated, linear, rms_norm, rotate
 
+from .experts import fuse_experts, fuse_router
+
 __all__ = ["fuse"]
 
 
@@ -36,7 +39,7 @@ def fuse(model: Any) -> Counter[str]:
         for module in model.modules():
             if getattr(module, "is_fused", False):
                 continue
-            for name, tried in (("norms", _norm), ("gated MLPs", _gate), ("projections", _project)):
+            for name, tried in TRIED.items():
                 if tried(module):
                     module.is_fused = True
                     done[name] += 1
@@ -303,3 +306,12 @@ def _turn(modeling: Any, model: Any) -> int:
     turned.is_fused = True  # type: ignore[attr-defined]
     modeling.apply_rotary_pos_emb = turned
     return 1
+
+
+TRIED: dict[str, Callable[[Any], bool]] = {
+    "norms": _norm,
+    "gated MLPs": _gate,
+    "projections": _project,
+    "experts": fuse_experts,
+    "routers": fuse_router,
+}
