@@ -14,8 +14,9 @@ import pytest
 
 from kvloom.tiers import Form, Objects, Outcome, TierError
 from kvloom.tiers.redis import RedisAddress, RedisStore, open_from, open_redis
-from kvloom.tiers.remote import PREFIX, RemoteConfig, RemoteTier
+from kvloom.tiers.remote import RemoteConfig, RemoteTier
 from kvloom.tiers.resp import RefusedError, Resp
+from kvloom.tiers.values import PREFIX
 
 from .conformance import (
     FORM,
@@ -138,7 +139,8 @@ def test_all_who_share_a_server_share_its_capacity(tier: RemoteTier, port: int) 
 
 
 def test_what_is_read_stays_longest(tier: RemoteTier) -> None:
-    put(tier, range(100))
+    for first in range(0, 100, 20):
+        put(tier, range(first, first + 20))
     for first in range(100, 200, 20):
         assert get(tier, range(4)).ok.all()
         put(tier, range(first, first + 20))

@@ -16,9 +16,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from .options import Options
-from .remote import Place, RemoteConfig, RemoteTier, Store, StoreError, Usage, Want
+from .remote import RemoteConfig, RemoteTier, StoreError, Usage
 from .resp import RefusedError, Resp
 from .transfer import Outcome
+from .values import Place, Store, Want, store_tier
 
 __all__ = ["RedisAddress", "RedisStore", "open_from", "open_redis"]
 
@@ -174,7 +175,7 @@ class RedisStore(Store):
 
 def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
     """A TierError when the server cannot be reached, or will not have us."""
-    return RemoteTier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout))
+    return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout))
 
 
 def open_from(text: str) -> RemoteTier:
