@@ -6,7 +6,9 @@ Where a server is not installed the test is skipped, and the reason says what to
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -52,6 +54,27 @@ def running(command: list[str], ready: Callable[[], bool], log: Path) -> Iterato
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(5)
+
+
+@contextlib.contextmanager
+def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """It hangs, until the block ends."""
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + 5
+        while _state(process.pid) != "T" and time.monotonic() < deadline:
+            time.sleep(0.005)
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def _state(pid: int) -> str:
+    """Of all its threads: T only when none of them runs any more."""
+    states = {
+        path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")
+    }
+    return states.pop() if len(states) == 1 else ""
 
 
 def redis_command(port: int, folder: Path, *options: str) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .codec import Compression, make_codec, most_bytes
+from .codec import Compression, make_codec
 from .keys import Keyring
 from .tier import Objects, Ranges, Tier, TierError, parted
 from .transfer import Outcome, Tally, TierStats, Transfer, explain, failed_transfer
@@ -130,7 +130,7 @@ class Link:
 
 class RemoteTier(Tier):
     """Safe from any thread. Raises TierError when the other side cannot be reached at the start; afterwards nothing
-    raises. `jobs` are what reads and writes do."""
+    raises. `jobs` are what reads and writes do; `largest` is the largest page, head included."""
 
     def __init__(
         self,
@@ -138,9 +138,11 @@ class RemoteTier(Tier):
         config: RemoteConfig,
         connect: Callable[[], Connection],
         jobs: tuple[type[Job], type[Job]],
+        largest: int | None = None,
     ) -> None:
         self._name, self._config = name, config
         self._read_job, self._write_job = jobs
+        self._largest = largest or config.capacity // (2 * config.writers)
         keys = None if config.keys is None else Keyring.read(config.keys)
         self._make_codec = partial(make_codec, config.compression, keys)
         self._make_codec()  # a missing package is said now
@@ -182,10 +184,9 @@ class RemoteTier(Tier):
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         source.check(objects, writable=False)
         size = objects.form.page_bytes
-        if most_bytes(objects.form) > self._config.capacity // (2 * self._config.writers):
+        if size > self._largest:
             raise ValueError(
-                f"a page of {size} bytes does not fit a store of {self.capacity} that {self._config.writers} threads "
-                "write to: raise its capacity"
+                f"a page of {size} bytes does not fit {self.name}, which takes {self._largest}: raise its capacity"
             )
         transfer = Transfer(len(objects), self._tally, "write", size)
         return self._submit("write", transfer, objects, source, (0, size))
