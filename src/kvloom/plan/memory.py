@@ -20,11 +20,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvloom.core import sizes
 from kvloom.core.layout import GRAIN, PageGroup, PoolLayout
 from kvloom.models.specs import ModelSpec
 
-__all__ = ["Load", "Plan", "PlanError", "Scheme", "format_bytes", "make_plan", "parse_size", "render"]
+__all__ = ["Load", "Plan", "PlanError", "Scheme", "format_bytes", "make_plan", "render"]
 
 _BAR = 30
 _WIDE = 100
@@ -183,14 +182,6 @@ def _whole_slabs(layout: PoolLayout, memory: int) -> int:
 def _scheme(each: int, needed: int, load: Load, memory: int | None) -> Scheme:
     fits = None if memory is None else memory // each
     return Scheme(each * load.concurrency, 1 - needed / each, fits)
-
-
-def parse_size(text: str) -> int:
-    """`kvloom.core.sizes.parse_size`, with the plan's error."""
-    try:
-        return sizes.parse_size(text)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
 
 
 def format_bytes(count: float) -> str:
