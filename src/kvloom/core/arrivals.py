@@ -100,7 +100,7 @@ class Arrivals(Verbs):
         """Reserve the pages of `prospect.needs(first)`; None where there is no room. The match must be fresh."""
         match = prospect.match
         account = self.accounts[match.control.tenant]
-        root = self.tree.root(match.root_name, account)
+        root = self.tree.root(match.root_name, account, match.control.tenant)
         node = match.path[-1] if match.path else root
         self.tree.lock(node)  # what it hangs below must stay
         blocks = -(-prospect.end // self.block_tokens)

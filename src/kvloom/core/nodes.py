@@ -74,12 +74,13 @@ class Node(Entry):
 class Root(Node):
     """Where the names of one model, tenant and adapter begin."""
 
-    __slots__ = ("account", "name")
+    __slots__ = ("account", "name", "tenant")
 
-    def __init__(self, serial: int, name: bytes, account: Account, width: int) -> None:
+    def __init__(self, serial: int, name: bytes, account: Account, width: int, tenant: str) -> None:
         super().__init__(serial, 0.0, 0, bytearray(), np.empty((0, width), np.int32))
         self.name = name
-        self.account = account
+        self.account = account  # who pays: the tenant's own, or one that it shares with others
+        self.tenant = tenant
         self.parent = None
         self.root = self
 

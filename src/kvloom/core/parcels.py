@@ -22,7 +22,7 @@ class Parcel(NamedTuple):
     """Rows of page ids, one a name, in the columns of one numbering ("token" or "state"); 0 where there is no page.
 
     The bytes of `rows` are those of the pages `at` (0: nobody can say where) until the next `take_copies`. `leaving`: the bytes will be overwritten soon; else their sequence has ended, and they stay for now. `used`: someone
-    came back to them. `tenant` is whose account pays.
+    came back to them. `tenant` is whose they are.
     """
 
     numbering: str
@@ -112,7 +112,7 @@ class Parcels:
             self._tell("state", [name], checkpoint.states.copy(), checkpoint.node, leaving)
 
     def _tell(self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool) -> None:
-        tenant = node.root.account.tenant.name
+        tenant = node.root.tenant
         at = self.where(numbering, rows)
         self.listener(Parcel(numbering, names, rows, at, tenant, leaving, node.hits > 0))
 

@@ -66,10 +66,10 @@ class PrefixTree:
 
     # -- finding --------------------------------------------------------------------------------
 
-    def root(self, name: bytes, account: Account) -> Root:
+    def root(self, name: bytes, account: Account, tenant: str = "") -> Root:
         root = self.roots.get(name)
         if root is None:
-            root = self.roots[name] = Root(next(self._serials), name, account, self.pages.width)
+            root = self.roots[name] = Root(next(self._serials), name, account, self.pages.width, tenant)
         return root
 
     def walk(self, node: Node, data: bytes, limit: int) -> tuple[list[Node], int]:

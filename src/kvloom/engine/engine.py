@@ -136,7 +136,9 @@ class Engine:
             )
         self.buffer = allocate(self.layout, slabs, self.device)
         self.limit = spec.max_context
-        name = f"{model.config.model_type} {model_fingerprint(model)}" if tiers else spec.name
+        name = spec.name
+        if tiers:  # who finds pages there must have computed just these
+            name = f"{model.config.model_type} {model_fingerprint(model)}{' invariant' * batch_invariant}"
         self.cache = KVCache(
             self.layout,
             slabs=slabs,
@@ -261,14 +263,13 @@ class Engine:
         elif self._flight is None and self.scheduler.loads:
             self.lower.wait(0.002)
 
-    def close(self) -> None:
-        """End every request, and bring what is cached to the tiers below as far as they want it. Without tiers there is
-        nothing to bring."""
+    def close(self, seconds: float = 10.0) -> None:
+        """End every request, and the tiers: what they want is stored first, within so many seconds."""
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
         self._flight = None
         if self.lower is not None:
-            self.lower.close()
+            self.lower.close(seconds)
             self.lower = self.scheduler.lower = None
             self.cache.tree.parcels = None
 

@@ -10,6 +10,7 @@ pages a prompt needs is the cache's to say (`core.Prospect`).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence as Many
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ import torch
 
 from kvloom.core import Arrival, KVCache, Match, Need, PageGroup, Parcel, Prospect, Question
 from kvloom.kernels.copy import Done
-from kvloom.tiers import Form, HostTier, Lease, Objects, Outcome
+from kvloom.tiers import Form, HostTier, Lease, Objects, Outcome, TierError
 from kvloom.tiers.mover import Fetch, Finding, Mover, MoverConfig
 from kvloom.tiers.opening import Place, host_capacity, open_place
 
@@ -30,6 +31,7 @@ from .speeds import Line
 
 __all__ = ["Lower", "LowerConfig", "open_lower"]
 
+log = logging.getLogger("kvloom.tiers")
 Event = torch.cuda.Event | Done
 STAGING = {False: 64 << 20, True: 1 << 30}
 """Host memory that pages pass through where no host tier was asked for, without and with a GPU."""
@@ -65,6 +67,10 @@ class _Trip:
     began: float = 0.0
     bytes: int = 0
 
+    @property
+    def tenant(self) -> str:
+        return self.request.control.tenant
+
 
 @dataclass(slots=True)
 class _Down:
@@ -85,7 +91,8 @@ def open_lower(
     settle: Callable[[], None],
     config: LowerConfig | None = None,
 ) -> Lower:
-    """The tiers that texts name (`host:64GiB`, `disk:/path:1TiB`, …), under one cache. If one cannot be opened, none is."""
+    """The tiers that texts name (`host:64GiB`, `disk:/path:1TiB`, …), under one cache. A text that makes no sense is refused;
+    a tier that cannot be opened is left out, and said to be."""
     layout, device = cache.layout, buffer.device
     hosts = [text for text in texts if isinstance(text, str) and text.startswith("host:")]
     if len(hosts) > 1:
@@ -102,7 +109,12 @@ def open_lower(
             if isinstance(text, Place):
                 places.append(text)
             elif text not in hosts:
-                places.append(open_place(text))
+                try:
+                    places.append(open_place(text))
+                except TierError as error:
+                    log.warning(
+                        "tier %s is left out, serving goes on without it: %s", text.partition("?")[0], error
+                    )
     except BaseException:
         for place in places:
             place.tier.close()
@@ -180,7 +192,7 @@ class Lower:
                     continue
                 pages = parcel.at[at, column]
                 elsewhere = bool((pages != parcel.rows[at, column]).any())
-                objects = Objects([parcel.names[i] for i in at.tolist()], group.index, form)
+                objects = Objects([parcel.names[i] for i in at.tolist()], group.index, form, parcel.tenant)
                 lease = self.host.reserve(objects)
                 fresh = lease.results == Outcome.PENDING
                 event: Event = Done()
@@ -214,7 +226,7 @@ class Lower:
             objects = down.objects
             if not (down.parcel.used and "second-use" in self._writes) and kept < len(objects):
                 names = [objects.names[i] for i in np.flatnonzero(down.fresh).tolist()]
-                objects = Objects(names, objects.group, objects.form)
+                objects = Objects(names, objects.group, objects.form, objects.tenant)
             if len(objects):
                 self.mover.kept(objects, down.parcel.leaving, down.parcel.used)
         self._downs = waiting
@@ -284,7 +296,7 @@ class Lower:
                     questions = trip.prospect.questions()
                     if not questions:
                         break
-                    trip.finding = self.mover.find([self._asked(q) for q in questions])
+                    trip.finding = self.mover.find([self._asked(q, trip.tenant) for q in questions])
                 if not trip.finding.done:
                     return True
                 trip.below.update(trip.finding.below)
@@ -295,8 +307,8 @@ class Lower:
         trip.fetches = [fetch for fetch in trip.fetches if not fetch.done]
         return bool(trip.fetches)
 
-    def _asked(self, question: Question) -> Objects:
-        return Objects(question.names, question.group, self.forms[question.group][0])
+    def _asked(self, question: Question, tenant: str) -> Objects:
+        return Objects(question.names, question.group, self.forms[question.group][0], tenant)
 
     def _fetch(self, trip: _Trip) -> None:
         """Bring what a trip found below host memory, unless computing it is faster."""
@@ -304,7 +316,7 @@ class Lower:
         wanted: list[Objects] = []
         below: dict[bytes, int] = {}
         for need in trip.prospect.needs():
-            runs = self._objects(need)
+            runs = self._objects(need, trip.tenant)
             first = runs[0].keys
             for one in runs:
                 for key, main in zip(one.keys, first, strict=True):
@@ -330,8 +342,9 @@ class Lower:
         self._fetching = {key: one for key, one in self._fetching.items() if not one.done}
         self._fetching.update(dict.fromkeys(below, fetch))
 
-    def _objects(self, need: Need) -> list[Objects]:
-        return [Objects(need.names, need.group.index, form) for form in self.forms[need.group.index]]
+    def _objects(self, need: Need, tenant: str) -> list[Objects]:
+        group = need.group.index
+        return [Objects(need.names, group, form, tenant) for form in self.forms[group]]
 
     def _worth(self, tokens: int, all_tokens: int, seconds: float | None) -> bool:
         """Whether `seconds` of loading beat computing `tokens` of the `all_tokens` that are to compute otherwise."""
@@ -343,7 +356,7 @@ class Lower:
         """Copy what host memory has of a request's pages into the pool; whether that is under way."""
         prospect = self.cache.prospect(match)
         while questions := prospect.questions():
-            prospect.answer([self.host.lookup(self._asked(question)) for question in questions])
+            prospect.answer([self.host.lookup(self._asked(question, trip.tenant)) for question in questions])
         tokens = prospect.point - match.resume
         if tokens <= 0:
             return self._done(trip)

@@ -389,4 +389,4 @@ class Lane:
 
 
 def _part(objects: Objects, at: npt.NDArray[np.int64]) -> Objects:
-    return Objects([objects.names[i] for i in at.tolist()], objects.group, objects.form)
+    return Objects([objects.names[i] for i in at.tolist()], objects.group, objects.form, objects.tenant)

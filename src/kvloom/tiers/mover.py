@@ -55,7 +55,7 @@ class Finding:
         missing = [np.flatnonzero(~mask) for mask in self.here]
         if any(at.size for at in missing):
             some = [
-                Objects([o.names[i] for i in at.tolist()], o.group, o.form)
+                Objects([o.names[i] for i in at.tolist()], o.group, o.form, o.tenant)
                 for o, at in zip(self.objects, missing, strict=True)
             ]
             for number, lane in enumerate(mover.lanes):
@@ -100,7 +100,7 @@ class Fetch:
                 if key in below:
                     by_lane.setdefault(below[key], []).append(i)
             for number, at in by_lane.items():
-                part = Objects([one.names[i] for i in at], one.group, one.form)
+                part = Objects([one.names[i] for i in at], one.group, one.form, one.tenant)
                 self.bytes += len(part) * one.form.page_bytes
                 self._loads.append((mover.lanes[number], Load(part, deadline)))
         for lane, load in self._loads:
@@ -173,7 +173,7 @@ class Mover:
             elif place.write == "back":
                 for name, key in zip(objects.names, objects.keys, strict=True):
                     if key not in dirty:
-                        dirty[key] = Objects([name], objects.group, objects.form)
+                        dirty[key] = Objects([name], objects.group, objects.form, objects.tenant)
         self._write_back(time.monotonic())
 
     def _write_back(self, now: float) -> None:
