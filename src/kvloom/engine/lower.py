@@ -35,6 +35,8 @@ log = logging.getLogger("kvloom.tiers")
 Event = torch.cuda.Event | Done
 STAGING = {False: 256 << 20, True: 4 << 30}
 """Host memory that pages pass through where no host tier was asked for, without and with a GPU."""
+GAIN = 0.1
+"""Computing the head while the tail loads is worth its steps where it saves this share of loading everything."""
 MOST_FORESEEN = 64
 """Requests in the queue whose pages are looked for before their turn."""
 
@@ -51,7 +53,9 @@ class LowerConfig:
 
 @dataclass(slots=True, eq=False)
 class _Trip:
-    """A request's pages on their way. `below`: which lane has what is not in host memory."""
+    """A request's pages on their way. `below`: which lane has what is not in host memory. Where `first` is set the request
+    computes meanwhile, and only what comes from that token on is on its way: the two meet; one that is `patient` has others to
+    wait for anyway, and loads all."""
 
     request: Request
     prospect: Prospect | None = None
@@ -59,6 +63,8 @@ class _Trip:
     below: dict[bytes, int] = field(default_factory=dict)
     fetches: list[Fetch] = field(default_factory=list)
     found: bool = False
+    patient: bool = False
+    first: int = 0
     arrival: Arrival | None = None
     came: np.ndarray | None = None
     states_came: bool = True
@@ -66,6 +72,7 @@ class _Trip:
     events: list[Event] = field(default_factory=list)
     began: float = 0.0
     bytes: int = 0
+    resume: int = 0
 
     @property
     def tenant(self) -> str:
@@ -248,10 +255,10 @@ class Lower:
 
     # -- up -------------------------------------------------------------------------------------
 
-    def foresee(self, request: Request, match: Match) -> None:
-        """A request was queued: what it needs from below host memory may come there now."""
+    def foresee(self, request: Request, match: Match, patient: bool) -> None:
+        """A request was queued, behind others if `patient`: what it needs from below host memory may come there now."""
         if self.mover.lanes and len(self._trips) < MOST_FORESEEN and self._may(request, match):
-            trip = self._trips[request] = _Trip(request, began=time.monotonic())
+            trip = self._trips[request] = _Trip(request, patient=patient)
             self._seek(trip, match)
 
     @staticmethod
@@ -269,15 +276,32 @@ class Lower:
         if trip is None:
             if not self._may(request, match):
                 return False
-            trip = self._trips[request] = _Trip(request, began=time.monotonic())
+            trip = self._trips[request] = _Trip(request)
         if self._seek(trip, match):
-            return True
+            return not trip.first
+        if trip.first > match.matched:
+            return False  # its tail is here; it computes its head first
         return self._copy(trip, match) if trip.arrival is None else self._coming(trip)
 
     def lacks_room(self, request: Request) -> bool:
         """Whether a request's pages could come if there were room for them in the pool."""
         trip = self._trips.get(request)
-        return trip is not None and trip.arrival is None
+        return trip is not None and trip.arrival is None and not trip.first
+
+    def stop_at(self, request: Request) -> int | None:
+        """Where a request that computes its head meets the tail that comes from below, if that is ahead."""
+        trip = self._trips.get(request)
+        return trip.first if trip is not None and request.computed < trip.first else None
+
+    def may_jump(self, request: Request) -> bool:
+        """Whether the tail of a running request's prompt has come, and it should go on behind it."""
+        trip = self._trips.get(request)
+        if trip is None or not trip.first or trip.prospect is None or self._seek(trip, None):
+            return False
+        ahead = trip.prospect.point - request.computed
+        if ahead < self.cache.block_tokens:
+            self.forget(request)
+        return ahead >= self.cache.block_tokens and request.computed >= trip.first
 
     def under_way(self, request: Request) -> bool:
         """Whether a request that waits aside has nothing to come back for yet."""
@@ -291,7 +315,8 @@ class Lower:
     def began(self, request: Request) -> None:
         """A request computes now: nothing more is looked for until it has to begin again."""
         request.looked_below = True
-        self.forget(request)
+        if (trip := self._trips.get(request)) is not None and not trip.first:
+            self.forget(request)
 
     def forget(self, request: Request) -> None:
         """Nobody waits for a request's pages any more."""
@@ -331,36 +356,77 @@ class Lower:
         return Objects(question.names, question.group, self.forms[question.group][0], tenant)
 
     def _fetch(self, trip: _Trip) -> None:
-        """Bring what a trip found below host memory, unless computing it is faster."""
+        """Bring what a trip found below host memory: all of it, or the tail while the head is computed."""
         assert trip.prospect is not None
-        wanted: list[Objects] = []
-        below: dict[bytes, int] = {}
-        for need in trip.prospect.needs():
-            runs = self._objects(need, trip.tenant)
-            first = runs[0].keys
-            for one in runs:
-                for key, main in zip(one.keys, first, strict=True):
-                    if main not in trip.below:
-                        continue
-                    if key in self._fetching and not self._fetching[key].done:
-                        if self._fetching[key] not in trip.fetches:
-                            trip.fetches.append(self._fetching[key])
-                        continue
-                    below[key] = trip.below[main]
-            wanted += runs
+        wanted, below = self._lacking(trip, 0)
         if not below:
             return
-        match = trip.prospect.match
-        tokens = trip.prospect.point - match.resume
-        if not self._worth(tokens, match.length - match.resume, self.mover.seconds(wanted, below)):
+        trip.first = self._meeting(trip)
+        if trip.first:
+            wanted, below = self._lacking(trip, trip.first)
+        match, point = trip.prospect.match, trip.prospect.point
+        if not below or trip.first >= point:
             self.counts["not_worth"] += 1
+            trip.first = 0
             return
         least, most = self.config.seconds
+        tokens = point - match.resume
         patience = max(least, min(most, 2 * self.prefill.seconds(tokens))) if self.prefill.known else most / 2
         fetch = self.mover.fetch(wanted, below, time.monotonic() + patience)
         trip.fetches.append(fetch)
         self._fetching = {key: one for key, one in self._fetching.items() if not one.done}
         self._fetching.update(dict.fromkeys(below, fetch))
+
+    def _meeting(self, trip: _Trip) -> int:
+        """Where computing from the left and loading from the right should meet; 0: load everything, and compute nothing."""
+        assert trip.prospect is not None
+        if trip.patient or self.config.load == "always" or not self.prefill.known:
+            return 0
+        match, point, block = trip.prospect.match, trip.prospect.point, self.cache.block_tokens
+        sizes = np.zeros(
+            (len(self.mover.lanes), point // block + 2), np.int64
+        )  # of block b at b + 1, of states at 0
+        for need in trip.prospect.needs():
+            keys = self._objects(need, trip.tenant)[0].keys
+            for b, key in zip(need.blocks, keys, strict=True):
+                if key in trip.below:
+                    sizes[trip.below[key], b + 1] += need.group.page_stride * need.group.runs
+
+        def loading(first: int) -> float | None:
+            rest = sizes[:, 0] + sizes[:, first // block + 1 :].sum(1)
+            return self.mover.seconds({lane: int(size) for lane, size in enumerate(rest) if size})
+
+        whole, start = loading(match.resume), -(-match.resume // block) * block
+        if whole is None:
+            return 0
+        low, high = 0, max(0, (point - start) // block)
+        while low < high:  # the first block at which computing up to it takes as long as loading the rest
+            middle = (low + high) // 2
+            first = start + middle * block
+            if self.prefill.seconds(first - match.resume) >= (loading(first) or 0.0):
+                high = middle
+            else:
+                low = middle + 1
+        return start + low * block if low and self.prefill.seconds(low * block) < (1 - GAIN) * whole else 0
+
+    def _lacking(self, trip: _Trip, first: int) -> tuple[list[Objects], dict[bytes, int]]:
+        """What is below host memory of a trip's pages from `first` on, and where; what others fetch is waited for."""
+        assert trip.prospect is not None
+        wanted: list[Objects] = []
+        below: dict[bytes, int] = {}
+        for need in trip.prospect.needs(first):
+            runs = self._objects(need, trip.tenant)
+            for one in runs:
+                for key, main in zip(one.keys, runs[0].keys, strict=True):
+                    if main not in trip.below:
+                        continue
+                    other = self._fetching.get(key)
+                    if other is None or other.done:
+                        below[key] = trip.below[main]
+                    elif other not in trip.fetches:
+                        trip.fetches.append(other)
+            wanted += runs
+        return wanted, below
 
     def _objects(self, need: Need, tenant: str) -> list[Objects]:
         group = need.group.index
@@ -385,7 +451,7 @@ class Lower:
         if not self._worth(tokens, match.length - match.resume, self.copying.seconds(trip.bytes)):
             self.counts["not_worth"] += 1
             return self._done(trip)
-        trip.began = time.monotonic()
+        trip.began, trip.resume = time.monotonic(), match.resume
         trip.arrival = arrival = self.cache.expect(prospect)
         if arrival is None:
             self.counts["no_room"] += 1
@@ -418,6 +484,8 @@ class Lower:
             return True
         assert trip.arrival is not None
         resumed = self.cache.land(trip.arrival, trip.came, trip.states_came)
+        if trip.request.cached_tokens is not None and trip.first:
+            trip.request.cached_tokens += max(0, resumed - trip.resume)
         self._let_go(trip)
         self.last_load = time.monotonic() - trip.began
         self.copying.see(trip.bytes, self.last_load)
