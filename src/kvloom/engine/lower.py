@@ -19,20 +19,19 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kvloom.core import Arrival, KVCache, Match, Need, PageGroup, Parcel, Prospect, Question
-from kvloom.kernels.copy import Done
-from kvloom.tiers import Form, HostTier, Lease, Objects, Outcome, TierError
+from kvloom.core import Arrival, KVCache, Match, Need, PageGroup, Prospect, Question
+from kvloom.tiers import Form, HostTier, Lease, Objects, TierError
 from kvloom.tiers.mover import Fetch, Finding, Mover, MoverConfig
 from kvloom.tiers.opening import Place, host_capacity, open_place
 
-from .arena import HostPages, form_of, open_host
+from .arena import Event, HostPages, form_of, open_host
+from .keeping import Keeping
 from .request import Request
 from .speeds import Line
 
 __all__ = ["Lower", "LowerConfig", "open_lower"]
 
 log = logging.getLogger("kvloom.tiers")
-Event = torch.cuda.Event | Done
 STAGING = {False: 256 << 20, True: 4 << 30}
 """Host memory that pages pass through where no host tier was asked for, without and with a GPU."""
 GAIN = 0.1
@@ -77,18 +76,6 @@ class _Trip:
     @property
     def tenant(self) -> str:
         return self.request.control.tenant
-
-
-@dataclass(slots=True)
-class _Down:
-    """Pages being copied to host memory: where, and what is still to be told of them."""
-
-    event: Event
-    lease: Lease
-    objects: Objects
-    fresh: np.ndarray
-    parcel: Parcel
-    lent: Parcel | None = None
 
 
 def open_lower(
@@ -139,15 +126,6 @@ def _taken_write(text: str) -> tuple[str, str]:
     return head + ("?" + rest if rest else ""), place.write
 
 
-def _joined(parcels: list[Parcel]) -> Parcel:
-    """Parcels that differ in their pages alone as one: its copies are fewer."""
-    return parcels[0]._replace(
-        names=[name for parcel in parcels for name in parcel.names],
-        rows=np.concatenate([parcel.rows for parcel in parcels]),
-        at=np.concatenate([parcel.at for parcel in parcels]),
-    )
-
-
 class Lower:
     """See the module. One owner, the engine's thread, calls; `settle` makes the copies that the cache has decided."""
 
@@ -164,15 +142,10 @@ class Lower:
         self.cache, self.host, self.config = cache, host, config
         self.mover = Mover(host, places, config.mover)
         self._pages = HostPages(cache.layout, buffer, host)
-        self._cuda = buffer.is_cuda
         self._settle = settle
-        writes = [place.write for place in places] + ([host_write] if host_write else [])
-        self._writes = set(writes)
         self.forms: dict[int, list[Form]] = {
             g.index: [form_of(g, run) for run in range(g.runs)] for g in cache.layout.groups
         }
-        self._offers: list[Parcel] = []
-        self._downs: list[_Down] = []
         self._trips: dict[Request, _Trip] = {}
         self._orphans: list[_Trip] = []
         self._fetching: dict[bytes, Fetch] = {}
@@ -181,77 +154,11 @@ class Lower:
         self.last_load = 0.0
         """Seconds of the last load, from host memory to pages in the tree."""
         self.counts: dict[str, int] = dict.fromkeys(
-            ("trips", "landed_tokens", "landed_bytes", "failed_pages", "not_worth", "no_room", "kept_pages"),
+            ("trips", "landed_tokens", "landed_bytes", "failed_pages", "not_worth", "no_room"),
             0,
         )
-        cache.offer(self._offered, ends=bool(self._writes & {"through", "second-use"}))
-
-    # -- down -----------------------------------------------------------------------------------
-
-    def _offered(self, parcel: Parcel) -> None:
-        """The cache has pages for whoever wants copies. Their bytes are read before anything overwrites them."""
-        wanted = "through" in self._writes or (parcel.used and "second-use" in self._writes)
-        if wanted or (parcel.leaving and "back" in self._writes):
-            self._offers.append(parcel)
-
-    def take_offers(self) -> None:
-        """Copy what was offered to host memory. Called before the copies that the cache has decided are made."""
-        offers, self._offers = self._offers, []
-        alike: dict[tuple[object, ...], list[Parcel]] = {}
-        for parcel in offers:
-            key = parcel.numbering, parcel.tenant, parcel.leaving, parcel.used
-            alike.setdefault(key, []).append(parcel)
-        for some in alike.values():
-            self._keep(some[0] if len(some) == 1 else _joined(some))
-        self._finish_downs()
-
-    def _keep(self, parcel: Parcel) -> None:
-        for group in self.cache.layout.of(parcel.numbering):
-            for run, form in enumerate(self.forms[group.index]):
-                column = group.column + run
-                at = np.flatnonzero(parcel.at[:, column])
-                if not at.size:
-                    continue
-                pages = parcel.at[at, column]
-                elsewhere = bool((pages != parcel.rows[at, column]).any())
-                objects = Objects([parcel.names[i] for i in at.tolist()], group.index, form, parcel.tenant)
-                lease = self.host.reserve(objects)
-                fresh = lease.results == Outcome.PENDING
-                event: Event = Done()
-                if fresh.any():
-                    event = self._pages.down(group.page_stride, pages[fresh], lease.offsets[fresh])
-                down = _Down(event, lease, objects, fresh, parcel)
-                self._downs.append(down)
-                if event.query():
-                    continue
-                # What a stream still reads must not be overwritten: what leaves makes later steps wait, what stays is held.
-                if parcel.leaving or elsewhere:
-                    event.wait(torch.cuda.current_stream(self._pages.buffer.device))
-                else:
-                    rows = np.zeros_like(parcel.rows)
-                    rows[:, column] = parcel.rows[:, column]
-                    down.lent = parcel._replace(rows=rows)
-                    self.cache.lend(down.lent)
-
-    def _finish_downs(self) -> None:
-        """Tell of the copies that are made."""
-        waiting = []
-        for down in self._downs:
-            if not down.event.query():
-                waiting.append(down)
-                continue
-            down.lease.release(True)
-            if down.lent is not None:
-                self.cache.give_back(down.lent)
-            kept = int(down.fresh.sum())
-            self.counts["kept_pages"] += kept
-            objects = down.objects
-            if not (down.parcel.used and "second-use" in self._writes) and kept < len(objects):
-                names = [objects.names[i] for i in np.flatnonzero(down.fresh).tolist()]
-                objects = Objects(names, objects.group, objects.form, objects.tenant)
-            if len(objects):
-                self.mover.kept(objects, down.parcel.leaving, down.parcel.used)
-        self._downs = waiting
+        writes = {place.write for place in places} | ({host_write} if host_write else set())
+        self._keeping = Keeping(cache, self._pages, self.mover, self.forms, writes)
 
     # -- up -------------------------------------------------------------------------------------
 
@@ -516,19 +423,31 @@ class Lower:
 
     # -- the engine's side ----------------------------------------------------------------------
 
+    def take_offers(self) -> None:
+        """Copy what the cache offered to host memory. Called before the copies that the cache has decided are made."""
+        self._keeping.take()
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages that were copied to host memory."""
+        return self._keeping.kept_pages
+
     def poll(self) -> None:
         """Once a step: go on with what is under way."""
         if self._orphans:
             self._finish_orphans()
-        if self._downs:
-            self._finish_downs()
+        self._keeping.finish()
         for trip in list(self._trips.values()):
             self._seek(trip, None)
 
     @property
     def holding(self) -> bool:
         """Whether pages are held that will be free by themselves."""
-        return bool(self._orphans or self._downs) or any(t.arrival is not None for t in self._trips.values())
+        return bool(self._orphans) or self._keeping.busy or self._copying
+
+    @property
+    def _copying(self) -> bool:
+        return any(trip.arrival is not None for trip in self._trips.values())
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step computed so many tokens of prompts in so long."""
@@ -537,7 +456,7 @@ class Lower:
 
     def wait(self, timeout: float) -> None:
         """Nothing else is to do: sleep until something is, `timeout` seconds at the most."""
-        if self._cuda and (self._downs or any(t.arrival is not None for t in self._trips.values())):
+        if self._keeping.busy or self._copying:
             time.sleep(min(timeout, 0.0002))
         else:
             self.mover.wait(timeout)
@@ -546,7 +465,7 @@ class Lower:
         """Copy down what was offered, store it, and close the tiers, within `timeout`."""
         deadline = time.monotonic() + timeout
         self.take_offers()
-        while self._downs and time.monotonic() < deadline:
+        while self._keeping.busy and time.monotonic() < deadline:
             time.sleep(0.001)
-            self._finish_downs()
+            self._keeping.finish()
         self.mover.close(max(0.1, deadline - time.monotonic()))

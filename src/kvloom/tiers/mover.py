@@ -159,9 +159,8 @@ class Mover:
         known = [seconds for seconds in each if seconds is not None]
         return max(known, default=0.0) if len(known) == len(each) else None
 
-    def kept(self, objects: Objects, leaving: bool, used: bool) -> None:
-        """Objects are in host memory now, because they leave the place above or because their sequence ended, `used`
-        before or not: whoever below wants them gets them."""
+    def kept(self, objects: Objects, used: bool) -> None:
+        """Objects came into host memory from above, `used` before or not: whoever below wants them gets them."""
         for place, lane, dirty in zip(self.places, self.lanes, self._dirty, strict=True):
             if place.write == "through" or (place.write == "second-use" and used):
                 lane.store(objects)
