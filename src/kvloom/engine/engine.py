@@ -42,6 +42,8 @@ MAX_TOKENS = 131072
 """The longest sequence where the model names no limit."""
 TOKEN_BUDGET = {False: 2048, True: 8192}
 """Tokens of prompts a step where nobody says: a CPU is busy with fewer than a GPU."""
+MAX_RUNNING = {False: 256, True: 512}
+"""Sequences at once where nobody says; the more of them share pages, the less often those are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Engine:
         kv_dtype: KVDtype | None = None,
         block_tokens: int = 16,
         token_budget: int | None = None,
-        max_running: int = 256,
+        max_running: int | None = None,
         ahead: bool | None = None,
         graphs: bool = True,
         tokenizer: Any = None,
@@ -98,6 +100,8 @@ class Engine:
         self.model, self.device = model.eval(), weight.device
         if token_budget is None:
             token_budget = TOKEN_BUDGET[self.device.type == "cuda"]
+        if max_running is None:
+            max_running = MAX_RUNNING[self.device.type == "cuda"]
         spec = model_spec(
             {**model.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")},
             kv_dtype=kv_dtype,

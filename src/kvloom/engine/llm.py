@@ -88,7 +88,7 @@ class LLM:
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         token_budget: int | None = None,
-        max_running: int = 256,
+        max_running: int | None = None,
         tokenizer: Any = None,
         processor: Any = None,
         load_format: LoadFormat = "auto",

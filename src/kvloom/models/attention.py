@@ -52,7 +52,7 @@ IGNORED = frozenset(
 _HANDLES = count()
 _OPEN: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 
-ROOMS = (16, 64, 256, 1024, 4096)
+ROOMS = (16, 64, 256, 512, 1024, 4096)
 """Rows that plans of replayed steps have room for: one plan serves graphs of several sizes."""
 
 
