@@ -337,6 +337,29 @@ def test_the_load_can_be_offered_from_the_shell(server: Running, capsys: pytest.
     assert sum(told["first_tokens_in_each_tenth"]) == told["requests"]
     assert main([*arguments, "--model", "other"]) == 1
     assert "no model" in capsys.readouterr().out
+    assert (
+        main(["--url", server.url, "--streams", "2", "--seconds", "0.3"]) == 0
+    )  # it asks for the model's name
+    assert "time to first token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--url", "127.0.0.1:8000"], "must be like http://"),
+        (["--url", "http://127.0.0.1:9"], "does not answer"),
+        (["--url", "http://127.0.0.1:9", "--serve", "kvloom-llama"], "give one"),
+        (["--seconds", "0"], "above 0"),
+        (["--seconds", "inf"], "above 0"),
+        (["--prompt-tokens", "4", "--shared-tokens", "5"], "cannot be shared"),
+        (["--streams", "1000000000"], "open files"),
+    ],
+)
+def test_a_load_that_makes_no_sense_is_refused(
+    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(wrong) == 2
+    assert said in capsys.readouterr().err
 
 
 def _connected(server: Running, receive_bytes: int | None = None) -> socket.socket:
