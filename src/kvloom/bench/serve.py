@@ -110,10 +110,11 @@ class Seen:
         }
 
     def _growth(self) -> dict[str, float]:
-        """By how much each process is larger at the end than after the first quarter, when everything is warm."""
+        """By how much each process is larger at the end than in the middle. (A pool's memory is taken when its pages are
+        first written: until it has been full once, that is growth, too.)"""
         if len(self.memory) < 4:
             return {}
-        warm, last = self.memory[len(self.memory) // 4], self.memory[-1]
+        warm, last = self.memory[len(self.memory) // 2], self.memory[-1]
         return {name: round(last[name] - warm[name], 1) for name in last if name != "second"}
 
     def _tenths(self) -> list[int]:
@@ -362,7 +363,7 @@ def _show(seen: dict[str, Any]) -> None:
     for name, grown in seen["memory_growth_mib"].items():
         sizes = [round(at[name]) for at in seen["memory_mib"]]
         table.add_row(
-            f"memory of the {name}, MiB", f"{' '.join(map(str, sizes))}; {grown:+g} since it was warm"
+            f"memory of the {name}, MiB", f"{' '.join(map(str, sizes))}; {grown:+g} in the second half"
         )
     table.add_row("errors", f"{sum(seen['errors'].values()):,}")
     console.print(table)

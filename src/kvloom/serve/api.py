@@ -111,6 +111,8 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "kvloom",
+        "root": service.path,
+        "parent": None,
         "max_model_len": None if facts is None else facts.longest,
     }
 
