@@ -34,6 +34,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     budget = "tokens of prompts computed in one step (default: what suits the device)"
     add("--token-budget", type=whole(1), metavar="N", help=budget)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
+    connections = "connections that may be open at once (default: 4096)"
+    add("--max-connections", type=whole(1), default=4096, metavar="N", help=connections)
     add("--max-body", default="8MiB", metavar="SIZE", help="largest request body (default: 8MiB)")
     prompt = "longest prompt (default: what the model and the pool can hold)"
     add("--max-prompt-tokens", type=whole(1), metavar="N", help=prompt)
@@ -83,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     )
     limits = Limits(
         body_bytes=parse_size(args.max_body),
+        connections=args.max_connections,
         prompt_tokens=args.max_prompt_tokens,
         answers=args.max_running + args.max_queue,
         request_seconds=args.request_seconds,

@@ -73,7 +73,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended."""
+    """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended. What was
+    computed under one `salt` is found under that alone."""
 
     id: int
     prompt: list[int]
@@ -85,6 +86,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     ttl: float | None = None
     store: bool = True
     read: bool = True
+    salt: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
