@@ -11,6 +11,7 @@ from typing import Any, get_args
 from urllib.parse import parse_qsl
 
 from .codec import Compression
+from .disk import DiskConfig
 from .remote import RemoteConfig
 
 __all__ = ["Options", "parse_bytes"]
@@ -78,6 +79,23 @@ class Options:
             readers=self.whole("readers", plain.readers),
             writers=self.whole("writers", plain.writers),
             timeout=self.seconds("timeout", plain.timeout),
+            pending_bytes=self.size("pending", plain.pending_bytes),
+        )
+        self.done()
+        return config
+
+    def disk(self, directory: str) -> DiskConfig:
+        """The options of a disk tier, and no others."""
+        plain = DiskConfig(directory, self.size("capacity"))
+        durable: Any = self.text("durable", plain.durable)
+        evict: Any = self.text("evict", plain.evict)
+        config = replace(
+            plain,
+            durable=durable,
+            evict=evict,
+            compression=self.compression(),
+            keys=self.text("keys", "") or None,
+            readers=self.whole("readers", plain.readers),
             pending_bytes=self.size("pending", plain.pending_bytes),
         )
         self.done()
