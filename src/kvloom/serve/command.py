@@ -6,7 +6,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvloom.arguments import BATCH_INVARIANT, KV_DTYPE, KV_SCALES, MODEL, THREADS, device, parse_size, whole
+from kvloom.arguments import (
+    BATCH_INVARIANT,
+    KV_DTYPE,
+    KV_SCALES,
+    MODEL,
+    THREADS,
+    TIER,
+    device,
+    parse_size,
+    whole,
+)
 
 __all__ = ["arguments", "run"]
 
@@ -27,6 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--random-weights", action="store_true", help="no checkpoint: MODEL is a config or a known name")
     add("--pool", metavar="SIZE", help="memory for the cache (default: 1GiB, on a GPU what is left)")
+    add("--tier", action="append", default=[], metavar="TIER", help=TIER)
     fraction = "share of a GPU's memory that may be used, without --pool (default: 0.9)"
     add("--memory-fraction", type=float, default=0.9, metavar="F", help=fraction)
     add("--max-running", type=whole(1), default=256, metavar="N", help="answers made at once (default: 256)")
@@ -81,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         max_running=args.max_running,
         threads=args.threads,
         tenants=keys.tenants,
+        tiers=tuple(args.tier),
         progress=sys.stderr.isatty(),
     )
     limits = Limits(

@@ -61,6 +61,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     kv_dtype: str | None = None
     kv_scales: str = "dynamic"
     batch_invariant: bool = False
+    tiers: tuple[str, ...] = ()
     device: str | None = None
     random_weights: bool = False
     pool_bytes: int | None = None
