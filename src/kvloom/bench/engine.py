@@ -17,6 +17,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvloom.arguments import THREADS, device, parse_size, whole
+from kvloom.engine.threads import use_threads
+from kvloom.models.load import device_of
+
 from .engine_report import QUOTED, Ran, Result, render, rows_of
 from .engine_runners import HuggingFace, Kvloom, Measured, Options, Runner, Vllm
 from .floor import Floor
@@ -140,8 +144,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--scale", type=float, metavar="S",
         help="requests and lengths times S, at most 1 (default: 1, tiny shapes 0.0625)")  # fmt: skip
-    add("--requests", type=int, metavar="N", help="of each workload at most so many requests (default: all)")
-    add("--device", help="cuda or cpu (default: cuda where there is one)")
+    add(
+        "--requests",
+        type=whole(1),
+        metavar="N",
+        help="of each workload at most so many requests (default: all)",
+    )
+    add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--threads", type=whole(1), metavar="N", help=THREADS)
     add(
         "--kv-dtype",
         metavar="D",
@@ -187,18 +197,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _size(text: str | None) -> int | None:
-    if text is None:
-        return None
-    from kvloom.plan import parse_size
-
-    return parse_size(text)
+    return None if text is None else parse_size(text)
 
 
 def _bench(args: argparse.Namespace) -> int:
     shape = SHAPES[args.shape]
     scale = shape.scale if args.scale is None else args.scale
     works = [work.fewer(args.requests) for work in chosen(args.only, scale)]
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(device_of(args.device))
+    use_threads(args.threads)
     options = Options(
         device=device, seed=args.seed, kv_dtype=args.kv_dtype, pool=_size(args.pool), token_budget=args.token_budget,
         max_running=args.max_running, compile=args.compile, vllm_python=args.vllm_python,

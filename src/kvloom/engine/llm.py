@@ -25,6 +25,7 @@ from .engine import Engine
 from .logprobs import TokenLogprobs
 from .request import Finish, Request, SamplingParams
 from .text import Detokenizer
+from .threads import use_threads
 
 __all__ = ["LLM", "Completion", "Delta", "Result"]
 
@@ -73,7 +74,8 @@ class LLM:
     """A model and its engine. `pool_bytes` are for the cache (without them it takes what the device has left); `dtype` and
     `device` are the weights'; `kv_dtype` and `kv_scales` say how K and V are kept, as the engine takes them. A `processor` is
     what turns text and images into ids and tensors; that of the model's folder is taken when the first image comes.
-    `load_format` "random" makes weights of a config; `progress` shows bars while loading and preparing."""
+    `load_format` "random" makes weights of a config; `threads` are torch's on a CPU, for the whole process (threads.py has the
+    rule for None); `progress` shows bars while loading and preparing."""
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class LLM:
         tokenizer: Any = None,
         processor: Any = None,
         load_format: LoadFormat = "auto",
+        threads: int | None = None,
         progress: bool = False,
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
@@ -105,6 +108,8 @@ class LLM:
             tokenizer=self.tokenizer,
             kv_scales=kv_scales,
         )
+        if threads is not None or self.engine.device.type == "cpu":
+            use_threads(threads)
         self._prepare(progress)
         self._names: dict[int, str] = {}
 

@@ -11,7 +11,9 @@ by name.
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ from .mixers import Steps, is_mixer, wrap
 from .reading import ModelError
 from .scales import Scales, scale_sizes
 
-__all__ = ["ATTENTION", "Pages", "attend", "install"]
+__all__ = ["ATTENTION", "Cutter", "Pages", "attend", "install"]
 
 ATTENTION = "kvloom"
 """The name under which `attend` stands in transformers' registry."""
@@ -46,6 +48,22 @@ IGNORED = frozenset(
 
 ROOMS = (16, 64, 256, 1024, 4096)
 """Rows that plans of replayed steps have room for: one plan serves graphs of several sizes."""
+
+
+class Cutter(Protocol):
+    """Takes attention's calls out of a run of the model that is recorded without them."""
+
+    def cut(
+        self,
+        call: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        new_k: torch.Tensor | None,
+        new_v: torch.Tensor | None,
+        v_dim: int,
+    ) -> torch.Tensor:
+        """Where the result of `call(query, new_k, new_v, out=…)` ([tokens, heads, v_dim]) will be whenever the run is
+        repeated."""
+        ...
 
 
 class Pages:
@@ -84,10 +102,12 @@ class Pages:
         self._sharing: dict[int, Sharing] = {}
         self._made: set[tuple[Shape, Span]] = set()
         self._new: tuple[int, torch.Tensor | None, torch.Tensor | None] = -1, None, None
+        self._cutter: Cutter | None = None
 
-    def begin(self, batch: Batch) -> None:
-        """The step that the next run of the model computes."""
-        self._batch = batch
+    def begin(self, batch: Batch, cutter: Cutter | None = None) -> None:
+        """The step that the next run of the model computes. With a `cutter`, attention is not computed in that run but
+        handed to it, call by call."""
+        self._batch, self._cutter = batch, cutter
         self.steps = Steps(batch)
         self._made.clear()
 
@@ -147,6 +167,28 @@ class Pages:
     ) -> torch.Tensor:
         """Attention of packed queries [tokens, heads, dim] over the layer's pages. `latent_values`: how much of a latent
         is values."""
+        layer, new_k, new_v = self._new
+        self._new = -1, None, None
+        if layer != layer_idx or latent_values:
+            new_k = new_v = None
+        call = partial(self._attend, layer_idx, scale, softcap, sinks, latent_values)
+        if self._cutter is not None:
+            values = latent_values or self._views[layer_idx][0].fields["v"].shape[3]
+            return self._cutter.cut(call, query, new_k, new_v, values)
+        return call(query, new_k, new_v)
+
+    def _attend(
+        self,
+        layer_idx: int,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        latent_values: int,
+        query: torch.Tensor,
+        new_k: torch.Tensor | None,
+        new_v: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         view, span = self._views[layer_idx]
         fields, batch = view.fields, self.batch
         if latent_values:
@@ -161,14 +203,15 @@ class Pages:
             query = query.to(k.dtype)  # its kernels take queries of the dtype of such pages alone
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span)
-        layer, new_k, new_v = self._new
-        if layer != layer_idx or latent_values or new_k is None or k.dtype != new_k.dtype:
+        if new_k is not None and k.dtype != new_k.dtype:
             new_k = new_v = None  # the pages alone know what was kept of them
-        out, _ = plan.attend(
+        found, _ = plan.attend(
             query, k, v, batch.tables[view.group][view.run], Mask(span, softcap, sinks, spans=batch.spans), scale,
-            k_scale, v_scale, new_k=new_k, new_v=new_v,
+            k_scale, v_scale, out=out if query.dtype == own else None, new_k=new_k, new_v=new_v,
         )  # fmt: skip
-        return out.to(own)
+        if out is not None and query.dtype != own:
+            return out.copy_(found)
+        return found.to(own)
 
     def share(self, runs: list[SharedRun], rows: int) -> bool:
         """Tell which of `rows` single tokens to be replayed hold the same pages, so that those are read once; whether any
