@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from kvloom.core.sizes import parse_size
 
 __all__ = [
+    "BATCH_INVARIANT",
     "KV_DTYPE",
     "KV_SCALES",
     "MODEL",
@@ -23,6 +25,7 @@ __all__ = [
     "whole",
 ]
 
+BATCH_INVARIANT = "the same tokens for the same seed on a GPU, too, whatever runs beside; slower"
 KV_DTYPE = "bf16, fp16, fp32, int8 or fp8 (default: the model's own); by kind of layers: fp8,sliding=bf16"
 KV_SCALES = "scales of int8 and fp8: dynamic (default), checkpoint, or a file of `kvloom calibrate`"
 MODEL = "a folder with a Hugging Face model, its hub id, or one that comes along: kvloom-llama, kvloom-hybrid"
@@ -58,3 +61,17 @@ def token_ids(text: str) -> list[int]:
         return [int(token) for token in text.replace(",", " ").split()]
     except ValueError:
         raise ValueError(f'--tokens {text!r} must be whole numbers, like "5 6 7"') from None
+
+
+@contextmanager
+def progress_bar(words: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on stderr; what is given takes how much of how much is done."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(words, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -22,14 +22,20 @@ from kvloom.engine.threads import use_threads
 from kvloom.models.load import device_of
 
 from .engine_report import QUOTED, Ran, Result, render, rows_of
-from .engine_runners import HuggingFace, Kvloom, Measured, Options, Runner, Vllm
+from .engine_runners import HuggingFace, Invariant, Kvloom, Measured, Options, Runner, Vllm
 from .floor import Floor
 from .shapes import SHAPES, hf_config
 from .workloads import WORKLOADS, Workload, chosen
 
 __all__ = ["main", "measure"]
 
-RUNNERS: dict[str, Callable[[str, Options], Runner]] = {"kvloom": Kvloom, "hf": HuggingFace, "vllm": Vllm}
+RUNNERS: dict[str, Callable[[str, Options], Runner]] = {
+    "kvloom": Kvloom,
+    "hf": HuggingFace,
+    "vllm": Vllm,
+    "invariant": Invariant,
+}
+NAMES = {"kvloom": "kvloom", "hf": "Hugging Face", "vllm": "vLLM", "invariant": "batch-invariant"}
 
 
 # -- measuring --------------------------------------------------------------------------------------
@@ -85,7 +91,7 @@ def _check(work: Workload, found: Measured) -> None:
 
 def run_one(kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options) -> Ran:
     """All of one runner's workloads. A runner that fails keeps what it has, and says why."""
-    name = {"kvloom": "kvloom", "hf": "Hugging Face", "vllm": "vLLM"}[kind]
+    name = NAMES[kind]
     ran = Ran(name)
     try:
         say(f"{name}: starting on {shape}")
@@ -132,8 +138,8 @@ def _parser() -> argparse.ArgumentParser:
         help="the model's shape (default: tiny)",
     )
     add("--only", nargs="+", choices=known, metavar="W", help=f"of {', '.join(known)} (default: all)")
-    add("--peers", nargs="*", choices=["hf", "vllm"], default=["hf", "vllm"], metavar="PEER",
-        help="hf and vllm (default: both); --peers alone is kvloom by itself")  # fmt: skip
+    add("--peers", nargs="*", choices=["hf", "vllm", "invariant"], default=["hf", "vllm"], metavar="PEER",
+        help="hf and vllm (default: both); invariant: kvloom's own batch-invariant mode; --peers alone is kvloom by itself")  # fmt: skip
     add(
         "--rounds",
         type=int,

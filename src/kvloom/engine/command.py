@@ -7,7 +7,16 @@ import json
 import sys
 from pathlib import Path
 
-from kvloom.arguments import KV_DTYPE, KV_SCALES, MODEL, THREADS, parse_size, token_ids, whole
+from kvloom.arguments import (
+    BATCH_INVARIANT,
+    KV_DTYPE,
+    KV_SCALES,
+    MODEL,
+    THREADS,
+    parse_size,
+    token_ids,
+    whole,
+)
 
 __all__ = ["arguments", "run"]
 
@@ -57,6 +66,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--stream", action="store_true", help="print text as it comes (one prompt, one answer)")
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
+    add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
     add("--pool", metavar="SIZE", help="memory for the cache (default: what a GPU has left; CPU 1GiB)")
     add(
         "--load-format",
@@ -95,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
         pool_bytes=None if args.pool is None else parse_size(args.pool),
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
+        batch_invariant=args.batch_invariant,
         load_format=args.load_format,
         threads=args.threads,
         progress=sys.stderr.isatty(),

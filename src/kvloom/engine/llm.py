@@ -75,7 +75,8 @@ class LLM:
     `device` are the weights'; `kv_dtype` and `kv_scales` say how K and V are kept, as the engine takes them. A `processor` is
     what turns text and images into ids and tensors; that of the model's folder is taken when the first image comes.
     `load_format` "random" makes weights of a config; `threads` are torch's on a CPU, for the whole process (threads.py has the
-    rule for None); `progress` shows bars while loading and preparing."""
+    rule for None); `progress` shows bars while loading and preparing. `batch_invariant`: the same seed, the same tokens and
+    log-probabilities on a GPU, whatever runs beside."""
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class LLM:
         load_format: LoadFormat = "auto",
         threads: int | None = None,
         progress: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = model if isinstance(model, str) else None
@@ -107,6 +109,7 @@ class LLM:
             max_running=max_running,
             tokenizer=self.tokenizer,
             kv_scales=kv_scales,
+            batch_invariant=batch_invariant,
         )
         if threads is not None or self.engine.device.type == "cpu":
             use_threads(threads)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence as Many
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +63,19 @@ class Runner:
         graphs: bool = True,
         scales: Scales | None = None,
         vision: Vision | None = None,
+        invariant: bool = False,
     ) -> None:
+        """`invariant`: what a row gives does not hang on what else is in its step (CUDA alone)."""
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model)
-        self.pages = Pages(cache.layout, buffer, scales)
+        self.pages = Pages(cache.layout, buffer, scales, _piece(cache.max_tokens) if invariant else 0)
+        self.steady: AbstractContextManager[Any] = nullcontext()
+        """What numbers are computed in, here and by whoever goes on with them."""
+        if invariant:
+            self._refuse()
+            from kvloom.kernels.invariant_mode import BatchInvariant
+
+            self.steady = BatchInvariant()  # type: ignore[no-untyped-call]
         turns = vision is not None and vision.turns
         self.stage = Stage(cache, buffer.device, tokens + rows, rows, shifted=turns)
         self.tokens, self.rows = tokens, rows
@@ -75,7 +85,7 @@ class Runner:
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._cache = cache
         full = [group for group in cache.layout.of("token") if not group.spec.span.windowed]
-        self._shared_column = full[0].columns.start if full else None
+        self._shared_column = full[0].columns.start if full and not invariant else None
         self._sharers: tuple[object, ...] = ()
         self._shares = False
         self._pool: Any = None
@@ -83,6 +93,17 @@ class Runner:
         self._strips: Strips | None = None
         if self._sizes and not turns and not self.pages.keeps_states:
             self._strips = Strips(self.pages, self.stage, self._forward, self.chosen, tokens + rows)
+
+    def _refuse(self) -> None:
+        """Raise ValueError for what has no batch-invariant way."""
+        if self.pages.keeps_states:
+            raise ValueError(
+                "batch_invariant: this model keeps recurrent states, whose scans round by how a prompt is cut; run it without"
+            )
+        if not self.pages.replayable:
+            raise ValueError(
+                "batch_invariant: the GPU's kernels do not take this model's heads; run it without"
+            )
 
     def run(self, works: Many[Work], wanted: Many[int] | None = None) -> torch.Tensor:
         """Compute a step; the logits ([works, vocabulary]) after each work's last token, or after those of the works
@@ -233,7 +254,7 @@ class Runner:
             extra["input_ids"] = batch.tokens[None]
         else:
             extra["inputs_embeds"] = batch.embeds[None]
-        with torch.inference_mode():
+        with torch.inference_mode(), self.steady:
             found = self.model(
                 use_cache=False,
                 logits_to_keep=0 if last is None else last,
@@ -241,6 +262,11 @@ class Runner:
             )
         logits: torch.Tensor = found.logits[0]
         return logits
+
+
+def _piece(longest: int) -> int:
+    """Tokens that batch-invariant attention sums by: enough pieces for a device, not more memory than 64 of them take."""
+    return max(512, -(-longest // (64 * 512)) * 512)
 
 
 def _shows(work: Work) -> bool:

@@ -152,16 +152,16 @@ class _Recording:
         self,
         call: Callable[..., torch.Tensor],
         query: torch.Tensor,
-        new_k: torch.Tensor | None,
-        new_v: torch.Tensor | None,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
         v_dim: int,
     ) -> torch.Tensor:
         self.close()
         result = self._result((query.shape[1], v_dim), query)
-        given = [None if x is None else _alias(x) for x in (query, new_k, new_v)]
+        given = [_alias(x) for x in (query, new_k, new_v)]
 
         def attend(tokens: int) -> object:
-            return call(*(None if x is None else x[:tokens] for x in given), out=result[:tokens])
+            return call(*(x[:tokens] for x in given), out=result[:tokens])
 
         self.calls.append(attend)
         self.open()

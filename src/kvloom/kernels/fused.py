@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 __all__ = ["Activation", "Norm", "Normed", "add_norm", "gated", "linear", "rms_norm", "rotate"]
 
@@ -99,6 +100,9 @@ def linear(
     rounded once, where a product and an addition would round twice."""
     if into is not None and bias is not None:
         raise ValueError("a product with a bias is added to nothing: leave bias or into out")
+    if _get_current_dispatch_mode() is not None:  # someone wants to see every operation
+        found = functional.linear(x, weight, bias)
+        return found if into is None else into.add_(found)
     alone = x.is_cuda and x.numel() == x.shape[-1] and x.dtype == weight.dtype != torch.float32
     if alone and bias is None and weight.stride(1) == 1 and x.stride(-1) == 1:
         from . import triton_linear

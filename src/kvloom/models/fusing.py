@@ -6,8 +6,8 @@
 | gate_proj, up_proj of a gated MLP     | one matrix product, one launch for the activation         |
 | q_proj, k_proj, v_proj                | one matrix product                                        |
 | `apply_rotary_pos_emb`                | one launch                                                |
-| experts and their routers (`experts`) | two grouped matrix products, one launch for the choice    |
 | decoder layers of these               | residuals added where a product, or a norm after it, ends |
+| experts and their routers (`experts`) | two grouped matrix products, one launch for the choice    |
 
 Nothing is known of families: what a module computes is tried on random input first, and one that computes something else
 stays as it is. Weights are joined in place: the modules' own become views, and no memory is doubled. A fused decoder layer

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvloom.arguments import KV_DTYPE, KV_SCALES, MODEL, THREADS, device, parse_size, whole
+from kvloom.arguments import BATCH_INVARIANT, KV_DTYPE, KV_SCALES, MODEL, THREADS, device, parse_size, whole
 
 __all__ = ["arguments", "run"]
 
@@ -23,6 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", metavar="D", help="of the weights (default: their own)")
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
+    add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
     add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--random-weights", action="store_true", help="no checkpoint: MODEL is a config or a known name")
     add("--pool", metavar="SIZE", help="memory for the cache (default: 1GiB, on a GPU what is left)")
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         cpu_dtype="auto" if model == args.model else "float32",
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
+        batch_invariant=args.batch_invariant,
         device=args.device,
         random_weights=args.random_weights,
         pool_bytes=None if args.pool is None else parse_size(args.pool),

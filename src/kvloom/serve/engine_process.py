@@ -117,6 +117,7 @@ def load_engine(start: Start) -> Engine:
         tokenizer=tokenizer,
         memory_fraction=start.memory_fraction,
         kv_scales=start.kv_scales,
+        batch_invariant=start.batch_invariant,
         tenants=[Tenant(tenant.name, tenant.quota, tenant.weight) for tenant in start.tenants],
     )
     _prepare(engine, start.progress)

@@ -60,6 +60,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     cpu_dtype: str = "auto"
     kv_dtype: str | None = None
     kv_scales: str = "dynamic"
+    batch_invariant: bool = False
     device: str | None = None
     random_weights: bool = False
     pool_bytes: int | None = None
