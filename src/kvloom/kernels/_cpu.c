@@ -105,26 +105,28 @@ static PyObject *gated(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-CLONES static void turn_heads(const float *x, const float *cosine, const float *sine, float *out, Size tokens, Size heads, Size half, Size s_token, Size s_head)
+/* In place: each pair of dims, half a head apart, is read before it is written. */
+CLONES static void turn_heads(float *x, const float *cosine, const float *sine, Size tokens, Size heads, Size half, Size s_token, Size s_head)
 {
     for (Size token = 0; token < tokens; token++, cosine += 2 * half, sine += 2 * half)
-        for (Size head = 0; head < heads; head++, out += 2 * half) {
-            const float *low = x + token * s_token + head * s_head, *high = low + half;
+        for (Size head = 0; head < heads; head++) {
+            float *low = x + token * s_token + head * s_head, *high = low + half;
 #pragma omp simd
             for (Size i = 0; i < half; i++) {
-                out[i] = low[i] * cosine[i] - high[i] * sine[i];
-                out[half + i] = high[i] * cosine[half + i] + low[i] * sine[half + i];
+                float a = low[i], b = high[i];
+                low[i] = a * cosine[i] - b * sine[i];
+                high[i] = b * cosine[half + i] + a * sine[half + i];
             }
         }
 }
 
 static PyObject *rotate(PyObject *self, PyObject *args)
 {
-    Size x, cosine, sine, out, tokens, heads, half, s_token, s_head;
-    if (!PyArg_ParseTuple(args, "nnnnnnnnn", &x, &cosine, &sine, &out, &tokens, &heads, &half, &s_token, &s_head))
+    Size x, cosine, sine, tokens, heads, half, s_token, s_head;
+    if (!PyArg_ParseTuple(args, "nnnnnnnn", &x, &cosine, &sine, &tokens, &heads, &half, &s_token, &s_head))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    turn_heads((Floats)x, (Floats)cosine, (Floats)sine, (Floats)out, tokens, heads, half, s_token, s_head);
+    turn_heads((Floats)x, (Floats)cosine, (Floats)sine, tokens, heads, half, s_token, s_head);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -262,7 +264,7 @@ static PyObject *decode(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     {"rms_norm", rms_norm, METH_VARARGS, "rms_norm(x, weight, out, rows, dim, row stride, eps, one)"},
     {"gated", gated, METH_VARARGS, "gated(x, out, rows, dim, tanh)"},
-    {"rotate", rotate, METH_VARARGS, "rotate(x, cos, sin, out, tokens, heads, half, token stride, head stride)"},
+    {"rotate", rotate, METH_VARARGS, "rotate(x, cos, sin, tokens, heads, half, token stride, head stride), in place"},
     {"put", put, METH_VARARGS, "put(pages, new, page, place, tokens, heads, dim, three strides of pages, two of new)"},
     {"decode", decode, METH_VARARGS, "decode(q, k, v, tables, firsts, lengths, out, begin, end, shape, strides, scale)"},
     {NULL, NULL, 0, NULL}};

@@ -3,7 +3,7 @@ def rms_norm(
 ) -> None: ...
 def gated(x: int, out: int, rows: int, dim: int, tanh: bool, /) -> None: ...
 def rotate(
-    x: int, cos: int, sin: int, out: int, tokens: int, heads: int, half: int, s_token: int, s_head: int, /
+    x: int, cos: int, sin: int, tokens: int, heads: int, half: int, s_token: int, s_head: int, /
 ) -> None: ...
 def put(
     pages: int, new: int, page: int, place: int, tokens: int, heads: int, dim: int,
@@ -12,6 +12,5 @@ def put(
 def decode(
     q: int, k: int, v: int, tables: int, firsts: int, lengths: int, out: int, begin: int, end: int,
     heads: int, kv_heads: int, dim: int, v_dim: int, block: int,
-    s_q: tuple[int, int], s_k: tuple[int, int, int], s_v: tuple[int, int, int], s_table: int, longest: int,
-    scale: float, /,
+    s_q: tuple[int, ...], s_k: tuple[int, ...], s_v: tuple[int, ...], s_table: int, longest: int, scale: float, /,
 ) -> None: ...  # fmt: skip

@@ -15,18 +15,20 @@ same up to rounding. Knows no modules and no plans.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+BUILT = True
 try:
     from . import _cpu
-except ImportError:  # built without a compiler
-    _cpu = None  # type: ignore[assignment]
+except ImportError:  # without a compiler
+    BUILT = False
 
-__all__ = ["decode", "gated", "put", "rms_norm", "rotate_", "takes"]
+__all__ = ["Seen", "decode", "gated", "put", "rms_norm", "rotate_", "takes"]
 
 Ints = npt.NDArray[np.int64]
 SHARED_WORK = 1 << 20
@@ -35,9 +37,7 @@ SHARED_WORK = 1 << 20
 
 def takes(*tensors: torch.Tensor) -> bool:
     """Whether these can be computed here: float32 on a CPU, dense in their last dimension."""
-    return _cpu is not None and all(
-        x.is_cpu and x.dtype == torch.float32 and x.stride(-1) == 1 for x in tensors
-    )
+    return BUILT and all(x.is_cpu and x.dtype == torch.float32 and x.stride(-1) == 1 for x in tensors)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> torch.Tensor:
@@ -60,15 +60,12 @@ def gated(x: torch.Tensor, tanh: bool) -> torch.Tensor:
     return out
 
 
-def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Turn x [tokens, heads, dim], any strides but dense in dim, into `out` ([tokens, heads, dim], dense)."""
+def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Turn x [tokens, heads, dim] in place, as `fused.rotate` turns; cos and sin are dense."""
     tokens, heads, dim = x.shape
-    if out is None:
-        out = x.new_empty((tokens, heads, dim))
     _cpu.rotate(
-        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), tokens, heads, dim // 2, x.stride(0), x.stride(1)
-    )  # fmt: skip
-    return out
+        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim // 2, x.stride(0), x.stride(1)
+    )
 
 
 def put(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> None:
@@ -80,50 +77,47 @@ def put(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch
     )  # fmt: skip
 
 
+class Seen:
+    """What each row's query sees: tokens `firsts` to `lengths` - 1, at least one. Made once a step."""
+
+    def __init__(self, firsts: Ints, lengths: Ints) -> None:
+        self.firsts, self.lengths = np.ascontiguousarray(firsts), np.ascontiguousarray(lengths)
+        self.counts = self.lengths - self.firsts
+        self.longest, self.total = int(self.counts.max()), int(self.counts.sum())
+        self.at = self.firsts.ctypes.data, self.lengths.ctypes.data
+
+    def parts(self, heads: int, products: int) -> list[int]:
+        """Bounds of what each thread does of the units (a row's heads of K and V, row after row), of about equal work."""
+        units = len(self.counts) * heads
+        count = min(torch.get_num_threads(), units, self.total * products // SHARED_WORK)
+        if count < 2:
+            return [0, units]
+        done = self.counts.repeat(heads).cumsum()
+        inner = np.searchsorted(done, done[-1] * np.arange(1, count) / count) + 1
+        return [0, *(int(bound) for bound in inner if bound < units), units]
+
+
 def decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tables: torch.Tensor,
-    firsts: Ints,
-    lengths: Ints,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: Seen, scale: float
 ) -> torch.Tensor:
-    """Attention of one query a row, over tokens `firsts` to `lengths` - 1 of its pages; `tables` are int32, dense in their
-    last dimension, and name a page for each of them. Every row sees something."""
+    """Attention of one query a row over what it sees; `tables` are int32, dense in their last dimension, and name a page for
+    each block of that."""
     rows, heads, dim = q.shape
     kv_heads, v_dim = k.shape[2], v.shape[3]
     out = q.new_empty((rows, heads, v_dim))
-    seen = lengths - firsts
-    longest, units = int(seen.max(initial=1)), rows * kv_heads
-    given = (q.data_ptr(), k.data_ptr(), v.data_ptr(), tables.data_ptr(), firsts.ctypes.data, lengths.ctypes.data, out.data_ptr())
-    shape = (heads, kv_heads, dim, v_dim, k.shape[1])
-    strides = (q.stride()[:2], k.stride()[:3], v.stride()[:3], tables.stride(0), longest, scale)
-    parts = _parts(seen, kv_heads, heads * (dim + v_dim))
-    if len(parts) == 2:
-        _cpu.decode(*given, 0, units, *shape, *strides)
-        return out
-    later = [
-        _threads().submit(_cpu.decode, *given, begin, end, *shape, *strides)
-        for begin, end in zip(parts[1:-1], parts[2:], strict=True)
-    ]
-    _cpu.decode(*given, parts[0], parts[1], *shape, *strides)
-    wait(later)
+    given = q.data_ptr(), k.data_ptr(), v.data_ptr(), tables.data_ptr(), *seen.at, out.data_ptr()
+    shape = heads, kv_heads, dim, v_dim, k.shape[1]
+    strides = q.stride()[:2], k.stride()[:3], v.stride()[:3], tables.stride(0)
+
+    def part(begin: int, end: int) -> None:
+        _cpu.decode(*given, begin, end, *shape, *strides, seen.longest, scale)
+
+    bounds = seen.parts(kv_heads, heads * (dim + v_dim))
+    later = [_threads().submit(part, *both) for both in pairwise(bounds[1:])]
+    part(bounds[0], bounds[1])
     for each in later:
         each.result()
     return out
-
-
-def _parts(seen: Ints, kv_heads: int, products: int) -> list[int]:
-    """Bounds of the units (a row's heads one after the other) of each thread, of about equal work."""
-    threads, units = torch.get_num_threads(), len(seen) * kv_heads
-    total = int(seen.sum()) * products
-    count = min(threads, units, total // SHARED_WORK)
-    if count < 2:
-        return [0, units]
-    done = seen.repeat(kv_heads).cumsum()
-    inner = np.searchsorted(done, done[-1] * np.arange(1, count) / count) + 1
-    return [0, *(int(bound) for bound in inner if bound < units), units]
 
 
 _POOL: list[ThreadPoolExecutor] = []
