@@ -150,7 +150,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--scale", type=float, metavar="S",
         help="requests and lengths times S, at most 1 (default: 1, tiny shapes 0.0625)")  # fmt: skip
-    add("--requests", type=int, metavar="N", help="of each workload at most so many requests (default: all)")
+    add(
+        "--requests",
+        type=whole(1),
+        metavar="N",
+        help="of each workload at most so many requests (default: all)",
+    )
     add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add(
