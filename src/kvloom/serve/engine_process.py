@@ -18,7 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .messages import HEADER_BYTES, Add, Cancel, EndSession, Failed, Ready, Start, ToEngine, frame, length_of
+from .messages import (
+    HEADER_BYTES,
+    Add,
+    Cancel,
+    EndSession,
+    Failed,
+    Look,
+    Ready,
+    Start,
+    ToEngine,
+    frame,
+    length_of,
+)
 
 if TYPE_CHECKING:
     from kvloom.engine.engine import Engine
@@ -27,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_engine", "main"]
 
-Inbox = SimpleQueue[Add | Cancel | EndSession]
+Inbox = SimpleQueue[Add | Cancel | EndSession | Look]
 _decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 

@@ -1,6 +1,6 @@
 """What the API's process and the engine's process tell each other, and how it stands on the wire. Data; nothing is pickled.
 
-    API    ──▶ engine    Start (once, first), Add, Cancel, EndSession
+    API    ──▶ engine    Start (once, first), Add, Cancel, EndSession, Look
     engine ──▶ API       Ready or Failed (once), then Outputs: everything a step brought, in one message
 
 A message is msgpack behind its length, four bytes. Log-probabilities are triples of token, value and rank.
@@ -23,6 +23,7 @@ __all__ = [
     "EndSession",
     "Failed",
     "FromEngine",
+    "Look",
     "Outputs",
     "Ready",
     "Refused",
@@ -98,6 +99,10 @@ class EndSession(msgspec.Struct, frozen=True, tag=True):
     session: str
 
 
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Somebody wants to see the cache: the next outputs have its picture."""
+
+
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What is new of the `index`th answer to prompt `id`. Text may lag behind tokens. `cached` is how many of the prompt's
     tokens were found in the cache; `finish` comes with the last piece."""
@@ -132,15 +137,18 @@ class Stats(msgspec.Struct, frozen=True):
     looked_up_tokens: int = 0
     hit_tokens: int = 0
     evictions: int = 0
+    output_tokens: int = 0
     tenants: dict[str, tuple[int, int]] = {}
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """What one step brought. `stats` come now and then, and whenever the engine falls idle."""
+    """What one step brought. `stats` come now and then, and whenever the engine falls idle; `picture` is JSON, for those who
+    asked to look."""
 
     deltas: list[Delta] = []
     refused: list[Refused] = []
     stats: Stats | None = None
+    picture: bytes | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -166,7 +174,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-ToEngine = Start | Add | Cancel | EndSession
+ToEngine = Start | Add | Cancel | EndSession | Look
 FromEngine = Ready | Failed | Outputs
 
 _encoder = msgspec.msgpack.Encoder()
