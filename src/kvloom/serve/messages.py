@@ -1,7 +1,7 @@
 """What the API's process and the engine's process tell each other, and how it stands on the wire. Data; nothing is pickled.
 
     API    ──▶ engine    Start (once, first), Add, Cancel, EndSession, Look
-    engine ──▶ API       Ready or Failed (once), then Outputs: everything a step brought, in one message
+    engine ──▶ API       Ready or Failed (once), then Outputs: everything a step brought, in one message; Beat, all the time
 
 A message is msgpack behind its length, four bytes. Log-probabilities are triples of token, value and rank.
 """
@@ -18,6 +18,7 @@ from kvloom.engine.params import SamplingParams
 __all__ = [
     "HEADER_BYTES",
     "Add",
+    "Beat",
     "Cancel",
     "Delta",
     "EndSession",
@@ -53,13 +54,14 @@ class TenantRules(msgspec.Struct, frozen=True, array_like=True):
 
 class Start(msgspec.Struct, frozen=True, tag=True):
     """What the engine is to be. `pool_bytes` None: what `memory_fraction` of the device leaves; `cpu_dtype` is what "auto"
-    means on a CPU, if not the checkpoint's own; `threads` None: one core is left to the server; `progress` shows bars."""
+    means on a CPU, if not the checkpoint's own; `threads` None: as engine/threads.py has it; `progress` shows bars."""
 
     model: str
     dtype: str = "auto"
     cpu_dtype: str = "auto"
     kv_dtype: str | None = None
     kv_scales: str = "dynamic"
+    batch_invariant: bool = False
     device: str | None = None
     random_weights: bool = False
     pool_bytes: int | None = None
@@ -174,8 +176,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The engine's process runs, and is in its `step`th step; 0 while it loads or has nothing to do."""
+
+    step: int = 0
+
+
 ToEngine = Start | Add | Cancel | EndSession | Look
-FromEngine = Ready | Failed | Outputs
+FromEngine = Ready | Failed | Outputs | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -35,6 +35,7 @@ from .messages import Ready, Start
 from .metrics import Metrics
 from .prompts import Prompts, load_tokenizer
 from .service import Service, is_loopback
+from .watchdog import Patience
 
 __all__ = ["Options", "serve"]
 
@@ -56,6 +57,7 @@ class Options:
     keys: Keys = field(default_factory=lambda: Keys({}))
     limits: Limits = field(default_factory=Limits)
     drain_seconds: float = 30.0
+    patience: Patience = field(default_factory=Patience)
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
@@ -101,7 +103,7 @@ def serve(options: Options) -> int:
 class _Life:
     def __init__(self, options: Options, config: uvicorn.Config, listener: socket.socket) -> None:
         self.options, self.listener = options, listener
-        self.link = EngineLink(options.start, _say, self._engine_ready)
+        self.link = EngineLink(options.start, _say, self._engine_ready, options.patience)
         gate = Gate(options.limits.answers)
         self.service = Service(
             self.link,

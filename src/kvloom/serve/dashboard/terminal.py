@@ -100,7 +100,9 @@ class _Curves:
         table = Table.grid(expand=True, padding=(0, 2, 0, 0))
         for _ in found:
             table.add_column(ratio=1, no_wrap=True)
-        table.add_row(*(Text.assemble((name + " ", "bright_black"), (figure, "bold")) for name, figure, *_ in found))
+        table.add_row(
+            *(Text.assemble((name + " ", "bright_black"), (figure, "bold")) for name, figure, *_ in found)
+        )
         curves = [_curve(values, width, top, 2) for _, _, values, _, top in found]
         for line in range(2):
             table.add_row(*(Text(curve[line], style=one[3]) for curve, one in zip(curves, found, strict=True)))  # fmt: skip
@@ -191,7 +193,9 @@ def _tiers(engine: State) -> Group:
     for tier in engine["tiers"]:
         of = f" of {_bytes(tier['capacity'])}" if tier["capacity"] else ""
         moved = f"↓ {_bytes(tier['bytes_written'])} ↑ {_bytes(tier['bytes_read'])}"
-        lines.append(Text.assemble((f"{tier['name']} ", "bold"), f"{_bytes(tier['bytes'])}{of}  ", (moved, "cyan")))
+        lines.append(
+            Text.assemble((f"{tier['name']} ", "bold"), f"{_bytes(tier['bytes'])}{of}  ", (moved, "cyan"))
+        )
     if not lines:
         lines.append(Text("no lower tier", style="bright_black"))
     table = Table.grid(padding=(0, 1, 0, 0))
@@ -295,7 +299,9 @@ def _seconds(value: float | None) -> str:
         return f"{1000 * value:.0f} ms"
     if value < 60:
         return f"{value:.3g} s"
-    return time.strftime("%H:%M:%S" if value < 86400 else f"{int(value // 86400)} d %H:%M", time.gmtime(value))
+    return time.strftime(
+        "%H:%M:%S" if value < 86400 else f"{int(value // 86400)} d %H:%M", time.gmtime(value)
+    )
 
 
 def _ago(value: float) -> str:
