@@ -9,16 +9,18 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from typing import Any
-
-from kvloom.serve.explain_command import fetch
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 __all__ = ["arguments", "run"]
 
 KEY = "KVLOOM_API_KEY"
 WAIT = 0.1
+SECONDS = 10
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +34,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show a server's cache until q or Ctrl-C. Raises ValueError where the server refuses, OSError where there is none."""
-    source = _Source(args.url, args.api_key or os.environ.get(KEY))
-    source.ask()  # what is wrong now is told now; later it is only noted
+    key = args.api_key or os.environ.get(KEY)
+    source = _Source(args.url, key)
+    try:
+        source.ask()  # what is wrong now is told now; later it is only noted
+    except ValueError as error:
+        raise error if key else ValueError(f"{error}; or put an admin's into ${KEY}") from None
     if args.json:
         print(json.dumps(source.state, indent=2))
         return 0
@@ -51,6 +57,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def fetch(url: str, path: str, key: str | None = None) -> dict[str, Any]:
+    """What a server answers at `path`. Raises ValueError with what it said, OSError where it cannot be reached."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"--url {url!r} is no address of a server; give one like http://127.0.0.1:8000")
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        with urlopen(Request(url.rstrip("/") + path, headers=headers), timeout=SECONDS) as answer:
+            return dict(json.loads(answer.read()))
+    except HTTPError as error:
+        said = error.read()
+        try:
+            raise ValueError(json.loads(said)["error"]["message"]) from None
+        except (KeyError, TypeError, json.JSONDecodeError):
+            raise ValueError(f"{url} answered with status {error.code}: is it a kvloom server?") from None
+    except URLError as error:
+        raise OSError(f"no server answers at {url}: {error.reason}") from None
+    except (HTTPException, json.JSONDecodeError, TypeError):
+        raise ValueError(f"{url} does not answer as a kvloom server does") from None
+
+
 class _Source:
     """What a server said last, and what went wrong since."""
 
@@ -64,7 +90,10 @@ class _Source:
         state = fetch(self._url, "/kvloom/state", self._key)
         if "history" not in state:
             raise ValueError(f"{self._url} does not answer as a kvloom server does")
-        self.requests = fetch(self._url, "/kvloom/requests?limit=100", self._key)["requests"]
+        try:
+            self.requests = fetch(self._url, "/kvloom/requests?limit=100", self._key)["requests"]
+        except ValueError:
+            self.requests = None
         self.state, self.wrong = state, ""
 
     def follow(self, stop: threading.Event) -> None:
@@ -104,11 +133,16 @@ def _live(source: _Source, mode: str) -> None:
         stop.set()
 
 
+def _no_key(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
 @contextmanager
-def _keys() -> Iterator[Any]:
+def _keys() -> Iterator[Callable[[float], str]]:
     """A function that waits for a key a while, and returns it or nothing. The terminal is as it was afterwards."""
     if not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds) or ""
+        yield _no_key
         return
     import termios
     import tty

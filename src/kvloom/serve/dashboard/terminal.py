@@ -19,7 +19,7 @@ MODES = ("kind", "state", "tenant")
 KINDS = {"full": "blue", "sliding": "yellow", "state": "magenta", "latent": "green", "chunked": "red", "cross": "cyan"}  # fmt: skip
 STATES = {"held": "red", "cached": "cyan", "pinned": "yellow", "absent": "bright_black"}
 TENANTS = ("blue", "yellow", "green", "magenta", "cyan", "red")
-GLYPHS = {"held": "█", "pinned": "▓", "cached": "▒", "unknown": "▒", "absent": "×"}
+GLYPHS = {"held": "█", "pinned": "▓", "cached": "▒", "unknown": "▒", "absent": "x"}
 BARS = "▁▂▃▄▅▆▇█"
 State = dict[str, Any]
 Series = Sequence[float | None]
@@ -92,8 +92,8 @@ class _Curves:
         last = [series[name][-1] if series[name] else 0 for name in ("running", "waiting")]
         found = (
             ("hit rate", _percent(hits[-1] if hits else None), hits, "green", 1.0),
-            ("first token", _seconds(sum(minute) / len(minute)) if minute else "–", series["ttft"], "yellow", None),
-            ("tokens/s", f"{sum(rate) / len(rate):,.0f}" if rate else "–", series["output_rate"], "blue", None),
+            ("first token", _seconds(sum(minute) / len(minute)) if minute else "-", series["ttft"], "yellow", None),
+            ("tokens/s", f"{sum(rate) / len(rate):,.0f}" if rate else "-", series["output_rate"], "blue", None),
             ("running", f"{last[0]:,.0f}, {last[1]:,.0f} waiting", series["running"], "magenta", None),
         )  # fmt: skip
         width = max(8, options.max_width // len(found) - 2)
@@ -132,6 +132,8 @@ class _Map:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, max(2, (options.height or 8) - 1)
         cells = self.engine["map"]["cells"]
+        wide = max(1, min(4, width * height // cells))  # columns of a sign, where there are few
+        width //= wide
         signs = min(cells, width * height)
         shares: list[dict[int, float]] = [{} for _ in range(signs)]
         found = self.engine["map"]
@@ -142,9 +144,10 @@ class _Map:
         for i, one in enumerate(shares):
             if i and i % width == 0:
                 text.append("\n")
-            text.append(*self._sign(one, 1000 * cells / signs))
+            sign, style = self._sign(one, 1000 * cells / signs)
+            text.append(sign * wide, style)
         yield text
-        yield self._legend(width)
+        yield self._legend()
 
     def _sign(self, one: dict[int, float], full: float) -> tuple[str, str]:
         if sum(one.values()) < full / 8:
@@ -167,7 +170,7 @@ class _Map:
         group = None if row["group"] is None else self.engine["groups"][row["group"]]
         return "white" if group is None else KINDS.get(group["kind"], "white")
 
-    def _legend(self, width: int) -> Text:
+    def _legend(self) -> Text:
         pool, sums = self.engine["pool"], dict[str, tuple[str, float]]()
         for row in self.engine["map"]["legend"]:
             per = 1 if row["group"] is None else self.engine["groups"][row["group"]]["pages_per_slab"]
@@ -216,8 +219,9 @@ class _Tree:
         for branch in branches:
             below.setdefault(branch["parent"], []).append(branch)
         table = Table.grid(padding=(0, 1, 0, 0), expand=True)
-        for justify in ("left", "right", "right", "right"):
-            table.add_column(justify=justify, no_wrap=True, ratio=1 if justify == "left" else None)  # type: ignore[arg-type]
+        table.add_column(no_wrap=True, ratio=1)
+        for _ in range(3):
+            table.add_column(justify="right", no_wrap=True)
         heads = ("branch", "tokens", "hits", "used")
         table.add_row(*(Text(word, style="bright_black") for word in heads))
         for depth, branch in list(_walk(below, None, 0))[: max(1, (options.height or 10) - 1)]:
@@ -236,7 +240,7 @@ def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> I
     children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))
     for child in children:
         yield depth, child
-        yield from _walk(below, child["id"], depth + 1)
+        yield from _walk(below, child["id"], depth + (len(children) > 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +252,10 @@ class _Requests:
             yield Text("this server keeps no records of requests", style="bright_black")
             return
         table = Table.grid(padding=(0, 1, 0, 0), expand=True)
-        for justify in ("left", "right", "right", "right", "left"):
-            table.add_column(justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+        table.add_column(no_wrap=True)
+        for _ in range(3):
+            table.add_column(justify="right", no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis")
         heads = ("request", "prompt", "cached", "first", "stopped by")
         table.add_row(*(Text(word, style="bright_black") for word in heads))
         for record in self.records[: max(1, (options.height or 10) - 1)]:
@@ -281,7 +287,7 @@ def _tenant(engine: State, place: int | None) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
+    return "-" if value is None else f"{value:.0%}"
 
 
 def _bytes(size: float) -> str:
@@ -294,7 +300,7 @@ def _bytes(size: float) -> str:
 
 def _seconds(value: float | None) -> str:
     if value is None:
-        return "–"
+        return "-"
     if value < 1:
         return f"{1000 * value:.0f} ms"
     if value < 60:
