@@ -272,6 +272,34 @@ def test_a_server_without_records_and_a_page_that_lost_its_server_say_so(
     one.context.close()
 
 
+def test_tiers_show_how_full_they_are_and_what_moves(browser: Browser, server: Running) -> None:
+    _, _, state = server.send("GET", "/kvloom/state")
+    one = Seen(browser, reduced_motion="reduce")
+    times = iter(range(1, 10_000))
+
+    def tiers(route: Route) -> None:
+        n = next(times)
+        host = {"name": "host", "objects": 70, "bytes": 32 << 20, "capacity": 64 << 20, "evicted": 3}
+        moved = {
+            "reads": {"ok": 5, "corrupt": 1},
+            "writes": {"ok": 9},
+            "bytes_read": n << 20,
+            "bytes_written": n << 21,
+        }
+        told = {**state["engine"], "tiers": [{**host, **moved}]}
+        tell(route, {**state, "interval": 0.2, "engine_at": float(n), "engine": told})
+
+    one.page.route("**/kvloom/state", tiers)
+    one.page.goto(f"{server.url}/dashboard")
+    until(one.page, "/↓ 2.00 MiB.s[^]*↑ 1.00 MiB.s/.test(document.querySelector('#tiers-body').innerText)")
+    text = one.page.inner_text("#tiers-body")
+    assert "32.0 MiB of 64.0 MiB" in text
+    assert "1 corrupt" in text
+    assert "No lower tier" not in text
+    assert one.page.locator("#tiers-body .flow .on").count() == 2
+    one.context.close()
+
+
 def test_a_pool_of_a_million_pages_is_drawn_within_a_frame(browser: Browser, server: Running) -> None:
     cache = KVCache(
         PoolLayout.build({"a": attention(), "b": attention()}),

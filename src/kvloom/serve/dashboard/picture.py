@@ -34,6 +34,9 @@ class Picture:
         return _encode(seen)
 
     def _tiers(self) -> Iterable[Tier]:
+        lower = getattr(self._engine, "lower", None)
+        if lower is not None:
+            return [lower.mover.host, *(lane.tier for lane in lower.mover.lanes)]
         return getattr(self._engine, "tiers", None) or ()
 
 
