@@ -261,7 +261,7 @@ class _Requests:
         for record in self.records[: max(1, (options.height or 10) - 1)]:
             prompt, cached = record["prompt_tokens"], record["cached_tokens"] or 0
             name = record["id"] if len(record["id"]) < 13 else f"…{record['id'][-8:]}"
-            why = (record["stopped"] or {}).get("reason", "")
+            why = (record["stopped"] or {}).get("reason", "").replace("_", " ")
             style = "yellow" if record["state"] in ("running", "waiting") else ""
             share = _percent(cached / prompt if prompt else None)
             table.add_row(Text(name, style=style), f"{prompt:,}", share, _seconds(record["ttft_s"]), why)

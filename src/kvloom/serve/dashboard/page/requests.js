@@ -63,7 +63,7 @@ export class Requests {
     this.dialog.replaceChildren(
       h("h2", { id: "explanation-title" }, "Request ", h("span", { class: "mono" }, record.id)),
       h("p", { class: "quiet" }, arrived(record.arrived)),
-      h("p", { class: "why" }, sentence(record, found)),
+      h("p", { class: "why" }, sentence(record)),
       h("div", { class: "strip", role: "img", "aria-label": "The prompt: what was found and what was computed" },
         found.map((hit) => h("i", { style: { width: part(hit.tokens), background: `var(--${hit.hue})` } }))),
       h("ul", { class: "marks" },
@@ -84,13 +84,9 @@ function arrived(at) {
   return `arrived ${new Date(at * 1000).toLocaleTimeString()}`;
 }
 
-function sentence(record, found) {
-  const cached = record.cached_tokens ?? 0;
-  const from = found.length > 1 || (found[0] && !["device", "pool"].includes(found[0].tier)) ? ` (${found.map((hit) => `${count(hit.tokens)} from ${hit.tier}`).join(", ")})` : "";
-  const head = cached
-    ? `Of ${plural(record.prompt_tokens, "prompt token")}, ${count(cached)} were in the cache${from}.`
-    : `None of its ${plural(record.prompt_tokens, "prompt token")} was in the cache.`;
-  const stop = record.stopped;
-  if (!stop) return head;
-  return `${head} The match stopped at token ${count(stop.at_token)}: ${stop.text || stop.reason}.`;
+/** What the server says of it, or what its numbers say. */
+function sentence(record) {
+  if (record.stopped?.text) return record.stopped.text;
+  return record.state === "waiting" ? `Its ${plural(record.prompt_tokens, "prompt token")} have not been looked up yet.`
+    : `Of ${plural(record.prompt_tokens, "prompt token")}, ${count(record.cached_tokens ?? 0)} were in the cache.`;
 }
