@@ -21,6 +21,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("kvloom.engine.command", "Let a model go on from prompts, once."),
     "calibrate": ("kvloom.engine.calibrate_command", "Make static scales for a quantised KV cache."),
     "serve": ("kvloom.serve.command", "An OpenAI-compatible server."),
+    "top": (
+        "kvloom.serve.dashboard.command",
+        "A server's cache, live in this terminal; the same is at /dashboard.",
+    ),
     "replay": ("kvloom.replay.command", "Recorded traffic through the cache: hit rates, sizes."),
     "bench": ("kvloom.bench.command", "Measure kvloom beside its peers."),
 }

@@ -290,6 +290,10 @@ class KVCache:
         """End a pin early. Ending it twice is harmless."""
         self._hints.unpin(pin)
 
+    def pins(self) -> list[Pin]:
+        """Those that have not ended."""
+        return self._hints.pins()
+
     def end_session(self, session: str) -> int:
         """A hint that a session will not come back: what only it used leaves first. Returns the tokens
         that concerns."""

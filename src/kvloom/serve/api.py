@@ -15,6 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .dashboard.routes import dashboard_routes
+from .dashboard.watch import Watch
 from .errors import ApiError, not_found, unknown_model
 from .generation import Chats, Completions
 from .service import Service
@@ -25,8 +27,8 @@ __all__ = ["application"]
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 
 
-def application(service: Service) -> ASGIApp:
-    """Everything that the server answers, as an ASGI application."""
+def application(service: Service, watch: Watch | None = None) -> ASGIApp:
+    """Everything that the server answers, as an ASGI application. `watch` is what the dashboard shows."""
 
     async def models(request: Request) -> Response:
         service.tenant_of(request)
@@ -73,6 +75,7 @@ def application(service: Service) -> ASGIApp:
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/metrics", metrics),
+        *dashboard_routes(service, watch or Watch(service)),
     ]
     handlers: dict[Any, Any] = {ApiError: _told, HTTPException: _http_error, Exception: _unexpected}
     return _Counted(Starlette(routes=routes, exception_handlers=handlers), service)

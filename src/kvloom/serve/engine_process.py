@@ -30,6 +30,7 @@ from .messages import (
     EndSession,
     Failed,
     FromEngine,
+    Look,
     Ready,
     Start,
     ToEngine,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_engine", "main"]
 
-Inbox = SimpleQueue[Add | Cancel | EndSession | None]
+Inbox = SimpleQueue[Add | Cancel | EndSession | Look | None]
 """None: the server is gone."""
 GOODBYE = 4.0
 """Seconds that tiers have to store what is on its way when the server ends."""

@@ -1,6 +1,6 @@
 """What the API's process and the engine's process tell each other, and how it stands on the wire. Data; nothing is pickled.
 
-    API    ──▶ engine    Start (once, first), Add, Cancel, EndSession
+    API    ──▶ engine    Start (once, first), Add, Cancel, EndSession, Look
     engine ──▶ API       Ready or Failed (once), then Outputs: everything a step brought, in one message; Beat, all the time
 
 A message is msgpack behind its length, four bytes. Log-probabilities are triples of token, value and rank.
@@ -24,6 +24,7 @@ __all__ = [
     "EndSession",
     "Failed",
     "FromEngine",
+    "Look",
     "Outputs",
     "Ready",
     "Refused",
@@ -103,6 +104,10 @@ class EndSession(msgspec.Struct, frozen=True, tag=True):
     session: str
 
 
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Somebody wants to see the cache: the next outputs have its picture."""
+
+
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What is new of the `index`th answer to prompt `id`. Text may lag behind tokens. `cached` is how many of the prompt's
     tokens were found in the cache; `finish` comes with the last piece."""
@@ -137,15 +142,18 @@ class Stats(msgspec.Struct, frozen=True):
     looked_up_tokens: int = 0
     hit_tokens: int = 0
     evictions: int = 0
+    output_tokens: int = 0
     tenants: dict[str, tuple[int, int]] = {}
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """What one step brought. `stats` come now and then, and whenever the engine falls idle."""
+    """What one step brought. `stats` come now and then, and whenever the engine falls idle; `picture` is JSON, for those who
+    asked to look."""
 
     deltas: list[Delta] = []
     refused: list[Refused] = []
     stats: Stats | None = None
+    picture: bytes | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -177,7 +185,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     step: int = 0
 
 
-ToEngine = Start | Add | Cancel | EndSession
+ToEngine = Start | Add | Cancel | EndSession | Look
 FromEngine = Ready | Failed | Outputs | Beat
 
 _encoder = msgspec.msgpack.Encoder()

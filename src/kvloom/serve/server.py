@@ -26,6 +26,7 @@ from kvloom.models.catalog import known_models, load_config
 
 from .api import application
 from .connection import at_most, close_idle
+from .dashboard.watch import Watch
 from .errors import draining
 from .keys import Keys
 from .limits import Gate, Limits
@@ -114,7 +115,8 @@ class _Life:
             options.start.model,
             int(time.time()),
         )
-        config.app = application(self.service)
+        self.watch = Watch(self.service)
+        config.app = application(self.service, self.watch)
         self.server = _Server(config)
         self._began = time.monotonic()
         self._ready: Ready | None = None
@@ -130,6 +132,7 @@ class _Life:
         work = asyncio.create_task(self._work())
         http = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         idle = asyncio.create_task(self._close_idle())
+        watch = asyncio.create_task(self.watch.run())
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,7 +145,7 @@ class _Life:
             _say(f"error: {failed}")
             return BAD_START
         finally:
-            for task in (idle, stop):
+            for task in (idle, watch, stop):
                 task.cancel()
             self.link.fail_all(draining())
             await asyncio.sleep(LAST_WORDS_SECONDS)

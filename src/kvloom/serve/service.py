@@ -50,6 +50,17 @@ class Service:
         """The tenant that a request's key names; None where no keys are used. Raises ApiError 401."""
         return self.keys.tenant(request.headers.get("authorization")) if self.keys else None
 
+    def check_admin(self, request: Request) -> None:
+        """Raise ApiError 401 or 403 where a request may not see the whole cache. Without keys everyone may who gets here."""
+        if self.tenant_of(request) is None or self.keys.admin(request.headers.get("authorization")):
+            return
+        raise ApiError(
+            403,
+            "this shows what all tenants do, and the key is no admin's: a line of --api-keys that ends in `admin` makes one, "
+            'or "admin": true',
+            code="not_admin",
+        )
+
     def tenant(self, request: Request, fields: Fields) -> str:
         """The tenant of a generating request: its key's, or without keys the one it names."""
         known = self.tenant_of(request)
