@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence as Many
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,9 @@ from kvloom.models.specs import KVDtype, model_spec
 from kvloom.models.vision import Sight, Vision
 
 from .beams import BeamSearch
+from .flight import Flight, told_prompts
 from .grammar import Grammars
-from .logprobs import Logprobs, TokenLogprobs
+from .logprobs import TokenLogprobs
 from .odds import send
 from .request import Finish, Request, SamplingParams
 from .runner import Runner
@@ -42,26 +42,6 @@ MAX_TOKENS = 131072
 """The longest sequence where the model names no limit."""
 TOKEN_BUDGET = {False: 2048, True: 8192}
 """Tokens of prompts a step where nobody says: a CPU is busy with fewer than a GPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A launched step: its work, and the tokens it chooses for `requests`, on their way to the host."""
-
-    work: list[Scheduled]
-    requests: list[Request]
-    tokens: torch.Tensor
-    logprobs: Logprobs | None
-    arrived: torch.cuda.Event | None
-
-    def land(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """The tokens, and by their places the log-probabilities that were asked for. Waits until they are here."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        told: dict[int, TokenLogprobs] = {}
-        if self.logprobs is not None:
-            told = dict(zip(self.logprobs.rows, self.logprobs.read(), strict=True))
-        return self.tokens.tolist(), told
 
 
 class Engine:
@@ -257,7 +237,11 @@ class Engine:
             for i, (request, part) in enumerate(work)
             if request.computed + len(part.tokens) == len(request.tokens) + request.unknown
         ]
-        logits = self.runner.run([part for _, part in work], ready)
+        whole = [i for i, (request, _) in enumerate(work) if request.telling]
+        logits = self.runner.run([part for _, part in work], ready, whole)
+        with self.runner.steady:
+            prompts = told_prompts([work[i] for i in whole], logits[len(ready) :])
+        logits = logits[: len(ready)]
         self.scheduler.launched(work)
         requests = [work[i][0] for i in ready]
         if any(request.children and not request.branched for request in requests):
@@ -271,7 +255,7 @@ class Engine:
                 len(requests), self.runner.rows
             )  # who comes after does not run, and has no next step
             self.runner.chosen[:running] = chosen.tokens[:running]
-        return Flight(work, requests, *self._fetched(chosen))
+        return Flight.of(work, requests, chosen, prompts)
 
     def _copy(self) -> None:
         for copies in self.cache.take_copies():
@@ -292,18 +276,6 @@ class Engine:
         children.sort(key=lambda one: one[0].sequence is None)
         rows = [*range(len(requests)), *(row for _, row in children)]
         return [*requests, *(child for child, _ in children)], rows
-
-    def _fetched(self, chosen: Chosen) -> tuple[torch.Tensor, Logprobs | None, torch.cuda.Event | None]:
-        """Send the tokens and what is told of them on their way to the host."""
-        tokens, logprobs = chosen.tokens, chosen.logprobs
-        if not tokens.is_cuda:
-            return tokens, logprobs, None
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        logprobs = None if logprobs is None else logprobs.to_host()
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return host, logprobs, arrived
 
     def _land(self, flight: Flight, after: list[Scheduled]) -> list[Request]:
         """Take in a step's tokens; `after` is the work of the step that was launched since."""

@@ -48,12 +48,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a prompt led to. `num_cached_tokens` of it were found in the cache."""
+    """What a prompt led to. `num_cached_tokens` of it were found in the cache. `prompt_logprobs` has an entry for each of its
+    tokens, None for the first; it is None where nobody asked."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion]
     num_cached_tokens: int
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +254,11 @@ class LLM:
         outputs = [self._completion(i, one) for i, one in enumerate(request.best)]
         words = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
         text = words if isinstance(words, str) else None
-        return Result(text, list(request.prompt), outputs, request.cached_tokens or 0)
+        told: list[TokenLogprobs | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            # The first token follows nothing.
+            told = [None, *self._named([one for one in request.prompt_logprobs if one is not None])]
+        return Result(text, list(request.prompt), outputs, request.cached_tokens or 0, told)
 
     def _completion(self, index: int, one: Request) -> Completion:
         assert one.finish is not None
