@@ -21,8 +21,9 @@ from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.views import allocate
 from kvloom.models.attention import install
 from kvloom.models.scales import fingerprint, load_scales
+from kvloom.models.sight import Sight
 from kvloom.models.specs import KVDtype, model_spec
-from kvloom.models.vision import Sight, Vision
+from kvloom.models.vision import Vision
 
 from .beams import BeamSearch
 from .flight import Flight, told_prompts
@@ -50,7 +51,8 @@ class Engine:
     from: "dynamic", "checkpoint", or a file of `kvloom calibrate`. `ahead` says
     whether steps are launched before the tokens of the one before are known; on a GPU they are, unless told otherwise.
     A `tokenizer` is needed for stop texts and structured output alone. `image_bytes` bound the embeddings of images that are
-    kept, beside the pool. `batch_invariant`: on a GPU, too, what a request gets is the same bits whatever runs beside it."""
+    kept, beside the pool. `batch_invariant`: on a GPU, too, what a request gets is the same bits whatever runs beside it.
+    `max_context` are the tokens a sequence may come to have, where the model could do more."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Engine:
         kv_scales: str | os.PathLike[str] = "dynamic",
         image_bytes: int = 256 << 20,
         batch_invariant: bool = False,
+        max_context: int | None = None,
     ) -> None:
         weight = next(model.parameters())
         if batch_invariant and not weight.is_cuda and weight.dtype != torch.float32:
@@ -85,7 +88,16 @@ class Engine:
         )
         scales = None if kv_scales == "dynamic" else load_scales(kv_scales, model, spec.layers)
         self.layout = PoolLayout.build(spec.layers, block_tokens)
-        install(model)
+        self.limit = spec.max_context
+        if max_context is not None:
+            if not 1 <= max_context <= (self.limit or MAX_TOKENS):
+                raise ValueError(
+                    f"max_context {max_context} must lie in 1 to {self.limit or MAX_TOKENS}, what the model can do"
+                )
+            self.limit = max_context
+        self._whose = "the model's" if self.limit and max_context is None else "this engine's"
+        install(model, self.limit)
+        self.vision = None if Vision.refusal(model) else Vision(model, image_bytes)
         self.room: Room | None = None
         """How the pool got its size, where it was left to find it."""
         if pool_bytes is None:
@@ -97,8 +109,9 @@ class Engine:
                 max_running,
                 graphs,
                 scales,
-                spec.max_context,
+                self.limit or MAX_TOKENS,
                 invariant,
+                self.vision,
             )
             pool_bytes = self.room.pool
         slabs = self.layout.slabs_in(pool_bytes)
@@ -107,7 +120,6 @@ class Engine:
                 f"a pool of {pool_bytes:,} bytes is too small: its unit is {self.layout.slab_bytes:,} and it needs two"
             )
         self.buffer = allocate(self.layout, slabs, self.device)
-        self.limit = spec.max_context
         self.cache = KVCache(
             self.layout,
             slabs=slabs,
@@ -116,7 +128,6 @@ class Engine:
             max_tokens=self.limit or MAX_TOKENS,
             tenants=tenants,
         )
-        self.vision = None if Vision.refusal(model) else Vision(model, image_bytes)
         self.runner = Runner(
             model, self.cache, self.buffer, token_budget, max_running, graphs, scales, self.vision, invariant
         )
@@ -314,7 +325,7 @@ class Engine:
         if ends or request.output_count >= params.max_tokens:
             self._finish(request, "stop" if ends else "length")
 
-    def _advance(self, beams: BeamSearch) -> None:
+    def _advance(self, beams: BeamSearch[Request]) -> None:
         """All beams of a depth are there: let the best go on, or end the search."""
         successors = beams.decide()
         if successors:
@@ -355,9 +366,8 @@ class Engine:
         if not tokens:
             raise ValueError("a prompt needs at least one token")
         if len(tokens) + params.max_tokens > self.cache.max_tokens:
-            whose = "the model's" if self.limit else "this engine's"
             raise ValueError(
-                f"{len(tokens)} prompt tokens and {params.max_tokens} new ones exceed {whose} {self.cache.max_tokens}"
+                f"{len(tokens)} prompt tokens and {params.max_tokens} new ones exceed {self._whose} {self.cache.max_tokens}"
             )
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < self._vocabulary:

@@ -76,7 +76,7 @@ class LLM:
     `device` are the weights'; `kv_dtype` and `kv_scales` say how K and V are kept, as the engine takes them. A `processor` is
     what turns text and images into ids and tensors; that of the model's folder is taken when the first image comes.
     `load_format` "random" makes weights of a config; `progress` shows bars while loading and preparing. `batch_invariant`: the
-    same seed, the same tokens and log-probabilities on a GPU, whatever runs beside."""
+    same seed, the same tokens and log-probabilities on a GPU, whatever runs beside. `max_context` bounds sequences below what the model could do."""
 
     def __init__(
         self,
@@ -94,6 +94,7 @@ class LLM:
         load_format: LoadFormat = "auto",
         progress: bool = False,
         batch_invariant: bool = False,
+        max_context: int | None = None,
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = model if isinstance(model, str) else None
@@ -109,6 +110,7 @@ class LLM:
             tokenizer=self.tokenizer,
             kv_scales=kv_scales,
             batch_invariant=batch_invariant,
+            max_context=max_context,
         )
         self._prepare(progress)
         self._names: dict[int, str] = {}

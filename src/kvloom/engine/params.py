@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Literal
 
-__all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "SamplingParams", "StructureKind"]
+__all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "Finish", "SamplingParams", "StructureKind"]
 
 GREEDY_BELOW = 1e-5
 """A temperature below this takes the likeliest token."""
@@ -27,6 +27,10 @@ WHOLE = (
     "prompt_logprobs",
 )
 """Parameters that are whole numbers, or None."""
+
+Finish = Literal["stop", "length", "cancelled", "no_room", "grammar"]
+"""How a request ended; "no_room": the pool cannot hold it even alone; "grammar": the form it was asked for allows no
+token of this vocabulary."""
 
 StructureKind = Literal["json_schema", "regex", "grammar"]
 

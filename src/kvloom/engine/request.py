@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from kvloom.core import Control, Sequence
-from kvloom.models.vision import Sight
+from kvloom.models.sight import Sight
 
+from .beams import BeamSearch
 from .grammar import GrammarState
 from .logprobs import TokenLogprobs
 from .odds import Tally
-from .params import SamplingParams
+from .params import Finish, SamplingParams
 from .text import Text
 
-if TYPE_CHECKING:
-    from .beams import BeamSearch
-
 __all__ = ["Finish", "Request", "SamplingParams"]
-
-Finish = Literal["stop", "length", "cancelled", "no_room", "grammar"]
-"""How a request ended; "no_room": the pool cannot hold it even alone; "grammar": the form it was asked for allows no
-token of this vocabulary."""
 
 SEEDS = 1 << 64
 
@@ -69,7 +62,7 @@ class Request:
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
     branched: bool = False
-    beams: BeamSearch | None = None
+    beams: BeamSearch[Request] | None = None
     sight: Sight | None = None
     waits: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)

@@ -156,6 +156,12 @@ class Runner:
         self._cache.take_copies()
         torch.cuda.synchronize(self.device)
 
+    def try_replay(self) -> None:
+        """Run, without a graph, the step of as many single tokens as there may be, all of nobody's."""
+        if self.pages.replayable:
+            self.stage.send([], self.rows)
+            self._forward(self.stage.replayed(self.rows, self.chosen), None)
+
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every graph now, the largest first, so that the others fit into its memory."""
         wanted = [(size, False) for size in reversed(self._sizes)]

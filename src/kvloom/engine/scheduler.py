@@ -192,7 +192,7 @@ class Scheduler:
         child.computed = request.computed
         self.running.append(child)
 
-    def succeed(self, slots: Many[Request], successors: Many[Successor]) -> list[Request]:
+    def succeed(self, slots: Many[Request], successors: Many[Successor[Request]]) -> list[Request]:
         """Let beams go on as `successors` say, and in which slots: the first that follows a slot stays there, others fork
         from it into slots that nobody follows."""
         followed = {id(way.slot) for way in successors}
@@ -201,7 +201,7 @@ class Scheduler:
             if slot.sequence is not None:
                 self._let_go(slot)
         stays: set[int] = set()
-        seated: list[tuple[Request, list[TokenLogprobs], Successor]] = []
+        seated: list[tuple[Request, list[TokenLogprobs], Successor[Request]]] = []
         for way in successors:
             slot = way.slot
             if id(slot) in stays:

@@ -26,7 +26,7 @@ from .reading import ModelError
 from .specs import model_spec
 from .vision import FAMILIES
 
-__all__ = ["LoadFormat", "load", "refusal", "transformers_config"]
+__all__ = ["LoadFormat", "device_of", "load", "refusal", "transformers_config"]
 
 LoadFormat = Literal["auto", "random"]
 STD = 0.02
@@ -50,7 +50,7 @@ def load(
     """
     if load_format not in ("auto", "random"):
         raise ModelError(f"load format {load_format!r} is not known; known: auto, random")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of(device)
     config = transformers_config(model, load_format)
     if load_format == "auto":
         _check_files(model)
@@ -66,6 +66,22 @@ def load(
             loaded = _weights(model, config, kind, where)
     settle(loaded)
     return loaded.eval().requires_grad_(False), _tokenizer(model)
+
+
+def device_of(given: torch.device | str | None) -> torch.device:
+    """The device of that name, or a GPU if there is one. Raises ModelError where there is none such."""
+    if given is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(given)
+    except (RuntimeError, TypeError):
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise ModelError(f"{str(given)!r} is no device to run on: give cpu, cuda or cuda:N")
+    there = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= there:
+        raise ModelError(f"there is no {found}: this machine has {there} GPUs that torch sees; cpu is there")
+    return found
 
 
 def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
