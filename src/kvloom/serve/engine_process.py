@@ -194,7 +194,7 @@ def _serve(outbox: _Outbox, inbox: Inbox, worker: Worker) -> None:
             outbox.send(outputs)
 
 
-def _take(worker: Worker, message: Add | Cancel | EndSession | None) -> None:
+def _take(worker: Worker, message: Add | Cancel | EndSession | Look | None) -> None:
     if message is None:
         worker.engine.close(GOODBYE - 0.5)
         os._exit(0)
