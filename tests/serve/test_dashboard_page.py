@@ -39,7 +39,11 @@ RECORD = {
     "output_tokens": 7,
     "cached_tokens": 64,
     "hits": [{"tier": "device", "tokens": 48}, {"tier": "host", "tokens": 16}],
-    "stopped": {"at_token": 64, "reason": "evicted", "text": "The first 64 were cached; the pages after them had left."},
+    "stopped": {
+        "at_token": 64,
+        "reason": "evicted",
+        "text": "The first 64 were cached; the pages after them had left.",
+    },
     "preemptions": 0,
     "finish_reason": "length",
 }

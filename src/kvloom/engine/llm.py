@@ -76,7 +76,8 @@ class LLM:
     what turns text and images into ids and tensors; that of the model's folder is taken when the first image comes.
     `load_format` "random" makes weights of a config; `threads` are torch's on a CPU, for the whole process (threads.py has the
     rule for None); `progress` shows bars while loading and preparing. `batch_invariant`: the same seed, the same tokens and
-    log-probabilities on a GPU, whatever runs beside."""
+    log-probabilities on a GPU, whatever runs beside. `tiers` are places for pages below the pool: `["host:64GiB",
+    "disk:/path:1TiB"]`; `close` brings them up to date and ends them."""
 
     def __init__(
         self,
@@ -88,13 +89,14 @@ class LLM:
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         token_budget: int | None = None,
-        max_running: int = 256,
+        max_running: int | None = None,
         tokenizer: Any = None,
         processor: Any = None,
         load_format: LoadFormat = "auto",
         threads: int | None = None,
         progress: bool = False,
         batch_invariant: bool = False,
+        tiers: Sequence[str] = (),
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = model if isinstance(model, str) else None
@@ -110,6 +112,7 @@ class LLM:
             tokenizer=self.tokenizer,
             kv_scales=kv_scales,
             batch_invariant=batch_invariant,
+            tiers=tiers,
         )
         if threads is not None or self.engine.device.type == "cpu":
             use_threads(threads)
@@ -126,6 +129,10 @@ class LLM:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("compiling and capturing", total=None)
             self.engine.prepare(lambda done, total: bar.update(task, completed=done, total=total))
+
+    def close(self) -> None:
+        """End what still runs, and the tiers below the pool: what they want is stored first, within seconds."""
+        self.engine.close()
 
     def generate(
         self,

@@ -22,6 +22,7 @@ from kvloom.models.batch import Work
 
 from .beams import Successor
 from .logprobs import TokenLogprobs
+from .lower import Lower
 from .request import Finish, Request
 
 __all__ = ["Scheduled", "Scheduler"]
@@ -44,15 +45,26 @@ class Scheduler:
         self.running: list[Request] = []
         self.given_up: list[Request] = []
         """Requests that ended for want of room, until somebody tells of them."""
+        self.lower: Lower | None = None
+        """What lies below the pool, if anything does."""
         self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._loading: list[tuple[Request, tuple[str, str, bytes] | None]] = []
 
     @property
     def waiting(self) -> int:
-        return sum(request.finish is None for _, request in self._waiting)
+        asides = (request for request, _ in self._loading)
+        return sum(r.finish is None for r in (*(request for _, request in self._waiting), *asides))
 
     @property
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
+
+    @property
+    def open(self) -> list[Request]:
+        """Requests that have not ended."""
+        asides = (request for request, _ in self._loading)
+        found = (*self.running, *(request for _, request in self._waiting), *asides)
+        return [request for request in found if request.finish is None]
 
     def add(self, request: Request) -> None:
         """Let a request wait. Raises ValueError where it could never run, with the numbers."""
@@ -77,6 +89,8 @@ class Scheduler:
                 "tokens of a step: raise token_budget"
             )
         heapq.heappush(self._waiting, (request.rank, request))
+        if self.lower is not None:
+            self.lower.foresee(request, self._match(request))
 
     def cancel(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -88,6 +102,7 @@ class Scheduler:
         says where the unknown token of a request (by `id`) stands among those the step before chose."""
         places = places or {}
         picked: list[Scheduled] = []
+        loading = self._look_below()
         budget = self.token_budget
         empty = not self.running
         alone = self.running[0] if len(self.running) == 1 else None
@@ -102,9 +117,9 @@ class Scheduler:
         for request in prompts:
             if budget and request.sequence is not None:
                 budget -= self._reserve(request, budget, picked, places)
-        if alone is not None and alone.sequence is None:
+        if alone is not None and alone.sequence is None and not self._freeing:
             self._give_up(alone)
-        fronts = {self._front(request, request.computed) for request, _ in picked[first:]}
+        fronts = {self._front(request, request.computed) for request, _ in picked[first:]} | loading
         aside: list[Request] = []
         while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
             waiting = self._next()
@@ -116,18 +131,51 @@ class Scheduler:
                 aside.append(waiting)  # someone computes what it needs next: it will find it
                 continue
             fronts.add(front)
+            if self.lower is not None:
+                if self.lower.holds(waiting, found):
+                    self._loading.append((waiting, front))
+                    continue
+                if found.version != self.cache.tree.version:  # what it needed has come
+                    found = self._match(waiting)
             self._admit(waiting, found)
             taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
             budget -= taken
             if taken:
                 waiting.count_cached(waiting.computed)
-            elif self.running or picked or not empty:  # (what gave way holds pages until its copies are made)
+                if self.lower is not None:
+                    self.lower.began(waiting)
+            elif (
+                self.running or picked or not empty or self._freeing
+            ):  # (what gave way holds pages until its copies are made)
                 break
             else:
                 self._give_up(waiting)
         for request in aside:
             heapq.heappush(self._waiting, (request.rank, request))
         return picked
+
+    @property
+    def loads(self) -> int:
+        """Requests that wait for pages from below."""
+        return len(self._loading)
+
+    @property
+    def _freeing(self) -> bool:
+        """Whether pages that are in use below will be free by themselves."""
+        return self.lower is not None and self.lower.holding
+
+    def _look_below(self) -> set[tuple[str, str, bytes] | None]:
+        """Whose pages have come waits in line again; what the others load, nobody else need compute."""
+        if self.lower is None:
+            return set()
+        self.lower.poll()
+        loading, self._loading = self._loading, []
+        for request, front in loading:
+            if request.finish is None and self.lower.under_way(request):
+                self._loading.append((request, front))
+            elif request.finish is None:
+                heapq.heappush(self._waiting, (request.rank, request))
+        return {front for _, front in self._loading}
 
     def launched(self, work: Many[Scheduled]) -> None:
         """What was scheduled is on its way: tokens that are known are committed, and whoever reached the end of its
@@ -175,6 +223,8 @@ class Scheduler:
             if one.finish is None:
                 one.finish = why
                 one.unknown = 0
+                if self.lower is not None:
+                    self.lower.forget(one)
                 if one.sequence is not None:
                     self._let_go(one)
 
@@ -345,7 +395,9 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         assert request.sequence is not None
         parked = request.parked
-        request.preemptions += request.computed > request.sequence.resumed  # else it had not begun
+        began = request.computed > request.sequence.resumed
+        request.preemptions += began
+        request.looked_below &= not began  # what it loses now may be found below
         self._let_go(request)
         if not parked:  # else it is nowhere until its successors are known
             heapq.heappush(self._waiting, (request.rank, request))

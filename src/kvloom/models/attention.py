@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from kvloom.core import PoolLayout, Span
+from kvloom.kernels import cpu
 from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import DTYPES, Shape, split_dim
@@ -52,7 +53,7 @@ IGNORED = frozenset(
 _HANDLES = count()
 _OPEN: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 
-ROOMS = (16, 64, 256, 1024, 4096)
+ROOMS = (16, 64, 256, 512, 1024, 4096)
 """Rows that plans of replayed steps have room for: one plan serves graphs of several sizes."""
 
 
@@ -172,7 +173,11 @@ class Pages:
             )
         elif not key.is_cuda and fields["k"].dtype == key.dtype:
             at = batch.pages[view.group][view.run], batch.places  # a CPU need not work them out of slots
-            fields["k"][at], fields["v"][at] = key, value
+            for name, new in (("k", key), ("v", value)):
+                if cpu.takes(fields[name], new):
+                    cpu.put(fields[name], new, *at)
+                else:
+                    fields[name][at] = new
         else:
             write(
                 fields["k"], fields["v"], batch.slots[view.group][view.run], key, value,

@@ -62,6 +62,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     kv_dtype: str | None = None
     kv_scales: str = "dynamic"
     batch_invariant: bool = False
+    tiers: tuple[str, ...] = ()
     device: str | None = None
     random_weights: bool = False
     pool_bytes: int | None = None
@@ -74,7 +75,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended."""
+    """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended. What was
+    computed under one `salt` is found under that alone."""
 
     id: int
     prompt: list[int]
@@ -86,6 +88,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     ttl: float | None = None
     store: bool = True
     read: bool = True
+    salt: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -125,7 +125,12 @@ class Worker:
         retain = () if message.ttl is None else (Retain(ttl=message.ttl),)
         session = None if message.session is None else _session(message.tenant, message.session)
         control = Control(
-            tenant=message.tenant, store=message.store, read=message.read, session=session, retain=retain
+            tenant=message.tenant,
+            adapter=message.salt,  # as an adapter does, it has names of its own, and they count for its tenant
+            store=message.store,
+            read=message.read,
+            session=session,
+            retain=retain,
         )
         try:
             request = self.engine.add(

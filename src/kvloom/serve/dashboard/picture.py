@@ -34,10 +34,8 @@ class Picture:
         return _encode(seen)
 
     def _tiers(self) -> Iterable[Tier]:
-        lower = getattr(self._engine, "lower", None)
-        if lower is not None:
-            return [lower.mover.host, *(lane.tier for lane in lower.mover.lanes)]
-        return getattr(self._engine, "tiers", None) or ()
+        lower = self._engine.lower
+        return () if lower is None else (lower.host, *(lane.tier for lane in lower.mover.lanes))
 
 
 def _tier(tier: Tier) -> dict[str, Any]:
