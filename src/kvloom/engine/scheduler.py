@@ -30,6 +30,8 @@ __all__ = ["Scheduled", "Scheduler"]
 Scheduled = tuple[Request, Work]
 RANK = attrgetter("rank")
 UNKNOWN = np.array([-1])
+MOST_TOLD = 256
+"""Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
 MOST_ASIDE = 32
 """Requests that a step may put aside because others compute what they need: looking at each costs a match."""
 
@@ -49,6 +51,7 @@ class Scheduler:
         """What lies below the pool, if anything does."""
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._loading: list[tuple[Request, tuple[str, str, bytes] | None]] = []
+        self._told = MOST_TOLD  # of them, what is left in this step
 
     @property
     def waiting(self) -> int:
@@ -103,7 +106,7 @@ class Scheduler:
         places = places or {}
         picked: list[Scheduled] = []
         loading = self._look_below()
-        budget = self.token_budget
+        budget, self._told = self.token_budget, MOST_TOLD
         empty = not self.running
         alone = self.running[0] if len(self.running) == 1 else None
         decodes: list[Request] = []
@@ -239,7 +242,7 @@ class Scheduler:
         child.computed = request.computed
         self.running.append(child)
 
-    def succeed(self, slots: Many[Request], successors: Many[Successor]) -> list[Request]:
+    def succeed(self, slots: Many[Request], successors: Many[Successor[Request]]) -> list[Request]:
         """Let beams go on as `successors` say, and in which slots: the first that follows a slot stays there, others fork
         from it into slots that nobody follows."""
         followed = {id(way.slot) for way in successors}
@@ -248,7 +251,7 @@ class Scheduler:
             if slot.sequence is not None:
                 self._let_go(slot)
         stays: set[int] = set()
-        seated: list[tuple[Request, list[TokenLogprobs], Successor]] = []
+        seated: list[tuple[Request, list[TokenLogprobs], Successor[Request]]] = []
         for way in successors:
             slot = way.slot
             if id(slot) in stays:
@@ -282,13 +285,16 @@ class Scheduler:
         control = request.control
         if request.uncached:
             control = replace(control, read=False, store=False)
+        elif request.tells_prompt:
+            control = replace(control, read=False)  # what is found is not computed, and then not known
         media = () if request.sight is None else request.sight.media
         return self.cache.match(request.ids(len(request.tokens)), control, media)
 
     def _front(self, request: Request, start: int) -> tuple[str, str, bytes] | None:
         """What a request that has `start` tokens computes next, up to the end of a block; None where nobody shares it."""
         end, control = start + self.cache.block_tokens, request.control
-        if end > len(request.tokens) or request.uncached or not (control.read and control.store):
+        alone = request.uncached or request.tells_prompt
+        if end > len(request.tokens) or alone or not (control.read and control.store):
             return None
         shown = b"" if request.sight is None else request.sight.content(end)
         return control.tenant, control.adapter, request.ids(end).tobytes() + shown
@@ -324,7 +330,8 @@ class Scheduler:
         count = min(request.pending, budget)
         if sequence.boundary is not None:
             count = min(count, sequence.boundary - sequence.length)
-        count = _fitting(request, count)
+        telling = request.telling
+        count = _fitting(request, min(count, self._told) if telling else count)
         if not count:
             return 0  # an image that must stay whole waits for a step with room for it
         while sequence.extend(count):
@@ -339,6 +346,7 @@ class Scheduler:
             else:
                 self._preempt(victim)
         picked.append((request, self._work(request, count, places)))
+        self._told -= count if telling else 0
         return count
 
     def _work(self, request: Request, count: int, places: dict[int, int]) -> Work:
