@@ -284,7 +284,7 @@ def test_tiers_show_how_full_they_are_and_what_moves(browser: Browser, server: R
 
     def tiers(route: Route) -> None:
         n = next(times)
-        host = {"name": "host", "objects": 70, "bytes": 32 << 20, "capacity": 64 << 20, "evicted": 3}
+        host = {"name": "host", "objects": 70, "bytes": 32 << 20, "capacity": 64 << 20, "evicted": 3, "open": True}
         moved = {
             "reads": {"ok": 5, "corrupt": 1},
             "writes": {"ok": 9},
@@ -300,6 +300,7 @@ def test_tiers_show_how_full_they_are_and_what_moves(browser: Browser, server: R
     text = one.page.inner_text("#tiers-body")
     assert "32.0 MiB of 64.0 MiB" in text
     assert "1 corrupt" in text
+    assert "left alone after faults" in text
     assert "No lower tier" not in text
     assert one.page.locator("#tiers-body .flow .on").count() == 2
     one.context.close()

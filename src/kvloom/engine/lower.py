@@ -163,7 +163,16 @@ class Lower:
         self.prefill = Line()
         self.copying = Line()
         self.counts: dict[str, int] = dict.fromkeys(
-            ("trips", "landed_tokens", "landed_bytes", "failed_pages", "not_worth", "no_room", "kept_pages"),
+            (
+                "trips",
+                "landed_tokens",
+                "landed_bytes",
+                "failed_pages",
+                "not_worth",
+                "no_room",
+                "kept_pages",
+                "kept_bytes",
+            ),
             0,
         )
         cache.offer(self._offered, ends=bool(self._writes & {"through", "second-use"}))
@@ -223,6 +232,7 @@ class Lower:
                 self.cache.give_back(down.lent)
             kept = int(down.fresh.sum())
             self.counts["kept_pages"] += kept
+            self.counts["kept_bytes"] += kept * down.objects.form.page_bytes
             objects = down.objects
             if not (down.parcel.used and "second-use" in self._writes) and kept < len(objects):
                 names = [objects.names[i] for i in np.flatnonzero(down.fresh).tolist()]

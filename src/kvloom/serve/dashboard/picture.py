@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,14 +29,23 @@ class Picture:
         scheduler = self._engine.scheduler
         seen: dict[str, Any] = self._survey.look()
         seen["running"], seen["waiting"] = len(scheduler.running), scheduler.waiting
-        seen["tiers"] = [_tier(tier) for tier in self._tiers()]
+        seen["tiers"] = self._tiers()
         return _encode(seen)
 
-    def _tiers(self) -> Iterable[Tier]:
-        lower = getattr(self._engine, "lower", None)
-        if lower is not None:
-            return [lower.mover.host, *(lane.tier for lane in lower.mover.lanes)]
-        return getattr(self._engine, "tiers", None) or ()
+    def _tiers(self) -> list[dict[str, Any]]:
+        """Tiers from the nearest down. What moves between pool and host passes by no tier's verbs: it is counted where it is
+        decided."""
+        lower = self._engine.lower
+        if lower is None:
+            return []
+        counts = lower.counts
+        host = {
+            **_tier(lower.host),
+            "bytes_read": counts["landed_bytes"],
+            "bytes_written": counts["kept_bytes"],
+            "tokens_back": counts["landed_tokens"],
+        }
+        return [host, *({**_tier(lane.tier), "open": not lane.breaker.closed} for lane in lower.mover.lanes)]
 
 
 def _tier(tier: Tier) -> dict[str, Any]:

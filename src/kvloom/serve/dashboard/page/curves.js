@@ -143,5 +143,5 @@ function labels(one, top, span) {
 function niceTop(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].find((k) => k * power >= value * 1.05) * power || value;
+  return [1, 2, 5, 10, 20].find((k) => k * power >= value * 1.05) * power;
 }

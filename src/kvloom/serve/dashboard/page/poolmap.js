@@ -101,11 +101,11 @@ export class PoolMap {
     this.pending = requestAnimationFrame(() => { this.pending = null; this.now(); });
   }
 
-  /** Lay tiles out so that all fit: squares of one size, at most 26 pixels. */
+  /** Lay tiles out so that all fit: squares of one size, at most 34 pixels. */
   lay() {
     const width = this.width || this.canvas.parentNode.clientWidth, n = this.tiles.length;
-    const tall = Math.max(190, Math.min(380, width * 0.36));
-    let size = Math.max(4, Math.min(26, Math.floor(Math.sqrt((width * tall) / n))));
+    const tall = Math.max(190, Math.min(420, width * 0.44));
+    let size = Math.max(4, Math.min(34, Math.floor(Math.sqrt((width * tall) / n))));
     while (size > 4 && Math.ceil(n / Math.floor(width / size)) * size > tall) size -= 1;
     const columns = Math.max(1, Math.floor(width / size)), rows = Math.ceil(n / columns);
     if (n > columns) size = width / columns; // to the edge

@@ -52,9 +52,11 @@ export class Tiers {
   tier(tier) {
     const odd = Object.entries(tier.reads).filter(([outcome, n]) => n && outcome !== "ok" && outcome !== "missing");
     const full = tier.capacity ? Math.min(100, (100 * tier.bytes) / tier.capacity) : 0;
+    const back = tier.tokens_back === undefined
+      ? `read ${count(tier.reads.ok ?? 0)}, missed ${count(tier.reads.missing ?? 0)}` : `${plural(tier.tokens_back, "token")} came back`;
     return h("div", { class: "tier" }, h("header", {}, h("strong", {}, tier.name), h("span", {}, `${bytes(tier.bytes)}${tier.capacity ? ` of ${bytes(tier.capacity)}` : ""}`)),
       h("div", { class: "meter" }, h("i", { style: { width: `${full}%`, background: "var(--green)" } })),
-      h("p", {}, `${plural(tier.objects, "page")} · read ${count(tier.reads.ok ?? 0)}, missed ${count(tier.reads.missing ?? 0)}${tier.evicted ? `, evicted ${count(tier.evicted)}` : ""}`
+      h("p", {}, `${plural(tier.objects, "page")} · ${back}${tier.evicted ? `, ${count(tier.evicted)} evicted` : ""}${tier.open ? " · left alone after faults" : ""}`
         + odd.map(([outcome, n]) => ` · ${count(n)} ${outcome}`).join("")));
   }
 
