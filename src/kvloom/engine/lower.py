@@ -33,7 +33,7 @@ __all__ = ["Lower", "LowerConfig", "open_lower"]
 
 log = logging.getLogger("kvloom.tiers")
 Event = torch.cuda.Event | Done
-STAGING = {False: 64 << 20, True: 1 << 30}
+STAGING = {False: 256 << 20, True: 4 << 30}
 """Host memory that pages pass through where no host tier was asked for, without and with a GPU."""
 MOST_FORESEEN = 64
 """Requests in the queue whose pages are looked for before their turn."""
@@ -162,6 +162,8 @@ class Lower:
         self._fetching: dict[bytes, Fetch] = {}
         self.prefill = Line()
         self.copying = Line()
+        self.last_load = 0.0
+        """Seconds of the last load, from host memory to pages in the tree."""
         self.counts: dict[str, int] = dict.fromkeys(
             (
                 "trips",
@@ -409,7 +411,8 @@ class Lower:
         assert trip.arrival is not None
         resumed = self.cache.land(trip.arrival, trip.came, trip.states_came)
         self._let_go(trip)
-        self.copying.see(trip.bytes, time.monotonic() - trip.began)
+        self.last_load = time.monotonic() - trip.began
+        self.copying.see(trip.bytes, self.last_load)
         self.counts["landed_tokens"] += resumed
         self.counts["landed_bytes"] += trip.bytes if resumed else 0
         return self._done(trip)
