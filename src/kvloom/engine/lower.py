@@ -132,6 +132,15 @@ def _taken_write(text: str) -> tuple[str, str]:
     return head + ("?" + rest if rest else ""), place.write
 
 
+def _joined(parcels: list[Parcel]) -> Parcel:
+    """Parcels that differ in their pages alone as one: its copies are fewer."""
+    return parcels[0]._replace(
+        names=[name for parcel in parcels for name in parcel.names],
+        rows=np.concatenate([parcel.rows for parcel in parcels]),
+        at=np.concatenate([parcel.at for parcel in parcels]),
+    )
+
+
 class Lower:
     """See the module. One owner, the engine's thread, calls; `settle` makes the copies that the cache has decided."""
 
@@ -190,8 +199,12 @@ class Lower:
     def take_offers(self) -> None:
         """Copy what was offered to host memory. Called before the copies that the cache has decided are made."""
         offers, self._offers = self._offers, []
+        alike: dict[tuple[object, ...], list[Parcel]] = {}
         for parcel in offers:
-            self._keep(parcel)
+            key = parcel.numbering, parcel.tenant, parcel.leaving, parcel.used
+            alike.setdefault(key, []).append(parcel)
+        for some in alike.values():
+            self._keep(some[0] if len(some) == 1 else _joined(some))
         self._finish_downs()
 
     def _keep(self, parcel: Parcel) -> None:
@@ -270,6 +283,11 @@ class Lower:
         if self._seek(trip, match):
             return True
         return self._copy(trip, match) if trip.arrival is None else self._coming(trip)
+
+    def lacks_room(self, request: Request) -> bool:
+        """Whether a request's pages could come if there were room for them in the pool."""
+        trip = self._trips.get(request)
+        return trip is not None and trip.arrival is None
 
     def under_way(self, request: Request) -> bool:
         """Whether a request that waits aside has nothing to come back for yet."""

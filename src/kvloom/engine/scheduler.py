@@ -138,6 +138,9 @@ class Scheduler:
                 if self.lower.holds(waiting, found):
                     self._loading.append((waiting, front))
                     continue
+                if picked and self.lower.lacks_room(waiting):
+                    aside.append(waiting)  # it would compute what it could load, and with as little room
+                    break
                 if found.version != self.cache.tree.version:  # what it needed has come
                     found = self._match(waiting)
             self._admit(waiting, found)
