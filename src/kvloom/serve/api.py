@@ -1,8 +1,10 @@
-"""The HTTP interface: which address does what, and how errors are told. OpenAI's addresses, /health and /metrics."""
+"""The HTTP interface: which address does what, and how errors are told. OpenAI's addresses, those of other servers that
+clients ask for (/tokenize, /version, /ping), /health and /metrics."""
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -13,17 +15,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .dashboard.routes import dashboard_routes
+from .dashboard.watch import Watch
 from .errors import ApiError, not_found, unknown_model
 from .generation import Chats, Completions
 from .service import Service
+from .tokens import Detokenize, Tokenize
 
 __all__ = ["application"]
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 
 
-def application(service: Service) -> ASGIApp:
-    """Everything that the server answers, as an ASGI application."""
+def application(service: Service, watch: Watch | None = None) -> ASGIApp:
+    """Everything that the server answers, as an ASGI application. `watch` is what the dashboard shows."""
 
     async def models(request: Request) -> Response:
         service.tenant_of(request)
@@ -44,6 +49,9 @@ def application(service: Service) -> ASGIApp:
         service.link.end_session(named, session)
         return _json({"id": session, "object": "session", "ended": True})
 
+    async def version(_: Request) -> Response:
+        return _json({"version": metadata.version("kvloom")})
+
     async def health(_: Request) -> Response:
         if service.gate.shut:
             return _json({"status": "draining"}, 503)
@@ -61,8 +69,13 @@ def application(service: Service) -> ASGIApp:
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/sessions/{session:path}", end_session, methods=["DELETE"]),
+        Route("/tokenize", Tokenize(service), methods=["POST"]),
+        Route("/detokenize", Detokenize(service), methods=["POST"]),
+        Route("/version", version),
         Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
         Route("/metrics", metrics),
+        *dashboard_routes(service, watch or Watch(service)),
     ]
     handlers: dict[Any, Any] = {ApiError: _told, HTTPException: _http_error, Exception: _unexpected}
     return _Counted(Starlette(routes=routes, exception_handlers=handlers), service)
@@ -101,6 +114,8 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "kvloom",
+        "root": service.path,
+        "parent": None,
         "max_model_len": None if facts is None else facts.longest,
     }
 

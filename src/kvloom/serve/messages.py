@@ -1,6 +1,6 @@
 """What the API's process and the engine's process tell each other, and how it stands on the wire. Data; nothing is pickled.
 
-    API    ──▶ engine    Start (once, first), Add, Cancel, EndSession
+    API    ──▶ engine    Start (once, first), Add, Cancel, EndSession, Look
     engine ──▶ API       Ready or Failed (once), then Outputs: everything a step brought, in one message; Beat, all the time
 
 A message is msgpack behind its length, four bytes. Log-probabilities are triples of token, value and rank.
@@ -24,6 +24,7 @@ __all__ = [
     "EndSession",
     "Failed",
     "FromEngine",
+    "Look",
     "Outputs",
     "Ready",
     "Refused",
@@ -61,6 +62,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     kv_dtype: str | None = None
     kv_scales: str = "dynamic"
     batch_invariant: bool = False
+    tiers: tuple[str, ...] = ()
     device: str | None = None
     random_weights: bool = False
     pool_bytes: int | None = None
@@ -73,7 +75,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended."""
+    """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended. What was
+    computed under one `salt` is found under that alone."""
 
     id: int
     prompt: list[int]
@@ -85,6 +88,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     ttl: float | None = None
     store: bool = True
     read: bool = True
+    salt: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -98,6 +102,10 @@ class EndSession(msgspec.Struct, frozen=True, tag=True):
 
     tenant: str
     session: str
+
+
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Somebody wants to see the cache: the next outputs have its picture."""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -134,15 +142,18 @@ class Stats(msgspec.Struct, frozen=True):
     looked_up_tokens: int = 0
     hit_tokens: int = 0
     evictions: int = 0
+    output_tokens: int = 0
     tenants: dict[str, tuple[int, int]] = {}
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """What one step brought. `stats` come now and then, and whenever the engine falls idle."""
+    """What one step brought. `stats` come now and then, and whenever the engine falls idle; `picture` is JSON, for those who
+    asked to look."""
 
     deltas: list[Delta] = []
     refused: list[Refused] = []
     stats: Stats | None = None
+    picture: bytes | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -174,7 +185,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     step: int = 0
 
 
-ToEngine = Start | Add | Cancel | EndSession
+ToEngine = Start | Add | Cancel | EndSession | Look
 FromEngine = Ready | Failed | Outputs | Beat
 
 _encoder = msgspec.msgpack.Encoder()

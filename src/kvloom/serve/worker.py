@@ -14,7 +14,8 @@ from kvloom.core import Control, Retain
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request
 
-from .messages import Add, Cancel, Delta, EndSession, Outputs, Refused, Stats, TenantRules, TokenTold
+from .dashboard.picture import Picture
+from .messages import Add, Cancel, Delta, EndSession, Look, Outputs, Refused, Stats, TenantRules, TokenTold
 
 __all__ = ["Worker"]
 
@@ -48,17 +49,22 @@ class Worker:
         self._gates = {t.name: _Gate(t.quota) for t in tenants if t.quota is not None}
         self._open: dict[int, _Open] = {}
         self._refused: list[Refused] = []
-        self._preemptions = 0
+        self._preemptions = self._told_tokens = 0
+        self._picture: Picture | None = None  # made when somebody looks
+        self._looked = False
         self._stats_at = 0.0
         self._news = True  # whether something changed since the last stats
 
     @property
     def busy(self) -> bool:
         """Whether a step would do or tell something."""
-        return self.engine.busy or bool(self._refused) or self._news
+        return self.engine.busy or bool(self._refused) or self._news or self._looked
 
-    def take(self, message: Add | Cancel | EndSession) -> None:
+    def take(self, message: Add | Cancel | EndSession | Look) -> None:
         """Do as a message says. What is refused is told by the next step."""
+        if isinstance(message, Look):
+            self._looked = True
+            return
         self._news = True
         if isinstance(message, Cancel):
             self._cancel(message.id)
@@ -79,8 +85,17 @@ class Worker:
         for one in ended:
             self._leave(one)
         refused, self._refused = self._refused, []
-        stats = self._stats()
-        return Outputs(deltas, refused, stats) if deltas or refused or stats is not None else None
+        stats, picture = self._stats(), self._looked_at()
+        told = deltas or refused or stats is not None or picture is not None
+        return Outputs(deltas, refused, stats, picture) if told else None
+
+    def _looked_at(self) -> bytes | None:
+        """The picture, where somebody asked for it."""
+        if not self._looked:
+            return None
+        self._looked = False
+        self._picture = self._picture or Picture(self.engine)
+        return self._picture.json()
 
     def _enter(self, message: Add) -> None:
         gate = self._gates.get(message.tenant)
@@ -110,7 +125,12 @@ class Worker:
         retain = () if message.ttl is None else (Retain(ttl=message.ttl),)
         session = None if message.session is None else _session(message.tenant, message.session)
         control = Control(
-            tenant=message.tenant, store=message.store, read=message.read, session=session, retain=retain
+            tenant=message.tenant,
+            adapter=message.salt,  # as an adapter does, it has names of its own, and they count for its tenant
+            store=message.store,
+            read=message.read,
+            session=session,
+            retain=retain,
         )
         try:
             request = self.engine.add(
@@ -138,6 +158,7 @@ class Worker:
     def _leave(self, one: _Open) -> None:
         del self._open[one.message.id]
         self._preemptions += sum(answer.preemptions for answer in one.request.family)
+        self._told_tokens += _output(one.request)
         self._news = True
         gate = self._gates.get(one.message.tenant)
         if gate is not None:
@@ -206,9 +227,15 @@ class Worker:
             running=len(scheduler.running),
             waiting=scheduler.waiting + gated,
             preemptions=self._preemptions,
+            output_tokens=self._told_tokens + sum(_output(one.request) for one in self._open.values()),
             tenants={name: (account.used, account.held) for name, account in cache.accounts.accounts.items()},
             **{name: int(found[name]) for name in names},  # type: ignore[arg-type]
         )
+
+
+def _output(request: Request) -> int:
+    """Tokens of all answers to a prompt so far."""
+    return sum(answer.output_count for answer in request.family)
 
 
 def _session(tenant: str, session: str) -> str:
