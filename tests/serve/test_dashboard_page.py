@@ -284,7 +284,14 @@ def test_tiers_show_how_full_they_are_and_what_moves(browser: Browser, server: R
 
     def tiers(route: Route) -> None:
         n = next(times)
-        host = {"name": "host", "objects": 70, "bytes": 32 << 20, "capacity": 64 << 20, "evicted": 3, "open": True}
+        host = {
+            "name": "host",
+            "objects": 70,
+            "bytes": 32 << 20,
+            "capacity": 64 << 20,
+            "evicted": 3,
+            "open": True,
+        }
         moved = {
             "reads": {"ok": 5, "corrupt": 1},
             "writes": {"ok": 9},
