@@ -261,12 +261,52 @@ static PyObject *decode(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* A layer's new tokens, one a row: q and k turned, k and v written behind what the row has, q attended. `joined` is q, k and v of
+ * each row, head after head. */
+static PyObject *step(PyObject *self, PyObject *args)
+{
+    Size joined, cosine, sine, out, begin, end, heads, k, v, kv, dim, block, tables, s_table, firsts, lengths, longest;
+    Size sk_page, sk_place, sk_head, sv_page, sv_place, sv_head;
+    float scale;
+    if (!PyArg_ParseTuple(args, "nnnnnnnf(nnnnnnnnnnn)(nnnnn)", &joined, &cosine, &sine, &out, &begin, &end, &heads, &scale,
+                          &k, &v, &kv, &dim, &block, &sk_page, &sk_place, &sk_head, &sv_page, &sv_place, &sv_head,
+                          &tables, &s_table, &firsts, &lengths, &longest))
+        return NULL;
+    Size group = heads / kv, width = (heads + 2 * kv) * dim;
+    Floats scores = malloc((size_t)(group * longest) * sizeof(float));
+    if (scores == NULL)
+        return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    turn_heads((Floats)joined + begin * width, (Floats)cosine + begin * dim, (Floats)sine + begin * dim, end - begin,
+               heads + kv, dim / 2, width, dim);
+    for (Size row = begin; row < end; row++) {
+        const int32_t *table = (const int32_t *)tables + row * s_table;
+        Size first = ((const int64_t *)firsts)[row], length = ((const int64_t *)lengths)[row], last = length - 1;
+        const float *q = (Floats)joined + row * width, *new_k = q + heads * dim, *new_v = new_k + kv * dim;
+        Floats to_k = (Floats)k + table[last / block] * sk_page + last % block * sk_place;
+        Floats to_v = (Floats)v + table[last / block] * sv_page + last % block * sv_place;
+        for (Size head = 0; head < kv; head++) {
+            memcpy(to_k + head * sk_head, new_k + head * dim, (size_t)dim * sizeof(float));
+            memcpy(to_v + head * sv_head, new_v + head * dim, (size_t)dim * sizeof(float));
+        }
+        for (Size head = 0; head < kv; head++) {
+            Head keys = {(Floats)k + head * sk_head, sk_page, sk_place}, values = {(Floats)v + head * sv_head, sv_page, sv_place};
+            attend_head(q + head * group * dim, dim, keys, values, table, first, length, block, group, dim, dim, scale,
+                        scores, (Floats)out + (row * heads + head * group) * dim);
+        }
+    }
+    Py_END_ALLOW_THREADS
+    free(scores);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"rms_norm", rms_norm, METH_VARARGS, "rms_norm(x, weight, out, rows, dim, row stride, eps, one)"},
     {"gated", gated, METH_VARARGS, "gated(x, out, rows, dim, tanh)"},
     {"rotate", rotate, METH_VARARGS, "rotate(x, cos, sin, tokens, heads, half, token stride, head stride), in place"},
     {"put", put, METH_VARARGS, "put(pages, new, page, place, tokens, heads, dim, three strides of pages, two of new)"},
     {"decode", decode, METH_VARARGS, "decode(q, k, v, tables, firsts, lengths, out, begin, end, shape, strides, scale)"},
+    {"step", step, METH_VARARGS, "step(joined, cos, sin, out, begin, end, heads, scale, (the layer's pages), (the step's rows))"},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu", NULL, 0, methods, NULL, NULL, NULL, NULL};

@@ -14,3 +14,7 @@ def decode(
     heads: int, kv_heads: int, dim: int, v_dim: int, block: int,
     s_q: tuple[int, ...], s_k: tuple[int, ...], s_v: tuple[int, ...], s_table: int, longest: int, scale: float, /,
 ) -> None: ...  # fmt: skip
+def step(
+    joined: int, cos: int, sin: int, out: int, begin: int, end: int, heads: int, scale: float,
+    pages: tuple[int, ...], rows: tuple[int, ...], /,
+) -> None: ...  # fmt: skip

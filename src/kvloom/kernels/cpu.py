@@ -11,10 +11,12 @@ same up to rounding. Knows no modules and no plans.
 | `rotate_`   | x [tokens, heads, dim], cos, sin [tokens, dim]          | x, turned in place                            |
 | `put`       | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: tokens are at their places         |
 | `decode`    | q [rows, heads, dim], pages, tables, what each row sees | [rows, heads, dim of v]                       |
+| `step`      | q, k and v of one token a row, joined                   | the last three in one call                    |
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -28,7 +30,7 @@ try:
 except ImportError:  # without a compiler
     BUILT = False
 
-__all__ = ["Seen", "decode", "gated", "put", "rms_norm", "rotate_", "takes"]
+__all__ = ["LayerPages", "Rows", "Seen", "decode", "gated", "put", "rms_norm", "rotate_", "step", "takes"]
 
 Ints = npt.NDArray[np.int64]
 SHARED_WORK = 1 << 20
@@ -87,7 +89,7 @@ class Seen:
         self.at = self.firsts.ctypes.data, self.lengths.ctypes.data
 
     def parts(self, heads: int, products: int) -> list[int]:
-        """Bounds of what each thread does of the units (a row's heads of K and V, row after row), of about equal work."""
+        """Bounds of what each thread does of the units (`heads` of a row, row after row), of about equal work."""
         units = len(self.counts) * heads
         count = min(torch.get_num_threads(), units, self.total * products // SHARED_WORK)
         if count < 2:
@@ -109,15 +111,58 @@ def decode(
     shape = heads, kv_heads, dim, v_dim, k.shape[1]
     strides = q.stride()[:2], k.stride()[:3], v.stride()[:3], tables.stride(0)
 
-    def part(begin: int, end: int) -> None:
-        _cpu.decode(*given, begin, end, *shape, *strides, seen.longest, scale)
+    _shared(
+        seen.parts(kv_heads, heads * (dim + v_dim)),
+        lambda begin, end: _cpu.decode(*given, begin, end, *shape, *strides, seen.longest, scale),
+    )
+    return out
 
-    bounds = seen.parts(kv_heads, heads * (dim + v_dim))
+
+class LayerPages:
+    """A layer's K and V pages ([pages, block, heads, dim], float32), with all that does not change from step to step."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        _, block, self.heads, self.dim = k.shape
+        self._kept = k, v  # or the addresses would be nobody's
+        self.at = k.data_ptr(), v.data_ptr(), self.heads, self.dim, block, *k.stride()[:3], *v.stride()[:3]
+
+
+class Rows:
+    """A step of one new token a row: the pages of each row ([rows, blocks], int32), and what its token sees."""
+
+    def __init__(self, tables: torch.Tensor, seen: Seen) -> None:
+        self.seen, self._kept = seen, tables
+        self.at = tables.data_ptr(), tables.stride(0), *seen.at, seen.longest
+
+
+def step(
+    joined: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: int,
+    scale: float,
+    pages: LayerPages,
+    rows: Rows,
+) -> torch.Tensor:
+    """What a layer's attention does between its products, in one call: q and k are turned, k and v written, q attended.
+    `joined` [rows, (heads + 2 * heads of K) * dim], dense, is q, k and v of each row; it is changed."""
+    count, dim = len(joined), pages.dim
+    out = joined.new_empty((count, heads * dim))
+    given = joined.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
+    bounds = rows.seen.parts(1, 2 * heads * dim)
+    if len(bounds) == 2:
+        _cpu.step(*given, 0, count, heads, scale, pages.at, rows.at)
+    else:
+        _shared(bounds, lambda begin, end: _cpu.step(*given, begin, end, heads, scale, pages.at, rows.at))
+    return out
+
+
+def _shared(bounds: list[int], part: Callable[[int, int], None]) -> None:
+    """Do each part, the first here and the others in threads."""
     later = [_threads().submit(part, *both) for both in pairwise(bounds[1:])]
     part(bounds[0], bounds[1])
     for each in later:
         each.result()
-    return out
 
 
 _POOL: list[ThreadPoolExecutor] = []

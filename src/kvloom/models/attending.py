@@ -18,7 +18,7 @@ from kvloom.kernels.fused import linear
 
 from .attention import ATTENTION, IGNORED
 
-__all__ = ["fuse_attention"]
+__all__ = ["KNOWN", "Attention", "fuse_attention"]
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -49,16 +49,21 @@ class _Looking:
         return query.flip(0).contiguous()
 
 
-class _Attention:
+class Attention:
     """The forward of an attention module."""
 
     def __init__(
         self, module: Any, weight: torch.Tensor, bias: torch.Tensor | None, dim: int, scale: float
     ) -> None:
-        self._module, self._own = module, module.forward
-        self._weight, self._bias, self._dim, self._scale = weight, bias, dim, scale
-        self._heads, self._kv = module.q_proj.out_features // dim, module.k_proj.out_features // dim
-        self._norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+        self._module, self._own, self.layer = module, module.forward, int(module.layer_idx)
+        self.weight, self.bias, self.dim, self.scale = weight, bias, dim, scale
+        self.heads, self.kv = module.q_proj.out_features // dim, module.k_proj.out_features // dim
+        self.norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but a product lies between hidden states and the rotation."""
+        return self.bias is None and self.norms == [None, None]
 
     def __call__(
         self,
@@ -71,27 +76,27 @@ class _Attention:
         pages = named.get("pages")
         if (
             pages is None or pages is not past_key_values or position_embeddings is None or len(hidden_states) != 1
-            or not self._turns(*position_embeddings) or not named.keys() <= KNOWN
+            or not self.turns(*position_embeddings) or not named.keys() <= KNOWN
         ):  # fmt: skip
             return self._own(hidden_states, position_embeddings, attention_mask, past_key_values, **named)  # type: ignore[no-any-return]
-        heads, kv, dim = self._heads, self._kv, self._dim
+        heads, kv, dim = self.heads, self.kv, self.dim
         tokens = hidden_states.shape[1]
-        joined = linear(hidden_states[0], self._weight, self._bias).view(tokens, heads + 2 * kv, dim)
+        joined = linear(hidden_states[0], self.weight, self.bias).view(tokens, heads + 2 * kv, dim)
         turned = joined[:, : heads + kv]
         q, k, v = joined[:, :heads], joined[:, heads : heads + kv], joined[:, heads + kv :]
-        if self._norms[0] is None:
+        if self.norms[0] is None:
             cpu.rotate_(turned, *position_embeddings)
         else:
-            q, k = (norm(x) for norm, x in zip(self._norms, (q, k), strict=True))  # type: ignore[misc]
+            q, k = (norm(x) for norm, x in zip(self.norms, (q, k), strict=True))  # type: ignore[misc]
             for part in (q, k):
                 cpu.rotate_(part, *position_embeddings)
         new = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-        out = pages.attend(self._module.layer_idx, q, *new, self._scale, None, None, 0)
+        out = pages.attend(self.layer, q, *new, self.scale, None, None, 0)
         return self._module.o_proj(out.reshape(1, tokens, -1)), None
 
-    def _turns(self, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    def turns(self, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         return (
-            cos.shape[-1] == self._dim and cos.is_contiguous() and sin.is_contiguous() and cpu.takes(cos, sin)
+            cos.shape[-1] == self.dim and cos.is_contiguous() and sin.is_contiguous() and cpu.takes(cos, sin)
         )
 
 
@@ -120,7 +125,7 @@ def fuse_attention(module: Any) -> bool:
     wanted = _look(module.forward, x, turns)
     if wanted is None or wanted[0].how[2:] != (None, None, 0):
         return False
-    lean = _Attention(module, weight, bias, dim, wanted[0].how[1])
+    lean = Attention(module, weight, bias, dim, wanted[0].how[1])
     found = _look(lean, x, turns)
     if found is None or not _same(found, wanted):
         return False

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -109,6 +109,8 @@ class Pages(Void):
         self._plans: dict[tuple[Shape, Span, int, bool], Plan] = {}
         self._sharing: dict[int, Sharing] = {}
         self._made: set[tuple[Shape, Span]] = set()
+        self._layers: dict[int, cpu.LayerPages | None] = {}
+        self._singles: dict[tuple[int, int], cpu.Rows] | Literal[False] | None = None
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self._cutter: Cutter | None = None
         self.handle = next(_HANDLES)
@@ -121,6 +123,7 @@ class Pages(Void):
         self._batch, self._cutter = batch, cutter
         self.steps = Steps(batch)
         self._made.clear()
+        self._singles = None
 
     @property
     def keeps_states(self) -> bool:
@@ -239,6 +242,28 @@ class Pages(Void):
         if out is not None and query.dtype != own:
             return out.copy_(found)
         return found.to(own)
+
+    def singles(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.Rows] | None:
+        """A layer's pages and the step's rows, where the step is one token a row and `cpu.step` takes it; else None."""
+        if self._singles is None:
+            batch = self.batch
+            plain = batch.spans is None and not batch.replayed and self._cutter is None and not self._piece
+            self._singles = {} if plain and batch.bounds[-1] == len(batch.sizes) else False
+        if self._singles is False or layer_idx not in self._views:
+            return None
+        view, span = self._views[layer_idx]
+        if layer_idx not in self._layers:
+            k, v = view.fields.get("k"), view.fields.get("v")
+            fits = k is not None and v is not None and k.shape == v.shape and cpu.takes(k, v)
+            self._layers[layer_idx] = cpu.LayerPages(k, v) if fits else None  # type: ignore[arg-type]
+        layer, key = self._layers[layer_idx], (view.group, view.run)
+        if layer is None:
+            return None
+        if key not in self._singles:
+            lengths = np.array(self.batch.sizes)
+            seen = cpu.Seen(span.first_visible_each(lengths - 1), lengths)
+            self._singles[key] = cpu.Rows(self.batch.tables[view.group][view.run], seen)
+        return layer, self._singles[key]
 
     def share(self, runs: list[SharedRun], rows: int) -> bool:
         """Tell which of `rows` single tokens to be replayed hold the same pages, so that those are read once; whether any
