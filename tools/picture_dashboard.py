@@ -66,6 +66,7 @@ def serving(model: str, pool: str, keys: dict[str, str], more: list[str]) -> Ite
             key: {"tenant": "search" if name == "admin" else name, "admin": name == "admin"}
             for name, key in keys.items()
         }
+        file.touch(0o600)
         file.write_text(json.dumps(rules), encoding="utf-8")
         process = subprocess.Popen(
             [sys.executable, "-m", "kvloom.cli", "serve", model, "--port", "0", "--pool", pool, "--api-keys", str(file), *more],
