@@ -444,6 +444,11 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     drain = "how long running requests may take after SIGTERM (default: 30)"
     add("--drain-seconds", type=float, default=30.0, metavar="S", help=drain)
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+    record = "write names, lengths and times of requests (never text) to this file, for `kvloom replay`"
+    add("--record", metavar="FILE", help=record)
+    add("--otlp", metavar="URL", help="send traces to this OTLP/HTTP receiver, like http://127.0.0.1:4318")
+    add("--no-metrics", action="store_true", help="count nothing, remember no requests (for measuring)")
+    parser.epilog = "Metrics are at /metrics; a Grafana dashboard for them is kvloom/serve/grafana.json in the package, and docs/observability.md explains both."
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -459,6 +464,7 @@ def _served(args: argparse.Namespace) -> int:
     from kvloom.serve.keys import Keys, read_keys
     from kvloom.serve.limits import Limits
     from kvloom.serve.messages import Start
+    from kvloom.serve.recorder import Recorder
     from kvloom.serve.server import Options, serve
 
     if args.no_auth and args.api_keys is not None:
@@ -480,6 +486,7 @@ def _served(args: argparse.Namespace) -> int:
         threads=args.threads,
         tenants=keys.tenants,
         progress=sys.stderr.isatty(),
+        observe=not args.no_metrics,
     )
     limits = Limits(
         body_bytes=parse_size(args.max_body),
@@ -489,16 +496,22 @@ def _served(args: argparse.Namespace) -> int:
         read_seconds=args.read_seconds,
     )
     template = args.chat_template
+    name = args.name or (None if model == args.model else args.model)
+    if args.record is not None and args.no_metrics:
+        raise ValueError("--record writes down what --no-metrics does not look at: give one of them")
+    recorder = None if args.record is None else Recorder(args.record, block_tokens=16, model=name or model)
     return serve(
         Options(
             start,
             host=args.host,
             port=args.port,
-            name=args.name or (None if model == args.model else args.model),
+            name=name,
             keys=keys,
             limits=limits,
             drain_seconds=args.drain_seconds,
             chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
+            recorder=recorder,
+            otlp=args.otlp,
         )
     )
 
@@ -573,11 +586,27 @@ def _replay(args: argparse.Namespace) -> int:
         return BAD_INPUT
 
 
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    from kvloom.serve.explain_command import arguments
+
+    arguments(parser)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from kvloom.serve.explain_command import run
+
+    try:
+        return run(args)
+    except (OSError, ValueError) as error:
+        return _told("explain", error)
+
+
 COMMANDS: dict[str, Command] = {
     "plan": Command("Memory of a model and a load under three schemes.", _plan_arguments, _plan),
     "generate": Command("Let a model go on from prompts, once.", _generate_arguments, _generate),
     "calibrate": Command("Make static scales for a quantised KV cache.", _calibrate_arguments, _calibrate),
     "serve": Command("An OpenAI-compatible server.", _serve_arguments, _serve),
+    "explain": Command("Why a request hit the cache or missed it.", _explain_arguments, _explain),
     "replay": Command("Recorded traffic through the cache: hit rates, sizes.", _replay_arguments, _replay),
     "bench": Command("Measure kvloom beside its peers.", _bench_arguments, _bench),
 }

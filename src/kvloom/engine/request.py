@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import Control, Sequence
+from kvloom.core import Control, Sequence, Stop
 from kvloom.models.vision import Sight
 
 from .grammar import GrammarState
@@ -41,6 +41,9 @@ class Request:
     grammar. Where several answers are wanted the request is the first of them and `children` are the others: they begin
     (`branched`) where the prompt ends, or are the places of `beams`. One that `waits` must have its last token seen by the
     host before its next can be chosen. `sight` is what the prompt shows, where it has images.
+
+    How it went: it was looked up at `looked_up`, on the cache's clock, and `began` when it got its first work: `hits` says
+    how many tokens it found in which tier, `stop` why they were not more, and `elsewhere` that another tenant has more.
     """
 
     order: int
@@ -69,6 +72,11 @@ class Request:
     branched: bool = False
     beams: BeamSearch | None = None
     sight: Sight | None = None
+    looked_up: float = 0.0
+    began: float = 0.0
+    hits: dict[str, int] = field(default_factory=dict)
+    stop: Stop | None = None
+    elsewhere: bool = False
     waits: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """Sorts first what runs first."""

@@ -29,6 +29,8 @@ __all__ = ["Scheduled", "Scheduler"]
 Scheduled = tuple[Request, Work]
 RANK = attrgetter("rank")
 UNKNOWN = np.array([-1])
+MOST_ROOTS = 64
+"""Tenants and adapters up to which a miss is looked for among the others', too: each costs a walk."""
 MOST_ASIDE = 32
 """Requests that a step may put aside because others compute what they need: looking at each costs a match."""
 
@@ -44,6 +46,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.given_up: list[Request] = []
         """Requests that ended for want of room, until somebody tells of them."""
+        self.begun: list[Request] = []
+        """Requests that the last step gave their first work."""
         self._waiting: list[tuple[tuple[int, int], Request]] = []
 
     @property
@@ -87,6 +91,7 @@ class Scheduler:
         """The next step's work, its pages reserved; empty only where nothing is left to do, or to know first. `places`
         says where the unknown token of a request (by `id`) stands among those the step before chose."""
         places = places or {}
+        self.begun = []
         picked: list[Scheduled] = []
         budget = self.token_budget
         empty = not self.running
@@ -110,6 +115,7 @@ class Scheduler:
             waiting = self._next()
             if waiting is None:
                 break
+            looked_up = self.cache.clock.now()
             found = self._match(waiting)
             front = self._front(waiting, found.resume)
             if front is not None and front in fronts and len(aside) < MOST_ASIDE:
@@ -120,7 +126,7 @@ class Scheduler:
             taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
             budget -= taken
             if taken:
-                waiting.count_cached(waiting.computed)
+                self._begin(waiting, found, looked_up)
             elif self.running or picked or not empty:  # (what gave way holds pages until its copies are made)
                 break
             else:
@@ -248,6 +254,16 @@ class Scheduler:
         request.computed = request.sequence.length
         self.running.append(request)
 
+    def _begin(self, request: Request, found: Match, looked_up: float) -> None:
+        """A request got its first work: remember what it found, and why not more."""
+        if request.cached_tokens is None:
+            request.count_cached(request.computed)
+            request.hits, request.stop = {"device": request.computed} if request.computed else {}, found.stop
+            if len(self.cache.tree.roots) <= MOST_ROOTS:
+                request.elsewhere = self.cache.explain(found).reason == "other tenant"
+            request.looked_up, request.began = looked_up, self.cache.clock.now()
+            self.begun.append(request)
+
     def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
         """Give one token each to requests that decode: all at once where there is room for all. They do not count
         against the budget: chunks of prompts keep their size, which kernels that are prepared for a size like."""
@@ -344,6 +360,7 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         assert request.sequence is not None
+        request.sequence.ending = request.finish
         request.sequence.close()
         request.sequence = None
         request.computed = 0

@@ -43,7 +43,7 @@ class Usage:
 
 class Form(ABC):
     """One HTTP request's answers. `ids` are its prompts, which have `n` answers each; `echo` repeats each prompt's text
-    before its answers; `usage` is counted here."""
+    before its answers; `usage` is counted here, and `finishes` says how answers ended, as they do."""
 
     prefix = ""
     whole_object = ""
@@ -64,9 +64,11 @@ class Form(ABC):
         self._texts = [(prompt.text or "") if echo else "" for prompt in prompts]
         self._places = {id_: place for place, id_ in enumerate(ids)}
         self._n, self._names, self._token_ids, self._top = n, names, token_ids, top_logprobs
+        self.finishes: list[str] = []
         self._lengths: dict[int, int] = {}  # characters of each choice that were told
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "id": self.id,
             "object": "",
             "created": int(time.time()),
             "model": model,
@@ -98,6 +100,8 @@ class Form(ABC):
         return self._places[delta.id] * self._n + delta.index
 
     def _count(self, delta: Delta) -> None:
+        if delta.finish is not None:
+            self.finishes.append(delta.finish)
         if delta.finish in _ENDS:
             raise _ENDS[delta.finish]
         self.usage.completion += len(delta.tokens)

@@ -15,6 +15,7 @@ from .limits import Gate, Limits
 from .link import EngineLink
 from .messages import Ready
 from .metrics import Metrics
+from .observer import Observer
 from .prompts import Prompts
 
 __all__ = ["Service", "is_loopback"]
@@ -29,11 +30,15 @@ class Service:
     keys: Keys
     limits: Limits
     gate: Gate
-    metrics: Metrics
+    observer: Observer
     model: str
     path: str
     created: int
     prompts: Prompts | None = None
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.observer.metrics
 
     def ready(self) -> tuple[Ready, Prompts]:
         """The engine's facts and the tokenizer. Raises ApiError while one of them is missing, or the server shuts down."""
@@ -47,6 +52,13 @@ class Service:
     def tenant_of(self, request: Request) -> str | None:
         """The tenant that a request's key names; None where no keys are used. Raises ApiError 401."""
         return self.keys.tenant(request.headers.get("authorization")) if self.keys else None
+
+    def sees(self, request: Request) -> str | None:
+        """The tenant whose requests a key may see; None for everybody's: an operator's key, or no keys at all. Raises
+        ApiError 401."""
+        given = request.headers.get("authorization")
+        tenant = self.tenant_of(request)
+        return None if self.keys.admin(given) else tenant
 
     def tenant(self, request: Request, fields: Fields) -> str:
         """The tenant of a generating request: its key's, or without keys the one it names."""

@@ -1,0 +1,176 @@
+"""The names under which counts are served: one row a series, with the field's usual name beside ours where there is one.
+
+Dashboards that people have ask for vLLM's names and its labels `model_name` and `engine`; those are given with the same
+meaning and unit. Ours have what only we count. A counter's name gets `_total`, as the format wants. Counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from kvloom.core.spread import SECONDS, Spread
+
+from .messages import Counts, Stats, TenantUse, TierUse
+
+__all__ = ["Pool", "Row", "Value", "engine_rows", "families", "tenant_rows", "tier_rows"]
+
+Labels = tuple[str, ...]
+Value = float | Mapping[Any, float] | Spread
+"""A number, one for each value of a label (or tuple of several), or a spread."""
+BREAKERS = ("closed", "half-open", "open")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One series. `value` is a number, a number for each value of `labels`, or a spread. `usual` are the field's names for
+    it, and `usual_labels` what they call the labels."""
+
+    name: str
+    kind: str
+    help: str
+    value: Value
+    usual: tuple[str, ...] = ()
+    labels: Labels = ()
+    usual_labels: Labels = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What does not change while an engine runs: bytes of a slab, tokens of a block, and the share of each kind's pages that
+    is padding."""
+
+    slab_bytes: int = 0
+    block_tokens: int = 0
+    padding: dict[str, float] = field(default_factory=dict)
+
+
+def families(rows: Iterable[Row], model: str) -> Iterator[Metric]:
+    """The rows as Prometheus' library takes them."""
+    for row in rows:
+        if row.name:
+            yield _family(row.name, row, (), row.labels)
+        for name in row.usual:
+            yield _family(name, row, (("model_name", model), ("engine", "0")), row.usual_labels or row.labels)
+
+
+def _family(name: str, row: Row, fixed: Sequence[tuple[str, str]], labels: Labels) -> Metric:
+    keys, always = [*(key for key, _ in fixed), *labels], [value for _, value in fixed]
+    value = row.value
+    if isinstance(value, Spread):
+        histogram = HistogramMetricFamily(name, row.help, labels=keys)
+        histogram.add_metric(always, _buckets(value), value.total)
+        return histogram
+    family = (CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily)(
+        name, row.help, labels=keys
+    )
+    several: Mapping[Any, float] = value if isinstance(value, Mapping) else {(): value}
+    for words, number in several.items():
+        family.add_metric([*always, *((words,) if isinstance(words, str) else words)], number)
+    return family
+
+
+def _buckets(spread: Spread) -> list[tuple[str, float]]:
+    cumulative, reached = [], 0
+    for bound, count in zip((*spread.bounds, "+Inf"), spread.counts, strict=True):
+        reached += count
+        cumulative.append((str(bound), float(reached)))
+    return cumulative
+
+
+def engine_rows(stats: Stats, pool: Pool) -> list[Row]:
+    """What the engine told last."""
+    total = stats.slabs * pool.slab_bytes
+    usage = stats.held_bytes / total if total else 0.0
+    beyond = stats.looked_up_tokens - stats.hit_tokens
+    gauge = [
+        Row("kvloom_running", "gauge", "Answers that hold pages", stats.running, ("vllm:num_requests_running",)),
+        Row("kvloom_waiting", "gauge", "Answers that wait for their turn", stats.waiting, ("vllm:num_requests_waiting",)),
+        Row("kvloom_pool_bytes", "gauge", "Bytes of the pool", total),
+        Row("kvloom_pool_free_bytes", "gauge", "Bytes of the pool that are lent to nobody", stats.free_slabs * pool.slab_bytes),
+        Row("kvloom_held_bytes", "gauge", "Bytes of pages that requests hold", stats.held_bytes),
+        Row("kvloom_cached_bytes", "gauge", "Bytes of pages that stay for later requests", stats.cached_bytes),
+        Row("kvloom_pool_usage_ratio", "gauge", "Share of the pool that requests hold", usage, ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),
+        Row("kvloom_held_pages", "gauge", "Pages that requests hold", stats.held_pages),
+        Row("kvloom_cached_pages", "gauge", "Pages that stay for later requests", stats.cached_pages),
+        Row("kvloom_fragmented_bytes", "gauge", "Bytes of free pages in slabs that other pages keep lent", stats.fragmented_bytes),
+        Row("kvloom_unused_tokens", "gauge", "Tokens that running requests have room for and have not computed", stats.unused_tokens),
+        Row("kvloom_padding_ratio", "gauge", "Share of the pages of a kind of layers that is padding", pool.padding, labels=("kind",)),
+        Row("kvloom_prefix_nodes", "gauge", "Nodes of the prefix tree", stats.nodes),
+    ]  # fmt: skip
+    counter = [
+        Row("kvloom_steps", "counter", "Steps of the engine", stats.steps),
+        Row("kvloom_preemptions", "counter", "Times an answer gave its pages up and waited again", stats.preemptions, ("vllm:num_preemptions",)),
+        Row("kvloom_looked_up_tokens", "counter", "Tokens that were looked up in the cache", stats.looked_up_tokens, ("vllm:prefix_cache_queries",)),
+        Row("kvloom_hit_tokens", "counter", "Of those, tokens that were found", stats.hit_tokens, ("vllm:prefix_cache_hits",)),
+        Row("", "counter", "Tokens that the pool did not have, and lower tiers were asked for", beyond if stats.tiers else 0, ("vllm:external_prefix_cache_queries",)),
+        Row("kvloom_hit_pages", "counter", "Pages that were found, by the kind of layers they serve", stats.hit_pages, labels=("kind",)),
+        Row("kvloom_lookups", "counter", "Lookups by why they hit no further", _words(stats.stops), labels=("reason",)),
+        Row("kvloom_evictions", "counter", "Entries that left the cache", stats.evictions),
+        Row("kvloom_evicted_bytes", "counter", "Bytes that left with them", stats.evicted_bytes),
+        Row("kvloom_evicted_entries", "counter", "Entries that left the cache, by what they were", stats.evicted, labels=("kind",)),
+        Row("kvloom_moved_pages", "counter", "Pages moved together to free slabs", stats.moved_pages),
+    ]  # fmt: skip
+    spread = [
+        Row("kvloom_eviction_age_seconds", "histogram", "How long what left had not been used", _spread(stats.idle), ("vllm:kv_block_idle_before_evict_seconds",)),
+        Row("kvloom_reuse_seconds", "histogram", "How long what was hit had not been used", _spread(stats.reused), ("vllm:kv_block_reuse_gap_seconds",)),
+    ]  # fmt: skip
+    return [*gauge, *counter, *spread, *tier_rows(stats.tiers)]
+
+
+def tier_rows(tiers: Sequence[TierUse]) -> list[Row]:
+    """What lower tiers hold and moved, and whether they are used at all."""
+    reads, writes = (
+        {(t.name, o): n for t in tiers for o, n in getattr(t, verb).items()} for verb in ("reads", "writes")
+    )
+    breakers = {(t.name, state): float(t.breaker == state) for t in tiers for state in BREAKERS}
+    at = ("tier",)
+    return [
+        Row("kvloom_tier_objects", "gauge", "Objects in a lower tier", {t.name: t.objects for t in tiers}, labels=at),
+        Row("kvloom_tier_bytes", "gauge", "Bytes in a lower tier", {t.name: t.bytes for t in tiers}, labels=at),
+        Row("kvloom_tier_capacity_bytes", "gauge", "Bytes that a lower tier may hold", {t.name: t.capacity for t in tiers}, labels=at),
+        Row("kvloom_tier_breaker", "gauge", "1 at the state a tier's breaker is in: closed while it is used", breakers, labels=("tier", "state")),
+        Row("kvloom_tier_reads", "counter", "Objects read from a lower tier, by outcome", reads, labels=("tier", "outcome")),
+        Row("kvloom_tier_writes", "counter", "Objects written to a lower tier, by outcome", writes, labels=("tier", "outcome")),
+        Row("kvloom_tier_read_bytes", "counter", "Bytes read from a lower tier", {t.name: t.bytes_read for t in tiers}, labels=at),
+        Row("kvloom_tier_written_bytes", "counter", "Bytes written to a lower tier", {t.name: t.bytes_written for t in tiers}, labels=at),
+        Row("kvloom_tier_evictions", "counter", "Objects that left a lower tier to make room", {t.name: t.evicted for t in tiers}, labels=at),
+    ]  # fmt: skip
+
+
+def tenant_rows(tenants: Mapping[str, TenantUse]) -> list[Row]:
+    """What tenants use and find. Names and numbers; who may see whose is for the caller to say."""
+    bytes_ = {
+        (name, state): getattr(use, state) for name, use in tenants.items() for state in ("used", "held")
+    }
+    queued = {
+        (name, state): getattr(use, state)
+        for name, use in tenants.items()
+        for state in ("running", "waiting")
+    }
+
+    def each(what: str) -> dict[str, float]:
+        return {name: getattr(use, what) for name, use in tenants.items()}
+
+    at = ("tenant",)
+    return [
+        Row("kvloom_tenant_bytes", "gauge", "Bytes of the pool that a tenant uses, and holds", bytes_, labels=("tenant", "state")),
+        Row("kvloom_tenant_requests", "gauge", "Prompts of a tenant that run, and wait", queued, labels=("tenant", "state")),
+        Row("kvloom_tenant_looked_up_tokens", "counter", "Tokens that a tenant looked up", each("looked_up_tokens"), labels=at),
+        Row("kvloom_tenant_hit_tokens", "counter", "Of those, tokens that were found", each("hit_tokens"), labels=at),
+        Row("kvloom_tenant_evictions", "counter", "Entries of a tenant that left the cache", each("evictions"), labels=at),
+    ]  # fmt: skip
+
+
+def _words(counts: Mapping[str, int]) -> dict[str, float]:
+    return {reason.replace(" ", "_"): count for reason, count in counts.items()}
+
+
+def _spread(told: Counts) -> Spread:
+    found = Spread(SECONDS)
+    if told[0]:
+        found.counts, found.total = list(told[0]), told[1]
+    return found
