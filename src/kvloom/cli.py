@@ -499,7 +499,11 @@ def _served(args: argparse.Namespace) -> int:
     name = args.name or (None if model == args.model else args.model)
     if args.record is not None and args.no_metrics:
         raise ValueError("--record writes down what --no-metrics does not look at: give one of them")
-    recorder = None if args.record is None else Recorder(args.record, block_tokens=16, model=name or model)
+    recorder = (
+        None
+        if args.record is None
+        else Recorder(args.record, block_tokens=16, model=name or Path(model).name)
+    )
     return serve(
         Options(
             start,

@@ -64,8 +64,8 @@ class Metrics:
             registry=registry,
         )
         self.prompt_tokens = self.cached_tokens = self.output_tokens = self.gone = 0
-        self.ends: Counter[str] = Counter()
-        self.hits: Counter[str] = Counter()
+        self.ends = Counter({"stop": 0, "length": 0, "cancelled": 0, "failed": 0})
+        self.hits = Counter({"device": 0})
         self.first_token, self.between_tokens, self.per_token = (
             Spread(FIRST),
             Spread(BETWEEN),

@@ -153,21 +153,20 @@ def stop_text(story: Story, length: int, operator: bool) -> tuple[str, str]:
     """Why a prompt of `length` tokens hit no further: a word, and a sentence for people."""
     reason = "other tenant" if operator and story.elsewhere else story.reason
     at, left = story.stop, length - story.stop
-    found = f"The first {at:,} of its {length:,} tokens were cached; " if at else ""
-    began = (
-        "no earlier request went on from there as it does." if at else "No earlier request began as it does."
-    )
+    found = f"The first {at:,} of its {length:,} tokens were cached; " if at else "Nothing was cached: "
+    unseen = "went on with the tokens after them" if at else "began with its tokens"
+    pages = "the pages after them" if at else "its pages"
+    known = "its tokens are known further than that, but"
     when = "" if story.left is None else f" {_ago(story.began - story.left)} before"
     policy = "" if story.policy is None else f", chosen by the policy {story.policy}"
-    pages = "the pages after them" if at else "Its pages"
     sentences: Mapping[str, str] = {
         "complete": f"Everything but the last token was cached ({at:,} of {length:,}); that one is always computed.",
-        "never seen": found + began,
-        "evicted": f"{found}{pages} had been cached too, and left{when} to make room{policy}.",
-        "other tenant": f"{found}{'another' if at else 'Another'} tenant has more of this prompt, and tenants never share pages.",
-        "snapshot missing": f"{found}{'its' if at else 'Its'} tokens are known further than that, but no recurrent state was kept there, so {left:,} are computed.",
-        "window page missing": f"{found}{'its' if at else 'Its'} tokens are known further than that, but pages of a sliding or chunked window have left, so {left:,} are computed.",
-        "media missing": f"{found}{'its' if at else 'Its'} tokens are known further than that, but pages of an image before that point have left.",
+        "never seen": f"{found}no earlier request {unseen}.",
+        "evicted": f"{found}{pages} had been there, and left{when} to make room{policy}.",
+        "other tenant": f"{found}another tenant has more of this prompt, and tenants never share pages.",
+        "snapshot missing": f"{found}{known} no recurrent state was kept there, so {left:,} are computed.",
+        "window page missing": f"{found}{known} pages of a sliding or chunked window had left, so {left:,} are computed.",
+        "media missing": f"{found}{known} pages of an image before that point had left, so {left:,} are computed.",
         "reading off": "The request asked not to read the cache.",
     }
     return reason.replace(" ", "_"), sentences.get(reason, f"{found}{reason}.")

@@ -12,6 +12,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from kvloom.core import REASONS
 from kvloom.core.spread import SECONDS, Spread
 
 from .messages import Counts, Stats, TenantUse, TierUse
@@ -21,6 +22,7 @@ __all__ = ["Pool", "Row", "Value", "engine_rows", "families", "tenant_rows", "ti
 Labels = tuple[str, ...]
 Value = float | Mapping[Any, float] | Spread
 """A number, one for each value of a label (or tuple of several), or a spread."""
+EVICTED = ("blocks", "window", "snapshot", "media")
 BREAKERS = ("closed", "half-open", "open")
 
 
@@ -86,6 +88,7 @@ def engine_rows(stats: Stats, pool: Pool) -> list[Row]:
     total = stats.slabs * pool.slab_bytes
     usage = stats.held_bytes / total if total else 0.0
     beyond = stats.looked_up_tokens - stats.hit_tokens
+    config = (str(pool.block_tokens), str(stats.slabs), "True")
     gauge = [
         Row("kvloom_running", "gauge", "Answers that hold pages", stats.running, ("vllm:num_requests_running",)),
         Row("kvloom_waiting", "gauge", "Answers that wait for their turn", stats.waiting, ("vllm:num_requests_waiting",)),
@@ -99,6 +102,7 @@ def engine_rows(stats: Stats, pool: Pool) -> list[Row]:
         Row("kvloom_fragmented_bytes", "gauge", "Bytes of free pages in slabs that other pages keep lent", stats.fragmented_bytes),
         Row("kvloom_unused_tokens", "gauge", "Tokens that running requests have room for and have not computed", stats.unused_tokens),
         Row("kvloom_padding_ratio", "gauge", "Share of the pages of a kind of layers that is padding", pool.padding, labels=("kind",)),
+        Row("", "gauge", "What the cache is made of", {config: 1}, ("vllm:cache_config_info",), ("block_size", "num_gpu_blocks", "enable_prefix_caching")),
         Row("kvloom_prefix_nodes", "gauge", "Nodes of the prefix tree", stats.nodes),
     ]  # fmt: skip
     counter = [
@@ -108,10 +112,10 @@ def engine_rows(stats: Stats, pool: Pool) -> list[Row]:
         Row("kvloom_hit_tokens", "counter", "Of those, tokens that were found", stats.hit_tokens, ("vllm:prefix_cache_hits",)),
         Row("", "counter", "Tokens that the pool did not have, and lower tiers were asked for", beyond if stats.tiers else 0, ("vllm:external_prefix_cache_queries",)),
         Row("kvloom_hit_pages", "counter", "Pages that were found, by the kind of layers they serve", stats.hit_pages, labels=("kind",)),
-        Row("kvloom_lookups", "counter", "Lookups by why they hit no further", _words(stats.stops), labels=("reason",)),
+        Row("kvloom_lookups", "counter", "Lookups by why they hit no further", _words(stats.stops, REASONS), labels=("reason",)),
         Row("kvloom_evictions", "counter", "Entries that left the cache", stats.evictions),
         Row("kvloom_evicted_bytes", "counter", "Bytes that left with them", stats.evicted_bytes),
-        Row("kvloom_evicted_entries", "counter", "Entries that left the cache, by what they were", stats.evicted, labels=("kind",)),
+        Row("kvloom_evicted_entries", "counter", "Entries that left the cache, by what they were", _words(stats.evicted, EVICTED), labels=("kind",)),
         Row("kvloom_moved_pages", "counter", "Pages moved together to free slabs", stats.moved_pages),
     ]  # fmt: skip
     spread = [
@@ -165,8 +169,9 @@ def tenant_rows(tenants: Mapping[str, TenantUse]) -> list[Row]:
     ]  # fmt: skip
 
 
-def _words(counts: Mapping[str, int]) -> dict[str, float]:
-    return {reason.replace(" ", "_"): count for reason, count in counts.items()}
+def _words(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, float]:
+    """Counts by words as labels have them; those that nothing was counted for are there from the beginning."""
+    return {word.replace(" ", "_"): count for word, count in {**dict.fromkeys(known, 0), **counts}.items()}
 
 
 def _spread(told: Counts) -> Spread:
