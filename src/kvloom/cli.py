@@ -171,9 +171,9 @@ def _show_plan(args: argparse.Namespace) -> int:
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "benchmark",
-        choices=["index", "kernels", "engine", "serve", "quality"],
+        choices=["index", "kernels", "engine", "serve", "metrics", "quality"],
         help="index: names, match, allocate, publish, evict (CPU); kernels: attention, writes, copies (GPU); "
-        "engine: whole workloads, beside Hugging Face and vLLM (both); serve: many streams on a server (both); quality: perplexity under quantised KV (both)",
+        "engine: whole workloads, beside Hugging Face and vLLM (both); serve: many streams on a server (both); metrics: what counting costs there (both); quality: perplexity under quantised KV (both)",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the benchmark (try --help)")
 

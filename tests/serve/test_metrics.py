@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvloom.core import REASONS
 from kvloom.serve.messages import Stats
-from kvloom.serve.series import Pool, Row, engine_rows, families
+from kvloom.serve.series import Pool, Row, engine_rows, exposition
 from kvloom.serve.stats import tier_use
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Ranges
 from tests.serve.running import MODEL, Running, running
@@ -170,7 +170,9 @@ def test_a_tier_shows_what_it_holds_moved_and_refused() -> None:
         tier.close()
     found = {
         (sample.name, *sorted(sample.labels.values())): sample.value
-        for family in families(engine_rows(Stats(tiers=[use]), Pool()), MODEL)
+        for family in text_string_to_metric_families(
+            exposition(engine_rows(Stats(tiers=[use]), Pool()), MODEL)
+        )
         for sample in family.samples
     }
     assert found["kvloom_tier_objects", "host"] == 4
@@ -183,6 +185,13 @@ def test_a_tier_shows_what_it_holds_moved_and_refused() -> None:
 
 
 def test_a_row_without_a_name_of_ours_has_the_usual_one_alone() -> None:
-    (family,) = families([Row("", "gauge", "help", 3.0, ("vllm:some",))], "m")
-    assert family.samples[0].name == "vllm:some"
-    assert family.samples[0].labels == {"model_name": "m", "engine": "0"}
+    text = exposition([Row("", "gauge", "help", 3.0, ("vllm:some",))], "m")
+    assert text == '# HELP vllm:some help\n# TYPE vllm:some gauge\nvllm:some{engine="0",model_name="m"} 3.0\n'
+
+
+def test_names_of_any_kind_are_read_back_as_they_were() -> None:
+    odd = 'a "quoted" \\ back\nline, é'
+    text = exposition([Row("one", "counter", "help", {odd: 1}, ("two",), ("tenant",))], odd)
+    ours, usual = (family.samples[0] for family in text_string_to_metric_families(text))
+    assert ours.labels == {"tenant": odd}
+    assert usual.labels == {"engine": "0", "model_name": odd, "tenant": odd}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["Load", "Seen", "main", "offer"]
+__all__ = ["Load", "Seen", "main", "offer", "started"]
 
 STARTUP_SECONDS = 300
 PERCENTS = (50, 90, 99)
@@ -186,7 +186,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
     return {**told, "max": round(1e3 * ordered[-1], 2)}
 
 
-def _started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
+def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
     """A server of our own: its process, address, model's name and engine's process."""
     command = [sys.executable, "-m", "kvloom.cli", "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     process, url, model, pids = None, options.url, options.model, []
     if url is None:
-        process, url, model, engine = _started(options.serve)
+        process, url, model, engine = started(options.serve)
         pids = [process.pid, engine]
     load = Load(
         url, model or "", options.streams, options.seconds, options.prompt_tokens, options.shared_tokens,

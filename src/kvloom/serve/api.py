@@ -101,7 +101,7 @@ class _Counted:
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                self._service.metrics.requests.labels(path, str(message["status"])).inc()
+                self._service.metrics.requests[path, str(message["status"])] += 1
             await send(message)
 
         request = Request(scope)

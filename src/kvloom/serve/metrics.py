@@ -4,11 +4,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-
-from prometheus_client import CollectorRegistry, Counter as LabelledCounter, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from kvloom.core.spread import Spread
 
@@ -16,32 +11,11 @@ from .limits import Gate
 from .link import EngineLink
 from .messages import TenantUse
 from .records import Record
-from .series import Pool, Row, engine_rows, families, tenant_rows
+from .series import Pool, Row, engine_rows, exposition, tenant_rows
 
 __all__ = ["Metrics"]
 
-FIRST = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-)
+FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 WHOLE = (0.01, 0.05, 0.1, 0.25, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
@@ -56,13 +30,7 @@ class Metrics:
     def __init__(self, link: EngineLink, gate: Gate, model: str = "", observe: bool = True) -> None:
         self._link, self._gate, self._model = link, gate, model
         self.observe = observe
-        self.registry = registry = CollectorRegistry()
-        self.requests = LabelledCounter(
-            "kvloom_requests",
-            "HTTP requests by endpoint and status",
-            ["endpoint", "status"],
-            registry=registry,
-        )
+        self.requests: Counter[tuple[str, str]] = Counter()
         self.prompt_tokens = self.cached_tokens = self.output_tokens = self.gone = 0
         self.ends = Counter({"stop": 0, "length": 0, "cancelled": 0, "failed": 0})
         self.hits = Counter({"device": 0})
@@ -75,7 +43,6 @@ class Metrics:
             Spread(WHOLE) for _ in range(5)
         )
         self.prompt_lengths, self.output_lengths, self.most_tokens = (Spread(TOKENS) for _ in range(3))
-        registry.register(_Told(self._rows, model))
 
     def count(self, record: Record) -> None:
         """A request has ended."""
@@ -108,14 +75,9 @@ class Metrics:
 
     def text(self, tenant: str | None = None, everyone: bool = False) -> bytes:
         """Everything that is not of one tenant; beside it what the tenant uses that asks, or for an operator what each does."""
-        told = generate_latest(self.registry)
         known = self._link.stats.tenants
         shown = known if everyone else {} if tenant is None else {tenant: known.get(tenant, TenantUse())}
-        if not shown:
-            return told
-        registry = CollectorRegistry()
-        registry.register(_Told(lambda: tenant_rows(shown), self._model))
-        return told + generate_latest(registry)
+        return exposition([*self._rows(), *(tenant_rows(shown) if shown else ())], self._model).encode()
 
     def _rows(self) -> list[Row]:
         link, stats = self._link, self._link.stats
@@ -127,6 +89,7 @@ class Metrics:
             Row("kvloom_engine_up", "gauge", "1 while the engine is ready", int(link.ready)),
             Row("kvloom_engine_restarts", "counter", "Times the engine was started again", link.restarts),
             Row("kvloom_open_requests", "gauge", "Generating HTTP requests that have not ended", self._gate.requests),
+            Row("kvloom_requests", "counter", "HTTP requests by endpoint and status", dict(self.requests), labels=("endpoint", "status")),
             Row("kvloom_prompt_tokens", "counter", "Tokens of prompts", self.prompt_tokens, ("vllm:prompt_tokens",)),
             Row("kvloom_cached_prompt_tokens", "counter", "Tokens of prompts that were found in the cache", self.cached_tokens, ("vllm:prompt_tokens_cached",)),
             Row("kvloom_output_tokens", "counter", "Tokens of answers", self.output_tokens, ("vllm:generation_tokens",)),
@@ -155,16 +118,3 @@ class Metrics:
             return Pool()
         padding = {str(row["group"]).rsplit(" #", 1)[0]: float(row["waste"]) for row in facts.layout}
         return Pool(facts.slab_bytes, facts.block_tokens, padding)
-
-
-class _Told(Collector):
-    """Rows that are made when they are asked for."""
-
-    def __init__(self, rows: Callable[[], list[Row]], model: str) -> None:
-        self._rows, self._model = rows, model
-
-    def collect(self) -> Iterator[Metric]:
-        return families(self._rows(), self._model)
-
-    def describe(self) -> list[Metric]:
-        return []

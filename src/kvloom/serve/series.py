@@ -6,18 +6,16 @@ meaning and unit. Ours have what only we count. A counter's name gets `_total`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from kvloom.core import REASONS
 from kvloom.core.spread import SECONDS, Spread
 
 from .messages import Counts, Stats, TenantUse, TierUse
 
-__all__ = ["Pool", "Row", "Value", "engine_rows", "families", "tenant_rows", "tier_rows"]
+__all__ = ["Pool", "Row", "Value", "engine_rows", "exposition", "tenant_rows", "tier_rows"]
 
 Labels = tuple[str, ...]
 Value = float | Mapping[Any, float] | Spread
@@ -50,37 +48,41 @@ class Pool:
     padding: dict[str, float] = field(default_factory=dict)
 
 
-def families(rows: Iterable[Row], model: str) -> Iterator[Metric]:
-    """The rows as Prometheus' library takes them."""
+def exposition(rows: Iterable[Row], model: str) -> str:
+    """The rows in Prometheus' text format, version 0.0.4. About a millisecond for all there are."""
+    fixed = f'engine="0",model_name="{_escaped(model)}"'
+    lines: list[str] = []
     for row in rows:
         if row.name:
-            yield _family(row.name, row, (), row.labels)
+            _write(lines, row.name, row, "", row.labels)
         for name in row.usual:
-            yield _family(name, row, (("model_name", model), ("engine", "0")), row.usual_labels or row.labels)
+            _write(lines, name, row, fixed, row.usual_labels or row.labels)
+    return "\n".join(lines) + "\n"
 
 
-def _family(name: str, row: Row, fixed: Sequence[tuple[str, str]], labels: Labels) -> Metric:
-    keys, always = [*(key for key, _ in fixed), *labels], [value for _, value in fixed]
+def _write(lines: list[str], name: str, row: Row, fixed: str, labels: Labels) -> None:
+    name = name + "_total" if row.kind == "counter" else name
+    lines += [f"# HELP {name} {row.help}", f"# TYPE {name} {row.kind}"]
     value = row.value
     if isinstance(value, Spread):
-        histogram = HistogramMetricFamily(name, row.help, labels=keys)
-        histogram.add_metric(always, _buckets(value), value.total)
-        return histogram
-    family = (CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily)(
-        name, row.help, labels=keys
-    )
-    several: Mapping[Any, float] = value if isinstance(value, Mapping) else {(): value}
-    for words, number in several.items():
-        family.add_metric([*always, *((words,) if isinstance(words, str) else words)], number)
-    return family
+        start = f"{fixed}," if fixed else ""
+        reached = 0
+        for bound, count in zip((*value.bounds, "+Inf"), value.counts, strict=True):
+            reached += count
+            lines.append(f'{name}_bucket{{{start}le="{bound}"}} {reached}')
+        all_ = f"{{{fixed}}}" if fixed else ""
+        lines += [f"{name}_count{all_} {reached}", f"{name}_sum{all_} {value.total}"]
+    elif isinstance(value, Mapping):
+        for words, number in value.items():
+            given = (words,) if isinstance(words, str) else words
+            pairs = [f'{key}="{_escaped(word)}"' for key, word in zip(labels, given, strict=True)]
+            lines.append(f"{name}{{{','.join([fixed, *pairs] if fixed else pairs)}}} {number}")
+    else:
+        lines.append(f"{name}{{{fixed}}} {value}" if fixed else f"{name} {value}")
 
 
-def _buckets(spread: Spread) -> list[tuple[str, float]]:
-    cumulative, reached = [], 0
-    for bound, count in zip((*spread.bounds, "+Inf"), spread.counts, strict=True):
-        reached += count
-        cumulative.append((str(bound), float(reached)))
-    return cumulative
+def _escaped(word: str) -> str:
+    return word.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def engine_rows(stats: Stats, pool: Pool) -> list[Row]:
