@@ -142,7 +142,7 @@ def test_a_stream_shows_in_the_queues_while_it_runs(small: Running) -> None:
     found = samples(small)
     assert found["kvloom_pool_usage_ratio"] > 0
     assert found["kvloom_unused_tokens"] < 16
-    assert found['kvloom_tenant_requests{state="running",tenant=""}'] == 1
+    assert found['kvloom_tenant_requests{tenant="",state="running"}'] == 1
     stream.close()
     small.wait_for(small.idle)
     assert samples(small)["kvloom_disconnected_requests_total"] == 1
