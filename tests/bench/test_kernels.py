@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from kvloom.bench import kernels
+from kvloom.bench.expert_work import by_torch
+from kvloom.kernels.experts import experts
 
 CUDA = torch.cuda.is_available()
 
@@ -43,3 +45,11 @@ def test_a_section_runs(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert len(rows) == 2
     assert all(row["us"]["kvloom"] > row["floor_us"] * 0.5 for row in rows)
+
+
+def test_experts_by_torch_are_the_same_work() -> None:
+    gate_up, down = torch.randn(4, 32, 64).bfloat16(), torch.randn(4, 64, 16).bfloat16()
+    x, index = torch.randn(9, 64).bfloat16(), torch.rand(9, 4).topk(2)[1]
+    weights = torch.rand(9, 2).bfloat16()
+    ours, peer = (run(x, index, weights, gate_up, down).float() for run in (experts, by_torch))
+    assert float((ours - peer).norm() / ours.norm()) < 0.01

@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvloom.models.families import settle_rope
-from kvloom.models.load import load, refusal, transformers_config
+from kvloom.models.load import device_of, load, refusal, transformers_config
 from kvloom.models.reading import ModelError
 
 from .tiny import SIZES, TINY
@@ -277,3 +277,11 @@ def test_rotary_frequencies_do_not_follow_the_batch() -> None:
     assert Runner(model).generate(prompts) == wanted
     dynamic = config_of("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     assert "rope type dynamic" in str(refusal(dynamic))
+
+
+@pytest.mark.parametrize("wrong", ["cudda", "gpu", "cpu:x", "cuda:99", torch.device("cuda", 99)])
+def test_a_device_that_is_not_there_is_named(wrong: torch.device | str) -> None:
+    with pytest.raises(ValueError, match=r"give cpu") as caught:
+        device_of(wrong)
+    assert str(wrong) in str(caught.value)
+    assert device_of("cpu") == torch.device("cpu")

@@ -17,15 +17,25 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvloom.arguments import THREADS, device, parse_size, whole
+from kvloom.engine.threads import use_threads
+from kvloom.models.load import device_of
+
 from .engine_report import QUOTED, Ran, Result, render, rows_of
-from .engine_runners import HuggingFace, Kvloom, Measured, Options, Runner, Vllm
+from .engine_runners import HuggingFace, Invariant, Kvloom, Measured, Options, Runner, Vllm
 from .floor import Floor
 from .shapes import SHAPES, hf_config
 from .workloads import WORKLOADS, Workload, chosen
 
 __all__ = ["main", "measure"]
 
-RUNNERS: dict[str, Callable[[str, Options], Runner]] = {"kvloom": Kvloom, "hf": HuggingFace, "vllm": Vllm}
+RUNNERS: dict[str, Callable[[str, Options], Runner]] = {
+    "kvloom": Kvloom,
+    "hf": HuggingFace,
+    "vllm": Vllm,
+    "invariant": Invariant,
+}
+NAMES = {"kvloom": "kvloom", "hf": "Hugging Face", "vllm": "vLLM", "invariant": "batch-invariant"}
 
 
 # -- measuring --------------------------------------------------------------------------------------
@@ -81,7 +91,7 @@ def _check(work: Workload, found: Measured) -> None:
 
 def run_one(kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options) -> Ran:
     """All of one runner's workloads. A runner that fails keeps what it has, and says why."""
-    name = {"kvloom": "kvloom", "hf": "Hugging Face", "vllm": "vLLM"}[kind]
+    name = NAMES[kind]
     ran = Ran(name)
     try:
         say(f"{name}: starting on {shape}")
@@ -115,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         + "\n".join(f"  {name:14} {shape.what}" for name, shape in SHAPES.items())
         + "\n\nexamples:\n"
         "  kvloom bench engine                                    every workload on the tiny Llama\n"
+        "  kvloom bench engine --shape kvloom-llama --scale 1 --only W1 W5 --requests 16 --rounds 3\n"
         "  kvloom bench engine --shape llama-3.1-8b --only W1 W5 --peers vllm --rounds 2\n"
         "  kvloom bench engine --shape gemma-3-12b --capacity 16384 --pool 100GiB",
     )
@@ -127,8 +138,8 @@ def _parser() -> argparse.ArgumentParser:
         help="the model's shape (default: tiny)",
     )
     add("--only", nargs="+", choices=known, metavar="W", help=f"of {', '.join(known)} (default: all)")
-    add("--peers", nargs="*", choices=["hf", "vllm"], default=["hf", "vllm"], metavar="PEER",
-        help="hf and vllm (default: both); --peers alone is kvloom by itself")  # fmt: skip
+    add("--peers", nargs="*", choices=["hf", "vllm", "invariant"], default=["hf", "vllm"], metavar="PEER",
+        help="hf and vllm (default: both); invariant: kvloom's own batch-invariant mode; --peers alone is kvloom by itself")  # fmt: skip
     add(
         "--rounds",
         type=int,
@@ -139,7 +150,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--scale", type=float, metavar="S",
         help="requests and lengths times S, at most 1 (default: 1, tiny shapes 0.0625)")  # fmt: skip
-    add("--device", help="cuda or cpu (default: cuda where there is one)")
+    add("--requests", type=int, metavar="N", help="of each workload at most so many requests (default: all)")
+    add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--threads", type=whole(1), metavar="N", help=THREADS)
     add(
         "--kv-dtype",
         metavar="D",
@@ -185,18 +198,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _size(text: str | None) -> int | None:
-    if text is None:
-        return None
-    from kvloom.plan import parse_size
-
-    return parse_size(text)
+    return None if text is None else parse_size(text)
 
 
 def _bench(args: argparse.Namespace) -> int:
     shape = SHAPES[args.shape]
     scale = shape.scale if args.scale is None else args.scale
-    works = chosen(args.only, scale)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    works = [work.fewer(args.requests) for work in chosen(args.only, scale)]
+    device = str(device_of(args.device))
+    use_threads(args.threads)
     options = Options(
         device=device, seed=args.seed, kv_dtype=args.kv_dtype, pool=_size(args.pool), token_budget=args.token_budget,
         max_running=args.max_running, compile=args.compile, vllm_python=args.vllm_python,

@@ -26,7 +26,7 @@ from .residency import Peak
 from .shapes import SHAPES, build, hf_config
 from .workloads import Conversation
 
-__all__ = ["HuggingFace", "Kvloom", "Measured", "Options", "Runner", "Turns", "Vllm"]
+__all__ = ["HuggingFace", "Invariant", "Kvloom", "Measured", "Options", "Runner", "Turns", "Vllm"]
 
 Turns = list[list[list[int]]]
 """What was said: [conversation][turn] → tokens."""
@@ -93,6 +93,7 @@ class Kvloom:
     """kvloom's own engine, one step after the other."""
 
     name = "kvloom"
+    batch_invariant = False
 
     def __init__(self, shape: str, options: Options) -> None:
         from kvloom.engine.engine import Engine
@@ -105,7 +106,7 @@ class Kvloom:
         pool = options.pool or (None if options.device.startswith("cuda") else CPU_POOL)
         given: dict[str, Any] = {"token_budget": options.token_budget, "max_running": options.max_running}
         chosen = {name: value for name, value in given.items() if value is not None}
-        self.engine = Engine(model, pool, options.kv_dtype, **chosen)
+        self.engine = Engine(model, pool, options.kv_dtype, batch_invariant=self.batch_invariant, **chosen)
         self.engine.prepare()
         _synchronize(self.device)
         self.start_s = time.perf_counter() - begin
@@ -169,6 +170,13 @@ def _gib(size: int) -> str:
 def _count(value: Any) -> int:
     assert isinstance(value, int)
     return value
+
+
+class Invariant(Kvloom):
+    """kvloom in its batch-invariant mode: what that costs."""
+
+    name = "batch-invariant"
+    batch_invariant = True
 
 
 class HuggingFace:

@@ -335,6 +335,19 @@ def copy_rows(rounds: int) -> Iterator[Row]:
             )
 
 
+def expert_rows(rounds: int) -> Iterator[Row]:
+    from .expert_work import expert_work
+
+    for work in expert_work():
+        us = timed(work.calls, rounds)
+        floor = max(work.moved / READ_RATE, work.flops / FLOP_RATE) * 1e6
+        rates = (
+            f"{name} {work.moved / took / 1e6:.2f} TB/s, {work.flops / took / 1e6:.0f} TFLOP/s"
+            for name, took in us.items()
+        )
+        yield Row("experts", work.what, floor, us, "; ".join((*rates, _agreement(work.calls))))
+
+
 def _wall(call: Call) -> float:
     """Microseconds from the call to the end of its copies."""
     torch.cuda.synchronize()
@@ -350,6 +363,7 @@ SECTIONS: dict[str, Callable[[int], Iterator[Row]]] = {
     "prefill": prefill_rows,
     "write": write_rows,
     "copies": copy_rows,
+    "experts": expert_rows,
 }
 
 

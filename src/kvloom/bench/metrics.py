@@ -223,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--serve", nargs=argparse.REMAINDER, default=[], help="arguments for both servers")
     add("--json", action="store_true", help="print figures as JSON")
     options = parser.parse_args(arguments)
-    from kvloom.serve.embedded import folder_of
+    from kvloom.models.catalog import folder_of
     from kvloom.serve.engine_process import load_engine
     from kvloom.serve.messages import Start
 

@@ -186,6 +186,11 @@ class KVCache:
         otherwise nothing has changed."""
         return self._reserving.extend(seq, n)
 
+    def short_of_quota(self, seq: Sequence, n: int) -> bool:
+        """Whether what `n` more tokens need exceeds the quota of its tenant, whatever room others make: only what its own
+        sequences hold can help."""
+        return self._reserving.short_of_quota(seq, n)
+
     def extend_many(self, rows: Rows, n: int = 1) -> int:
         """`extend` for the sequences of many rows at once; costs by how many need a new block. Returns
         the pages missing for all of them together; then none was extended."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from .eviction import EvictionQueue
 from .policies import Entry, Policy
@@ -19,7 +20,9 @@ class Tenant:
     """`quota` is the most bytes of the pool it may use; `weight` its share when the pool is full.
 
     A tenant at or below its share (weight over the sum of weights) loses nothing to others. Weight
-    0 claims no share. Shares follow the size of the pool, quotas do not.
+    0 claims no share: it may use what is free, and loses it to anyone; where others' shares fill the pool there is no
+    room for it. Where all weights are 0 nobody has a share, and the policy alone decides. Shares follow the size of the
+    pool, quotas do not.
     """
 
     name: str
@@ -31,6 +34,8 @@ class Tenant:
             raise ValueError(f"tenant {self.name!r}: quota {self.quota} is negative")
         if self.weight < 0:
             raise ValueError(f"tenant {self.name!r}: weight {self.weight} is negative")
+        if not self.weight < inf:
+            raise ValueError(f"tenant {self.name!r}: weight {self.weight} is no number to share by")
 
 
 class Account:

@@ -70,7 +70,7 @@ class Engine:
     from: "dynamic", "checkpoint", or a file of `kvloom calibrate`. `ahead` says
     whether steps are launched before the tokens of the one before are known; on a GPU they are, unless told otherwise.
     A `tokenizer` is needed for stop texts and structured output alone. `image_bytes` bound the embeddings of images that are
-    kept, beside the pool."""
+    kept, beside the pool. `batch_invariant`: on a GPU, too, what a request gets is the same bits whatever runs beside it."""
 
     def __init__(
         self,
@@ -87,8 +87,14 @@ class Engine:
         tenants: Iterable[Tenant] = (),
         kv_scales: str | os.PathLike[str] = "dynamic",
         image_bytes: int = 256 << 20,
+        batch_invariant: bool = False,
     ) -> None:
         weight = next(model.parameters())
+        if batch_invariant and not weight.is_cuda and weight.dtype != torch.float32:
+            raise ValueError(
+                f"batch_invariant on a CPU needs float32, not {weight.dtype}: there a seed's tokens are the same in any batch"
+            )
+        invariant = batch_invariant and weight.is_cuda  # a CPU in float32 needs nothing for it
         self.model, self.device = model.eval(), weight.device
         if token_budget is None:
             token_budget = TOKEN_BUDGET[self.device.type == "cuda"]
@@ -112,6 +118,7 @@ class Engine:
                 graphs,
                 scales,
                 spec.max_context,
+                invariant,
             )
             pool_bytes = self.room.pool
         slabs = self.layout.slabs_in(pool_bytes)
@@ -131,7 +138,7 @@ class Engine:
         )
         self.vision = None if Vision.refusal(model) else Vision(model, image_bytes)
         self.runner = Runner(
-            model, self.cache, self.buffer, token_budget, max_running, graphs, scales, self.vision
+            model, self.cache, self.buffer, token_budget, max_running, graphs, scales, self.vision, invariant
         )
         self.scheduler = Scheduler(self.cache, token_budget, max_running)
         self.eos = _ids(getattr(model.generation_config, "eos_token_id", None))
@@ -258,7 +265,8 @@ class Engine:
             logits = logits.index_select(0, send(np.array(rows), self.device))
         chosen = Chosen(torch.empty(0, dtype=torch.int64, device=self.device))
         if requests:
-            chosen = self.sampler.choose(logits, requests, [request.drawn - 1 for request in requests])
+            with self.runner.steady:
+                chosen = self.sampler.choose(logits, requests, [request.drawn - 1 for request in requests])
             running = min(
                 len(requests), self.runner.rows
             )  # who comes after does not run, and has no next step

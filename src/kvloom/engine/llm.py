@@ -25,6 +25,7 @@ from .engine import Engine
 from .logprobs import TokenLogprobs
 from .request import Finish, Request, SamplingParams
 from .text import Detokenizer
+from .threads import use_threads
 
 __all__ = ["LLM", "Completion", "Delta", "Result"]
 
@@ -73,7 +74,9 @@ class LLM:
     """A model and its engine. `pool_bytes` are for the cache (without them it takes what the device has left); `dtype` and
     `device` are the weights'; `kv_dtype` and `kv_scales` say how K and V are kept, as the engine takes them. A `processor` is
     what turns text and images into ids and tensors; that of the model's folder is taken when the first image comes.
-    `load_format` "random" makes weights of a config; `progress` shows bars while loading and preparing."""
+    `load_format` "random" makes weights of a config; `threads` are torch's on a CPU, for the whole process (threads.py has the
+    rule for None); `progress` shows bars while loading and preparing. `batch_invariant`: the same seed, the same tokens and
+    log-probabilities on a GPU, whatever runs beside."""
 
     def __init__(
         self,
@@ -89,7 +92,9 @@ class LLM:
         tokenizer: Any = None,
         processor: Any = None,
         load_format: LoadFormat = "auto",
+        threads: int | None = None,
         progress: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = model if isinstance(model, str) else None
@@ -104,7 +109,10 @@ class LLM:
             max_running=max_running,
             tokenizer=self.tokenizer,
             kv_scales=kv_scales,
+            batch_invariant=batch_invariant,
         )
+        if threads is not None or self.engine.device.type == "cpu":
+            use_threads(threads)
         self._prepare(progress)
         self._names: dict[int, str] = {}
 

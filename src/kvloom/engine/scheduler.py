@@ -294,7 +294,7 @@ class Scheduler:
         if not count:
             return 0  # an image that must stay whole waits for a step with room for it
         while sequence.extend(count):
-            victim = self._victim(request, picked) if preempt else None
+            victim = self._victim(request, count, picked) if preempt else None
             if victim is None:
                 # May fit beside what is already picked, or, where windows leave pages behind, step by step.
                 shorter = _fitting(request, (count + 1) // 2)
@@ -314,11 +314,19 @@ class Scheduler:
         tokens = np.array(request.tokens[request.computed : request.computed + count])
         return Work(request.sequence, tokens, sight=request.sight)
 
-    def _victim(self, request: Request, picked: list[Scheduled]) -> Request | None:
-        """The running request that ranks last, behind `request` or parked, and has no work in this step."""
+    def _victim(self, request: Request, count: int, picked: list[Scheduled]) -> Request | None:
+        """The running request that ranks last, behind `request` or parked, and has no work in this step; of those whose
+        pages can help `count` tokens of `request`: its own tenant's and, where its quota is not what is short, those of
+        tenants that use more than their share."""
+        assert request.sequence is not None
         busy = {id(other) for other, _ in picked} | {id(request)}
         others = [r for r in self.running if id(r) not in busy and (r.rank > request.rank or r.parked)]
-        return max(others, key=lambda r: r.rank, default=None)
+        accounts = self.cache.accounts
+        if len(accounts.accounts) > 1 and others:
+            mine, own = accounts[request.control.tenant], self.cache.short_of_quota(request.sequence, count)
+            theirs = [(r, accounts[r.control.tenant]) for r in others]
+            others = [r for r, a in theirs if a is mine or not (own or a.used <= a.guaranteed)]
+        return max(others, key=RANK, default=None)
 
     def _unpark(self) -> bool:
         """Where beams that wait for others hold every row, one gives its up; whether that is so."""

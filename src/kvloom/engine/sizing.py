@@ -59,6 +59,7 @@ def room_for(
     graphs: bool,
     scales: Scales | None = None,
     longest: int | None = None,
+    invariant: bool = False,
 ) -> Room:
     """What is left of the model's device for pages, of a `fraction` of its memory, when steps have up to `rows` rows
     and `tokens` tokens of prompts, each of which has at most `longest`. Raises ValueError where nothing is."""
@@ -70,9 +71,10 @@ def room_for(
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    step, logits = _trial(model, layout, tokens, rows, scales, longest or tokens)
+    step, logits = _trial(model, layout, tokens, rows, scales, longest or tokens, invariant)
     held = sum(graph_sizes(rows)) * logits // rows if graphs else 0
-    room = Room(total, int(total * fraction), total - free, step + SLACK, 2 * held + SLACK // 2)
+    strips = step if graphs else 0  # what lies between the graphs of a step of prompts
+    room = Room(total, int(total * fraction), total - free, step + SLACK, 2 * held + strips + SLACK // 2)
     if room.pool < 2 * layout.slab_bytes:
         raise ValueError(
             f"no memory is left for the cache: {room}; give it a larger fraction or fewer tokens a step"
@@ -81,7 +83,13 @@ def room_for(
 
 
 def _trial(
-    model: Any, layout: PoolLayout, tokens: int, rows: int, scales: Scales | None, longest: int
+    model: Any,
+    layout: PoolLayout,
+    tokens: int,
+    rows: int,
+    scales: Scales | None,
+    longest: int,
+    invariant: bool = False,
 ) -> tuple[int, int]:
     """The peak of what the largest step allocates, and the bytes of its logits."""
     device = next(model.parameters()).device
@@ -94,7 +102,7 @@ def _trial(
     )
     buffer = allocate(layout, slabs, device)
     cache = KVCache(layout, slabs=slabs, max_sequences=rows, max_tokens=counts[0])
-    runner = Runner(model, cache, buffer, tokens, rows, graphs=False, scales=scales)
+    runner = Runner(model, cache, buffer, tokens, rows, graphs=False, scales=scales, invariant=invariant)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     works = [Work(cache.open(cache.match([])), np.zeros(count, dtype=np.int64)) for count in counts]

@@ -26,13 +26,27 @@ from .reading import ModelError
 from .specs import model_spec
 from .vision import FAMILIES
 
-__all__ = ["LoadFormat", "load", "refusal", "transformers_config"]
+__all__ = ["LoadFormat", "device_of", "load", "refusal", "transformers_config"]
 
 LoadFormat = Literal["auto", "random"]
 STD = 0.02
 _CHUNK = 1 << 22
 _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def device_of(named: torch.device | str | None) -> torch.device:
+    """Where a model goes: the device that is named, or a GPU if there is one. Raises ValueError where there is none such."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(named or ("cuda" if gpus else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"{named!r} is no device; give cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ValueError(
+            f"there is no device {str(device)!r} here: torch sees {gpus} GPUs; give cpu, or leave it out"
+        )
+    return device
 
 
 def load(
@@ -50,7 +64,7 @@ def load(
     """
     if load_format not in ("auto", "random"):
         raise ModelError(f"load format {load_format!r} is not known; known: auto, random")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = device_of(device)
     config = transformers_config(model, load_format)
     if load_format == "auto":
         _check_files(model)

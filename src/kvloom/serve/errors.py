@@ -137,9 +137,11 @@ def engine_loading() -> ApiError:
     return ApiError(503, "the engine is loading; try again soon", code="engine_loading", retry_after=2)
 
 
-def engine_died() -> ApiError:
+def engine_died(hung: str = "") -> ApiError:
+    """`hung`: how it was seen that it would not go on, where it did not end by itself."""
+    how = f"{hung} and was ended" if hung else "ended"
     return ApiError(
-        503, "the engine's process ended while it worked on this request; it is being restarted", code="engine_died", retry_after=2
+        503, f"the engine's process {how} while it worked on this request; it is being restarted", code="engine_died", retry_after=2
     )  # fmt: skip
 
 

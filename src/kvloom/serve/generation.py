@@ -191,7 +191,7 @@ class _Events:
             if not self._mailbox.gone:
                 await self._write(self._form.closing(usage), more=False)
         except ApiError as error:
-            self._record.failure = error.code
+            self._record.failure = error.code or str(error.status)
             if error.code == "slow_reader":
                 return False
             await self._write(b"data: " + error.body + b"\n\n", more=False)

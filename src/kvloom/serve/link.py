@@ -1,6 +1,6 @@
 """The server's end of the engine: starts its process, sends requests, hands answers out, and starts it again when it dies.
 
-    loading ──▶ ready ──▶ died: whoever waited is told, and after a pause ──▶ loading …
+    loading ──▶ ready ──▶ died, or hung and ended: whoever waited is told, and after a pause ──▶ loading …
 
 A first start that fails is final: there is nothing to serve. Later ones are tried again, at most RESTARTS in a minute.
 """
@@ -23,6 +23,7 @@ from .mailbox import Mailbox
 from .messages import (
     HEADER_BYTES,
     Add,
+    Beat,
     Cancel,
     Delta,
     EndSession,
@@ -37,6 +38,7 @@ from .messages import (
     frame,
     length_of,
 )
+from .watchdog import BEAT_SECONDS, Patience, Watchdog
 
 __all__ = ["Backoff", "EngineLink", "StartError"]
 
@@ -73,8 +75,15 @@ class EngineLink:
     """`say` gets a line for people when something happens; `on_ready` is called each time an engine is ready, `on_story` when
     it tells how a prompt goes, `on_answer` (if set) with each piece of an answer that somebody waits for."""
 
-    def __init__(self, start: Start, say: Callable[[str], None], on_ready: Callable[[Ready], None]) -> None:
+    def __init__(
+        self,
+        start: Start,
+        say: Callable[[str], None],
+        on_ready: Callable[[Ready], None],
+        patience: Patience | None = None,
+    ) -> None:
         self.start, self._say, self._on_ready = start, say, on_ready
+        self._patience = patience or Patience()
         self.facts: Ready | None = None
         self.ready = False
         self.restarts = 0
@@ -159,25 +168,42 @@ class EngineLink:
         reader, self._writer = await asyncio.open_connection(sock=ours)
         if self._closing.is_set():
             self._writer.close()
-        said = ""
+        said = hung = ""
+        watchdog = Watchdog(self._patience)
+
+        async def watch() -> None:
+            nonlocal hung
+            last = time.monotonic()
+            while not hung:
+                await asyncio.sleep(BEAT_SECONDS)
+                now = time.monotonic()
+                hung, last = watchdog.tick(now - last) or "", now
+            with suppress(ProcessLookupError):
+                process.kill()  # what it held open closes, and the reading below ends
+
+        watching = asyncio.create_task(watch())
         try:
             self._send(self.start)
             while not said:
                 header = await reader.readexactly(HEADER_BYTES)
                 message = self._decoder.decode(await reader.readexactly(length_of(header)))
+                watchdog.heard(message)
                 said = self._take(message)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
+            watching.cancel()
             self.ready = False
             self._writer.close()
             self._writer = None
-            self.fail_all(engine_died())  # at once: the process itself may take a while to end
+            self.fail_all(engine_died(hung))  # at once: the process itself may take a while to end
             try:
                 code = await asyncio.wait_for(process.wait(), 5)
             except TimeoutError:
                 process.kill()
                 code = await process.wait()
+        if hung:
+            return f"hung and was ended: it {hung}"
         return said or (f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}")
 
     def _take(self, message: FromEngine) -> str:
@@ -187,6 +213,8 @@ class EngineLink:
             return ""
         if isinstance(message, Failed):
             return f"cannot be loaded: {message.why}"
+        if isinstance(message, Beat):
+            return ""
         self.facts, self.ready, self.stats = message, True, Stats()
         self._on_ready(message)
         return ""

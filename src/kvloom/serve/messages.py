@@ -1,7 +1,7 @@
 """What the API's process and the engine's process tell each other, and how it stands on the wire. Data; nothing is pickled.
 
     API    ──▶ engine    Start (once, first), Add, Cancel, EndSession
-    engine ──▶ API       Ready or Failed (once), then Outputs: everything a step brought, in one message
+    engine ──▶ API       Ready or Failed (once), then Outputs: everything a step brought, in one message; Beat, all the time
 
 A message is msgpack behind its length, four bytes. Log-probabilities are triples of token, value and rank.
 """
@@ -18,6 +18,7 @@ from kvloom.engine.params import SamplingParams
 __all__ = [
     "HEADER_BYTES",
     "Add",
+    "Beat",
     "Cancel",
     "Delta",
     "EndSession",
@@ -55,14 +56,15 @@ class TenantRules(msgspec.Struct, frozen=True, array_like=True):
 
 class Start(msgspec.Struct, frozen=True, tag=True):
     """What the engine is to be. `pool_bytes` None: what `memory_fraction` of the device leaves; `cpu_dtype` is what "auto"
-    means on a CPU, if not the checkpoint's own; `threads` None: one core is left to the server; `progress` shows bars;
-    without `observe` the engine tells no stats and no stories."""
+    means on a CPU, if not the checkpoint's own; `threads` None: as engine/threads.py has it; `progress` shows bars; without
+    `observe` the engine tells no stats and no stories."""
 
     model: str
     dtype: str = "auto"
     cpu_dtype: str = "auto"
     kv_dtype: str | None = None
     kv_scales: str = "dynamic"
+    batch_invariant: bool = False
     device: str | None = None
     random_weights: bool = False
     pool_bytes: int | None = None
@@ -242,8 +244,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The engine's process runs, and is in its `step`th step; 0 while it loads or has nothing to do."""
+
+    step: int = 0
+
+
 ToEngine = Start | Add | Cancel | EndSession
-FromEngine = Ready | Failed | Outputs
+FromEngine = Ready | Failed | Outputs | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -37,6 +37,7 @@ from .observer import Observer
 from .prompts import Prompts, load_tokenizer
 from .recorder import Recorder
 from .service import Service, is_loopback
+from .watchdog import Patience
 
 if TYPE_CHECKING:
     from .traces import Traces
@@ -62,6 +63,7 @@ class Options:
     keys: Keys = field(default_factory=lambda: Keys({}))
     limits: Limits = field(default_factory=Limits)
     drain_seconds: float = 30.0
+    patience: Patience = field(default_factory=Patience)
     chat_template: str | None = None
     recorder: Recorder | None = None
     otlp: str | None = None
@@ -109,7 +111,7 @@ def serve(options: Options) -> int:
 class _Life:
     def __init__(self, options: Options, config: uvicorn.Config, listener: socket.socket) -> None:
         self.options, self.listener = options, listener
-        self.link = EngineLink(options.start, _say, self._engine_ready)
+        self.link = EngineLink(options.start, _say, self._engine_ready, options.patience)
         gate = Gate(options.limits.answers)
         self.observer = Observer(
             Metrics(self.link, gate, options.model_name, options.start.observe),

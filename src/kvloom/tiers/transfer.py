@@ -14,7 +14,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Outcome", "Tally", "TierStats", "Transfer", "failed_transfer"]
+__all__ = ["Outcome", "Tally", "TierStats", "Transfer", "explain", "failed_transfer"]
 
 
 class Outcome(IntEnum):
@@ -31,6 +31,22 @@ class Outcome(IntEnum):
     BUSY = 8  # too much under way already
     FAILED = 9  # the medium said no, or the tier is closed; `Transfer.reason` has its words
     LATE = 10  # the caller stopped waiting
+    LOCKED = 11  # encrypted with a key that this tier does not have
+
+
+_WORDS = {
+    Outcome.MISSING: "not there",
+    Outcome.CORRUPT: "bytes that are not those that were written",
+    Outcome.SHORT: "fewer bytes than were written",
+    Outcome.VERSION: "written by another version of the format",
+    Outcome.LAYOUT: "an object's head disagrees with its form",
+    Outcome.LOCKED: "encrypted with another key, or the tenant has none here",
+}
+
+
+def explain(outcome: Outcome) -> str:
+    """What was wrong with an object, for a Transfer's reason."""
+    return _WORDS.get(outcome, outcome.name.lower())
 
 
 @dataclass(frozen=True, slots=True)
