@@ -103,6 +103,8 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Reads", "Objects a second, by tier and outcome", "short", ((rate("kvloom_tier_reads_total", "tier, outcome"), "{{tier}} {{outcome}}"),)),
         Panel("Writes", "Objects a second, by tier and outcome", "short", ((rate("kvloom_tier_writes_total", "tier, outcome"), "{{tier}} {{outcome}}"),)),
         Panel("Transfers", "Bytes a second", "Bps", ((rate("kvloom_tier_read_bytes_total", "tier"), "{{tier}} read"), (rate("kvloom_tier_written_bytes_total", "tier"), "{{tier}} written"))),
+        Panel("Brought from below", "Tokens a second that came into the pool from lower tiers", "short", ((rate("kvloom_landed_tokens_total"), "tokens"),)),
+        Panel("Faults", "Pages a second that tiers failed with", "short", ((rate("kvloom_tier_faults_total", "tier, outcome"), "{{tier}} {{outcome}}"),)),
         Panel("Breakers", "1 where a tier is left alone after faults", "short", ((f'max by (tier) (kvloom_tier_breaker{{state="open", {AT}}})', "{{tier}}"),)),
     ),
     "Tenants (asked with an operator's key)": (

@@ -10,10 +10,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvloom.core import REASONS
-from kvloom.serve.messages import Stats
+from kvloom.engine.engine import Engine
+from kvloom.engine.lower import LowerConfig
+from kvloom.engine.params import SamplingParams
+from kvloom.serve.messages import Add, Stats, Story
 from kvloom.serve.series import Pool, Row, engine_rows, exposition
 from kvloom.serve.stats import tier_use
+from kvloom.serve.worker import Worker
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Ranges
+from tests.models.zoo import tiny
 from tests.serve.running import MODEL, Running, running
 
 ASKED_FOR = [
@@ -165,7 +170,7 @@ def test_a_tier_shows_what_it_holds_moved_and_refused() -> None:
         assert tier.read(objects, Ranges(buffer, np.arange(4) * 64)).wait(5)
         missing = Objects([b"x" * 16], group=0, form=form)
         tier.read(missing, Ranges(buffer, [0])).wait(5)
-        use = tier_use(tier)
+        use = tier_use("host", tier, "open")
     finally:
         tier.close()
     found = {
@@ -180,8 +185,42 @@ def test_a_tier_shows_what_it_holds_moved_and_refused() -> None:
     assert found["kvloom_tier_reads_total", "host", "ok"] == 4
     assert found["kvloom_tier_reads_total", "host", "missing"] == 1
     assert found["kvloom_tier_read_bytes_total", "host"] == 4 * 64
-    assert found["kvloom_tier_breaker", "closed", "host"] == 1
-    assert found["kvloom_tier_breaker", "host", "open"] == 0
+    assert found["kvloom_tier_breaker", "closed", "host"] == 0
+    assert found["kvloom_tier_breaker", "host", "open"] == 1
+
+
+def test_what_comes_from_a_tier_is_told_with_its_name_and_times(tmp_path: Path) -> None:
+    """A prompt that left the pool comes back from host memory, and after a restart from disk."""
+    prompt = [3 + (i * 7) % 60 for i in range(90)]
+    told: list[Story] = []
+    for _ in range(2):
+        tiers = ["host:8MiB", f"disk:{tmp_path}:64MiB"]
+        engine = Engine(tiny("llama"), 1 << 20, tiers=tiers, lower=LowerConfig("always"))
+        worker = Worker(engine)
+        stats = Stats()
+        worker.take(Add(1, prompt, SamplingParams(max_tokens=2, temperature=0)))
+        while worker.engine.busy or worker.busy:
+            outputs = worker.step()
+            if outputs is not None:
+                told += outputs.stories
+                stats = outputs.stats or stats
+        engine.close()
+    last = told[-1]
+    assert last.cached == sum(last.hits.values()) == 80
+    assert last.hits == {"disk": 80}
+    ((tier, start, end, tokens),) = last.loads
+    assert (tier, tokens) == ("disk", 80)
+    assert start < end <= last.began
+    assert [use.name for use in stats.tiers] == ["host", "disk"]
+    assert stats.lower["landed_tokens"] == 80
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(exposition(engine_rows(stats, Pool()), MODEL))
+        for sample in family.samples
+    }
+    assert found["vllm:external_prefix_cache_hits_total"] == found["kvloom_landed_tokens_total"] == 80
+    assert found["vllm:prefix_cache_hits_total"] == 0
+    assert found["kvloom_hit_tokens_total"] == 80
 
 
 def test_a_row_without_a_name_of_ours_has_the_usual_one_alone() -> None:

@@ -70,7 +70,7 @@ def time_parts(engine: Any) -> Parts:
     decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
     encode = msgspec.msgpack.Encoder().encode
     inside = [("", True)] * 64
-    told = engine_stats(engine, 1, 0, {}, inside)
+    told = engine_stats(engine, 1, 1, 0, {}, inside)
 
     def make() -> tuple[Metrics, Observer]:
         link = EngineLink(Start(""), print, print)
@@ -102,7 +102,7 @@ def time_parts(engine: Any) -> Parts:
         token=_timed(lambda: metrics.between_tokens.add(0.0123, 1), 20000),
         request=_timed(request, 500),
         stats=_timed(
-            lambda: decoder.decode(encode(Outputs(stats=engine_stats(engine, 1, 0, {}, inside)))), 100
+            lambda: decoder.decode(encode(Outputs(stats=engine_stats(engine, 1, 1, 0, {}, inside)))), 100
         ),
         scrape=_timed(lambda: metrics.text(None, everyone=True), 20),
     )

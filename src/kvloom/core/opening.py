@@ -41,7 +41,7 @@ class Opening(Verbs):
         row = self.rows.take()
         now = self.clock.now()
         account = self.accounts[match.control.tenant]
-        root = self.tree.root(match.root_name, account)
+        root = self.tree.root(match.root_name, account, match.control.tenant)
         node = self._stand(match, root, now)
         self.tree.lock(node)
         seq = Sequence(cache, row, root, node, match.control)

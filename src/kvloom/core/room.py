@@ -95,6 +95,21 @@ class Copies:
             slabs.update((batch.source // per_slab).tolist(), (batch.target // per_slab).tolist())
         return slabs
 
+    def where(self, columns: Columns, rows: Ids) -> Ids:
+        """Where the bytes of pages are now, while copies are still to be made; 0 where that cannot be said. It holds until
+        they are made, whatever is decided meanwhile."""
+        if not self._batches and not any(self._pending):
+            return rows
+        now = rows.copy()
+        for cls in columns.classes:
+            stride, pending = self._slab_bytes // self._per_slab[cls], self._pending[cls]
+            unsure = {t for b in self._batches if b.page_stride == stride for t in b.target.tolist()}
+            at = columns.columns_of(cls)
+            pages = now[:, at].ravel().tolist()
+            found = [pending.get(page, 0 if page in unsure else page) for page in pages]
+            now[:, at] = np.array(found, np.int32).reshape(len(rows), len(at))
+        return now
+
     def _close_batch(self) -> None:
         for cls, pending in enumerate(self._pending):
             if pending:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from kvloom.core import Control, KVCache, Sequence
+from kvloom.kernels.shapes import upload
 from kvloom.kernels.sharing import SharedRun, find_shared
 from kvloom.models.attention import Cutter, Pages
 from kvloom.models.batch import Batch, Stage, Work
@@ -105,10 +106,10 @@ class Runner:
                 "batch_invariant: the GPU's kernels do not take this model's heads; run it without"
             )
 
-    def run(self, works: Many[Work], wanted: Many[int] | None = None) -> torch.Tensor:
+    def run(self, works: Many[Work], wanted: Many[int] | None = None, whole: Many[int] = ()) -> torch.Tensor:
         """Compute a step; the logits ([works, vocabulary]) after each work's last token, or after those of the works
-        `wanted`. They are valid until the next step."""
-        single = all(len(work.tokens) == 1 and not _shows(work) for work in works)
+        `wanted`; behind them those after every token of the works `whole`. They are valid until the next step."""
+        single = not whole and all(len(work.tokens) == 1 and not _shows(work) for work in works)
         if (
             single
             and self._sizes
@@ -123,9 +124,10 @@ class Runner:
         if self.vision is not None:
             batch = self.vision.see(batch, works)
         last = batch.last
-        if wanted is not None and len(wanted) < len(works):
-            places = torch.tensor([batch.bounds[i + 1] - 1 for i in wanted], dtype=torch.int64)
-            last = places.to(self.device, non_blocking=True)
+        if whole or (wanted is not None and len(wanted) < len(works)):
+            ends = [batch.bounds[i + 1] - 1 for i in (range(len(works)) if wanted is None else wanted)]
+            each = [np.arange(batch.bounds[i], batch.bounds[i + 1]) for i in whole]
+            last = upload(np.concatenate([np.array(ends, dtype=np.int64), *each]), self.device)
         return self._forward(batch, last)
 
     def score(self, works: Many[Work]) -> torch.Tensor:
@@ -139,6 +141,7 @@ class Runner:
             return
         limit = min(self.tokens, self._cache.max_tokens // 2)
         self._try([[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit)
+        self._try([[limit // 16], [limit // 4]], limit)  # alone, and so few that their attention is cut
         if self._strips is not None:
             torch.cuda.synchronize(self.device)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -177,6 +180,12 @@ class Runner:
         for sequence in open_.values():
             sequence.close()
         self._cache.take_copies()
+
+    def try_replay(self) -> None:
+        """Run, without a graph, the step of as many single tokens as there may be, all of nobody's."""
+        if self.pages.replayable:
+            self.stage.send([], self.rows)
+            self._forward(self.stage.replayed(self.rows, self.chosen), None)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every graph now, the largest first, so that the others fit into its memory."""

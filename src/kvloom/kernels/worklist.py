@@ -19,6 +19,7 @@ from .triton_worklist import merge_levels, merge_split
 __all__ = ["Layer", "Tile", "WorkList", "choose_tile"]
 
 SPANS = {"full": 0, "sliding": 1, "chunked": 2}
+PHASED_INT8 = False
 UNIT_BYTES = 36 * 1024
 """Keys and values of one unit, at most."""
 
@@ -160,7 +161,7 @@ class Layer:
             SHARED=members is not None, BOUNDS=bounds, TREE=mask.trees is not None, SOFTCAP=mask.softcap is not None,
             SINK=mask.sinks is not None, SCALES=self.scales, LATENT=shape.latent,
             TURNED=turned, DIRECT=direct,
-            EXACT=q.dtype == torch.float32, HALF=shape.dtype == torch.float8_e4m3fn, PHASES=turned and shape.dtype != torch.int8,
+            EXACT=q.dtype == torch.float32, HALF=shape.dtype == torch.float8_e4m3fn, PHASES=turned and (PHASED_INT8 or shape.dtype != torch.int8),
             STAGES=tile.stages, OVERLAP=_overlaps(q.device), SMALL=small, TOLL=tile.toll, BESIDE=beside and _overlaps(q.device),
             NATIVE=native, num_warps=tile.warps, maxnreg=tile.registers, **(_overlapped(q) if beside else {}),
         )  # fmt: skip

@@ -7,6 +7,7 @@
 | q_proj, k_proj, v_proj                | one matrix product                                        |
 | `apply_rotary_pos_emb`                | one launch                                                |
 | decoder layers of these               | residuals added where a product, or a norm after it, ends |
+| attention, on a CPU (`attending`)     | one rotation in place; no call that modeling code repeats |
 | experts and their routers (`experts`) | two grouped matrix products, one launch for the choice    |
 
 Nothing is known of families: what a module computes is tried on random input first, and one that computes something else
@@ -27,6 +28,7 @@ from torch.nn import functional
 
 from kvloom.kernels.fused import Activation, Norm, Normed, add_norm, gated, linear, rms_norm, rotate
 
+from .attending import fuse_attention
 from .experts import fuse_experts, fuse_router
 
 __all__ = ["fuse"]
@@ -312,6 +314,7 @@ TRIED: dict[str, Callable[[Any], bool]] = {
     "norms": _norm,
     "gated MLPs": _gate,
     "projections": _project,
+    "attentions": fuse_attention,
     "experts": fuse_experts,
     "routers": fuse_router,
 }

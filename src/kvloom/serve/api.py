@@ -1,8 +1,10 @@
-"""The HTTP interface: which address does what, and how errors are told. OpenAI's addresses, /health and /metrics."""
+"""The HTTP interface: which address does what, and how errors are told. OpenAI's addresses, those of other servers that
+clients ask for (/tokenize, /version, /ping), /health and /metrics."""
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -13,9 +15,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .dashboard.routes import dashboard_routes
+from .dashboard.watch import Watch
 from .errors import ApiError, bad_request, not_found, unknown_model, unknown_request
 from .generation import Chats, Completions
 from .service import Service
+from .tokens import Detokenize, Tokenize
 
 __all__ = ["application"]
 
@@ -23,8 +28,8 @@ ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health",
 MOST_RECORDS = 1000
 
 
-def application(service: Service) -> ASGIApp:
-    """Everything that the server answers, as an ASGI application."""
+def application(service: Service, watch: Watch | None = None) -> ASGIApp:
+    """Everything that the server answers, as an ASGI application. `watch` is what the dashboard shows."""
 
     async def models(request: Request) -> Response:
         service.tenant_of(request)
@@ -44,6 +49,9 @@ def application(service: Service) -> ASGIApp:
         service.link.check()
         service.link.end_session(named, session)
         return _json({"id": session, "object": "session", "ended": True})
+
+    async def version(_: Request) -> Response:
+        return _json({"version": metadata.version("kvloom")})
 
     async def health(_: Request) -> Response:
         if service.gate.shut:
@@ -79,10 +87,15 @@ def application(service: Service) -> ASGIApp:
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/sessions/{session:path}", end_session, methods=["DELETE"]),
+        Route("/tokenize", Tokenize(service), methods=["POST"]),
+        Route("/detokenize", Detokenize(service), methods=["POST"]),
+        Route("/version", version),
         Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
         Route("/metrics", metrics),
         Route("/kvloom/requests", records),
         Route("/kvloom/requests/{id}", record),
+        *dashboard_routes(service, watch or Watch(service)),
     ]
     handlers: dict[Any, Any] = {ApiError: _told, HTTPException: _http_error, Exception: _unexpected}
     return _Counted(Starlette(routes=routes, exception_handlers=handlers), service)
@@ -121,6 +134,8 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "kvloom",
+        "root": service.path,
+        "parent": None,
         "max_model_len": None if facts is None else facts.longest,
     }
 

@@ -6,7 +6,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvloom.arguments import BATCH_INVARIANT, KV_DTYPE, KV_SCALES, MODEL, THREADS, device, parse_size, whole
+from kvloom.arguments import (
+    BATCH_INVARIANT,
+    KV_DTYPE,
+    KV_SCALES,
+    MODEL,
+    THREADS,
+    TIER,
+    device,
+    parse_size,
+    whole,
+)
 
 __all__ = ["arguments", "run"]
 
@@ -27,6 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--random-weights", action="store_true", help="no checkpoint: MODEL is a config or a known name")
     add("--pool", metavar="SIZE", help="memory for the cache (default: 1GiB, on a GPU what is left)")
+    add("--tier", action="append", default=[], metavar="TIER", help=TIER)
     fraction = "share of a GPU's memory that may be used, without --pool (default: 0.9)"
     add("--memory-fraction", type=float, default=0.9, metavar="F", help=fraction)
     add("--max-running", type=whole(1), default=256, metavar="N", help="answers made at once (default: 256)")
@@ -34,6 +45,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     budget = "tokens of prompts computed in one step (default: what suits the device)"
     add("--token-budget", type=whole(1), metavar="N", help=budget)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
+    connections = "connections that may be open at once (default: 4096)"
+    add("--max-connections", type=whole(1), default=4096, metavar="N", help=connections)
     add("--max-body", default="8MiB", metavar="SIZE", help="largest request body (default: 8MiB)")
     prompt = "longest prompt (default: what the model and the pool can hold)"
     add("--max-prompt-tokens", type=whole(1), metavar="N", help=prompt)
@@ -88,11 +101,13 @@ def run(args: argparse.Namespace) -> int:
         max_running=args.max_running,
         threads=args.threads,
         tenants=keys.tenants,
+        tiers=tuple(args.tier),
         progress=sys.stderr.isatty(),
         observe=not args.no_metrics,
     )
     limits = Limits(
         body_bytes=parse_size(args.max_body),
+        connections=args.max_connections,
         prompt_tokens=args.max_prompt_tokens,
         answers=args.max_running + args.max_queue,
         request_seconds=args.request_seconds,

@@ -54,7 +54,9 @@ class Generation(ABC):
         service.check_model(fields.model)
         tenant = service.tenant(request, fields)
         with service.gate.entered(_answers(fields)):
-            given = await self.prompts(fields, prompts, self._most(tenant, facts))
+            most = self._most(tenant, facts)
+            kept = _kept(fields, most)
+            given = [prompts.cut(one, kept) for one in await self.prompts(fields, prompts, most)]
             messages = self._messages(fields, given, tenant, facts)
             ids, n = [message.id for message in messages], messages[0].params.n
             stream = bool(fields.stream)
@@ -68,6 +70,7 @@ class Generation(ABC):
                 echo=bool(isinstance(fields, CompletionFields) and fields.echo),
                 token_ids=bool(fields.return_token_ids),
                 top_logprobs=messages[0].params.logprobs or 0,
+                usage=fields.stream_options,
             )
             service.link.check()
             record = service.observer.begin(form.id, scope["path"], messages, began, request.headers)
@@ -76,7 +79,7 @@ class Generation(ABC):
             try:
                 if stream:
                     events = _Events(service, mailbox, form, send, record)
-                    if not await events.run(fields.usage_in_stream) and "kvloom.abort" in scope:
+                    if not await events.run() and "kvloom.abort" in scope:
                         scope["kvloom.abort"]()
                         await watcher
                 else:
@@ -107,6 +110,7 @@ class Generation(ABC):
                 fields.ttl,
                 fields.store is not False,
                 fields.read is not False,
+                fields.cache_salt or "",
             )
             for id_, prompt in zip(self.service.link.numbers(len(prompts)), prompts, strict=True)
         ]
@@ -176,7 +180,7 @@ class _Events:
         self._record = record
         self._last = 0.0
 
-    async def run(self, usage: bool) -> bool:
+    async def run(self) -> bool:
         """Send everything; False where the client reads too slowly, and what waits for it is of no use any more."""
         pieces = await self._mailbox.take()  # what is refused is told with a status of its own
         if not pieces:
@@ -189,7 +193,7 @@ class _Events:
                 pieces = await self._mailbox.take()
                 body = self._body(pieces)
             if not self._mailbox.gone:
-                await self._write(self._form.closing(usage), more=False)
+                await self._write(self._form.closing(), more=False)
         except ApiError as error:
             self._record.failure = error.code or str(error.status)
             if error.code == "slow_reader":
@@ -234,6 +238,14 @@ async def _watch(receive: Receive, mailbox: Mailbox) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     mailbox.hang_up()
+
+
+def _kept(fields: CompletionFields | ChatFields, most: int) -> int | None:
+    """How many of a prompt's last tokens are enough, where it says so: -1 means as many as leave room for the answer."""
+    if fields.truncate_prompt_tokens != -1:
+        return fields.truncate_prompt_tokens
+    new = fields.max_tokens or (fields.max_completion_tokens if isinstance(fields, ChatFields) else None)
+    return max(1, most + 1 - (new or 1))
 
 
 def _answers(fields: CompletionFields | ChatFields) -> int:

@@ -29,6 +29,7 @@ from .messages import (
     EndSession,
     Failed,
     FromEngine,
+    Look,
     Outputs,
     Ready,
     Start,
@@ -90,6 +91,7 @@ class EngineLink:
         self.pid: int | None = None
         self.stats = Stats()
         self._mailboxes: dict[int, Mailbox] = {}
+        self._looks: list[asyncio.Future[bytes]] = []
         self._writer: asyncio.StreamWriter | None = None
         self._closing = asyncio.Event()
         self._count = 0
@@ -126,6 +128,15 @@ class EngineLink:
         """A tenant's session will not come back."""
         self._send(EndSession(tenant, session))
 
+    async def look(self, seconds: float) -> bytes:
+        """A picture of the engine's cache, as JSON. Raises ApiError where there is no engine, TimeoutError where it does not
+        come within so long."""
+        self.check()
+        answer = asyncio.get_running_loop().create_future()
+        self._looks.append(answer)
+        self._send(Look())
+        return await asyncio.wait_for(answer, seconds)
+
     def close(self) -> None:
         """End the engine's process; `run` returns."""
         self._closing.set()
@@ -138,6 +149,10 @@ class EngineLink:
             mailbox.open.clear()
             mailbox.fail(error)
         self._mailboxes.clear()
+        looks, self._looks = self._looks, []
+        for look in looks:
+            if not look.done():
+                look.set_exception(error)
 
     async def run(self) -> None:
         """Keep an engine running until `close`. Raises StartError where the first cannot be started."""
@@ -237,6 +252,11 @@ class EngineLink:
                 mailbox.fail(explained(refused.why))
         if outputs.stats is not None:
             self.stats = outputs.stats
+        if outputs.picture is not None:
+            looks, self._looks = self._looks, []
+            for look in looks:
+                if not look.done():
+                    look.set_result(outputs.picture)
 
     def _send(self, message: ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():

@@ -1,6 +1,6 @@
 """What the API's process and the engine's process tell each other, and how it stands on the wire. Data; nothing is pickled.
 
-    API    ──▶ engine    Start (once, first), Add, Cancel, EndSession
+    API    ──▶ engine    Start (once, first), Add, Cancel, EndSession, Look
     engine ──▶ API       Ready or Failed (once), then Outputs: everything a step brought, in one message; Beat, all the time
 
 A message is msgpack behind its length, four bytes. Log-probabilities are triples of token, value and rank.
@@ -24,6 +24,7 @@ __all__ = [
     "EndSession",
     "Failed",
     "FromEngine",
+    "Look",
     "Outputs",
     "Ready",
     "Refused",
@@ -65,6 +66,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     kv_dtype: str | None = None
     kv_scales: str = "dynamic"
     batch_invariant: bool = False
+    tiers: tuple[str, ...] = ()
     device: str | None = None
     random_weights: bool = False
     pool_bytes: int | None = None
@@ -78,7 +80,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended."""
+    """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended. What was
+    computed under one `salt` is found under that alone."""
 
     id: int
     prompt: list[int]
@@ -90,6 +93,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     ttl: float | None = None
     store: bool = True
     read: bool = True
+    salt: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -103,6 +107,10 @@ class EndSession(msgspec.Struct, frozen=True, tag=True):
 
     tenant: str
     session: str
+
+
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Somebody wants to see the cache: the next outputs have its picture."""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -183,7 +191,7 @@ class TierUse(msgspec.Struct, frozen=True, array_like=True):
 class Stats(msgspec.Struct, frozen=True):
     """Counters of the engine and its cache; they begin again when it is restarted. `fragmented_bytes` are free pages in slabs
     that are lent, `unused_tokens` have room and are not computed. `stops` are lookups by why they ended, `evicted` evictions by what left, `hit_pages` pages found by kind of layers; `idle` and `reused`
-    are spreads of seconds."""
+    are spreads of seconds. `lower` are counts of what was brought from tiers, `faults` what went wrong there: tier, verb, outcome."""
 
     running: int = 0
     waiting: int = 0
@@ -203,6 +211,7 @@ class Stats(msgspec.Struct, frozen=True):
     fragmented_bytes: int = 0
     unused_tokens: int = 0
     steps: int = 0
+    output_tokens: int = 0
     stops: dict[str, int] = {}
     evicted: dict[str, int] = {}
     hit_pages: dict[str, int] = {}
@@ -210,14 +219,18 @@ class Stats(msgspec.Struct, frozen=True):
     reused: Counts = ([], 0.0)
     tenants: dict[str, TenantUse] = {}
     tiers: list[TierUse] = []
+    lower: dict[str, int] = {}
+    faults: list[tuple[str, str, str, int]] = []
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """What one step brought. `stats` come now and then, and whenever the engine falls idle."""
+    """What one step brought. `stats` come now and then, and whenever the engine falls idle; `picture` is JSON, for those who
+    asked to look."""
 
     deltas: list[Delta] = []
     refused: list[Refused] = []
     stats: Stats | None = None
+    picture: bytes | None = None
     stories: list[Story] = []
 
 
@@ -250,7 +263,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     step: int = 0
 
 
-ToEngine = Start | Add | Cancel | EndSession
+ToEngine = Start | Add | Cancel | EndSession | Look
 FromEngine = Ready | Failed | Outputs | Beat
 
 _encoder = msgspec.msgpack.Encoder()

@@ -81,7 +81,6 @@ class Metrics:
 
     def _rows(self) -> list[Row]:
         link, stats = self._link, self._link.stats
-        below = sum(tokens for tier, tokens in self.hits.items() if tier != "device")
         usual_ends: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         for why, count in self.ends.items():
             usual_ends[USUAL_ENDS.get(why, why)] += count
@@ -97,7 +96,6 @@ class Metrics:
             Row("kvloom_finished_answers", "counter", "Answers by how they ended", dict(self.ends), labels=("reason",)),
             Row("", "counter", "Answers by how they ended", dict(usual_ends), ("vllm:request_success",), ("finished_reason",)),
             Row("kvloom_tier_hit_tokens", "counter", "Tokens of prompts that were found, by the tier that had them", dict(self.hits), labels=("tier",)),
-            Row("", "counter", "Tokens of prompts that lower tiers had", below, ("vllm:external_prefix_cache_hits",)),
             Row("kvloom_time_to_first_token_seconds", "histogram", "From request to first token", self.first_token, ("vllm:time_to_first_token_seconds",)),
             Row("kvloom_inter_token_seconds", "histogram", "Between the tokens of an answer", self.between_tokens, ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")),
             Row("kvloom_token_seconds", "histogram", "Seconds a token after the first, one value a request", self.per_token, ("vllm:request_time_per_output_token_seconds",)),

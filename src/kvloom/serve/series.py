@@ -6,14 +6,14 @@ meaning and unit. Ours have what only we count. A counter's name gets `_total`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvloom.core import REASONS
 from kvloom.core.spread import SECONDS, Spread
 
-from .messages import Counts, Stats, TenantUse, TierUse
+from .messages import Counts, Stats, TenantUse
 
 __all__ = ["Pool", "Row", "Value", "engine_rows", "exposition", "tenant_rows", "tier_rows"]
 
@@ -89,7 +89,9 @@ def engine_rows(stats: Stats, pool: Pool) -> list[Row]:
     """What the engine told last."""
     total = stats.slabs * pool.slab_bytes
     usage = stats.held_bytes / total if total else 0.0
-    beyond = stats.looked_up_tokens - stats.hit_tokens
+    landed = stats.lower.get("landed_tokens", 0)
+    own = stats.hit_tokens - landed
+    beyond = stats.looked_up_tokens - own if stats.tiers else 0
     config = (str(pool.block_tokens), str(stats.slabs), "True")
     gauge = [
         Row("kvloom_running", "gauge", "Answers that hold pages", stats.running, ("vllm:num_requests_running",)),
@@ -111,8 +113,10 @@ def engine_rows(stats: Stats, pool: Pool) -> list[Row]:
         Row("kvloom_steps", "counter", "Steps of the engine", stats.steps),
         Row("kvloom_preemptions", "counter", "Times an answer gave its pages up and waited again", stats.preemptions, ("vllm:num_preemptions",)),
         Row("kvloom_looked_up_tokens", "counter", "Tokens that were looked up in the cache", stats.looked_up_tokens, ("vllm:prefix_cache_queries",)),
-        Row("kvloom_hit_tokens", "counter", "Of those, tokens that were found", stats.hit_tokens, ("vllm:prefix_cache_hits",)),
-        Row("", "counter", "Tokens that the pool did not have, and lower tiers were asked for", beyond if stats.tiers else 0, ("vllm:external_prefix_cache_queries",)),
+        Row("kvloom_hit_tokens", "counter", "Of those, tokens that were found in any tier", stats.hit_tokens),
+        Row("", "counter", "Tokens that the pool had", own, ("vllm:prefix_cache_hits",)),
+        Row("", "counter", "Tokens that the pool did not have, and lower tiers were asked for", beyond, ("vllm:external_prefix_cache_queries",)),
+        Row("", "counter", "Tokens that were brought from lower tiers", landed, ("vllm:external_prefix_cache_hits",)),
         Row("kvloom_hit_pages", "counter", "Pages that were found, by the kind of layers they serve", stats.hit_pages, labels=("kind",)),
         Row("kvloom_lookups", "counter", "Lookups by why they hit no further", _words(stats.stops, REASONS), labels=("reason",)),
         Row("kvloom_evictions", "counter", "Entries that left the cache", stats.evictions),
@@ -124,17 +128,27 @@ def engine_rows(stats: Stats, pool: Pool) -> list[Row]:
         Row("kvloom_eviction_age_seconds", "histogram", "How long what left had not been used", _spread(stats.idle), ("vllm:kv_block_idle_before_evict_seconds",)),
         Row("kvloom_reuse_seconds", "histogram", "How long what was hit had not been used", _spread(stats.reused), ("vllm:kv_block_reuse_gap_seconds",)),
     ]  # fmt: skip
-    return [*gauge, *counter, *spread, *tier_rows(stats.tiers)]
+    return [*gauge, *counter, *spread, *tier_rows(stats)]
 
 
-def tier_rows(tiers: Sequence[TierUse]) -> list[Row]:
-    """What lower tiers hold and moved, and whether they are used at all."""
+def tier_rows(stats: Stats) -> list[Row]:
+    """What lower tiers hold and moved, what was brought from them, and whether they are used at all."""
+    tiers, lower = stats.tiers, stats.lower
     reads, writes = (
         {(t.name, o): n for t in tiers for o, n in getattr(t, verb).items()} for verb in ("reads", "writes")
     )
     breakers = {(t.name, state): float(t.breaker == state) for t in tiers for state in BREAKERS}
+    faults = {(tier, verb, outcome): count for tier, verb, outcome, count in stats.faults}
     at = ("tier",)
     return [
+        Row("kvloom_trips", "counter", "Times that pages were brought into the pool from below for a request", lower.get("trips", 0)),
+        Row("kvloom_landed_tokens", "counter", "Tokens that came that way", lower.get("landed_tokens", 0)),
+        Row("kvloom_landed_bytes", "counter", "Bytes that came that way", lower.get("landed_bytes", 0)),
+        Row("kvloom_missed_pages", "counter", "Pages that had left host memory when they were wanted", lower.get("failed_pages", 0)),
+        Row("kvloom_kept_pages", "counter", "Pages copied to host memory", lower.get("kept_pages", 0)),
+        Row("kvloom_loads_not_worth", "counter", "Loads left undone, for computing is faster", lower.get("not_worth", 0)),
+        Row("kvloom_loads_without_room", "counter", "Loads left undone for want of room in the pool", lower.get("no_room", 0)),
+        Row("kvloom_tier_faults", "counter", "Pages that a tier failed to look up, load or store", faults, labels=("tier", "verb", "outcome")),
         Row("kvloom_tier_objects", "gauge", "Objects in a lower tier", {t.name: t.objects for t in tiers}, labels=at),
         Row("kvloom_tier_bytes", "gauge", "Bytes in a lower tier", {t.name: t.bytes for t in tiers}, labels=at),
         Row("kvloom_tier_capacity_bytes", "gauge", "Bytes that a lower tier may hold", {t.name: t.capacity for t in tiers}, labels=at),

@@ -26,7 +26,8 @@ import uvicorn
 from kvloom.models.catalog import known_models, load_config
 
 from .api import application
-from .connection import Connection, close_idle
+from .connection import at_most, close_idle
+from .dashboard.watch import Watch
 from .errors import draining
 from .keys import Keys
 from .limits import Gate, Limits
@@ -98,11 +99,11 @@ def serve(options: Options) -> int:
     _check_model(options.start.model, options.start.random_weights)
     _raise_file_limit()
     config = uvicorn.Config(
-        _nothing, loop="auto", http=Connection, ws="none", lifespan="off", log_level="warning", access_log=False,
+        _nothing, loop="auto", http=at_most(options.limits.connections), ws="none", lifespan="off", log_level="warning", access_log=False,
         server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=2,
     )  # fmt: skip
     with (
-        _bound(options.host, options.port) as listener,
+        _bound(options.host, options.port, options.limits.read_seconds) as listener,
         asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,
     ):
         return runner.run(_Life(options, config, listener).run())
@@ -131,7 +132,8 @@ class _Life:
             options.start.model,
             int(time.time()),
         )
-        config.app = application(self.service)
+        self.watch = Watch(self.service)
+        config.app = application(self.service, self.watch)
         self.server = _Server(config)
         self._began = time.monotonic()
         self._ready: Ready | None = None
@@ -147,6 +149,7 @@ class _Life:
         work = asyncio.create_task(self._work())
         http = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         idle = asyncio.create_task(self._close_idle())
+        watch = asyncio.create_task(self.watch.run())
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -159,7 +162,7 @@ class _Life:
             _say(f"error: {failed}")
             return BAD_START
         finally:
-            for task in (idle, stop):
+            for task in (idle, watch, stop):
                 task.cancel()
             self.link.fail_all(draining())
             await asyncio.sleep(LAST_WORDS_SECONDS)
@@ -258,11 +261,16 @@ def _requests(gate: Gate) -> str:
     return "1 request" if gate.requests == 1 else f"{gate.requests} requests"
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, read_seconds: float) -> socket.socket:
+    """A socket that listens there. The kernel ends connections whose other side takes nothing of what was sent for
+    `read_seconds`: answers that were handed over whole are waited for by nobody else."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        milliseconds = min(int(1e3 * read_seconds), (1 << 31) - 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     try:
         listener.bind(address)
     except OSError as error:

@@ -9,6 +9,8 @@ from typing import Any
 
 from kvloom.core.spread import Spread
 from kvloom.engine.engine import Engine
+from kvloom.engine.lower import Lower
+from kvloom.tiers import Tier
 
 from .messages import Counts, Stats, TenantUse, TierUse
 
@@ -18,6 +20,7 @@ __all__ = ["engine_stats", "tier_use"]
 def engine_stats(
     engine: Engine,
     steps: int,
+    output_tokens: int,
     preemptions: int,
     gated: Mapping[str, int],
     inside: Iterable[tuple[str, bool]],
@@ -57,21 +60,38 @@ def engine_stats(
         fragmented_bytes=sum(c.free_pages * size for c, size in zip(pool.classes, sizes, strict=True)),
         unused_tokens=cache.unused_tokens(),
         steps=steps,
+        output_tokens=output_tokens,
         stops=dict(cache.misses),
         evicted=dict(cache.room.evicted),
         hit_pages=cache.hit_pages(),
         idle=_counts(cache.room.idle),
         reused=_counts(cache.reused),
         tenants=tenants,
-        tiers=[tier_use(tier) for tier in getattr(engine, "tiers", ())],
+        **({} if engine.lower is None else _below(engine.lower)),
     )
 
 
-def tier_use(tier: Any) -> TierUse:
-    """What a tier tells of itself: its TierStats, and its breaker's state where it has one."""
+def _below(lower: Lower) -> dict[str, Any]:
+    """What is told of the tiers below the pool."""
+    lanes, names = lower.mover.lanes, lower.names
+    below = zip(names[1:], lanes, strict=True)
+    called = dict(zip((lane.tier.name for lane in lanes), names[1:], strict=True))
+    faults = dict(lower.mover.faults.counts)  # lanes' threads go on counting
+    return {
+        "tiers": [
+            tier_use(names[0], lower.host),
+            *(tier_use(name, lane.tier, lane.breaker.state) for name, lane in below),
+        ],
+        "lower": dict(lower.counts),
+        "faults": [(called.get(tier, tier), verb, why, count) for (tier, verb, why), count in faults.items()],
+    }
+
+
+def tier_use(name: str, tier: Tier, breaker: str = "closed") -> TierUse:
+    """What a tier tells of itself, what it is called, and the state of the breaker before it."""
     told = tier.stats()
     return TierUse(
-        tier.name,
+        name,
         told.objects,
         told.bytes,
         told.capacity,
@@ -80,7 +100,7 @@ def tier_use(tier: Any) -> TierUse:
         told.bytes_read,
         told.bytes_written,
         told.evicted,
-        str(getattr(tier, "breaker", "closed")),
+        breaker,
     )
 
 

@@ -14,7 +14,20 @@ from kvloom.core import Control, Retain
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request
 
-from .messages import Add, Cancel, Delta, EndSession, Outputs, Refused, Stats, Story, TenantRules, TokenTold
+from .dashboard.picture import Picture
+from .messages import (
+    Add,
+    Cancel,
+    Delta,
+    EndSession,
+    Look,
+    Outputs,
+    Refused,
+    Stats,
+    Story,
+    TenantRules,
+    TokenTold,
+)
 from .stats import engine_stats
 
 __all__ = ["Worker"]
@@ -52,17 +65,22 @@ class Worker:
         self._unheard: dict[int, _Open] = {}  # by request: those whose first token has not come
         self._steps = 0
         self._refused: list[Refused] = []
-        self._preemptions = 0
+        self._preemptions = self._told_tokens = 0
+        self._picture: Picture | None = None  # made when somebody looks
+        self._looked = False
         self._stats_at = 0.0
         self._news = True  # whether something changed since the last stats
 
     @property
     def busy(self) -> bool:
         """Whether a step would do or tell something."""
-        return self.engine.busy or bool(self._refused) or self._news
+        return self.engine.busy or bool(self._refused) or self._news or self._looked
 
-    def take(self, message: Add | Cancel | EndSession) -> None:
+    def take(self, message: Add | Cancel | EndSession | Look) -> None:
         """Do as a message says. What is refused is told by the next step."""
+        if isinstance(message, Look):
+            self._looked = True
+            return
         self._news = True
         if isinstance(message, Cancel):
             self._cancel(message.id)
@@ -89,9 +107,9 @@ class Worker:
             if self._observe:
                 stories.append(_story(one))
         refused, self._refused = self._refused, []
-        stats = self._stats()
-        told = deltas or refused or stories or stats is not None
-        return Outputs(deltas, refused, stats, stories) if told else None
+        stats, picture = self._stats(), self._looked_at()
+        told = deltas or refused or stories or stats is not None or picture is not None
+        return Outputs(deltas, refused, stats, picture, stories) if told else None
 
     def _hear(self, landed: list[Request]) -> list[Story]:
         """What can be told of prompts that have just begun, or have their first token now."""
@@ -103,6 +121,14 @@ class Worker:
                 one.first = time.monotonic()
                 stories.append(_story(one))
         return stories
+
+    def _looked_at(self) -> bytes | None:
+        """The picture, where somebody asked for it."""
+        if not self._looked:
+            return None
+        self._looked = False
+        self._picture = self._picture or Picture(self.engine)
+        return self._picture.json()
 
     def _enter(self, message: Add) -> None:
         gate = self._gates.get(message.tenant)
@@ -132,7 +158,12 @@ class Worker:
         retain = () if message.ttl is None else (Retain(ttl=message.ttl),)
         session = None if message.session is None else _session(message.tenant, message.session)
         control = Control(
-            tenant=message.tenant, store=message.store, read=message.read, session=session, retain=retain
+            tenant=message.tenant,
+            adapter=message.salt,  # as an adapter does, it has names of its own, and they count for its tenant
+            store=message.store,
+            read=message.read,
+            session=session,
+            retain=retain,
         )
         try:
             request = self.engine.add(
@@ -163,6 +194,7 @@ class Worker:
         del self._open[one.message.id]
         self._unheard.pop(one.request.order, None)
         self._preemptions += sum(answer.preemptions for answer in one.request.family)
+        self._told_tokens += _output(one.request)
         self._news = True
         gate = self._gates.get(one.message.tenant)
         if gate is not None:
@@ -220,7 +252,8 @@ class Worker:
         self._settle()
         gated = {name: len(gate.waiting) for name, gate in self._gates.items()}
         inside = [(one.message.tenant, one.request.began > 0) for one in self._open.values()]
-        return engine_stats(self.engine, self._steps, self._preemptions, gated, inside)
+        made = self._told_tokens + sum(_output(one.request) for one in self._open.values())
+        return engine_stats(self.engine, self._steps, made, self._preemptions, gated, inside)
 
     def _settle(self) -> None:
         """Nothing is new any more where the engine is idle."""
@@ -242,7 +275,13 @@ def _story(one: _Open) -> Story:
         None if stop is None else stop.policy,
         request.elsewhere,
         sum(answer.preemptions for answer in request.family),
+        request.loads,
     )
+
+
+def _output(request: Request) -> int:
+    """Tokens of all answers to a prompt so far."""
+    return sum(answer.output_count for answer in request.family)
 
 
 def _session(tenant: str, session: str) -> str:

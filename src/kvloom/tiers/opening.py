@@ -29,8 +29,8 @@ WRITES: tuple[Write, ...] = ("through", "second-use", "back")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tier, and when pages are written to it: as soon as they are complete ("through"), when they are used a second
-    time, or when they have to leave the place above ("back")."""
+    """A tier, and when pages are written to it: when the sequence that made them ends ("through"), when one ends
+    that used them again, or when they have to leave the place above ("back")."""
 
     tier: Tier
     write: Write = "through"
@@ -69,12 +69,11 @@ def open_tier(text: str) -> Tier:
 
 
 def open_place(text: str) -> Place:
-    """`open_tier`, with the option that every scheme has: `write=through`, `second-use` or `back`. By default host memory
-    takes what has to leave the device, and every other tier all that is complete: what a restart should find."""
-    scheme = scheme_of(text)
+    """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`."""
+    scheme_of(text)
     found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
     if found is None:
-        return Place(open_tier(text), "back" if scheme == "host" else "through")
+        return Place(open_tier(text))
     if found[1] not in WRITES:
         raise ValueError(f"tier {text!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
     rest = (text[: found.start()] + text[found.end() :]).rstrip("?&")
