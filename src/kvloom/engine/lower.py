@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence as Many
 from dataclasses import dataclass, field
 from typing import Literal
@@ -65,7 +66,9 @@ class _Trip:
     leases: list[Lease] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     began: float = 0.0
+    copied: float = 0.0
     bytes: int = 0
+    objects: int = 0
 
     @property
     def tenant(self) -> str:
@@ -141,6 +144,13 @@ def _joined(parcels: list[Parcel]) -> Parcel:
     )
 
 
+def _short(names: Many[str]) -> list[str]:
+    """Tiers' names without their paths and addresses: disk, disk 2, redis."""
+    kinds = [name.partition(":")[0] for name in names]
+    before = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+    return [f"{kind} {count + 1}" if count else kind for kind, count in zip(kinds, before, strict=True)]
+
+
 class Lower:
     """See the module. One owner, the engine's thread, calls; `settle` makes the copies that the cache has decided."""
 
@@ -156,6 +166,8 @@ class Lower:
     ) -> None:
         self.cache, self.host, self.config = cache, host, config
         self.mover = Mover(host, places, config.mover)
+        self.names = _short([host.name, *(lane.tier.name for lane in self.mover.lanes)])
+        """What its tiers are called where anyone may read it: host memory first, then those below."""
         self._pages = HostPages(cache.layout, buffer, host)
         self._cuda = buffer.is_cuda
         self._settle = settle
@@ -395,7 +407,7 @@ class Lower:
         if not self._worth(tokens, match.length - match.resume, self.copying.seconds(trip.bytes)):
             self.counts["not_worth"] += 1
             return self._done(trip)
-        trip.began = time.monotonic()
+        trip.copied, trip.objects = time.monotonic(), sum(len(need.names) for need in needs)
         trip.arrival = arrival = self.cache.expect(prospect)
         if arrival is None:
             self.counts["no_room"] += 1
@@ -429,11 +441,24 @@ class Lower:
         assert trip.arrival is not None
         resumed = self.cache.land(trip.arrival, trip.came, trip.states_came)
         self._let_go(trip)
-        self.last_load = time.monotonic() - trip.began
-        self.copying.see(trip.bytes, self.last_load)
+        now = time.monotonic()
+        self.last_load = now - trip.began
+        self.copying.see(trip.bytes, now - trip.copied)
+        self._tell(trip, resumed, now)
         self.counts["landed_tokens"] += resumed
         self.counts["landed_bytes"] += trip.bytes if resumed else 0
         return self._done(trip)
+
+    def _tell(self, trip: _Trip, tokens: int, now: float) -> None:
+        """Note with a request what was brought for it: of pages that came through host memory, the tiers they came from."""
+        left = tokens
+        for number, objects in Counter(trip.below.values()).items():
+            share = min(left, tokens * objects // max(1, trip.objects))
+            if share:
+                trip.request.loads.append((self.names[1 + number], trip.began, trip.copied, share))
+                left -= share
+        if left:
+            trip.request.loads.append((self.names[0], trip.copied, now, left))
 
     def _done(self, trip: _Trip) -> bool:
         self._trips.pop(trip.request, None)

@@ -30,6 +30,8 @@ __all__ = ["Scheduled", "Scheduler"]
 Scheduled = tuple[Request, Work]
 RANK = attrgetter("rank")
 UNKNOWN = np.array([-1])
+MOST_ROOTS = 64
+"""Tenants and adapters up to which a miss is looked for among the others', too: each costs a walk."""
 MOST_TOLD = 256
 """Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
 MOST_ASIDE = 32
@@ -47,6 +49,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.given_up: list[Request] = []
         """Requests that ended for want of room, until somebody tells of them."""
+        self.begun: list[Request] = []
+        """Requests that the last step gave their first work."""
         self.lower: Lower | None = None
         """What lies below the pool, if anything does."""
         self._waiting: list[tuple[tuple[int, int], Request]] = []
@@ -104,6 +108,7 @@ class Scheduler:
         """The next step's work, its pages reserved; empty only where nothing is left to do, or to know first. `places`
         says where the unknown token of a request (by `id`) stands among those the step before chose."""
         places = places or {}
+        self.begun = []
         picked: list[Scheduled] = []
         loading = self._look_below()
         budget, self._told = self.token_budget, MOST_TOLD
@@ -128,6 +133,7 @@ class Scheduler:
             waiting = self._next()
             if waiting is None:
                 break
+            looked_up = self.cache.clock.now()
             found = self._match(waiting)
             front = self._front(waiting, found.resume)
             if front is not None and front in fronts and len(aside) < MOST_ASIDE:
@@ -147,7 +153,7 @@ class Scheduler:
             taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
             budget -= taken
             if taken:
-                waiting.count_cached(waiting.computed)
+                self._begin(waiting, found, looked_up)
                 if self.lower is not None:
                     self.lower.began(waiting)
             elif (
@@ -307,6 +313,16 @@ class Scheduler:
         request.computed = request.sequence.length
         self.running.append(request)
 
+    def _begin(self, request: Request, found: Match, looked_up: float) -> None:
+        """A request got its first work: remember what it found, and why not more."""
+        if request.cached_tokens is None:
+            request.count_cached(request.computed)
+            request.hits, request.stop = _hits(request), found.stop
+            if len(self.cache.tree.roots) <= MOST_ROOTS:
+                request.elsewhere = self.cache.explain(found).reason == "other tenant"
+            request.looked_up, request.began = looked_up, self.cache.clock.now()
+            self.begun.append(request)
+
     def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
         """Give one token each to requests that decode: all at once where there is room for all. They do not count
         against the budget: chunks of prompts keep their size, which kernels that are prepared for a size like."""
@@ -415,10 +431,20 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         assert request.sequence is not None
+        request.sequence.ending = request.finish
         request.sequence.close()
         request.sequence = None
         request.computed = 0
         self.running.remove(request)
+
+
+def _hits(request: Request) -> dict[str, int]:
+    """Tokens that a request found, by the tier that had them."""
+    found: dict[str, int] = {}
+    for tier, _, _, tokens in request.loads:
+        found[tier] = found.get(tier, 0) + tokens
+    here = request.computed - sum(found.values())
+    return {"device": here, **found} if here > 0 else found
 
 
 def _fitting(request: Request, count: int) -> int:
