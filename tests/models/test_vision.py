@@ -18,8 +18,9 @@ from kvloom.engine.llm import LLM
 from kvloom.engine.request import SamplingParams
 from kvloom.models.attention import ATTENTION
 from kvloom.models.batch import Stage, Work
+from kvloom.models.sight import Sight
 from kvloom.models.specs import model_spec
-from kvloom.models.vision import Embeddings, Sight, Vision
+from kvloom.models.vision import Embeddings, Vision
 from tests.engine.made_tokenizers import byte_level
 from tests.models.seeing import (
     BEGIN,
@@ -356,6 +357,15 @@ def test_an_image_that_no_step_or_window_can_hold_is_refused() -> None:
     ):
         engine.add(prompt, GREEDY, images=[image])
     assert WINDOW >= 16
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_sample_is_an_image_that_the_tower_takes(family: str) -> None:
+    vision = Vision(seeing(family))
+    made = vision.embed(vision.sample())
+    assert made.shape[1] == TINY[family]["text_config"]["hidden_size"]
+    if "image_grid_thw" in vision.inputs:
+        assert len(made) == 1024
 
 
 def test_models_that_do_not_see_refuse_images() -> None:

@@ -13,7 +13,7 @@ import hashlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,8 +25,9 @@ from kvloom.core import Media
 from kvloom.kernels.shapes import upload
 
 from .batch import Batch, Work
+from .sight import Image, Sight
 
-__all__ = ["FAMILIES", "Embeddings", "Image", "Sight", "Vision"]
+__all__ = ["FAMILIES", "Embeddings", "Vision"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -48,51 +49,6 @@ GRID, SIZE = "image_grid_thw", "image_sizes"
 """What belongs to an image beside its pixels: how many patches those are, or how much of them is the image."""
 
 DIGEST_BYTES = 32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Image:
-    """One image as its model takes it, and the name of its content."""
-
-    inputs: Mapping[str, torch.Tensor]
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sight:
-    """What a prompt shows. Image `i` has the prompt's tokens `places[bounds[i] : bounds[i + 1]]`; `media` says the same to
-    the cache. `axes` ([3, tokens up to the last image's end]) are the positions that rotary embeddings turn by, where those
-    are not the tokens' places; what follows stands at its place plus `shift`. `whole`: no step may end inside an image."""
-
-    images: tuple[Image, ...]
-    media: tuple[Media, ...]
-    places: Ints
-    bounds: Ints
-    axes: Ints | None = None
-    shift: int = 0
-    whole: bool = False
-
-    def fitting(self, start: int, count: int) -> int:
-        """How many of the `count` tokens from `start` a step may take, so that it ends in no image that must stay whole; 0
-        where that leaves none."""
-        if self.whole:
-            for item in self.media:
-                if item.start < start + count < item.stop:
-                    return max(0, item.start - start)
-        return count
-
-    @property
-    def largest(self) -> int:
-        """Tokens that a step must have room for."""
-        return max(item.stop - item.start for item in self.media) if self.whole else 1
-
-    def concerns(self, start: int) -> bool:
-        """Whether a step from `start` on needs more than ids and shifted positions."""
-        return start < self.media[-1].stop
-
-    def content(self, end: int) -> bytes:
-        """What stands for the images that begin before `end`, where prompts are compared by their tokens."""
-        return b"".join(item.digest for item in self.media if item.start < end)
 
 
 class Embeddings:
@@ -233,6 +189,21 @@ class Vision:
                 kept = torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]).to(self._dtype)
             self.embeddings.put(image.digest, kept)
         return kept
+
+    def sample(self) -> Image:
+        """An image of noise as large as the model's config names, or of 1024 tokens where it takes any size."""
+        config = self._model.config.vision_config
+        channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
+        if GRID in self.inputs:
+            side = 32 * int(config.spatial_merge_size)
+            width = channels * int(config.temporal_patch_size) * int(config.patch_size) ** 2
+            return self._image(
+                {"pixel_values": torch.zeros(side * side, width), GRID: torch.tensor([[1, side, side]])}
+            )
+        size = config.image_size
+        high, wide = (size, size) if isinstance(size, int) else size
+        pixels = {"pixel_values": torch.zeros(1, channels, high, wide)}
+        return self._image({**pixels, SIZE: torch.tensor([[high, wide]])} if SIZE in self.inputs else pixels)
 
     def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
         """The images apart that a processor put into one batch."""
