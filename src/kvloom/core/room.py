@@ -158,6 +158,7 @@ class Room:
         accounts: Accounts,
         clock: Clock,
         slab_bytes: int,
+        media_lasts: bool = True,
     ) -> None:
         self.pool = pool
         self.tree = tree
@@ -168,6 +169,8 @@ class Room:
         self.copies = Copies(pool, slab_bytes)
         self.ghosts = Ghosts()
         self.runs: dict[bytes, MediaRun] = {}
+        self.runs_last = media_lasts
+        """Whether tokens behind an image need its run, too (cross attention)."""
         self.evictions = 0
         self.evicted_bytes = 0
         self.moves = 0
