@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, strategies as st
 from rich.console import Console
 
+from kvloom.arguments import parse_size
 from kvloom.models.catalog import known_models, load_spec
 from kvloom.models.specs import with_draft
-from kvloom.plan import Load, Plan, PlanError, format_bytes, make_plan, parse_size, render
+from kvloom.plan import Load, Plan, PlanError, format_bytes, make_plan, render
 
 GIB = 2**30
 
@@ -151,7 +152,7 @@ def test_sizes(text: str, size: int) -> None:
     "text", ["", "80 gigs", "-4GiB", "GiB", "1e9", "0", "0.0GiB", "4iB", "9" * 400, "NaN"]
 )
 def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(PlanError, match="size"):
+    with pytest.raises(ValueError, match="size"):
         parse_size(text)
 
 

@@ -19,7 +19,7 @@ PINS = Path(__file__).parent / "public_names.json"
 
 LINE = [
     "core",
-    "tiers kernels",
+    "arguments tiers kernels",
     "models",
     "engine",
     "serve",

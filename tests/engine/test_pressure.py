@@ -235,6 +235,53 @@ def test_a_page_that_others_share_half_of_does_not_end_who_needs_the_whole_pool(
     assert request.tokens == wanted
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_is_short_of_its_own_quota_preempts_its_own_tenants_requests_alone(ahead: bool) -> None:
+    model = tiny("llama")
+    model.set_attn_implementation("eager")
+    prompts = [[3 + (i * 7 + own) % 50 for i in range(30)] for own in range(3)]
+    wanted = expected(model, prompts, 60)
+    slab = Engine(model, POOL).layout.slab_bytes
+    engine = Engine(model, POOL, tenants=[Tenant("red", quota=8 * slab), Tenant("blue")], ahead=ahead)
+    red = [engine.add(prompt, greedy(60), Control(tenant="red"), priority=1) for prompt in prompts[:2]]
+    blue = engine.add(prompts[2], greedy(60), Control(tenant="blue"))  # ranks last: it would give way first
+    steps_until_idle(engine, 400)
+    assert [one.tokens for one in (*red, blue)] == wanted
+    assert sum(one.preemptions for one in red) > 0
+    assert blue.preemptions == 0
+
+
+def test_who_stays_within_its_share_is_not_preempted_for_others() -> None:
+    model = tiny("llama")
+    slab = Engine(model, POOL).layout.slab_bytes
+    engine = Engine(model, 13 * slab, tenants=[Tenant("red", weight=1), Tenant("blue", weight=1)])
+    red = [
+        engine.add([3 + own] * 30, greedy(50), Control(tenant="red"), priority=1) for own in range(2)
+    ]  # ten blocks together, of which six are its share
+    blue = engine.add([9] * 30, greedy(50), Control(tenant="blue"))
+    steps_until_idle(engine, 400)
+    assert {one.finish for one in (*red, blue)} == {"length"}
+    assert sum(one.preemptions for one in red) > 0
+    assert blue.preemptions == 0
+
+
+def test_a_tenant_of_weight_0_gets_what_others_shares_leave_and_is_told_when_that_is_nothing() -> None:
+    model = tiny("llama")
+    slab = Engine(model, POOL).layout.slab_bytes
+    engine = Engine(model, 9 * slab, tenants=[Tenant("red", weight=1), Tenant("blue", weight=0)])
+
+    def ran(tenant: str, start: int, length: int) -> Request:
+        request = engine.add([3 + (start + i) % 60 for i in range(length)], greedy(2), Control(tenant=tenant))
+        steps_until_idle(engine, 50)
+        return request
+
+    assert ran("blue", 3, 30).finish == "length"  # an idle pool is anyone's
+    assert ran("red", 3, 60).finish == "length"
+    assert ran("red", 30, 60).finish == "length"  # the whole pool is its share: what blue left is gone
+    assert engine.cache.accounts["blue"].used == 0
+    assert ran("blue", 3, 40).finish == "no_room"
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "logprobs", "n"])
 def test_what_is_no_whole_number_is_refused_before_a_step_meets_it(name: str) -> None:
     for wrong in (2.5, "2"):

@@ -28,7 +28,8 @@ LONG: dict[str, Any] = {
 def mortal(folder: Path) -> Iterator[Running]:
     """A server that is ended here."""
     with running(
-        folder, "--pool", "16MiB", "--drain-seconds", "20", "--max-running", "4", "--max-queue", "2"
+        *(folder, "--pool", "16MiB", "--drain-seconds", "20", "--max-running", "4", "--max-queue", "2"),
+        *("--silent-seconds", "3"),
     ) as found:
         yield found
 
@@ -64,6 +65,28 @@ def test_an_engine_that_is_killed_comes_back_and_serves_on(mortal: Running) -> N
     assert told["kvloom_engine_restarts_total"] == 1
     assert told["kvloom_held_pages"] == 0
     assert any("was ended by signal 9" in line for line in mortal.said)
+
+
+def test_an_engine_that_hangs_is_ended_and_comes_back_and_one_that_pauses_is_not(mortal: Running) -> None:
+    engine = _engines(mortal)[-1]
+    stream = mortal.client().completions.create(stream=True, **{**LONG, "max_tokens": 400})
+    next(stream)
+    os.kill(engine, signal.SIGSTOP)
+    time.sleep(1.5)
+    os.kill(engine, signal.SIGCONT)
+    *_, last = stream
+    assert last.choices[0].finish_reason == "length"
+    stream = mortal.client().completions.create(stream=True, **LONG)
+    next(stream)
+    os.kill(engine, signal.SIGSTOP)
+    with pytest.raises(openai.APIError, match=r"engine's process said nothing for 3 s and was ended"):
+        list(stream)
+    assert mortal.send("GET", "/health")[0] == 503
+    mortal.wait_for(lambda: not _alive(engine), 10)
+    mortal.wait_for(mortal.healthy, 60)
+    assert mortal.complete(prompt="hi", max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
+    assert mortal.metrics()["kvloom_engine_restarts_total"] == 2
+    assert any("hung and was ended: it said nothing for 3 s" in line for line in mortal.said)
 
 
 def test_more_than_the_queue_holds_is_refused(mortal: Running) -> None:
@@ -123,6 +146,8 @@ def test_a_server_that_cannot_start_says_why(
         (["--port", "70000"], "70000"),
         (["--pool", "much"], "much"),
         (["--drain-seconds", "-1"], "drain_seconds"),
+        (["--silent-seconds", "0.5"], "--silent-seconds 0.5"),
+        (["--step-seconds", "-1"], "--step-seconds -1"),
         (["--host", "no.such.host.invalid", "--api-keys", str(keys)], "line 1"),
     ):
         assert main(["serve", str(folder), *wrong]) == 2

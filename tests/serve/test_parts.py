@@ -14,27 +14,33 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvloom.core import Tenant
 from kvloom.engine.engine import Engine
 from kvloom.engine.params import SamplingParams
-from kvloom.plan import parse_size
-from kvloom.serve.embedded import embedded, folder_of
+from kvloom.models.catalog import embedded, folder_of
 from kvloom.serve.errors import ApiError, engine_died
-from kvloom.serve.keys import read_keys
+from kvloom.serve.keys import exposed, read_keys
 from kvloom.serve.limits import Gate, Limits
 from kvloom.serve.link import RESTARTS, WINDOW_SECONDS, Backoff
 from kvloom.serve.mailbox import Mailbox
 from kvloom.serve.messages import (
     HEADER_BYTES,
     Add,
+    Beat,
     Cancel,
     Delta,
     FromEngine,
     Outputs,
+    Ready,
     Stats,
     TenantRules,
+    TenantUse,
+    TierUse,
     ToEngine,
     frame,
     length_of,
 )
+from kvloom.serve.watchdog import Patience, Watchdog
 from kvloom.serve.worker import Worker
+
+READY = Ready("cpu", "float32", 320, 4096, {}, 1 << 20, 1 << 12, 16, 64, [], 1.0)
 
 
 def test_messages_come_back_as_they_were() -> None:
@@ -42,7 +48,7 @@ def test_messages_come_back_as_they_were() -> None:
     for message, kind in (
         (Add(7, [1, 2, 3], params, stream=True, tenant="t", ttl=1.5), ToEngine),
         (Cancel(7), ToEngine),
-        (Outputs([Delta(7, 0, "é", [3], 1, "stop", 2, [[(3, -0.5, 1)]])], [], Stats(tenants={"t": (1, 2)})), FromEngine),
+        (Outputs([Delta(7, 0, "é", [3], 1, "stop", 2, [[(3, -0.5, 1)]])], [], Stats(tenants={"t": TenantUse(1, 2)}, tiers=[TierUse("host", 3)])), FromEngine),
     ):  # fmt: skip
         data = frame(message)  # type: ignore[arg-type]
         assert length_of(data[:HEADER_BYTES]) == len(data) - HEADER_BYTES
@@ -118,10 +124,43 @@ def test_restarts_wait_longer_and_are_bounded() -> None:
     assert backoff.pause(now) < 1  # what was long ago is forgotten
 
 
+def test_an_engine_is_hung_when_it_is_silent_and_not_when_it_takes_its_time() -> None:
+    dog = Watchdog(Patience(silent=5, step=20))
+    assert [dog.tick(1.0) for _ in range(20)] == [
+        None
+    ] * 20  # it loads: torch alone may block its beats for long
+    assert dog.tick(1.0) == "said nothing for 20 s"
+    dog.heard(READY)
+    assert [dog.tick(1.0) for _ in range(5)] == [None] * 5
+    assert dog.tick(1.0) == "said nothing for 5 s"
+    dog.heard(Beat(7))
+    for _ in range(20):  # a long step that beats
+        dog.heard(Beat(7))
+        assert dog.tick(1.0) is None
+    dog.heard(Beat(7))
+    assert dog.tick(1.0) == "was in one step for 20 s"
+    dog.heard(Beat(8))
+    assert dog.tick(1.0) is None
+    for _ in range(100):  # nothing to do
+        dog.heard(Beat(0))
+        assert dog.tick(1.0) is None
+    assert dog.tick(3600.0) is None  # this process slept, and the engine with it
+
+
+def test_patience_may_be_endless_and_never_shorter_than_beats() -> None:
+    dog = Watchdog(Patience(0, 0))
+    dog.heard(READY)
+    dog.heard(Beat(1))
+    assert [dog.tick(1.0) for _ in range(2000)] == [None] * 2000
+    for wrong in ((1.0, 600.0), (-1.0, 600.0), (30.0, 0.5), (float("nan"), 600.0), (30.0, float("inf"))):
+        with pytest.raises(ValueError, match="-seconds"):
+            Patience(*wrong)
+
+
 def test_keys_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# who\nkey-number-1 red\nkey-number-2 blue 2MiB # small\n")
-    keys = read_keys(str(file), parse_size)
+    keys = read_keys(str(file))
     assert keys.tenant("Bearer key-number-2") == "blue"
     assert keys.tenant("bearer key-number-1") == "red"
     assert keys.tenants == (TenantRules("red"), TenantRules("blue", 2 << 20))
@@ -132,7 +171,26 @@ def test_keys_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
     file.write_text(
         '{"key-number-1": {"tenant": "red", "quota": "1GiB", "weight": 2}, "key-number-2": "blue"}'
     )
-    assert read_keys(str(file), parse_size).tenants == (TenantRules("red", 1 << 30, 2.0), TenantRules("blue"))
+    assert read_keys(str(file)).tenants == (TenantRules("red", 1 << 30, 2.0), TenantRules("blue", None, 1.0))
+
+
+def test_a_tenant_that_names_no_weight_counts_1_where_another_names_one(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(
+        "key-number-1 red\nkey-number-2 blue 2MiB 0.5\nkey-number-3 grey - 0\nkey-number-4 blue 2MiB 0.5"
+    )
+    assert read_keys(str(file)).tenants == (
+        TenantRules("red", None, 1.0), TenantRules("blue", 2 << 20, 0.5), TenantRules("grey", None, 0.0)
+    )  # fmt: skip
+
+
+def test_a_file_of_keys_that_others_can_read_is_told_of(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("key-number-1 red")
+    file.chmod(0o644)
+    assert "mode 644" in (exposed(str(file)) or "")
+    file.chmod(0o600)
+    assert exposed(str(file)) is None
 
 
 @pytest.mark.parametrize(
@@ -144,6 +202,11 @@ def test_keys_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
         ("key-number-1 t\nkey-number-1 u", "line 2"),
         ("key-number-1 t 1MiB\nkey-number-2 t 2MiB", "another quota"),
         ("key-number-1 t much", "much"),
+        ("key-number-1 t - heavy", "'heavy' must be a number"),
+        ("key-number-1 t 1MiB -1", "'-1' must be a number"),
+        ("key-number-1 t 1MiB 1 2", "line 1"),
+        ('{"key-number-1": {"tenant": "t", "weight": "nan"}}', "must be a number"),
+        ('{"key-number-1": {"tenant": "t", "weight": [1]}}', "must be a number"),
         ('{"key-number-1": 5}', "int"),
         ('{"key-number-1": {"quota": 5}}', "key 1"),
         ('{"key-number-1": {"tenant": "t", "color": 5}}', "key 1"),
@@ -156,7 +219,7 @@ def test_keys_that_make_no_sense_are_refused_without_showing_them(
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(ValueError, match=said) as caught:
-        read_keys(str(file), parse_size)
+        read_keys(str(file))
     assert "key-number-1" not in str(caught.value)
 
 
@@ -245,4 +308,4 @@ def test_keys_that_are_no_text_are_refused_by_their_files_name(tmp_path: Path) -
     file = tmp_path / "keys"
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="keys is not a file of text"):
-        read_keys(str(file), int)
+        read_keys(str(file))

@@ -17,6 +17,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvloom.arguments import THREADS, device, parse_size, whole
+from kvloom.engine.threads import use_threads
+from kvloom.models.load import device_of
+
 from .engine_report import QUOTED, Ran, Result, render, rows_of
 from .engine_runners import HuggingFace, Invariant, Kvloom, Measured, Options, Runner, Vllm
 from .floor import Floor
@@ -121,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         + "\n".join(f"  {name:14} {shape.what}" for name, shape in SHAPES.items())
         + "\n\nexamples:\n"
         "  kvloom bench engine                                    every workload on the tiny Llama\n"
+        "  kvloom bench engine --shape kvloom-llama --scale 1 --only W1 W5 --requests 16 --rounds 3\n"
         "  kvloom bench engine --shape llama-3.1-8b --only W1 W5 --peers vllm --rounds 2\n"
         "  kvloom bench engine --shape gemma-3-12b --capacity 16384 --pool 100GiB",
     )
@@ -145,7 +150,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--scale", type=float, metavar="S",
         help="requests and lengths times S, at most 1 (default: 1, tiny shapes 0.0625)")  # fmt: skip
-    add("--device", help="cuda or cpu (default: cuda where there is one)")
+    add(
+        "--requests",
+        type=whole(1),
+        metavar="N",
+        help="of each workload at most so many requests (default: all)",
+    )
+    add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--threads", type=whole(1), metavar="N", help=THREADS)
     add(
         "--kv-dtype",
         metavar="D",
@@ -156,6 +168,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="kvloom's memory for pages, like 40GiB (default: what 0.9 of a GPU leaves; CPU 512MiB)",
     )
+    add("--tier", action="append", default=[], metavar="TIER",
+        help="kvloom's places for pages below the pool, like host:64GiB; repeatable")  # fmt: skip
     add("--token-budget", type=int, metavar="N", help="tokens of a step at most (default: the engine's)")
     add(
         "--max-running",
@@ -191,21 +205,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _size(text: str | None) -> int | None:
-    if text is None:
-        return None
-    from kvloom.plan import parse_size
-
-    return parse_size(text)
+    return None if text is None else parse_size(text)
 
 
 def _bench(args: argparse.Namespace) -> int:
     shape = SHAPES[args.shape]
     scale = shape.scale if args.scale is None else args.scale
-    works = chosen(args.only, scale)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    works = [work.fewer(args.requests) for work in chosen(args.only, scale)]
+    device = str(device_of(args.device))
+    use_threads(args.threads)
     options = Options(
         device=device, seed=args.seed, kv_dtype=args.kv_dtype, pool=_size(args.pool), token_budget=args.token_budget,
-        max_running=args.max_running, compile=args.compile, vllm_python=args.vllm_python,
+        max_running=args.max_running, tiers=tuple(args.tier), compile=args.compile, vllm_python=args.vllm_python,
         max_length=max(20480, *(work.longest for work in works)),
     )  # fmt: skip
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"

@@ -21,10 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvloom.arguments import MODEL, THREADS, device, parse_size, whole
 from kvloom.core import Control
 from kvloom.engine.calibrate import calibrate
 from kvloom.engine.engine import Engine
+from kvloom.engine.threads import use_threads
 from kvloom.models.batch import Work
+from kvloom.models.catalog import folder_of
 
 __all__ = ["Quality", "main", "measure"]
 
@@ -87,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Perplexity of texts under several ways of keeping K and V, computed through kvloom's pages.",
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a folder with a Hugging Face model and its tokenizer, or its hub id")
+    add("model", metavar="MODEL", help=f"{MODEL}; with its tokenizer")
     add(
         "--text",
         nargs="+",
@@ -103,7 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--chunk", type=int, default=256, metavar="N", help="tokens computed at once (default: 256)")
     add("--tokens", type=int, metavar="N", help="read so many tokens at most (default: all)")
     add("--dtype", default="float32", metavar="D", help="of weights and computing (default: float32)")
-    add("--device", metavar="D", help="cpu, cuda, ... (default: a GPU if there is one)")
+    add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--threads", type=whole(1), metavar="N", help=THREADS)
     add("--pool", default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
@@ -120,13 +124,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     from kvloom.models.load import load
-    from kvloom.plan import parse_size
 
     if args.context < 2 or args.chunk < 1:
         raise ValueError(
             f"windows of {args.context} and chunks of {args.chunk} tokens; 2 and 1 are the least"
         )
-    model, tokenizer = load(args.model, args.dtype, args.device)
+    use_threads(args.threads)
+    model, tokenizer = load(folder_of(args.model), args.dtype, args.device)
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer to read texts with")
     pool = parse_size(args.pool)

@@ -51,7 +51,8 @@ class Hints(Verbs):
 
     def pin(self, match: Match, ttl: float) -> Pin:
         now = self.clock.now()
-        root = self.tree.root(match.root_name, self.accounts[match.control.tenant])
+        tenant = match.control.tenant
+        root = self.tree.root(match.root_name, self.accounts[tenant], tenant)
         node: Node = root
         for passed in match.path:
             if passed.start >= match.resume:

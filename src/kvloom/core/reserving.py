@@ -48,6 +48,16 @@ class Reserving(Verbs):
         self.mark_special(seq)
         return 0
 
+    def short_of_quota(self, seq: Sequence, n: int) -> bool:
+        self.ensure_open(seq)
+        length = int(self.rows.length[seq.row])
+        blocks, copy_tail, states = self._wants(seq, length, n)
+        media = sum(-(-item.tokens // self.block_tokens) for item in self._new_runs(seq, length + n))
+        return (
+            seq.root.account.beyond_quota(self.room.bytes_of(self.needs(blocks + copy_tail, states, media)))
+            > 0
+        )
+
     def _wants(self, seq: Sequence, length: int, n: int) -> tuple[int, int, int]:
         """Blocks to reserve, whether the tail must be copied, whether states are needed."""
         have = int(self.rows.blocks[seq.row])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from .eviction import EvictionQueue
 from .policies import Entry, Policy
@@ -19,7 +20,9 @@ class Tenant:
     """`quota` is the most bytes of the pool it may use; `weight` its share when the pool is full.
 
     A tenant at or below its share (weight over the sum of weights) loses nothing to others. Weight
-    0 claims no share. Shares follow the size of the pool, quotas do not.
+    0 claims no share: it may use what is free, and loses it to anyone; where others' shares fill the pool there is no
+    room for it. Where all weights are 0 nobody has a share, and the policy alone decides. Shares follow the size of the
+    pool, quotas do not.
     """
 
     name: str
@@ -31,18 +34,31 @@ class Tenant:
             raise ValueError(f"tenant {self.name!r}: quota {self.quota} is negative")
         if self.weight < 0:
             raise ValueError(f"tenant {self.name!r}: weight {self.weight} is negative")
+        if not self.weight < inf:
+            raise ValueError(f"tenant {self.name!r}: weight {self.weight} is no number to share by")
 
 
 class Account:
-    """Bytes of one tenant: `used` in all, of which `held` by its sequences and pins."""
+    """Bytes of one tenant: `used` in all, of which `held` by its sequences and pins. Beside them what it has looked up and
+    found so far, in tokens, and how many of its entries left."""
 
-    __slots__ = ("guaranteed", "held", "queue", "tenant", "used")
+    __slots__ = (
+        "evictions",
+        "guaranteed",
+        "held",
+        "hit_tokens",
+        "looked_up_tokens",
+        "queue",
+        "tenant",
+        "used",
+    )
 
     def __init__(self, tenant: Tenant, policy: Policy) -> None:
         self.tenant = tenant
         self.used = 0
         self.held = 0
         self.guaranteed = 0.0
+        self.looked_up_tokens = self.hit_tokens = self.evictions = 0
         self.queue: EvictionQueue[Entry] = EvictionQueue(policy)
 
     def charge(self, size: int) -> None:

@@ -10,6 +10,7 @@ must be on the pool's device. Prompts are ids; text is made as it grows only whe
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence as Many
 from typing import Any
 
@@ -21,15 +22,18 @@ from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.views import allocate
 from kvloom.models.attention import install
 from kvloom.models.embeddings import Embeddings, with_embeddings
+from kvloom.models.fingerprint import model_fingerprint
 from kvloom.models.scales import fingerprint, load_scales
 from kvloom.models.sight import Sight
 from kvloom.models.specs import KVDtype, model_spec
 from kvloom.models.vision import Vision
+from kvloom.tiers.opening import Place
 
 from .beams import BeamSearch
 from .flight import Flight, told_prompts
 from .grammar import Grammars
 from .logprobs import TokenLogprobs
+from .lower import Lower, LowerConfig, open_lower
 from .odds import send
 from .request import Finish, Request, SamplingParams
 from .runner import Runner
@@ -44,6 +48,8 @@ MAX_TOKENS = 131072
 """The longest sequence where the model names no limit."""
 TOKEN_BUDGET = {False: 2048, True: 8192}
 """Tokens of prompts a step where nobody says: a CPU is busy with fewer than a GPU."""
+MAX_RUNNING = {False: 256, True: 512}
+"""Sequences at once where nobody says; the more of them share pages, the less often those are read."""
 
 
 class Engine:
@@ -51,8 +57,10 @@ class Engine:
     `kv_dtype` is what K and V are kept in (the model's own if None), and `kv_scales` where the scales of int8 and fp8 come
     from: "dynamic", "checkpoint", or a file of `kvloom calibrate`. `ahead` says
     whether steps are launched before the tokens of the one before are known; on a GPU they are, unless told otherwise.
-    A `tokenizer` is needed for stop texts and structured output alone. `batch_invariant`: on a GPU, too, what a request gets is the same bits whatever runs beside it.
-    `max_context` are the tokens a sequence may come to have, where the model could do more."""
+    A `tokenizer` is needed for stop texts and structured output alone. `batch_invariant`: on a GPU, too, what a request gets is
+    the same bits whatever runs beside it. `tiers` are places for pages below the pool (`host:64GiB`, `disk:/path:1TiB`:
+    docs/tiers.md), nearest first; `lower` says how they are used, and `close` ends them. `max_context` are the tokens a sequence
+    may come to have, where the model could do more."""
 
     def __init__(
         self,
@@ -61,7 +69,7 @@ class Engine:
         kv_dtype: KVDtype | None = None,
         block_tokens: int = 16,
         token_budget: int | None = None,
-        max_running: int = 256,
+        max_running: int | None = None,
         ahead: bool | None = None,
         graphs: bool = True,
         tokenizer: Any = None,
@@ -69,6 +77,8 @@ class Engine:
         tenants: Iterable[Tenant] = (),
         kv_scales: str | os.PathLike[str] = "dynamic",
         batch_invariant: bool = False,
+        tiers: Many[str | Place] = (),
+        lower: LowerConfig | None = None,
         max_context: int | None = None,
     ) -> None:
         weight = next(model.parameters())
@@ -80,6 +90,8 @@ class Engine:
         self.model, self.device = model.eval(), weight.device
         if token_budget is None:
             token_budget = TOKEN_BUDGET[self.device.type == "cuda"]
+        if max_running is None:
+            max_running = MAX_RUNNING[self.device.type == "cuda"]
         spec = model_spec(
             {**model.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")},
             kv_dtype=kv_dtype,
@@ -124,10 +136,13 @@ class Engine:
         if self.vision is not None:
             width = model.get_input_embeddings().weight.shape[1]
             self.vision.embeddings = Embeddings(self.layout, self.buffer, width, weight.dtype)
+        name = spec.name
+        if tiers:  # who finds pages there must have computed just these
+            name = f"{model.config.model_type} {model_fingerprint(model)}{' invariant' * batch_invariant}"
         self.cache = KVCache(
             self.layout,
             slabs=slabs,
-            model=spec.name if scales is None else f"{spec.name}, scales {fingerprint(scales)}",
+            model=name if scales is None else f"{name}, scales {fingerprint(scales)}",
             max_sequences=max_running,
             max_tokens=self.limit or MAX_TOKENS,
             tenants=tenants,
@@ -136,6 +151,11 @@ class Engine:
             model, self.cache, self.buffer, token_budget, max_running, graphs, scales, self.vision, invariant
         )
         self.scheduler = Scheduler(self.cache, token_budget, max_running)
+        self.lower: Lower | None = None
+        """What lies below the pool, where tiers were given."""
+        if tiers:
+            self.lower = open_lower(tiers, self.cache, self.buffer, self._copy, lower)
+            self.scheduler.lower = self.lower
         self.eos = _ids(getattr(model.generation_config, "eos_token_id", None))
         self.sampler = Sampler(self.eos)
         self.tokenizer = tokenizer
@@ -214,7 +234,9 @@ class Engine:
         """Launch one step, and take in the tokens of the last that was; the requests that got one, or ended for want of
         room. Where it raises (a device out of memory, an interrupt), the step has not been: requests wait to be computed
         anew, and may be cancelled."""
+        began = time.perf_counter()
         before, landed = self._flight, []
+        done = before
         if before is not None and any(request.waits for request in before.requests):
             self._flight = None
             landed = self._land(before, [])
@@ -223,10 +245,32 @@ class Engine:
         if before is not None:
             landed = self._land(before, [] if flight is None else flight.work)
         elif flight is not None and not self.ahead:
-            self._flight = None
+            self._flight, done = None, flight
             landed = self._land(flight, [])
+        if self.lower is not None:
+            self._look_at_clock(done, began)
         given_up, self.scheduler.given_up = self.scheduler.given_up, []
         return landed + given_up
+
+    def _look_at_clock(self, done: Flight | None, began: float) -> None:
+        """Tell how long a step took that was taken in; where there was none, and pages are on their way, wait for them."""
+        assert self.lower is not None
+        self.lower.take_offers()  # of who ended now: there may be no next step for long
+        if done is not None:
+            tokens = sum(len(part.tokens) for _, part in done.work if len(part.tokens) > 1)
+            self.lower.computed(tokens, time.perf_counter() - began)
+        elif self._flight is None and self.scheduler.loads:
+            self.lower.wait(0.002)
+
+    def close(self, seconds: float = 10.0) -> None:
+        """End every request, and the tiers: what they want is stored first, within so many seconds."""
+        for request in list(self.scheduler.open):
+            self.scheduler.cancel(request)
+        self._flight = None
+        if self.lower is not None:
+            self.lower.close(seconds)
+            self.lower = self.scheduler.lower = None
+            self.cache.tree.parcels = None
 
     def run(self) -> None:
         """Step until every request has ended."""
@@ -273,6 +317,8 @@ class Engine:
         return Flight.of(work, requests, chosen, prompts)
 
     def _copy(self) -> None:
+        if self.lower is not None:
+            self.lower.take_offers()
         for copies in self.cache.take_copies():
             copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
 

@@ -25,6 +25,7 @@ from .engine import Engine
 from .logprobs import TokenLogprobs
 from .request import Finish, Request, SamplingParams
 from .text import Detokenizer
+from .threads import use_threads
 
 __all__ = ["LLM", "Completion", "Delta", "Result"]
 
@@ -75,8 +76,11 @@ class LLM:
     """A model and its engine. `pool_bytes` are for the cache (without them it takes what the device has left); `dtype` and
     `device` are the weights'; `kv_dtype` and `kv_scales` say how K and V are kept, as the engine takes them. A `processor` is
     what turns text and images into ids and tensors; that of the model's folder is taken when the first image comes.
-    `load_format` "random" makes weights of a config; `progress` shows bars while loading and preparing. `batch_invariant`: the
-    same seed, the same tokens and log-probabilities on a GPU, whatever runs beside. `max_context` bounds sequences below what the model could do."""
+    `load_format` "random" makes weights of a config; `threads` are torch's on a CPU, for the whole process (threads.py has the
+    rule for None); `progress` shows bars while loading and preparing. `batch_invariant`: the same seed, the same tokens and
+    log-probabilities on a GPU, whatever runs beside. `tiers` are places for pages below the pool: `["host:64GiB",
+    "disk:/path:1TiB"]`; `close` brings them up to date and ends them.
+    `max_context` bounds sequences below what the model could do."""
 
     def __init__(
         self,
@@ -88,12 +92,14 @@ class LLM:
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         token_budget: int | None = None,
-        max_running: int = 256,
+        max_running: int | None = None,
         tokenizer: Any = None,
         processor: Any = None,
         load_format: LoadFormat = "auto",
+        threads: int | None = None,
         progress: bool = False,
         batch_invariant: bool = False,
+        tiers: Sequence[str] = (),
         max_context: int | None = None,
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
@@ -110,8 +116,11 @@ class LLM:
             tokenizer=self.tokenizer,
             kv_scales=kv_scales,
             batch_invariant=batch_invariant,
+            tiers=tiers,
             max_context=max_context,
         )
+        if threads is not None or self.engine.device.type == "cpu":
+            use_threads(threads)
         self._prepare(progress)
         self._names: dict[int, str] = {}
 
@@ -125,6 +134,10 @@ class LLM:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("compiling and capturing", total=None)
             self.engine.prepare(lambda done, total: bar.update(task, completed=done, total=total))
+
+    def close(self) -> None:
+        """End what still runs, and the tiers below the pool: what they want is stored first, within seconds."""
+        self.engine.close()
 
     def generate(
         self,

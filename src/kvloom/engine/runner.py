@@ -4,12 +4,16 @@
 
 A step in which every sequence has one token is a graph of the next larger size, captured by `capture` or when first needed;
 rows that fill it up belong to nobody. Where sequences hold the same pages, their attention reads those once: who shares is
-looked up when the sequences of a step are not those of the one before. Other steps run as they are. Knows no requests; what is run is the scheduler's to say.
+looked up when the sequences of a step are not those of the one before. Other steps are strips of graphs (`strips.py`) where
+the host would be slower than the device, and run as they are elsewhere. Knows no requests; what is run is the scheduler's
+to say.
 """
 
 from __future__ import annotations
 
 import inspect
+import time
+import warnings
 from collections.abc import Callable, Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,11 +25,13 @@ import torch
 from kvloom.core import Control, KVCache, Sequence
 from kvloom.kernels.shapes import upload
 from kvloom.kernels.sharing import SharedRun, find_shared
-from kvloom.models.attention import Pages
+from kvloom.models.attention import Cutter, Pages
 from kvloom.models.batch import Batch, Stage, Work
 from kvloom.models.fusing import fuse
 from kvloom.models.scales import Scales
 from kvloom.models.vision import Vision
+
+from .strips import Strips
 
 __all__ = ["Runner", "graph_sizes"]
 
@@ -63,8 +69,7 @@ class Runner:
     ) -> None:
         """`invariant`: what a row gives does not hang on what else is in its step (CUDA alone)."""
         self.model, self.device, self.vision = model, buffer.device, vision
-        if buffer.is_cuda:
-            fuse(model)
+        fuse(model)
         self.pages = Pages(cache.layout, buffer, scales, _piece(cache.max_tokens) if invariant else 0)
         self.steady: AbstractContextManager[Any] = nullcontext()
         """What numbers are computed in, here and by whoever goes on with them."""
@@ -87,6 +92,10 @@ class Runner:
         self._shares = False
         self._pool: Any = None
         self._sizes = graph_sizes(rows) if graphs and buffer.is_cuda and self.pages.replayable else []
+        self.strips: Strips | None = None
+        """Graphs of steps with prompts in them, where the model can be recorded so."""
+        if self._sizes and not turns and not self.pages.keeps_states:
+            self.strips = Strips(self.pages, self.stage, self._forward, self.chosen, tokens + rows)
 
     def _refuse(self) -> None:
         """Raise ValueError for what has no batch-invariant way."""
@@ -109,6 +118,10 @@ class Runner:
             and not (self.pages.keeps_states and any(w.sequence.state_length == 0 for w in works))
         ):
             return self._replay(works, wanted)
+        if self.strips is not None and not whole and not any(_shows(work) for work in works):
+            size = self.strips.size_for(works)
+            if size:
+                return self.strips.run(works, size, wanted)
         batch = self.stage.lay_out(works, self.chosen)
         if self.vision is not None:
             batch = self.vision.see(batch, works)
@@ -129,7 +142,22 @@ class Runner:
         if self.device.type != "cuda":
             return
         limit = min(self.tokens, self._cache.max_tokens // 2)
-        shapes = [[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]]
+        self._try([[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit)
+        self._try([[limit // 16], [limit // 4]], limit)  # alone, and so few that their attention is cut
+        if self.strips is not None:
+            torch.cuda.synchronize(self.device)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            began = time.perf_counter()
+            begin.record()
+            self._try([[limit]], limit)  # once more, with nothing left to compile
+            host = time.perf_counter() - began
+            end.record()
+            end.synchronize()
+            self.strips.limit(limit, host, begin.elapsed_time(end) / 1e3)
+        torch.cuda.synchronize(self.device)
+
+    def _try(self, shapes: list[list[int]], limit: int) -> None:
+        """Run steps of up to `limit` tokens, each of so many of the same sequences' next tokens, as far as there is room."""
         open_: dict[int, Sequence] = {}
         for counts in shapes:
             works, left = [], limit
@@ -154,7 +182,6 @@ class Runner:
         for sequence in open_.values():
             sequence.close()
         self._cache.take_copies()
-        torch.cuda.synchronize(self.device)
 
     def try_replay(self) -> None:
         """Run, without a graph, the step of as many single tokens as there may be, all of nobody's."""
@@ -167,13 +194,24 @@ class Runner:
         wanted = [(size, False) for size in reversed(self._sizes)]
         if self._shared_column is not None:
             wanted += [(size, True) for size in reversed(self._sizes) if size >= LEAST_SHARERS]
+        strips = [] if self.strips is None else self.strips.sizes
         for done, (size, shares) in enumerate(wanted):
             if shares:
                 self.pages.share([SharedRun(0, 256, (0, 1), 0)], size)
             self._captured(size, shares)
             if progress is not None:
-                progress(done + 1, len(wanted))
+                progress(done + 1, len(wanted) + len(strips))
         self._sharers = ()
+        for done, size in enumerate(reversed(strips)):
+            assert self.strips is not None
+            try:
+                self.strips.capture(size, self._memory())
+            except RuntimeError as error:
+                warnings.warn(f"steps of prompts run without graphs, somewhat slower: {error}", stacklevel=2)
+                self.strips = None
+                return
+            if progress is not None:
+                progress(len(wanted) + done + 1, len(wanted) + len(strips))
 
     def _replay(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor:
         size = next(size for size in self._sizes if size >= len(works))
@@ -208,15 +246,19 @@ class Runner:
                 self._forward(self.stage.replayed(size, self.chosen, shares), None)
             torch.cuda.current_stream(self.device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._memory()):
                 logits = self._forward(self.stage.replayed(size, self.chosen, shares), None)
             self._graphs[size, shares] = _Captured(graph, logits)
         return self._graphs[size, shares]
 
-    def _forward(self, batch: Batch, last: torch.Tensor | None) -> torch.Tensor:
-        self.pages.begin(batch)
+    def _memory(self) -> Any:
+        """The memory that all graphs share: they never run beside each other."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    def _forward(self, batch: Batch, last: torch.Tensor | None, cutter: Cutter | None = None) -> torch.Tensor:
+        self.pages.begin(batch, cutter)
         extra: dict[str, Any] = {"cache_params": self.pages}
         if not self._plain:
             extra = {

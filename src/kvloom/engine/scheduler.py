@@ -22,6 +22,7 @@ from kvloom.models.batch import Work
 
 from .beams import Successor
 from .logprobs import TokenLogprobs
+from .lower import Lower
 from .request import Finish, Request
 
 __all__ = ["Scheduled", "Scheduler"]
@@ -29,6 +30,8 @@ __all__ = ["Scheduled", "Scheduler"]
 Scheduled = tuple[Request, Work]
 RANK = attrgetter("rank")
 UNKNOWN = np.array([-1])
+MOST_ROOTS = 64
+"""Tenants and adapters up to which a miss is looked for among the others', too: each costs a walk."""
 MOST_TOLD = 256
 """Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
 MOST_ASIDE = 32
@@ -46,16 +49,29 @@ class Scheduler:
         self.running: list[Request] = []
         self.given_up: list[Request] = []
         """Requests that ended for want of room, until somebody tells of them."""
+        self.begun: list[Request] = []
+        """Requests that the last step gave their first work."""
+        self.lower: Lower | None = None
+        """What lies below the pool, if anything does."""
         self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._loading: list[tuple[Request, tuple[str, str, bytes] | None]] = []
         self._told = MOST_TOLD  # of them, what is left in this step
 
     @property
     def waiting(self) -> int:
-        return sum(request.finish is None for _, request in self._waiting)
+        asides = (request for request, _ in self._loading)
+        return sum(r.finish is None for r in (*(request for _, request in self._waiting), *asides))
 
     @property
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
+
+    @property
+    def open(self) -> list[Request]:
+        """Requests that have not ended."""
+        asides = (request for request, _ in self._loading)
+        found = (*self.running, *(request for _, request in self._waiting), *asides)
+        return [request for request in found if request.finish is None]
 
     def add(self, request: Request) -> None:
         """Let a request wait. Raises ValueError where it could never run, with the numbers."""
@@ -80,6 +96,8 @@ class Scheduler:
                 "tokens of a step: raise token_budget"
             )
         heapq.heappush(self._waiting, (request.rank, request))
+        if self.lower is not None:
+            self.lower.foresee(request, self._match(request))
 
     def cancel(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -90,7 +108,9 @@ class Scheduler:
         """The next step's work, its pages reserved; empty only where nothing is left to do, or to know first. `places`
         says where the unknown token of a request (by `id`) stands among those the step before chose."""
         places = places or {}
+        self.begun = []
         picked: list[Scheduled] = []
+        loading = self._look_below()
         budget, self._told = self.token_budget, MOST_TOLD
         empty = not self.running
         alone = self.running[0] if len(self.running) == 1 else None
@@ -105,32 +125,69 @@ class Scheduler:
         for request in prompts:
             if budget and request.sequence is not None:
                 budget -= self._reserve(request, budget, picked, places)
-        if alone is not None and alone.sequence is None:
+        if alone is not None and alone.sequence is None and not self._freeing:
             self._give_up(alone)
-        fronts = {self._front(request, request.computed) for request, _ in picked[first:]}
+        fronts = {self._front(request, request.computed) for request, _ in picked[first:]} | loading
         aside: list[Request] = []
         while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
             waiting = self._next()
             if waiting is None:
                 break
+            looked_up = self.cache.clock.now()
             found = self._match(waiting)
             front = self._front(waiting, found.resume)
             if front is not None and front in fronts and len(aside) < MOST_ASIDE:
                 aside.append(waiting)  # someone computes what it needs next: it will find it
                 continue
             fronts.add(front)
+            if self.lower is not None:
+                if self.lower.holds(waiting, found):
+                    self._loading.append((waiting, front))
+                    continue
+                if picked and self.lower.lacks_room(waiting):
+                    aside.append(waiting)  # it would compute what it could load, and with as little room
+                    break
+                if found.version != self.cache.tree.version:  # what it needed has come
+                    found = self._match(waiting)
             self._admit(waiting, found)
             taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
             budget -= taken
             if taken:
-                waiting.count_cached(waiting.computed)
-            elif self.running or picked or not empty:  # (what gave way holds pages until its copies are made)
+                self._begin(waiting, found, looked_up)
+                if self.lower is not None:
+                    self.lower.began(waiting)
+            elif (
+                self.running or picked or not empty or self._freeing
+            ):  # (what gave way holds pages until its copies are made)
                 break
             else:
                 self._give_up(waiting)
         for request in aside:
             heapq.heappush(self._waiting, (request.rank, request))
         return picked
+
+    @property
+    def loads(self) -> int:
+        """Requests that wait for pages from below."""
+        return len(self._loading)
+
+    @property
+    def _freeing(self) -> bool:
+        """Whether pages that are in use below will be free by themselves."""
+        return self.lower is not None and self.lower.holding
+
+    def _look_below(self) -> set[tuple[str, str, bytes] | None]:
+        """Whose pages have come waits in line again; what the others load, nobody else need compute."""
+        if self.lower is None:
+            return set()
+        self.lower.poll()
+        loading, self._loading = self._loading, []
+        for request, front in loading:
+            if request.finish is None and self.lower.under_way(request):
+                self._loading.append((request, front))
+            elif request.finish is None:
+                heapq.heappush(self._waiting, (request.rank, request))
+        return {front for _, front in self._loading}
 
     def launched(self, work: Many[Scheduled]) -> None:
         """What was scheduled is on its way: tokens that are known are committed, and whoever reached the end of its
@@ -178,6 +235,8 @@ class Scheduler:
             if one.finish is None:
                 one.finish = why
                 one.unknown = 0
+                if self.lower is not None:
+                    self.lower.forget(one)
                 if one.sequence is not None:
                     self._let_go(one)
 
@@ -254,6 +313,16 @@ class Scheduler:
         request.computed = request.sequence.length
         self.running.append(request)
 
+    def _begin(self, request: Request, found: Match, looked_up: float) -> None:
+        """A request got its first work: remember what it found, and why not more."""
+        if request.cached_tokens is None:
+            request.count_cached(request.computed)
+            request.hits, request.stop = _hits(request), found.stop
+            if len(self.cache.tree.roots) <= MOST_ROOTS:
+                request.elsewhere = self.cache.explain(found).reason == "other tenant"
+            request.looked_up, request.began = looked_up, self.cache.clock.now()
+            self.begun.append(request)
+
     def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
         """Give one token each to requests that decode: all at once where there is room for all. They do not count
         against the budget: chunks of prompts keep their size, which kernels that are prepared for a size like."""
@@ -285,7 +354,7 @@ class Scheduler:
         if not count:
             return 0  # an image that must stay whole waits for a step with room for it
         while sequence.extend(count):
-            victim = self._victim(request, picked) if preempt else None
+            victim = self._victim(request, count, picked) if preempt else None
             if victim is None:
                 # May fit beside what is already picked, or, where windows leave pages behind, step by step.
                 shorter = _fitting(request, (count + 1) // 2)
@@ -306,11 +375,19 @@ class Scheduler:
         tokens = np.array(request.tokens[request.computed : request.computed + count])
         return Work(request.sequence, tokens, sight=request.sight)
 
-    def _victim(self, request: Request, picked: list[Scheduled]) -> Request | None:
-        """The running request that ranks last, behind `request` or parked, and has no work in this step."""
+    def _victim(self, request: Request, count: int, picked: list[Scheduled]) -> Request | None:
+        """The running request that ranks last, behind `request` or parked, and has no work in this step; of those whose
+        pages can help `count` tokens of `request`: its own tenant's and, where its quota is not what is short, those of
+        tenants that use more than their share."""
+        assert request.sequence is not None
         busy = {id(other) for other, _ in picked} | {id(request)}
         others = [r for r in self.running if id(r) not in busy and (r.rank > request.rank or r.parked)]
-        return max(others, key=lambda r: r.rank, default=None)
+        accounts = self.cache.accounts
+        if len(accounts.accounts) > 1 and others:
+            mine, own = accounts[request.control.tenant], self.cache.short_of_quota(request.sequence, count)
+            theirs = [(r, accounts[r.control.tenant]) for r in others]
+            others = [r for r, a in theirs if a is mine or not (own or a.used <= a.guaranteed)]
+        return max(others, key=RANK, default=None)
 
     def _unpark(self) -> bool:
         """Where beams that wait for others hold every row, one gives its up; whether that is so."""
@@ -365,17 +442,29 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         assert request.sequence is not None
         parked = request.parked
-        request.preemptions += request.computed > request.sequence.resumed  # else it had not begun
+        began = request.computed > request.sequence.resumed
+        request.preemptions += began
+        request.looked_below &= not began  # what it loses now may be found below
         self._let_go(request)
         if not parked:  # else it is nowhere until its successors are known
             heapq.heappush(self._waiting, (request.rank, request))
 
     def _let_go(self, request: Request) -> None:
         assert request.sequence is not None
+        request.sequence.ending = request.finish
         request.sequence.close()
         request.sequence = None
         request.computed = 0
         self.running.remove(request)
+
+
+def _hits(request: Request) -> dict[str, int]:
+    """Tokens that a request found, by the tier that had them."""
+    found: dict[str, int] = {}
+    for tier, _, _, tokens in request.loads:
+        found[tier] = found.get(tier, 0) + tokens
+    here = request.computed - sum(found.values())
+    return {"device": here, **found} if here > 0 else found
 
 
 def _fitting(request: Request, count: int) -> int:

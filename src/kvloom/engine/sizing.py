@@ -76,7 +76,8 @@ def room_for(
     free, total = torch.cuda.mem_get_info(device)
     step, logits = _trial(model, layout, tokens, rows, scales, longest, invariant, vision)
     held = sum(graph_sizes(rows)) * logits // rows if graphs else 0
-    room = Room(total, int(total * fraction), total - free, step + SLACK, 2 * held + SLACK // 2)
+    strips = step if graphs else 0  # what lies between the graphs of a step of prompts
+    room = Room(total, int(total * fraction), total - free, step + SLACK, 2 * held + strips + SLACK // 2)
     if room.pool < 2 * layout.slab_bytes:
         raise ValueError(
             f"no memory is left for the cache: {room}; give it a larger fraction or fewer tokens a step"

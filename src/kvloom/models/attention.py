@@ -12,8 +12,10 @@ by name.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -21,6 +23,7 @@ import torch
 from torch import nn
 
 from kvloom.core import PoolLayout, Span
+from kvloom.kernels import cpu
 from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import DTYPES, Shape, split_dim
@@ -52,8 +55,24 @@ IGNORED = frozenset(
 _HANDLES = count()
 _OPEN: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 
-ROOMS = (16, 64, 256, 1024, 4096)
+ROOMS = (16, 64, 256, 512, 1024, 4096)
 """Rows that plans of replayed steps have room for: one plan serves graphs of several sizes."""
+
+
+class Cutter(Protocol):
+    """Takes attention's calls out of a run of the model that is recorded without them."""
+
+    def cut(
+        self,
+        call: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        v_dim: int,
+    ) -> torch.Tensor:
+        """Where the result of `call(query, new_k, new_v, out=…)` ([tokens, heads, v_dim]) will be whenever the run is
+        repeated."""
+        ...
 
 
 class Pages(Void):
@@ -93,16 +112,21 @@ class Pages(Void):
         self._plans: dict[tuple[Shape, Span, int, bool], Plan] = {}
         self._sharing: dict[int, Sharing] = {}
         self._made: set[tuple[Shape, Span]] = set()
+        self._layers: dict[int, cpu.LayerPages | None] = {}
+        self._singles: dict[tuple[int, int], cpu.Rows] | Literal[False] | None = None
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self._cutter: Cutter | None = None
         self.handle = next(_HANDLES)
         """By which a compiled model's operations find these pages."""
         _OPEN[self.handle] = self
 
-    def begin(self, batch: Batch) -> None:
-        """The step that the next run of the model computes."""
-        self._batch = batch
+    def begin(self, batch: Batch, cutter: Cutter | None = None) -> None:
+        """The step that the next run of the model computes. With a `cutter`, pages are not read in that run: reading is
+        handed to it, layer by layer."""
+        self._batch, self._cutter = batch, cutter
         self.steps = Steps(batch)
         self._made.clear()
+        self._singles = None
 
     @property
     def keeps_states(self) -> bool:
@@ -153,7 +177,11 @@ class Pages(Void):
             )
         elif not key.is_cuda and fields["k"].dtype == key.dtype:
             at = batch.pages[view.group][view.run], batch.places  # a CPU need not work them out of slots
-            fields["k"][at], fields["v"][at] = key, value
+            for name, new in (("k", key), ("v", value)):
+                if cpu.takes(fields[name], new):
+                    cpu.put(fields[name], new, *at)
+                else:
+                    fields[name][at] = new
         else:
             write(
                 fields["k"], fields["v"], batch.slots[view.group][view.run], key, value,
@@ -174,10 +202,28 @@ class Pages(Void):
         """Write a layer's new keys and values ([1, heads, tokens, dim]), then let packed queries [tokens, heads, dim] attend
         to its pages. `latent_values`: how much of a latent is values."""
         view, span = self._views[layer_idx]
+        new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
+        self._write(view, new_k, new_v)
+        read = partial(self._read, view, span, scale, softcap, sinks, latent_values)
+        if self._cutter is None:
+            return read(query, new_k, new_v)
+        return self._cutter.cut(read, query, new_k, new_v, latent_values or value.shape[-1])
+
+    def _read(
+        self,
+        view: LayerView,
+        span: Span,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        latent_values: int,
+        query: torch.Tensor,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of packed queries over a layer's pages, into `out` where that is given."""
         fields, batch = view.fields, self.batch
-        new_k: torch.Tensor | None = key[0].transpose(0, 1)
-        new_v: torch.Tensor | None = value[0].transpose(0, 1)
-        self._write(view, new_k, new_v)  # type: ignore[arg-type]
         if latent_values:
             k = fields["latent"][:, :, None]
             v = k[..., :latent_values]
@@ -190,13 +236,37 @@ class Pages(Void):
             query = query.to(k.dtype)  # its kernels take queries of the dtype of such pages alone
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span)
-        if latent_values or k.dtype != key.dtype:
-            new_k = new_v = None  # the pages alone know what was kept of them
-        out, _ = plan.attend(
+        kept = not latent_values and k.dtype == new_k.dtype  # else the pages alone know what was kept
+        found, _ = plan.attend(
             query, k, v, batch.tables[view.group][view.run], Mask(span, softcap, sinks, spans=batch.spans), scale,
-            k_scale, v_scale, new_k=new_k, new_v=new_v,
+            k_scale, v_scale, out=out if query.dtype == own else None,
+            new_k=new_k if kept else None, new_v=new_v if kept else None,
         )  # fmt: skip
-        return out.to(own)
+        if out is not None and query.dtype != own:
+            return out.copy_(found)
+        return found.to(own)
+
+    def singles(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.Rows] | None:
+        """A layer's pages and the step's rows, where the step is one token a row and `cpu.step` takes it; else None."""
+        if self._singles is None:
+            batch = self.batch
+            plain = batch.spans is None and not batch.replayed and self._cutter is None and not self._piece
+            self._singles = {} if plain and batch.bounds[-1] == len(batch.sizes) else False
+        if self._singles is False or layer_idx not in self._views:
+            return None
+        view, span = self._views[layer_idx]
+        if layer_idx not in self._layers:
+            k, v = view.fields.get("k"), view.fields.get("v")
+            fits = k is not None and v is not None and k.shape == v.shape and cpu.takes(k, v)
+            self._layers[layer_idx] = cpu.LayerPages(k, v) if fits else None  # type: ignore[arg-type]
+        layer, key = self._layers[layer_idx], (view.group, view.run)
+        if layer is None:
+            return None
+        if key not in self._singles:
+            lengths = np.array(self.batch.sizes)
+            seen = cpu.Seen(span.first_visible_each(lengths - 1), lengths)
+            self._singles[key] = cpu.Rows(self.batch.tables[view.group][view.run], seen)
+        return layer, self._singles[key]
 
     def share(self, runs: list[SharedRun], rows: int) -> bool:
         """Tell which of `rows` single tokens to be replayed hold the same pages, so that those are read once; whether any

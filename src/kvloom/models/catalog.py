@@ -1,4 +1,7 @@
-"""The models kvloom knows by name, and configs read from disk. No network: a name is a shipped file."""
+"""The models kvloom knows by name, configs read from disk, and the small models that come along with their weights.
+
+No network: a name is a shipped file.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from typing import Any
 from .reading import ModelError
 from .specs import ModelSpec, model_spec
 
-__all__ = ["known_models", "load_config", "load_spec"]
+__all__ = ["embedded", "folder_of", "known_models", "load_config", "load_spec"]
+
+PREFIX = "kvloom-"
+"""How the names of the models begin whose weights come along."""
 
 
 @cache
@@ -27,7 +33,7 @@ def load_config(model: str) -> dict[str, Any]:
     if model.lower() in known_models():
         shipped = resources.files(__package__).joinpath("configs", f"{model.lower()}.json")
         return _parse(shipped.read_text(encoding="utf-8"), model)
-    path = Path(model)
+    path = Path(folder_of(model))
     if path.is_dir():
         path /= "config.json"
     if not path.exists():
@@ -43,6 +49,24 @@ def load_spec(model: str, kv_dtype: str | None = None) -> ModelSpec:
     path = Path(model)
     name = path.parent.name or path.stem if path.name == "config.json" else path.name.removesuffix(".json")
     return model_spec(load_config(model), name.lower() if name.lower() in known_models() else name, kv_dtype)
+
+
+def embedded(name: str = "llama") -> str:
+    """The folder of an embedded model. Raises ValueError where this installation has none of that name."""
+    root = Path(str(resources.files(__package__))) / "embedded"
+    if not (root / name / "config.json").is_file():
+        found = ", ".join(PREFIX + path.parent.name for path in sorted(root.glob("*/config.json"))) or "none"
+        raise ValueError(
+            f"this installation has no embedded model {PREFIX + name!r} (it has {found}): name a MODEL, a folder or hub id"
+        )
+    return str(root / name)
+
+
+def folder_of(model: str) -> str:
+    """Where a model is that may be named as an embedded one; what is a folder, or has no such name, stays as it is."""
+    if not model.startswith(PREFIX) or Path(model).exists():
+        return model
+    return embedded(model.removeprefix(PREFIX))
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:

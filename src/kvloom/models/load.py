@@ -35,6 +35,20 @@ _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
+def device_of(named: torch.device | str | None) -> torch.device:
+    """Where a model goes: the device that is named, or a GPU if there is one. Raises ValueError where there is none such."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(named or ("cuda" if gpus else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"{named!r} is no device; give cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ValueError(
+            f"there is no device {str(device)!r} here: torch sees {gpus} GPUs; give cpu, or leave it out"
+        )
+    return device
+
+
 def load(
     model: str,
     dtype: torch.dtype | str = "auto",
@@ -66,22 +80,6 @@ def load(
             loaded = _weights(model, config, kind, where)
     settle(loaded)
     return loaded.eval().requires_grad_(False), _tokenizer(model)
-
-
-def device_of(given: torch.device | str | None) -> torch.device:
-    """The device of that name, or a GPU if there is one. Raises ModelError where there is none such."""
-    if given is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(given)
-    except (RuntimeError, TypeError):
-        found = torch.device("meta")
-    if found.type not in ("cpu", "cuda"):
-        raise ModelError(f"{str(given)!r} is no device to run on: give cpu, cuda or cuda:N")
-    there = torch.cuda.device_count()
-    if found.type == "cuda" and (found.index or 0) >= there:
-        raise ModelError(f"there is no {found}: this machine has {there} GPUs that torch sees; cpu is there")
-    return found
 
 
 def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:

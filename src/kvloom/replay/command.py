@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from kvloom.arguments import parse_size, whole
+from kvloom.core import PoolLayout
+from kvloom.models.catalog import load_spec
 
 from .cost import CostModel, Load, estimate
 from .simulator import NAMES, Outcome, Tier, TierUse, replay
@@ -17,22 +21,78 @@ from .sizing import Sizing, size_cache, sizes_to_try
 from .traces import read_traces
 from .traffic import Traffic
 
-__all__ = ["run"]
+__all__ = ["arguments", "run"]
 
 DEFAULT_BYTES = 131072
 """A token of an 8-billion Llama 3 in bf16, for sizes in bytes where no model is given."""
 Row = tuple[Outcome, Load | None]
 
 
-def run(args: Namespace, bytes_per_token: int | None, parse_size: Callable[[str], int]) -> int:
+def arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("traces", nargs="+", metavar="TRACE", help="files (gzipped or not) or folders of recorded traffic")
+    add(
+        "--capacity",
+        action="append",
+        default=[],
+        metavar="C",
+        help="blocks (10000), a share of all distinct blocks (10%%) or bytes (80GiB); repeatable (default: 10%%)",
+    )
+    add(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="P",
+        help="ideal, min or an eviction policy; repeatable (default: ideal, min, lru, adaptive)",
+    )
+    add("--tier", action="append", default=[], metavar="NAME=C", help="a lower tier and its size; repeatable")
+    add("--model", metavar="MODEL", help="whose bytes a token has (default: an 8B Llama 3, 128 KiB a token)")
+    add("--kv-dtype", metavar="D", help="bf16, fp16, fp32, int8 or fp8 (default: the model's own)")
+    add(
+        "--size",
+        action="store_true",
+        help="how much of each tier a hit rate needs, and what the next GB buys",
+    )
+    add("--target", type=float, metavar="R", help="with --size: the hit rate (default: 0.9 of the ideal)")
+    add("--cost", action="store_true", help="estimate TTFT and throughput too")
+    add(
+        "--parameters",
+        type=float,
+        default=8.0,
+        metavar="N",
+        help="billions of weights a token uses (default: 8)",
+    )
+    add("--tflops", type=float, default=450.0, metavar="N", help="of one device, as reached (default: 450)")
+    add("--devices", type=whole(1), default=1, metavar="N", help="devices that share the work (default: 1)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draws the start times of agent sessions (default: 0)",
+    )
+    add(
+        "--spread",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="seconds in which they start (default: 3600)",
+    )
+    add("--plot", metavar="FILE", help="write hit-rate curves to this picture (needs kvloom[plot])")
+    add("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: Namespace) -> int:
     """Do what `args` asks. Raises ValueError on what makes no sense, before anything is replayed."""
     policies = _policies(args.policy)
     traffic = read_traces(args.traces, args.seed, args.spread)
     if not traffic.requests:
         raise ValueError("these traces have no requests")
-    per_token = bytes_per_token or DEFAULT_BYTES
+    per_token = DEFAULT_BYTES
+    if args.model is not None:
+        per_token = PoolLayout.build(load_spec(args.model, args.kv_dtype).layers).bytes_per_token()
     block = per_token * traffic.block_tokens
-    blocks = _Capacities(traffic, block, parse_size)
+    blocks = _Capacities(traffic, block)
     tiers = [blocks.tier(text) for text in args.tier]
     cost = _cost(args, per_token, tiers) if args.cost else None
     if args.size:
@@ -69,8 +129,8 @@ def _policies(asked: Sequence[str]) -> list[str]:
 class _Capacities:
     """How large a cache was asked for: blocks, a share of all distinct blocks, or bytes."""
 
-    def __init__(self, traffic: Traffic, block: int, parse_size: Callable[[str], int]) -> None:
-        self.traffic, self.block, self.parse_size = traffic, block, parse_size
+    def __init__(self, traffic: Traffic, block: int) -> None:
+        self.traffic, self.block = traffic, block
 
     def parse(self, text: str) -> int:
         plain = text.replace(",", "").replace("_", "").strip()
@@ -80,7 +140,7 @@ class _Capacities:
             elif plain.endswith("%"):
                 blocks = round(float(plain[:-1]) / 100 * self.traffic.distinct)
             else:
-                blocks = self.parse_size(plain) // self.block
+                blocks = parse_size(plain) // self.block
         except (ValueError, OverflowError) as error:
             raise ValueError(
                 f"capacity {text!r}: write blocks (10000), a share (10%) or bytes (80GiB); {error}"

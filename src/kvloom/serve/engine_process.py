@@ -1,7 +1,9 @@
 """The engine's process: loads the model, then steps while there is work. `python -m kvloom.serve.engine_process FD`.
 
 FD is its end of a pair of sockets; the first message says what to load. A thread reads: when the other end closes, the process
-ends at once, whatever it is doing, so that no engine outlives its server. Signals that are meant for the server are ignored.
+ends at once, whatever it is doing, so that no engine outlives its server; with tiers below, a few seconds later, for what they
+are still to store. Another beats, so that the server sees an engine
+that hangs. Signals that are meant for the server are ignored.
 """
 
 from __future__ import annotations
@@ -13,12 +15,29 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .messages import HEADER_BYTES, Add, Cancel, EndSession, Failed, Ready, Start, ToEngine, frame, length_of
+from .messages import (
+    HEADER_BYTES,
+    Add,
+    Beat,
+    Cancel,
+    EndSession,
+    Failed,
+    FromEngine,
+    Look,
+    Ready,
+    Start,
+    ToEngine,
+    frame,
+    length_of,
+)
+from .watchdog import BEAT_SECONDS
 
 if TYPE_CHECKING:
     from kvloom.engine.engine import Engine
@@ -27,7 +46,10 @@ if TYPE_CHECKING:
 
 __all__ = ["load_engine", "main"]
 
-Inbox = SimpleQueue[Add | Cancel | EndSession]
+Inbox = SimpleQueue[Add | Cancel | EndSession | Look | None]
+"""None: the server is gone."""
+GOODBYE = 4.0
+"""Seconds that tiers have to store what is on its way when the server ends."""
 _decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 
@@ -39,33 +61,52 @@ def main(fd: int) -> None:
     start = _receive(link)
     assert isinstance(start, Start), f"the first message must be Start, not {start!r}"
     inbox: Inbox = SimpleQueue()
-    threading.Thread(target=_read, args=(link, inbox), daemon=True).start()
+    outbox = _Outbox(link)
+    grace = GOODBYE if start.tiers else 0.0
+    threading.Thread(target=_read, args=(link, inbox, grace), daemon=True).start()
+    threading.Thread(target=outbox.beat, daemon=True).start()
     from kvloom.models.reading import ModelError
 
     try:
         worker, ready = _loaded(start)
     except (ModelError, ValueError, OSError) as error:
-        link.sendall(frame(Failed(str(error))))
+        outbox.send(Failed(str(error)))
         return
-    link.sendall(frame(ready))
-    _serve(link, inbox, worker)
+    outbox.send(ready)
+    _serve(outbox, inbox, worker)
+
+
+class _Outbox:
+    """What goes to the server: messages of the engine's own thread, and beats between them. `step` is the one that runs."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link, self._lock = link, threading.Lock()
+        self.step = 0
+
+    def send(self, message: FromEngine) -> None:
+        data = frame(message)
+        with self._lock:
+            self._link.sendall(data)
+
+    def beat(self) -> None:
+        """Beat until the server is gone."""
+        while True:
+            time.sleep(BEAT_SECONDS)
+            try:
+                self.send(Beat(self.step))
+            except OSError:
+                return
 
 
 def load_engine(start: Start) -> Engine:
     """The engine that `start` describes; minutes, for a large model."""
-    import torch
-
     from kvloom.core import Tenant
     from kvloom.engine.engine import Engine
-    from kvloom.models.load import load
+    from kvloom.engine.threads import use_threads
+    from kvloom.models.load import device_of, load
 
-    device = torch.device(start.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"there is no device {start.device!r} here: torch sees {torch.cuda.device_count()} GPUs"
-        )
-    if start.threads is not None or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(start.threads or max(1, len(os.sched_getaffinity(0)) - 1))
+    device = device_of(start.device)
+    use_threads(start.threads)
     model, tokenizer = load(
         start.model,
         start.cpu_dtype if start.dtype == "auto" and device.type == "cpu" else start.dtype,
@@ -83,6 +124,7 @@ def load_engine(start: Start) -> Engine:
         memory_fraction=start.memory_fraction,
         kv_scales=start.kv_scales,
         batch_invariant=start.batch_invariant,
+        tiers=start.tiers,
         tenants=[Tenant(tenant.name, tenant.quota, tenant.weight) for tenant in start.tenants],
     )
     _prepare(engine, start.progress)
@@ -123,7 +165,7 @@ def _loaded(start: Start) -> tuple[Worker, Ready]:
         layout=layout.table(),
         seconds=time.monotonic() - began,
     )
-    return Worker(engine, start.tenants), ready
+    return Worker(engine, start.tenants, start.observe), ready
 
 
 def _longest(engine: Engine, pool_bytes: int) -> int:
@@ -136,26 +178,40 @@ def _longest(engine: Engine, pool_bytes: int) -> int:
     return low
 
 
-def _serve(link: socket.socket, inbox: Inbox, worker: Worker) -> None:
-    while True:
-        try:
+def _serve(outbox: _Outbox, inbox: Inbox, worker: Worker) -> None:
+    for step in count(1):
+        if not worker.busy:
+            outbox.step = 0
+            first = inbox.get()
+            outbox.step = step
+            _take(worker, first)
+        outbox.step = step
+        with suppress(Empty):
             while True:
-                worker.take(inbox.get_nowait() if worker.busy else inbox.get())
-        except Empty:
-            pass
+                _take(worker, inbox.get_nowait())
         outputs = worker.step()
         if outputs is not None:
-            link.sendall(frame(outputs))
+            outbox.send(outputs)
 
 
-def _read(link: socket.socket, inbox: Inbox) -> None:
+def _take(worker: Worker, message: Add | Cancel | EndSession | Look | None) -> None:
+    if message is None:
+        worker.engine.close(GOODBYE - 0.5)
+        os._exit(0)
+    worker.take(message)
+
+
+def _read(link: socket.socket, inbox: Inbox, grace: float) -> None:
     try:
         while True:
             message = _receive(link)
             assert not isinstance(message, Start)
             inbox.put(message)
     except (EOFError, OSError):
-        os._exit(0)  # the server is gone; there is nothing here that must be saved
+        if grace:  # what tiers are still to get
+            inbox.put(None)
+            time.sleep(grace)
+        os._exit(0)  # the server is gone; there is nothing else that must be saved
     finally:
         traceback.print_exc()
         os._exit(1)

@@ -20,6 +20,7 @@ __all__ = [
     "too_large",
     "too_long",
     "unknown_model",
+    "unknown_request",
 ]
 
 _TYPES = {
@@ -86,6 +87,14 @@ def unknown_model(asked: str, served: str) -> ApiError:
     )
 
 
+def unknown_request(asked: str) -> ApiError:
+    return ApiError(
+        404,
+        f"nothing is known of a request {asked!r} here: the last ones are remembered, and each tenant sees its own",
+        code="request_not_found",
+    )
+
+
 def not_found(method: str, path: str) -> ApiError:
     return ApiError(
         404,
@@ -128,9 +137,11 @@ def engine_loading() -> ApiError:
     return ApiError(503, "the engine is loading; try again soon", code="engine_loading", retry_after=2)
 
 
-def engine_died() -> ApiError:
+def engine_died(hung: str = "") -> ApiError:
+    """`hung`: how it was seen that it would not go on, where it did not end by itself."""
+    how = f"{hung} and was ended" if hung else "ended"
     return ApiError(
-        503, "the engine's process ended while it worked on this request; it is being restarted", code="engine_died", retry_after=2
+        503, f"the engine's process {how} while it worked on this request; it is being restarted", code="engine_died", retry_after=2
     )  # fmt: skip
 
 

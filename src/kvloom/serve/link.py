@@ -1,6 +1,6 @@
 """The server's end of the engine: starts its process, sends requests, hands answers out, and starts it again when it dies.
 
-    loading ──▶ ready ──▶ died: whoever waited is told, and after a pause ──▶ loading …
+    loading ──▶ ready ──▶ died, or hung and ended: whoever waited is told, and after a pause ──▶ loading …
 
 A first start that fails is final: there is nothing to serve. Later ones are tried again, at most RESTARTS in a minute.
 """
@@ -23,18 +23,23 @@ from .mailbox import Mailbox
 from .messages import (
     HEADER_BYTES,
     Add,
+    Beat,
     Cancel,
+    Delta,
     EndSession,
     Failed,
     FromEngine,
+    Look,
     Outputs,
     Ready,
     Start,
     Stats,
+    Story,
     ToEngine,
     frame,
     length_of,
 )
+from .watchdog import BEAT_SECONDS, Patience, Watchdog
 
 __all__ = ["Backoff", "EngineLink", "StartError"]
 
@@ -68,19 +73,30 @@ class Backoff:
 
 
 class EngineLink:
-    """`say` gets a line for people when something happens; `on_ready` is called each time an engine is ready."""
+    """`say` gets a line for people when something happens; `on_ready` is called each time an engine is ready, `on_story` when
+    it tells how a prompt goes, `on_answer` (if set) with each piece of an answer that somebody waits for."""
 
-    def __init__(self, start: Start, say: Callable[[str], None], on_ready: Callable[[Ready], None]) -> None:
+    def __init__(
+        self,
+        start: Start,
+        say: Callable[[str], None],
+        on_ready: Callable[[Ready], None],
+        patience: Patience | None = None,
+    ) -> None:
         self.start, self._say, self._on_ready = start, say, on_ready
+        self._patience = patience or Patience()
         self.facts: Ready | None = None
         self.ready = False
         self.restarts = 0
         self.pid: int | None = None
         self.stats = Stats()
         self._mailboxes: dict[int, Mailbox] = {}
+        self._looks: list[asyncio.Future[bytes]] = []
         self._writer: asyncio.StreamWriter | None = None
         self._closing = asyncio.Event()
         self._count = 0
+        self.on_story: Callable[[Story], None] = lambda story: None
+        self.on_answer: Callable[[Delta], None] | None = None
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
     def check(self) -> Ready:
@@ -112,6 +128,15 @@ class EngineLink:
         """A tenant's session will not come back."""
         self._send(EndSession(tenant, session))
 
+    async def look(self, seconds: float) -> bytes:
+        """A picture of the engine's cache, as JSON. Raises ApiError where there is no engine, TimeoutError where it does not
+        come within so long."""
+        self.check()
+        answer = asyncio.get_running_loop().create_future()
+        self._looks.append(answer)
+        self._send(Look())
+        return await asyncio.wait_for(answer, seconds)
+
     def close(self) -> None:
         """End the engine's process; `run` returns."""
         self._closing.set()
@@ -124,6 +149,10 @@ class EngineLink:
             mailbox.open.clear()
             mailbox.fail(error)
         self._mailboxes.clear()
+        looks, self._looks = self._looks, []
+        for look in looks:
+            if not look.done():
+                look.set_exception(error)
 
     async def run(self) -> None:
         """Keep an engine running until `close`. Raises StartError where the first cannot be started."""
@@ -154,25 +183,42 @@ class EngineLink:
         reader, self._writer = await asyncio.open_connection(sock=ours)
         if self._closing.is_set():
             self._writer.close()
-        said = ""
+        said = hung = ""
+        watchdog = Watchdog(self._patience)
+
+        async def watch() -> None:
+            nonlocal hung
+            last = time.monotonic()
+            while not hung:
+                await asyncio.sleep(BEAT_SECONDS)
+                now = time.monotonic()
+                hung, last = watchdog.tick(now - last) or "", now
+            with suppress(ProcessLookupError):
+                process.kill()  # what it held open closes, and the reading below ends
+
+        watching = asyncio.create_task(watch())
         try:
             self._send(self.start)
             while not said:
                 header = await reader.readexactly(HEADER_BYTES)
                 message = self._decoder.decode(await reader.readexactly(length_of(header)))
+                watchdog.heard(message)
                 said = self._take(message)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
+            watching.cancel()
             self.ready = False
             self._writer.close()
             self._writer = None
-            self.fail_all(engine_died())  # at once: the process itself may take a while to end
+            self.fail_all(engine_died(hung))  # at once: the process itself may take a while to end
             try:
                 code = await asyncio.wait_for(process.wait(), 5)
             except TimeoutError:
                 process.kill()
                 code = await process.wait()
+        if hung:
+            return f"hung and was ended: it {hung}"
         return said or (f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}")
 
     def _take(self, message: FromEngine) -> str:
@@ -182,14 +228,20 @@ class EngineLink:
             return ""
         if isinstance(message, Failed):
             return f"cannot be loaded: {message.why}"
+        if isinstance(message, Beat):
+            return ""
         self.facts, self.ready, self.stats = message, True, Stats()
         self._on_ready(message)
         return ""
 
     def _hand_out(self, outputs: Outputs) -> None:
+        for story in outputs.stories:  # before the answers that it is about
+            self.on_story(story)
         for delta in outputs.deltas:
             mailbox = self._mailboxes.get(delta.id)
             if mailbox is not None:
+                if self.on_answer is not None:
+                    self.on_answer(delta)
                 mailbox.put(delta)
                 if delta.id not in mailbox.open:
                     del self._mailboxes[delta.id]
@@ -200,6 +252,11 @@ class EngineLink:
                 mailbox.fail(explained(refused.why))
         if outputs.stats is not None:
             self.stats = outputs.stats
+        if outputs.picture is not None:
+            looks, self._looks = self._looks, []
+            for look in looks:
+                if not look.done():
+                    look.set_result(outputs.picture)
 
     def _send(self, message: ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():

@@ -12,7 +12,6 @@ weights are counted: memory is what is given to the cache.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +23,8 @@ from rich.table import Table
 from kvloom.core.layout import GRAIN, PageGroup, PoolLayout
 from kvloom.models.specs import ModelSpec
 
-__all__ = ["Load", "Plan", "PlanError", "Scheme", "format_bytes", "make_plan", "parse_size", "render"]
+__all__ = ["Load", "Plan", "PlanError", "Scheme", "format_bytes", "make_plan", "render"]
 
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BAR = 30
 _WIDE = 100
 
@@ -185,21 +182,6 @@ def _whole_slabs(layout: PoolLayout, memory: int) -> int:
 def _scheme(each: int, needed: int, load: Load, memory: int | None) -> Scheme:
     fits = None if memory is None else memory // each
     return Scheme(each * load.concurrency, 1 - needed / each, fits)
-
-
-def parse_size(text: str) -> int:
-    """ "80GiB", "80G" (the same), "80GB" (decimal), "1.5TiB" or plain bytes, as bytes."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise PlanError(f"size {text!r} is not understood; write it like 80GiB, 80GB, 512MiB or 1000000")
-    number, unit, suffix = match[1], match[2].lower(), (match[3] or "").lower()
-    if suffix == "ib" and not unit:
-        raise PlanError(f"size {text!r} is not understood; write it like 80GiB, 80GB, 512MiB or 1000000")
-    scale = _DECIMAL[unit] if suffix == "b" and unit else _UNITS[unit]
-    size = int(float(number) * scale)
-    if size <= 0:
-        raise PlanError(f"size {text!r} is nothing; write it like 80GiB")
-    return size
 
 
 def format_bytes(count: float) -> str:

@@ -1,0 +1,30 @@
+"""`kvloom bench`: which benchmark, and its own arguments after it. What each does is in its own file."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+__all__ = ["arguments", "run"]
+
+BENCHMARKS = {
+    "index": "names, match, allocate, publish, evict (CPU)",
+    "kernels": "attention, writes, copies (GPU)",
+    "engine": "whole workloads, beside Hugging Face and vLLM (both)",
+    "serve": "many streams on a server (both)",
+    "metrics": "what counting costs a server (both)",
+    "quality": "perplexity under quantised KV (both)",
+    "tiers": "host, disk and stores against their media, beside LMCache (CPU)",
+    "below": "tiers under an engine: first tokens, hits, what they cost (both)",
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(f"  {name:8} {what}" for name, what in BENCHMARKS.items())
+    parser.add_argument("benchmark", choices=BENCHMARKS, metavar="BENCHMARK", help="one of those below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the benchmark (try --help)")
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(import_module(f"kvloom.bench.{args.benchmark}").main(args.arguments) or 0)

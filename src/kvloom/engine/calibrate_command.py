@@ -1,0 +1,92 @@
+"""`kvloom calibrate`: from what was asked on the command line to a file of scales. Decides nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from kvloom.arguments import MODEL, device, parse_size, progress_bar, token_ids, whole
+
+__all__ = ["arguments", "run"]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL)
+    prompts = "files (.jsonl: a prompt each line, others: one text) or texts, on which the model is run"
+    add("--prompts", nargs="+", default=[], metavar="FILE|TEXT", help=prompts)
+    tokens = 'a prompt as token ids, "5 6 7"; repeatable'
+    add("--tokens", action="append", default=[], metavar="IDS", help=tokens)
+    add("--kv-dtype", choices=["fp8", "int8"], default="fp8", help="what the scales are for (default: fp8)")
+    add("--out", required=True, metavar="FILE", help="where the scales go, as safetensors")
+    percentile = "leave room for so many per cent of tokens, and clamp the others (default: 100)"
+    add("--percentile", type=float, default=100.0, metavar="P", help=percentile)
+    pieces = "longer prompts run in pieces of N tokens (default: 2048)"
+    add("--context", type=whole(1), default=2048, metavar="N", help=pieces)
+    add("--dtype", default="auto", metavar="D", help="of the weights (default: their own)")
+    add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--pool", default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
+    add("--json", action="store_true", help="print a summary as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from kvloom.engine.calibrate import calibrate, texts_of
+    from kvloom.engine.threads import use_threads
+    from kvloom.models.catalog import folder_of
+    from kvloom.models.load import load
+
+    given = [
+        *texts_of(args.prompts),
+        *map(token_ids, args.tokens),
+    ]
+    if not given:
+        raise ValueError("nothing to calibrate on: give --prompts or --tokens")
+    if not Path(args.out).absolute().parent.is_dir():
+        raise ValueError(f"--out {args.out}: there is no such folder")
+    if Path(args.out).is_dir():
+        raise ValueError(f"--out {args.out} is a folder: name a file in it")
+    use_threads()
+    terminal = sys.stderr.isatty()
+    model, tokenizer = load(folder_of(args.model), args.dtype, args.device, progress=terminal)
+
+    def ids(prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if tokenizer is None:
+            raise ValueError(f"{args.model} has no tokenizer: give prompts as --tokens, or ids in a .jsonl")
+        return list(tokenizer(prompt)["input_ids"])
+
+    with progress_bar("calibrating", terminal) as progress:
+        found = calibrate(
+            model,
+            map(ids, given),
+            args.kv_dtype,
+            args.percentile,
+            args.context,
+            parse_size(args.pool),
+            progress,
+        )
+    found.save(args.out)
+    largest = {
+        layer: {name.removesuffix("_scale"): float(x.max()) for name, x in fields.items()}
+        for layer, fields in found.sizes.items()
+    }
+    about = {"model": args.model, "out": args.out, "dtype": found.dtype, "percentile": found.percentile}
+    if args.json:
+        print(
+            json.dumps(
+                about | {"prompts": found.prompts, "tokens": found.tokens, "largest": largest}, indent=2
+            )
+        )
+        return 0
+    tops = ", ".join(
+        f"|{part}| {max(one[part] for one in largest.values() if part in one):.4g}"
+        for part in dict.fromkeys(part for one in largest.values() for part in one)
+    )
+    print(
+        f"{args.out}: scales for {found.dtype} of {len(largest)} layers, from {found.tokens:,} tokens of "
+        f"{found.prompts:,} prompts; largest {tops}"
+    )
+    return 0

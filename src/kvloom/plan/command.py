@@ -1,0 +1,81 @@
+"""`kvloom plan`: from what was asked on the command line to tables or JSON. Decides nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from kvloom.arguments import KV_DTYPE, parse_size, whole
+
+__all__ = ["arguments", "run"]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="a known name (see --list) or the path of a config.json")
+    add("--list", action="store_true", help="list the known models and stop")
+    add(
+        "--context",
+        type=whole(1),
+        metavar="N",
+        help="text tokens of one request (default: 8192, or the limit)",
+    )
+    add(
+        "--image-tokens",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="image tokens of one request (default: 0)",
+    )
+    add(
+        "--max-context",
+        type=whole(1),
+        metavar="N",
+        help="size of contiguous buffers (default: the model's limit)",
+    )
+    add("--concurrency", type=whole(1), default=1, metavar="N", help="requests at once (default: 1)")
+    add("--kv-dtype", metavar="D", help=KV_DTYPE)
+    add(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="memory given to the cache, like 40GiB: shows how many requests fit",
+    )
+    add("--block-tokens", type=whole(1), default=16, metavar="N", help="tokens of a block (default: 16)")
+    add("--draft", metavar="MODEL", help="a draft model beside it in the same pool")
+    add("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.list:
+        return _list_models(args.json)
+    from rich.console import Console
+
+    from kvloom.models.catalog import load_spec
+    from kvloom.models.specs import with_draft
+    from kvloom.plan import Load, PlanError, make_plan, render
+
+    if args.model is None:
+        raise PlanError(
+            "which model? Give a name (`kvloom plan --list` shows them) or the path of a config.json"
+        )
+    spec = load_spec(args.model, args.kv_dtype)
+    if args.draft is not None:
+        spec = with_draft(spec, load_spec(args.draft, args.kv_dtype))
+    context = args.context or min(8192, args.max_context or spec.max_context or 8192)
+    memory = None if args.gpu_memory is None else parse_size(args.gpu_memory)
+    load = Load(context, args.image_tokens, args.concurrency, args.max_context)
+    plan = make_plan(spec, load, args.block_tokens, memory)
+    if args.json:
+        print(json.dumps(plan.to_dict(), indent=2))
+    else:
+        terminal = sys.stdout.isatty()
+        render(plan, Console(highlight=False, width=None if terminal else 110))
+    return 0
+
+
+def _list_models(as_json: bool) -> int:
+    from kvloom.models.catalog import known_models
+
+    print(json.dumps(known_models()) if as_json else "\n".join(known_models()))
+    return 0
