@@ -36,7 +36,7 @@ class Opening(Verbs):
         runs = [
             self.room.runs[match.root_name + item.digest]
             for item in match.media
-            if self.has_run(item) and item.start < match.resume
+            if self.room.runs_last and self.needs_run(item, match.resume, match.resume)
         ]
         row = self.rows.take()
         now = self.clock.now()
