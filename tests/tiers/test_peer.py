@@ -281,8 +281,10 @@ def test_memory_of_nobody_is_not_mapped(tmp_path: Path) -> None:
     assert mine.buffer[5] == 7
     assert map_shared(mine.path, "0" * 32, 8192) is None
     assert map_shared(mine.path, mine.token, 4096) is None
-    assert map_shared("/proc/1/fd/99999", mine.token, 8192) is None
-    assert map_shared("/etc/passwd", mine.token, 8192) is None
+    assert map_shared(mine.path, mine.token, 8192) is mapped, "once for all connections"
+    other = SharedMemory(8192)
+    assert map_shared("/proc/1/fd/99999", other.token, 8192) is None
+    assert map_shared("/etc/passwd", other.token, 8192) is None
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class Keeping:
         writes: AbstractSet[str],
     ) -> None:
         self.cache, self.mover = cache, mover
-        self.kept_pages = 0
+        self.kept_pages = self.kept_bytes = 0
         self._pages, self._forms, self._writes = pages, forms, writes
         self._offers: dict[tuple[object, ...], list[Parcel]] = {}
         self._moment: Moment | None = None
@@ -127,7 +127,9 @@ class Keeping:
         down.lease.release(True)
         if down.lent is not None:
             self.cache.give_back(down.lent)
-        self.kept_pages += int(down.fresh.sum())
+        kept = int(down.fresh.sum())
+        self.kept_pages += kept
+        self.kept_bytes += kept * down.objects.form.page_bytes
         objects, again = down.objects, down.parcel.used and "second-use" in self._writes
         if not again and not down.fresh.all():  # what was in host memory before was told of before
             names = [objects.names[i] for i in np.flatnonzero(down.fresh).tolist()]

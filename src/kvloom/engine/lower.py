@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence as Many
 from dataclasses import dataclass, field
 from typing import Literal
@@ -69,8 +70,10 @@ class _Trip:
     states_came: bool = True
     leases: list[Lease] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    began: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+    copied: float = 0.0
     bytes: int = 0
+    objects: int = 0
     resume: int = 0
 
     @property
@@ -126,6 +129,13 @@ def _taken_write(text: str) -> tuple[str, str]:
     return head + ("?" + rest if rest else ""), place.write
 
 
+def _short(names: Many[str]) -> list[str]:
+    """Tiers' names without their paths and addresses: disk, disk 2, redis."""
+    kinds = [name.partition(":")[0] for name in names]
+    before = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+    return [f"{kind} {count + 1}" if count else kind for kind, count in zip(kinds, before, strict=True)]
+
+
 class Lower:
     """See the module. One owner, the engine's thread, calls; `settle` makes the copies that the cache has decided."""
 
@@ -141,6 +151,8 @@ class Lower:
     ) -> None:
         self.cache, self.host, self.config = cache, host, config
         self.mover = Mover(host, places, config.mover)
+        self.names = _short([host.name, *(lane.tier.name for lane in self.mover.lanes)])
+        """What its tiers are called where anyone may read it: host memory first, then those below."""
         self._pages = HostPages(cache.layout, buffer, host)
         self._settle = settle
         self.forms: dict[int, list[Form]] = {
@@ -358,7 +370,8 @@ class Lower:
         if not self._worth(tokens, match.length - match.resume, self.copying.seconds(trip.bytes)):
             self.counts["not_worth"] += 1
             return self._done(trip)
-        trip.began, trip.resume = time.monotonic(), match.resume
+        trip.copied, trip.objects = time.monotonic(), sum(len(need.names) for need in needs)
+        trip.resume = match.resume
         trip.arrival = arrival = self.cache.expect(prospect)
         if arrival is None:
             self.counts["no_room"] += 1
@@ -394,11 +407,24 @@ class Lower:
         if trip.request.cached_tokens is not None and trip.first:
             trip.request.cached_tokens += max(0, resumed - trip.resume)
         self._let_go(trip)
-        self.last_load = time.monotonic() - trip.began
-        self.copying.see(trip.bytes, self.last_load)
+        now = time.monotonic()
+        self.last_load = now - trip.copied
+        self.copying.see(trip.bytes, now - trip.copied)
+        self._tell(trip, resumed, now)
         self.counts["landed_tokens"] += resumed
         self.counts["landed_bytes"] += trip.bytes if resumed else 0
         return self._done(trip)
+
+    def _tell(self, trip: _Trip, tokens: int, now: float) -> None:
+        """Note with a request what was brought for it: of pages that came through host memory, the tiers they came from."""
+        left = tokens
+        for number, objects in Counter(trip.below.values()).items():
+            share = min(left, tokens * objects // max(1, trip.objects))
+            if share:
+                trip.request.loads.append((self.names[1 + number], trip.began, trip.copied, share))
+                left -= share
+        if left:
+            trip.request.loads.append((self.names[0], trip.copied, now, left))
 
     def _done(self, trip: _Trip) -> bool:
         self._trips.pop(trip.request, None)
@@ -431,6 +457,11 @@ class Lower:
     def kept_pages(self) -> int:
         """Pages that were copied to host memory."""
         return self._keeping.kept_pages
+
+    @property
+    def kept_bytes(self) -> int:
+        """And their bytes."""
+        return self._keeping.kept_bytes
 
     def poll(self) -> None:
         """Once a step: go on with what is under way."""

@@ -1,7 +1,7 @@
 """The small operations between a model's matrix products, one launch each: norms, gated activations, rotary embeddings.
 
 They round where modeling code rounds, so that the results are the same bits. CPU tensors run in plain torch, which is the
-oracle; CUDA tensors in Triton. Knows no modules: `models/fusing.py` puts these in their places.
+oracle, or natively (`cpu`); CUDA tensors in Triton. Knows no modules: `models/fusing.py` puts these in their places.
 
 | function   | takes                                             | gives                    |
 |------------|---------------------------------------------------|--------------------------|
@@ -22,6 +22,8 @@ from typing import Literal
 import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from . import cpu
 
 __all__ = ["Activation", "Norm", "Normed", "add_norm", "gated", "linear", "rms_norm", "rotate"]
 
@@ -52,6 +54,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Norm = "ll
         from . import triton_fused
 
         return triton_fused.rms_norm(x, weight, eps, form == "gemma")
+    if cpu.takes(x, weight):
+        return cpu.rms_norm(x, weight, eps, form == "gemma")
     if x.dtype == torch.float32:  # nothing is rounded on the way
         return functional.rms_norm(x, weight.shape, weight if form == "llama" else 1.0 + weight, eps)
     wide = x.float()
@@ -69,6 +73,8 @@ def gated(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         from . import triton_fused
 
         return triton_fused.gated(x, activation)
+    if cpu.takes(x):
+        return cpu.gated(x, activation == "gelu_tanh")
     gate, up = x.chunk(2, -1)
     acted = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
     return acted * up

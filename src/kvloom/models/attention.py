@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from kvloom.core import PoolLayout, Span
+from kvloom.kernels import cpu
 from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import DTYPES, Shape, split_dim
@@ -31,10 +32,12 @@ from kvloom.kernels.views import LayerView, layer_views
 from kvloom.kernels.write import write
 
 from .batch import Batch
+from .embeddings import EMBEDDINGS
 from .families import absorb, calls_registry, keeps_latents, settle
 from .mixers import Steps, is_mixer, wrap
 from .reading import ModelError
 from .scales import Scales, scale_sizes
+from .void import Void
 
 __all__ = ["ATTENTION", "Pages", "attend", "install"]
 
@@ -52,7 +55,7 @@ IGNORED = frozenset(
 _HANDLES = count()
 _OPEN: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 
-ROOMS = (16, 64, 256, 1024, 4096)
+ROOMS = (16, 64, 256, 512, 1024, 4096)
 """Rows that plans of replayed steps have room for: one plan serves graphs of several sizes."""
 
 
@@ -72,11 +75,8 @@ class Cutter(Protocol):
         ...
 
 
-class Pages:
+class Pages(Void):
     """What modeling code finds in `past_key_values`: the pool, seen by its layers, for the step that `begin` named."""
-
-    is_compileable = False
-    layers = ()
 
     def __init__(
         self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None, piece: int = 0
@@ -88,6 +88,8 @@ class Pages:
         self._states: dict[int, LayerView] = {}
         for name, view in layer_views(buffer, layout).items():
             spec = layout.groups[view.group].spec
+            if name == EMBEDDINGS:
+                continue
             found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
             if found is None or spec.axis != "text":
                 raise ModelError(
@@ -110,6 +112,8 @@ class Pages:
         self._plans: dict[tuple[Shape, Span, int, bool], Plan] = {}
         self._sharing: dict[int, Sharing] = {}
         self._made: set[tuple[Shape, Span]] = set()
+        self._layers: dict[int, cpu.LayerPages | None] = {}
+        self._singles: dict[tuple[int, int], cpu.Rows] | Literal[False] | None = None
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self._cutter: Cutter | None = None
         self.handle = next(_HANDLES)
@@ -122,6 +126,7 @@ class Pages:
         self._batch, self._cutter = batch, cutter
         self.steps = Steps(batch)
         self._made.clear()
+        self._singles = None
 
     @property
     def keeps_states(self) -> bool:
@@ -172,7 +177,11 @@ class Pages:
             )
         elif not key.is_cuda and fields["k"].dtype == key.dtype:
             at = batch.pages[view.group][view.run], batch.places  # a CPU need not work them out of slots
-            fields["k"][at], fields["v"][at] = key, value
+            for name, new in (("k", key), ("v", value)):
+                if cpu.takes(fields[name], new):
+                    cpu.put(fields[name], new, *at)
+                else:
+                    fields[name][at] = new
         else:
             write(
                 fields["k"], fields["v"], batch.slots[view.group][view.run], key, value,
@@ -237,6 +246,28 @@ class Pages:
             return out.copy_(found)
         return found.to(own)
 
+    def singles(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.Rows] | None:
+        """A layer's pages and the step's rows, where the step is one token a row and `cpu.step` takes it; else None."""
+        if self._singles is None:
+            batch = self.batch
+            plain = batch.spans is None and not batch.replayed and self._cutter is None and not self._piece
+            self._singles = {} if plain and batch.bounds[-1] == len(batch.sizes) else False
+        if self._singles is False or layer_idx not in self._views:
+            return None
+        view, span = self._views[layer_idx]
+        if layer_idx not in self._layers:
+            k, v = view.fields.get("k"), view.fields.get("v")
+            fits = k is not None and v is not None and k.shape == v.shape and cpu.takes(k, v)
+            self._layers[layer_idx] = cpu.LayerPages(k, v) if fits else None  # type: ignore[arg-type]
+        layer, key = self._layers[layer_idx], (view.group, view.run)
+        if layer is None:
+            return None
+        if key not in self._singles:
+            lengths = np.array(self.batch.sizes)
+            seen = cpu.Seen(span.first_visible_each(lengths - 1), lengths)
+            self._singles[key] = cpu.Rows(self.batch.tables[view.group][view.run], seen)
+        return layer, self._singles[key]
+
     def share(self, runs: list[SharedRun], rows: int) -> bool:
         """Tell which of `rows` single tokens to be replayed hold the same pages, so that those are read once; whether any
         do. It holds until it is told again."""
@@ -279,20 +310,6 @@ class Pages:
         if self.device.type == "cuda" and not shape.supported:
             return ReferencePlan(shape, span)
         return prefill_plan(shape, span, self.device)
-
-    # What modeling code asks of a cache; the packed row has no past of its own.
-
-    def get_seq_length(self, *_: Any) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: Any, *_: Any) -> tuple[Any, int]:
-        return query_length, 0
-
-    def get_query_offset(self, *_: Any) -> int:
-        return 0
-
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return False
 
 
 def _room(rows: int) -> int:
@@ -377,9 +394,9 @@ def _attended(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
     return pages.attend(layer, *rest)
 
 
-def install(model: Any) -> None:
-    """Make a Hugging Face model's layers call `attend`, and its mixers take packed rows. Raises ModelError where some
-    layer never would."""
+def install(model: Any, context: int | None = None) -> None:
+    """Make a Hugging Face model's layers call `attend`, and its mixers take packed rows of sequences of up to `context` tokens
+    (the model's own limit if None). Raises ModelError where some layer never would."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
@@ -390,7 +407,7 @@ def install(model: Any) -> None:
         raise ModelError(
             f"{type(model).__name__} never calls the attention registry, so that its memory cannot be ours"
         )
-    settle(model)
+    settle(model, context)
     config = model.config
     text = config.get_text_config()
     parts = [name for name in config.sub_configs if getattr(config, name, None) is text]

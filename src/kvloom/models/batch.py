@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,7 @@ import torch
 from kvloom.core import KVCache, Sequence
 from kvloom.kernels.shapes import upload
 
-if TYPE_CHECKING:
-    from .vision import Sight
+from .sight import Sight
 
 __all__ = ["Batch", "Stage", "Work"]
 

@@ -7,6 +7,7 @@
 | q_proj, k_proj, v_proj                | one matrix product                                        |
 | `apply_rotary_pos_emb`                | one launch                                                |
 | decoder layers of these               | residuals added where a product, or a norm after it, ends |
+| attention, on a CPU (`attending`)     | one rotation in place; no call that modeling code repeats |
 | experts and their routers (`experts`) | two grouped matrix products, one launch for the choice    |
 
 Nothing is known of families: what a module computes is tried on random input first, and one that computes something else
@@ -27,6 +28,8 @@ from torch.nn import functional
 
 from kvloom.kernels.fused import Activation, Norm, Normed, add_norm, gated, linear, rms_norm, rotate
 
+from . import lean
+from .attending import Attention, fuse_attention
 from .experts import fuse_experts, fuse_router
 
 __all__ = ["fuse"]
@@ -193,9 +196,19 @@ def _layer(module: Any) -> bool:
         found = _Layer(module, added, tuple(norms[:2]), tuple(norms[2:]))
         if _computes(module, attention, output, found):
             output.forward = added
-            module.forward = found
+            module.forward = _lean(found)
             return True
     return False
+
+
+def _lean(layer: _Layer) -> Any:
+    """The layer in fewer calls, where it is on a CPU and of plain parts."""
+    attention, mlp = layer._module.self_attn.forward, layer._mlp
+    if layer._posts or not isinstance(attention, Attention) or not attention.plain or mlp._bias is not None:
+        return layer
+    first, second = (lean.Norm(norm._module, norm._eps, norm._form == "gemma") for norm in layer._pres)
+    output, tanh = layer._output._module, mlp._activation == "gelu_tanh"
+    return lean.Lean(layer, attention, output, (first, second), mlp._joined, mlp._down, tanh)
 
 
 def _computes(module: Any, attention: Any, output: Any, found: _Layer) -> bool:
@@ -312,6 +325,7 @@ TRIED: dict[str, Callable[[Any], bool]] = {
     "norms": _norm,
     "gated MLPs": _gate,
     "projections": _project,
+    "attentions": fuse_attention,
     "experts": fuse_experts,
     "routers": fuse_router,
 }

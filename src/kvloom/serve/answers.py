@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from .errors import ApiError, bad_request, no_room
+from .fields import StreamOptions
 from .messages import Delta, TokenTold
 from .prompts import PIECE, Prompt, Prompts
 
@@ -43,7 +44,7 @@ class Usage:
 
 class Form(ABC):
     """One HTTP request's answers. `ids` are its prompts, which have `n` answers each; `echo` repeats each prompt's text
-    before its answers; `usage` is counted here."""
+    before its answers; `usage` is counted here, and `finishes` says how answers ended, as they do."""
 
     prefix = ""
     whole_object = ""
@@ -59,14 +60,19 @@ class Form(ABC):
         echo: bool = False,
         token_ids: bool = False,
         top_logprobs: int = 0,
+        usage: StreamOptions | None = None,
     ) -> None:
         self.usage = Usage(sum(len(prompt.tokens) for prompt in prompts))
         self._texts = [(prompt.text or "") if echo else "" for prompt in prompts]
         self._places = {id_: place for place, id_ in enumerate(ids)}
         self._n, self._names, self._token_ids, self._top = n, names, token_ids, top_logprobs
+        self._usage_last = bool(usage and usage.include_usage)
+        self._usage_always = bool(self._usage_last and usage and usage.continuous_usage_stats)
+        self.finishes: list[str] = []
         self._lengths: dict[int, int] = {}  # characters of each choice that were told
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "id": self.id,
             "object": "",
             "created": int(time.time()),
             "model": model,
@@ -87,17 +93,20 @@ class Form(ABC):
         self._count(delta)
         first = self._index(delta) not in self._lengths
         choice = self._piece_choice(self._choice(delta), delta, first)
-        return _event({**self._head, "object": self.piece_object, "choices": [choice]})
+        told = {**self._head, "object": self.piece_object, "choices": [choice]}
+        return _event({**told, "usage": self.usage.shape()} if self._usage_always else told)
 
-    def closing(self, usage: bool) -> bytes:
+    def closing(self) -> bytes:
         """The end of a stream, with what it used if that is wanted."""
         last = {**self._head, "object": self.piece_object, "choices": [], "usage": self.usage.shape()}
-        return (_event(last) if usage else b"") + b"data: [DONE]\n\n"
+        return (_event(last) if self._usage_last else b"") + b"data: [DONE]\n\n"
 
     def _index(self, delta: Delta) -> int:
         return self._places[delta.id] * self._n + delta.index
 
     def _count(self, delta: Delta) -> None:
+        if delta.finish is not None:
+            self.finishes.append(delta.finish)
         if delta.finish in _ENDS:
             raise _ENDS[delta.finish]
         self.usage.completion += len(delta.tokens)

@@ -30,6 +30,7 @@ from .messages import (
     EndSession,
     Failed,
     FromEngine,
+    Look,
     Ready,
     Start,
     ToEngine,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_engine", "main"]
 
-Inbox = SimpleQueue[Add | Cancel | EndSession | None]
+Inbox = SimpleQueue[Add | Cancel | EndSession | Look | None]
 """None: the server is gone."""
 GOODBYE = 4.0
 """Seconds that tiers have to store what is on its way when the server ends."""
@@ -164,7 +165,7 @@ def _loaded(start: Start) -> tuple[Worker, Ready]:
         layout=layout.table(),
         seconds=time.monotonic() - began,
     )
-    return Worker(engine, start.tenants), ready
+    return Worker(engine, start.tenants, start.observe), ready
 
 
 def _longest(engine: Engine, pool_bytes: int) -> int:
@@ -193,7 +194,7 @@ def _serve(outbox: _Outbox, inbox: Inbox, worker: Worker) -> None:
             outbox.send(outputs)
 
 
-def _take(worker: Worker, message: Add | Cancel | EndSession | None) -> None:
+def _take(worker: Worker, message: Add | Cancel | EndSession | Look | None) -> None:
     if message is None:
         worker.engine.close(GOODBYE - 0.5)
         os._exit(0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal, cast
 from urllib.parse import parse_qsl
 
@@ -95,7 +96,7 @@ def _open_host(text: str) -> Tier:
 
 
 def _open_disk(text: str) -> Tier:
-    plain, options = options_of(text, ("durable", "compression", "evict"))
+    plain, options = options_of(text, ("durable", "compression", "evict", "keys"))
     path, colon, size = plain.removeprefix("disk:").rpartition(":")
     if not colon or not path:
         raise ValueError(f"tier {text!r}: write it like disk:/path:1TiB")
@@ -107,9 +108,28 @@ def _open_disk(text: str) -> Tier:
             parse_size(size),
             durable=cast(Literal["power", "process"], durable),
             compression=cast(Compression, compression),
+            keys=options.get("keys"),
             evict=cast(Literal["oldest", "least-used"], evict),
         )
     )
 
 
-SCHEMES: dict[str, Callable[[str], Tier]] = {"host": _open_host, "disk": _open_disk}
+def _from(module: str) -> Callable[[str], Tier]:
+    """A store's own way to open it, imported when it is asked for."""
+
+    def opened(text: str) -> Tier:
+        tier: Tier = import_module(f"kvloom.tiers.{module}").open_from(text)
+        return tier
+
+    return opened
+
+
+SCHEMES: dict[str, Callable[[str], Tier]] = {
+    "host": _open_host,
+    "disk": _open_disk,
+    "redis": _from("redis"),
+    "rediss": _from("redis"),
+    "mooncake": _from("mooncake"),
+    "nixl": _from("nixl"),
+    "peer": _from("peer"),
+}

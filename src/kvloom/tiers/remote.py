@@ -9,6 +9,7 @@ another process's host memory.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -139,8 +140,9 @@ class RemoteTier(Tier):
         connect: Callable[[], Connection],
         jobs: tuple[type[Job], type[Job]],
         largest: int | None = None,
+        at_end: Callable[[], None] | None = None,
     ) -> None:
-        self._name, self._config = name, config
+        self._name, self._config, self._at_end = name, config, at_end
         self._read_job, self._write_job = jobs
         self._largest = largest or config.capacity // (2 * config.writers)
         keys = None if config.keys is None else Keyring.read(config.keys)
@@ -157,6 +159,7 @@ class RemoteTier(Tier):
         self._tally = Tally()
         self._lock = threading.Lock()
         self._closed = False
+        self._links: list[Link] = []
         self._under_way = {"read": 0, "write": 0}
         self._open: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._readers: Workers[Job] = Workers(config.readers, "kvloom-remote-read", self._worker)
@@ -212,8 +215,13 @@ class RemoteTier(Tier):
             left = list(self._open)
         for transfer in left:
             transfer.settle_rest(Outcome.FAILED, f"{self.name} was closed")
-        with self._control_lock:
-            self._control.close()
+        for link in (self._control, *self._links):
+            link.close()
+        if self._at_end is not None:
+            try:
+                self._at_end()
+            except Exception as error:  # noqa: BLE001  it goes with the process
+                logging.getLogger(__name__).warning("%s did not end well: %s", self.name, error)
 
     # --- inside
 
@@ -261,6 +269,7 @@ class RemoteTier(Tier):
 
     def _worker(self) -> Callable[[Job], None]:
         tools, link = Tools(self._make_codec()), Link(self._connect)
+        self._links.append(link)
 
         def run(job: Job) -> None:
             try:
@@ -273,8 +282,6 @@ class RemoteTier(Tier):
                 job.transfer.settle(job.which, Outcome.FAILED, f"{self.name}: {error}")
             with self._lock:
                 self._under_way[job.verb] -= len(job.which) * (job.part[1] - job.part[0])
-            if self._closed:
-                link.drop()
 
         return run
 
