@@ -1,14 +1,15 @@
 """Pictures of the dashboard for the documents: a real server on an embedded model under load, seen by a real browser.
 
-    .venv/bin/python tools/picture_dashboard.py docs/images
+    .venv/bin/python tools/picture_dashboard.py docs/images --tier host:96MiB --tier disk:FOLDER:1GiB
 
-Needs playwright and a Chromium. Starts a server of three tenants, lets them talk for a while, and writes dashboard.png and
-dashboard-dark.png.
+Needs playwright, pillow and a Chromium. Starts a server of three tenants, lets them talk for a while, and writes dashboard.png
+and dashboard-dark.png. Options that it does not know are kvloom serve's.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import random
@@ -38,12 +39,8 @@ def main() -> None:
     parser.add_argument("--model", default="kvloom-hybrid", help="default: kvloom-hybrid")
     parser.add_argument("--pool", default="96MiB", help="memory for the cache (default: 96MiB)")
     parser.add_argument("--seconds", type=float, default=90.0, help="how long to let them talk (default: 90)")
-    parser.add_argument(
-        "--more", nargs="*", default=[], help="further options of kvloom serve, with = for --"
-    )
-    args = parser.parse_args()
+    args, more = parser.parse_known_args()
     keys = {name: secrets.token_hex(16) for name in (*TENANTS, "admin")}
-    more = [option.replace("=", "--", 1) if option.startswith("=") else option for option in args.more]
     with serving(args.model, args.pool, keys, more) as url:
         stop = threading.Event()
         threads = [
@@ -69,6 +66,7 @@ def serving(model: str, pool: str, keys: dict[str, str], more: list[str]) -> Ite
             key: {"tenant": "search" if name == "admin" else name, "admin": name == "admin"}
             for name, key in keys.items()
         }
+        file.touch(0o600)
         file.write_text(json.dumps(rules), encoding="utf-8")
         process = subprocess.Popen(
             [sys.executable, "-m", "kvloom.cli", "serve", model, "--port", "0", "--pool", pool, "--api-keys", str(file), *more],
@@ -92,8 +90,6 @@ def serving(model: str, pool: str, keys: dict[str, str], more: list[str]) -> Ite
 def talk(url: str, key: str, seed: int, stop: threading.Event) -> None:
     """A tenant's traffic: questions about a few long documents, and conversations that go on from their answers."""
     draw = random.Random(seed)
-    import importlib
-
     documents = []
     for topic in TOPICS:
         file = importlib.import_module(topic).__file__
@@ -136,9 +132,20 @@ def take(url: str, key: str, folder: Path) -> None:
             page.press("#key", "Enter")
             page.wait_for_selector("#legend button")
             page.wait_for_timeout(4000)
-            page.screenshot(path=str(folder / f"{name}.png"), full_page=True)
+            file = folder / f"{name}.png"
+            page.screenshot(path=file, full_page=True)
+            shrink(file)
             page.close()
         browser.close()
+
+
+def shrink(file: Path) -> None:
+    """A picture of a page needs few colours: a third of the bytes, and nobody sees it."""
+    from PIL import Image
+
+    with Image.open(file) as image:
+        small = image.convert("RGB").quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    small.save(file, optimize=True)
 
 
 if __name__ == "__main__":

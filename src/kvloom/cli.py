@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("kvloom.engine.command", "Let a model go on from prompts, once."),
     "calibrate": ("kvloom.engine.calibrate_command", "Make static scales for a quantised KV cache."),
     "serve": ("kvloom.serve.command", "An OpenAI-compatible server."),
+    "explain": ("kvloom.serve.explain_command", "Why a request hit the cache or missed it."),
     "top": (
         "kvloom.serve.dashboard.command",
         "A server's cache, live in this terminal; the same is at /dashboard.",

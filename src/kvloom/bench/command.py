@@ -12,6 +12,7 @@ BENCHMARKS = {
     "kernels": "attention, writes, copies (GPU)",
     "engine": "whole workloads, beside Hugging Face and vLLM (both)",
     "serve": "many streams on a server (both)",
+    "metrics": "what counting costs a server (both)",
     "quality": "perplexity under quantised KV (both)",
     "tiers": "host, disk and stores against their media, beside LMCache (CPU)",
     "below": "tiers under an engine: first tokens, hits, what they cost (both)",

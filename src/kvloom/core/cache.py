@@ -19,6 +19,7 @@ from .columns import Columns
 from .committing import Committing
 from .events import EventBus
 from .hints import Hints, Pin
+from .layers import PROMPT
 from .layout import PoolLayout
 from .lookup import Lookup, Match, Stop
 from .media import Media, MediaIds, MediaRun
@@ -37,6 +38,7 @@ from .reserving import Reserving
 from .rollback import Rollback
 from .room import CopyBatch, Room
 from .sequence import Control, Sequence, SequenceRows, Snapshots
+from .spread import Spread
 from .tenants import Accounts, Tenant
 
 __all__ = ["KVCache"]
@@ -81,7 +83,10 @@ class KVCache:
         teller = Teller(layout, self.events, self.media_ids.digest_of)
         self.tree = PrefixTree(layout, self.pages, self.states, teller)
         self.accounts = Accounts(tenants, make_policy(policy), (slabs - 1) * layout.slab_bytes)
-        self.room = Room(self.pool, self.tree, self.media, self.accounts, self.clock, layout.slab_bytes)
+        lasts = any(group.spec.lifetime != PROMPT for group in layout.of("media"))
+        self.room = Room(
+            self.pool, self.tree, self.media, self.accounts, self.clock, layout.slab_bytes, lasts
+        )
         self.lookup = Lookup(self.tree, self.room)
         blocks, windows = -(-max_tokens // self.block_tokens), len(self.tree.windows)
         widths = self.pages.width, self.states.width
@@ -178,6 +183,9 @@ class KVCache:
         seq = self._opening.open(self, match)
         self.looked_up_tokens += match.length
         self.hit_tokens += match.resume
+        account = seq.root.account
+        account.looked_up_tokens += match.length
+        account.hit_tokens += match.resume
         self.misses[match.stop.reason] += 1
         return seq
 
@@ -361,6 +369,21 @@ class KVCache:
             "moved_pages": self.room.moves,
             "stops": dict(self.misses),
         }
+
+    @property
+    def reused(self) -> Spread:
+        """Seconds between hits and the uses before."""
+        return self._opening.reused
+
+    def hit_pages(self) -> dict[str, int]:
+        """Pages found in the cache so far, by the kind of layers they serve. O(groups)."""
+        return self._opening.hit_pages()
+
+    def unused_tokens(self) -> int:
+        """Tokens that open sequences have reserved blocks for and not computed: waste that is there to grow into.
+        O(max_sequences), in array operations."""
+        rows = self.rows
+        return int(rows.blocks.sum()) * self.block_tokens - int(rows.length.sum())
 
     def _standing(self) -> list[Node]:
         """The nodes that open sequences and pins stand on."""

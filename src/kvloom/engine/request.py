@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import Control, Sequence
+from kvloom.core import Control, Sequence, Stop
 from kvloom.models.sight import Sight
 
 from .beams import BeamSearch
@@ -35,6 +35,10 @@ class Request:
     (`branched`) where the prompt ends, or are the places of `beams`. One that `waits` must have its last token seen by the
     host before its next can be chosen. `sight` is what the prompt shows, where it has images. `prompt_logprobs` are those of
     the prompt's tokens that are known by now, where they are wanted; the first token has none.
+
+    How it went: it was looked up at `looked_up`, on the cache's clock, and `began` when it got its first work: `hits` says
+    how many tokens it found in which tier, `stop` why they were not more, and `elsewhere` that another tenant has more.
+    `loads` are tokens that came from below the pool for it: the tier, from when to when on the monotonic clock, how many.
     """
 
     order: int
@@ -65,6 +69,12 @@ class Request:
     branched: bool = False
     beams: BeamSearch[Request] | None = None
     sight: Sight | None = None
+    looked_up: float = 0.0
+    began: float = 0.0
+    hits: dict[str, int] = field(default_factory=dict)
+    stop: Stop | None = None
+    loads: list[tuple[str, float, float, int]] = field(default_factory=list)
+    elsewhere: bool = False
     waits: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """Sorts first what runs first."""

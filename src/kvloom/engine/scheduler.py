@@ -30,6 +30,8 @@ __all__ = ["Scheduled", "Scheduler"]
 Scheduled = tuple[Request, Work]
 RANK = attrgetter("rank")
 UNKNOWN = np.array([-1])
+MOST_ROOTS = 64
+"""Tenants and adapters up to which a miss is looked for among the others', too: each costs a walk."""
 MOST_TOLD = 256
 """Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
 MOST_ASIDE = 32
@@ -47,6 +49,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.given_up: list[Request] = []
         """Requests that ended for want of room, until somebody tells of them."""
+        self.begun: list[Request] = []
+        """Requests that the last step gave their first work."""
         self.lower: Lower | None = None
         """What lies below the pool, if anything does."""
         self._waiting: list[tuple[tuple[int, int], Request]] = []
@@ -76,10 +80,10 @@ class Scheduler:
         for whose, needed, there in (
             (
                 "pool has",
-                self._slabs_for(request.limit) * layout.slab_bytes,
+                self._slabs_of(request) * layout.slab_bytes,
                 (pool.slabs - 1) * layout.slab_bytes,
             ),
-            ("tenant's quota is", layout.slab_bytes_for(request.limit), quota),
+            ("tenant's quota is", self._bytes_of(request), quota),
         ):
             if there is not None and needed > there:
                 raise ValueError(
@@ -93,7 +97,8 @@ class Scheduler:
             )
         heapq.heappush(self._waiting, (request.rank, request))
         if self.lower is not None:
-            self.lower.foresee(request, self._match(request))
+            patient = bool(self.running) or len(self._waiting) > 1
+            self.lower.foresee(request, self._match(request), patient)
 
     def cancel(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -104,6 +109,7 @@ class Scheduler:
         """The next step's work, its pages reserved; empty only where nothing is left to do, or to know first. `places`
         says where the unknown token of a request (by `id`) stands among those the step before chose."""
         places = places or {}
+        self.begun = []
         picked: list[Scheduled] = []
         loading = self._look_below()
         budget, self._told = self.token_budget, MOST_TOLD
@@ -118,7 +124,11 @@ class Scheduler:
         self._decode(decodes, picked, places)
         first = len(picked)
         for request in prompts:
-            if budget and request.sequence is not None:
+            if self.lower is not None and request.sequence is not None and self.lower.may_jump(request):
+                self._let_go(request)  # the rest of its prompt has come: it goes on behind it
+                alone = None
+                heapq.heappush(self._waiting, (request.rank, request))
+            elif budget and request.sequence is not None:
                 budget -= self._reserve(request, budget, picked, places)
         if alone is not None and alone.sequence is None and not self._freeing:
             self._give_up(alone)
@@ -128,6 +138,7 @@ class Scheduler:
             waiting = self._next()
             if waiting is None:
                 break
+            looked_up = self.cache.clock.now()
             found = self._match(waiting)
             front = self._front(waiting, found.resume)
             if front is not None and front in fronts and len(aside) < MOST_ASIDE:
@@ -138,13 +149,16 @@ class Scheduler:
                 if self.lower.holds(waiting, found):
                     self._loading.append((waiting, front))
                     continue
+                if picked and self.lower.lacks_room(waiting):
+                    aside.append(waiting)  # it would compute what it could load, and with as little room
+                    break
                 if found.version != self.cache.tree.version:  # what it needed has come
                     found = self._match(waiting)
             self._admit(waiting, found)
             taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
             budget -= taken
             if taken:
-                waiting.count_cached(waiting.computed)
+                self._begin(waiting, found, looked_up)
                 if self.lower is not None:
                     self.lower.began(waiting)
             elif (
@@ -304,6 +318,16 @@ class Scheduler:
         request.computed = request.sequence.length
         self.running.append(request)
 
+    def _begin(self, request: Request, found: Match, looked_up: float) -> None:
+        """A request got its first work: remember what it found, and why not more."""
+        if request.cached_tokens is None:
+            request.count_cached(request.computed)
+            request.hits, request.stop = _hits(request), found.stop
+            if len(self.cache.tree.roots) <= MOST_ROOTS:
+                request.elsewhere = self.cache.explain(found).reason == "other tenant"
+            request.looked_up, request.began = looked_up, self.cache.clock.now()
+            self.begun.append(request)
+
     def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
         """Give one token each to requests that decode: all at once where there is room for all. They do not count
         against the budget: chunks of prompts keep their size, which kernels that are prepared for a size like."""
@@ -330,6 +354,8 @@ class Scheduler:
         count = min(request.pending, budget)
         if sequence.boundary is not None:
             count = min(count, sequence.boundary - sequence.length)
+        if self.lower is not None and (stop := self.lower.stop_at(request)) is not None:
+            count = min(count, stop - request.computed)
         telling = request.telling
         count = _fitting(request, min(count, self._told) if telling else count)
         if not count:
@@ -385,13 +411,33 @@ class Scheduler:
             self.given_up.append(request)
         request.uncached = True
 
+    def _slabs_of(self, request: Request) -> int:
+        """The most slabs that a request fills: at its end, or while it computes the largest of its images."""
+        slabs, sight = self._slabs_for(request.limit), request.sight
+        if sight is None:
+            return slabs
+        blocks = max(-(-item.tokens // self.cache.block_tokens) for item in sight.media)
+        seeing = sum(
+            -(-blocks * group.runs // group.pages_per_slab) for group in self.cache.layout.of("media")
+        )
+        return max(slabs, self._slabs_for(sight.media[-1].stop) + seeing)
+
+    def _bytes_of(self, request: Request) -> int:
+        """The same in bytes, by the pages alone."""
+        layout, sight = self.cache.layout, request.sight
+        if sight is None:
+            return layout.slab_bytes_for(request.limit)
+        largest = max(item.tokens for item in sight.media)
+        seeing = layout.slab_bytes_for(sight.media[-1].stop, [largest])
+        return max(layout.slab_bytes_for(request.limit), seeing)
+
     def _slabs_for(self, length: int) -> int:
         """The most slabs that a sequence fills on its way to `length` tokens. (Windows are widest before its end.)"""
         layout = self.cache.layout
         windowed = any(group.spec.span.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)
         pages = [np.zeros(len(ends), np.int64) for _ in self.cache.pool.classes]
-        for group in layout.groups:
+        for group in (*layout.of("token"), *layout.of("state")):
             units = np.ones_like(ends)
             if group.spec.unit == "token":
                 left = group.spec.span.first_visible_each(ends - 1) // layout.block_tokens
@@ -412,10 +458,20 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         assert request.sequence is not None
+        request.sequence.ending = request.finish
         request.sequence.close()
         request.sequence = None
         request.computed = 0
         self.running.remove(request)
+
+
+def _hits(request: Request) -> dict[str, int]:
+    """Tokens that a request found, by the tier that had them."""
+    found: dict[str, int] = {}
+    for tier, _, _, tokens in request.loads:
+        found[tier] = found.get(tier, 0) + tokens
+    here = request.computed - sum(found.values())
+    return {"device": here, **found} if here > 0 else found
 
 
 def _fitting(request: Request, count: int) -> int:

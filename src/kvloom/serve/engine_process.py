@@ -165,7 +165,7 @@ def _loaded(start: Start) -> tuple[Worker, Ready]:
         layout=layout.table(),
         seconds=time.monotonic() - began,
     )
-    return Worker(engine, start.tenants), ready
+    return Worker(engine, start.tenants, start.observe), ready
 
 
 def _longest(engine: Engine, pool_bytes: int) -> int:

@@ -25,6 +25,7 @@ from .messages import (
     Add,
     Beat,
     Cancel,
+    Delta,
     EndSession,
     Failed,
     FromEngine,
@@ -33,6 +34,7 @@ from .messages import (
     Ready,
     Start,
     Stats,
+    Story,
     ToEngine,
     frame,
     length_of,
@@ -71,7 +73,8 @@ class Backoff:
 
 
 class EngineLink:
-    """`say` gets a line for people when something happens; `on_ready` is called each time an engine is ready."""
+    """`say` gets a line for people when something happens; `on_ready` is called each time an engine is ready, `on_story` when
+    it tells how a prompt goes, `on_answer` (if set) with each piece of an answer that somebody waits for."""
 
     def __init__(
         self,
@@ -92,6 +95,8 @@ class EngineLink:
         self._writer: asyncio.StreamWriter | None = None
         self._closing = asyncio.Event()
         self._count = 0
+        self.on_story: Callable[[Story], None] = lambda story: None
+        self.on_answer: Callable[[Delta], None] | None = None
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
     def check(self) -> Ready:
@@ -230,9 +235,13 @@ class EngineLink:
         return ""
 
     def _hand_out(self, outputs: Outputs) -> None:
+        for story in outputs.stories:  # before the answers that it is about
+            self.on_story(story)
         for delta in outputs.deltas:
             mailbox = self._mailboxes.get(delta.id)
             if mailbox is not None:
+                if self.on_answer is not None:
+                    self.on_answer(delta)
                 mailbox.put(delta)
                 if delta.id not in mailbox.open:
                     del self._mailboxes[delta.id]

@@ -47,6 +47,12 @@ class Breaker:
     def closed(self) -> bool:
         return self._until is None
 
+    @property
+    def state(self) -> str:
+        """For people: closed, open, or half-open while the one try is under way."""
+        with self._lock:
+            return "closed" if self._until is None else "open" if self._tried is None else "half-open"
+
     def allows(self, now: float) -> bool:
         """Whether to ask the tier now. Where that is the one try, the next answer is no until its end is told."""
         with self._lock:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from prometheus_client import Histogram
-
 from kvloom.serve.service import Service
 
 __all__ = ["History"]
@@ -35,14 +33,14 @@ class History:
     def sample(self, now: float) -> None:
         """Take one; microseconds."""
         stats, link = self._service.link.stats, self._service.link
-        count, total = _counted(self._service.metrics.first_token)
+        first = self._service.metrics.first_token
         counters = {
             "output": stats.output_tokens,
             "prompt": stats.looked_up_tokens,
             "hits": stats.hit_tokens,
             "evictions": stats.evictions,
-            "firsts": count,
-            "waited": total,
+            "firsts": first.count,
+            "waited": first.total,
             "restarts": link.restarts,
         }
         before, self._before = self._before, (now, counters)
@@ -76,15 +74,3 @@ class History:
         rows = list(self._samples)
         series = {name: [row[i] for row in rows] for i, name in enumerate(SERIES)}
         return {"seconds": self._seconds, "until": self._last or None, "series": series}
-
-
-def _counted(histogram: Histogram) -> tuple[float, float]:
-    """How many values a histogram has seen, and their sum."""
-    count = total = 0.0
-    for metric in histogram.collect():
-        for sample in metric.samples:
-            if sample.name.endswith("_count"):
-                count += sample.value
-            elif sample.name.endswith("_sum"):
-                total += sample.value
-    return count, total
