@@ -127,7 +127,6 @@ def test_the_page_is_live_while_a_client_talks_and_complains_of_nothing(
     browser: Browser, server: Running
 ) -> None:
     one = Seen(browser)
-    one.page.route("**/kvloom/requests*", lambda route: tell(route, {"requests": []}))
     one.page.goto(f"{server.url}/dashboard")
     one.page.wait_for_selector("#status[data-state=live]")
     assert one.page.title() == f"{MODEL} · kvloom"
@@ -172,6 +171,19 @@ def test_an_explanation_opens_by_keyboard_and_gives_the_focus_back(seen: Seen) -
     page.wait_for_selector("#explanation", state="hidden")
     assert RECORD["id"] in page.evaluate("document.activeElement.getAttribute('aria-label')")
     assert seen.complaints == []
+
+
+def test_a_real_request_is_explained(browser: Browser, server: Running) -> None:
+    talk(server, 2, "Something that was never asked before, and then once more: ")
+    one = Seen(browser)
+    one.page.goto(f"{server.url}/dashboard")
+    one.page.click("#requests-table tbody tr:first-child button")
+    text = one.page.inner_text("#explanation")
+    assert re.search(r"Everything but the last token was cached \(\d+ of \d+\)", text)
+    assert re.search(r"\d+ from device", text)
+    assert "never asked" not in one.page.content()
+    assert one.complaints == []
+    one.context.close()
 
 
 def test_a_branch_is_marked_on_the_map_and_the_map_reads_itself_aloud(seen: Seen) -> None:

@@ -19,7 +19,7 @@ const CARDS = [
   { id: "hit", title: "Hit rate", top: 1, lines: [["hit_rate", "green", "of prompt tokens"]], show: (x) => percent(x),
     figure: (x, raw) => percent(hitRate(raw, 30)), unit: () => "of prompt tokens" },
   { id: "ttft", title: "Time to first token", lines: [["ttft", "orange", "first token"]], show: seconds,
-    figure: (x) => seconds(mean(last(x.ttft, 30))), unit: () => "of streams, mean" },
+    figure: (x) => seconds(mean(last(x.ttft, 30))), unit: () => "mean of a minute" },
   { id: "rate", title: "Throughput", lines: [["output_rate", "blue", "made"]], beside: [["prompt_rate", "", "of prompts"]], show: (x) => `${compact(x)}/s`,
     figure: (x) => compact(mean(last(x.output_rate, 5))), unit: (x) => `tokens/s · ${compact(mean(last(x.prompt_rate, 5)))} of prompts` },
   { id: "load", title: "Requests", lines: [["running", "pink", "running"], ["waiting", "red", "waiting"]], show: compact,

@@ -56,7 +56,7 @@ export class Tiers {
       ? `read ${count(tier.reads.ok ?? 0)}, missed ${count(tier.reads.missing ?? 0)}` : `${plural(tier.tokens_back, "token")} came back`;
     return h("div", { class: "tier" }, h("header", {}, h("strong", {}, tier.name), h("span", {}, `${bytes(tier.bytes)}${tier.capacity ? ` of ${bytes(tier.capacity)}` : ""}`)),
       h("div", { class: "meter" }, h("i", { style: { width: `${full}%`, background: "var(--green)" } })),
-      h("p", {}, `${plural(tier.objects, "page")} · ${back}${tier.evicted ? `, ${count(tier.evicted)} evicted` : ""}${tier.open ? " · left alone after faults" : ""}`
+      h("p", {}, `${plural(tier.objects, "page")} · ${back}${tier.evicted ? `, ${count(tier.evicted)} evicted` : ""}${tier.breaker === "closed" ? "" : " · left alone after faults"}`
         + odd.map(([outcome, n]) => ` · ${count(n)} ${outcome}`).join("")));
   }
 
