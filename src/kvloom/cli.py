@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "kvloom.serve.dashboard.command",
         "A server's cache, live in this terminal; the same is at /dashboard.",
     ),
+    "share": ("kvloom.tiers.command", "Host memory for the servers of a machine: --tier peer://HOST:PORT."),
     "replay": ("kvloom.replay.command", "Recorded traffic through the cache: hit rates, sizes."),
     "bench": ("kvloom.bench.command", "Measure kvloom beside its peers."),
 }

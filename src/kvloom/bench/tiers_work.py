@@ -7,6 +7,7 @@ the tier stands on without the tier: memcpy, raw O_DIRECT, the store's own clien
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -277,10 +278,11 @@ def _address(array: npt.NDArray[np.uint8]) -> int:
 
 @contextlib.contextmanager
 def peer(memory: Memory, folder: Path) -> Iterator[list[Work]]:
-    command = [sys.executable, "-m", "kvloom.bench.tiers_peer", str(2 * memory.total)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    share = ["share", str(2 * memory.total), "--listen", "127.0.0.1:0", "--json"]
+    command = [sys.executable, "-m", "kvloom.cli", *share]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        port = int(process.stdout.readline())
+        port = int(json.loads(process.stdout.readline())["address"].rpartition(":")[2])
         shared = open_peer(("127.0.0.1", port), config=RemoteConfig(1, timeout=30))
         plain = open_peer(("127.0.0.1", port), shared=False, config=RemoteConfig(1, timeout=30))
         _of_tier(shared, memory).write()  # once round its memory
@@ -292,7 +294,7 @@ def peer(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         ]
         shared.close()
         plain.close()
-        process.communicate(timeout=10)
+        process.terminate()
 
 
 WORKS: dict[str, Callable[[Memory, Path], contextlib.AbstractContextManager[list[Work]]]] = {

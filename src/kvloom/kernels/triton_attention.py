@@ -30,6 +30,7 @@ from .triton_worklist import (
     UNITS,
     WIDTH,
     first_visible,
+    with_sink,
 )
 
 __all__ = ["attend_tiles"]
@@ -212,16 +213,7 @@ def attend_tiles(
         column0 = tl.arange(0, DV0)
         if DIRECT and whole:
             if SINK:
-                sink = (
-                    tl.load(SINKS + head * GROUP + row % GROUP, mask=mine, other=0.0).to(tl.float32) * LOG2E
-                )
-                top = tl.maximum(log, sink)
-                safe = tl.where(top == float("-inf"), 0.0, top)
-                both = tl.where(
-                    top == float("-inf"), top, top + tl.log2(tl.exp2(log - safe) + tl.exp2(sink - safe))
-                )
-                norm = norm * tl.where(top == float("-inf"), 0.0, tl.exp2(log - both))
-                log = both
+                norm, log = with_sink(norm, log, SINKS, head * GROUP + row % GROUP, mine)
             into = token.to(tl.int64) * out_token + (head * GROUP + row % GROUP) * out_head
             tl.store(
                 OUT + into[:, None] + column0[None, :], (acc0 * norm[:, None]).to(OUT.dtype.element_ty),

@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_prefill import page_step, rows_of, with_sink
-from .triton_worklist import LOG2E, first_visible
+from .triton_prefill import page_step, rows_of
+from .triton_worklist import LOG2E, first_visible, with_sink
 
 __all__ = [
     "attend_pieces",

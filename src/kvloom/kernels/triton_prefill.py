@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_worklist import LOG2E, SMALLEST, first_visible
+from .triton_worklist import LOG2E, SMALLEST, first_visible, with_sink
 
 __all__ = [
     "attend_blocks",
@@ -30,7 +30,6 @@ __all__ = [
     "page_step",
     "place_queries",
     "rows_of",
-    "with_sink",
 ]
 
 BLOCK_WIDTH: tl.constexpr = tl.constexpr(8)
@@ -151,18 +150,6 @@ def page_step(
             v1 = _values_of(V, v_at, ok, v_column, DV0, DV1, TURNED, CHECK, q0.dtype)
             acc1 = _dot(p, v1, acc1 * fade[:, None], EXACT)
     return peak, weight, acc0, acc1
-
-
-@triton.jit
-def with_sink(norm, log, SINKS, head, mine):
-    """The softmax's norm and logarithm once a logit without a value takes part."""
-    sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
-    top = tl.maximum(log, sink)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    both = top + tl.log2(tl.exp2(log - safe) + tl.exp2(sink - safe))
-    return norm * tl.where(top == float("-inf"), 0.0, tl.exp2(log - both)), tl.where(
-        top == float("-inf"), top, both
-    )
 
 
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["TABLES"])

@@ -78,7 +78,7 @@ def _below(lower: Lower) -> dict[str, Any]:
     faults = dict(lower.mover.faults.counts)  # lanes' threads go on counting
     return {
         "tiers": lower_tiers(lower),
-        "lower": dict(lower.counts),
+        "lower": {**lower.counts, "kept_pages": lower.kept_pages},
         "faults": [(called.get(tier, tier), verb, why, count) for (tier, verb, why), count in faults.items()],
     }
 

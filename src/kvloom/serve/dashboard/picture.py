@@ -40,6 +40,6 @@ class Picture:
         if lower is None:
             return []
         (host, *below), counts = lower_tiers(lower), lower.counts
-        passed = {"bytes_read": counts["landed_bytes"], "bytes_written": counts["kept_bytes"]}
+        passed = {"bytes_read": counts["landed_bytes"], "bytes_written": lower.kept_bytes}
         told = {**asdict(host), **passed, "tokens_back": counts["landed_tokens"]}
         return [told, *map(asdict, below)]
