@@ -10,11 +10,15 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from kvloom.core.sizes import parse_size
+
 __all__ = [
+    "BATCH_INVARIANT",
     "KV_DTYPE",
     "KV_SCALES",
     "MODEL",
     "THREADS",
+    "TIER",
     "device",
     "parse_size",
     "progress_bar",
@@ -22,13 +26,13 @@ __all__ = [
     "whole",
 ]
 
+BATCH_INVARIANT = "the same tokens for the same seed on a GPU, too, whatever runs beside; slower"
 KV_DTYPE = "bf16, fp16, fp32, int8 or fp8 (default: the model's own); by kind of layers: fp8,sliding=bf16"
 KV_SCALES = "scales of int8 and fp8: dynamic (default), checkpoint, or a file of `kvloom calibrate`"
 MODEL = "a folder with a Hugging Face model, its hub id, or one that comes along: kvloom-llama, kvloom-hybrid"
 THREADS = "CPU threads of the model (default: $KVLOOM_THREADS, $OMP_NUM_THREADS, or all cores but one)"
+TIER = "a place for pages below the pool, nearest first: host:64GiB, disk:/path:1TiB, …; repeatable (docs/tiers.md)"
 MOST = 10**12
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -59,21 +63,6 @@ def token_ids(text: str) -> list[int]:
         return [int(token) for token in text.replace(",", " ").split()]
     except ValueError:
         raise ValueError(f'--tokens {text!r} must be whole numbers, like "5 6 7"') from None
-
-
-def parse_size(text: str) -> int:
-    """ "80GiB", "80G" (the same), "80GB" (decimal), "1.5TiB" or plain bytes, as bytes."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"size {text!r} is not understood; write it like 80GiB, 80GB, 512MiB or 1000000")
-    number, unit, suffix = match[1], match[2].lower(), (match[3] or "").lower()
-    if suffix == "ib" and not unit:
-        raise ValueError(f"size {text!r} is not understood; write it like 80GiB, 80GB, 512MiB or 1000000")
-    scale = _DECIMAL[unit] if suffix == "b" and unit else _UNITS[unit]
-    size = int(float(number) * scale)
-    if size <= 0:
-        raise ValueError(f"size {text!r} is nothing; write it like 80GiB")
-    return size
 
 
 @contextmanager

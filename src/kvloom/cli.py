@@ -21,6 +21,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("kvloom.engine.command", "Let a model go on from prompts, once."),
     "calibrate": ("kvloom.engine.calibrate_command", "Make static scales for a quantised KV cache."),
     "serve": ("kvloom.serve.command", "An OpenAI-compatible server."),
+    "explain": ("kvloom.serve.explain_command", "Why a request hit the cache or missed it."),
+    "top": (
+        "kvloom.serve.dashboard.command",
+        "A server's cache, live in this terminal; the same is at /dashboard.",
+    ),
+    "share": ("kvloom.tiers.command", "Host memory for the servers of a machine: --tier peer://HOST:PORT."),
     "replay": ("kvloom.replay.command", "Recorded traffic through the cache: hit rates, sizes."),
     "bench": ("kvloom.bench.command", "Measure kvloom beside its peers."),
 }

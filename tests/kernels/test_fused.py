@@ -8,7 +8,7 @@ import torch
 from kvloom.kernels import fused
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from kvloom.kernels import triton_fused
+from kvloom.kernels import triton_fused, triton_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + ([torch.bfloat16, torch.float16] if DEVICE == "cuda" else [])
@@ -73,7 +73,55 @@ def test_rotary_embeddings(heads: int, kv_heads: int, dim: int, dtype: torch.dty
     assert torch.equal(joined, before), "the arguments stay as they are"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("forms", [("llama", "llama"), ("gemma", "gemma"), ("llama", None)])
+def test_norms_that_are_added(forms: tuple[fused.Norm, fused.Norm | None], dtype: torch.dtype) -> None:
+    x, y = (randn(1, 5, 200, seed=i, dtype=dtype) for i in range(2))
+    post, pre = (
+        None if form is None else fused.Normed(randn(200, seed=2 + i, dtype=dtype), 1e-6, form)
+        for i, form in enumerate(forms)
+    )
+    assert post is not None
+    here, there = x.clone(), x.cpu()
+    on_cpu = [
+        None if norm is None else fused.Normed(norm.weight.cpu(), norm.eps, norm.form) for norm in (post, pre)
+    ]
+    assert on_cpu[0] is not None
+    found = triton_fused.add_norm(here, y, post, pre)
+    wanted = fused.add_norm(there, y.cpu(), on_cpu[0], on_cpu[1])
+    close(here, there.to(DEVICE), slack=8)
+    assert (found is None) == (wanted is None) == (pre is None)
+    if found is not None and wanted is not None:
+        close(found, wanted.to(DEVICE), slack=16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out", "k"), [(64, 128), (37, 200), (130, 1500), (66, 4100)])
+@pytest.mark.parametrize("added", [False, True])
+def test_a_row_times_a_matrix(out: int, k: int, added: bool, dtype: torch.dtype) -> None:
+    x, weight, base = (
+        randn(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(1, k), (out, k), (1, out)])
+    )
+    into = base.clone() if added else None
+    found = triton_linear.row_times(x, weight, into)
+    assert into is None or found is into
+    wanted = x.double().cpu() @ weight.double().cpu().t() + (base.double().cpu() if added else 0)
+    assert torch.dist(found.double().cpu(), wanted) <= 4 * torch.finfo(dtype).eps * wanted.norm()
+
+
+def test_a_product_is_added_in_place_whatever_the_rows() -> None:
+    weight, x = randn(8, 6, seed=1), randn(1, 3, 6)
+    into = randn(1, 3, 8, seed=2)
+    wanted = into + x @ weight.t()
+    assert fused.linear(x, weight, into=into) is into
+    close(into, wanted, slack=16)
+    with pytest.raises(ValueError, match="bias or into"):
+        fused.linear(x, weight, bias=randn(8), into=into)
+
+
 def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit together"):
+        fused.add_norm(randn(2, 8), randn(2, 9), fused.Normed(randn(8), 1e-6))
     with pytest.raises(ValueError, match="does not fit x"):
         fused.rms_norm(randn(2, 8), randn(9), 1e-6)
     with pytest.raises(ValueError, match="no halves"):

@@ -101,3 +101,26 @@ def test_a_step_needs_pages_and_tokens() -> None:
         stage.lay_out([Work(sequence, np.array([], dtype=np.int64))])
     with pytest.raises(ValueError, match="extend the sequence first"):
         stage.lay_out([Work(sequence, np.arange(3, 9))])
+
+
+def test_a_step_that_is_filled_up_is_the_same_with_nobody_after_it() -> None:
+    cache = make_cache()
+    stage, chosen = Stage(cache, "cpu", 200, 6, mirrored=True), torch.arange(6) + 1000
+    works = []
+    for i, count in enumerate((16, 1, 20)):
+        sequence = cache.open(cache.match(np.arange(30 + i, dtype=np.int32)))
+        assert not sequence.extend(count)
+        works.append(Work(sequence, np.arange(count) + 100 * i, source=3 if count == 1 else -1))
+    plain = stage.lay_out(works, chosen)
+    for size in (37, 64, 128):
+        stage.send(works, 7, size)
+        filled = stage.packed(size, chosen)
+        for here, there in ((filled.tokens, plain.tokens), (filled.positions, plain.positions)):
+            assert torch.equal(here[:37], there)
+            assert not here[37:].any()
+        for group in plain.slots:
+            assert torch.equal(filled.slots[group][:, :37], plain.slots[group])
+            assert (filled.slots[group][:, 37:] < BLOCK).all(), "page 0 is nobody's"
+            assert torch.equal(
+                filled.tables[group][:, :3, : plain.tables[group].shape[2]], plain.tables[group]
+            )

@@ -20,18 +20,48 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "norms", "gates", "projections"),
-    [("llama", 9, 4, 4), ("qwen2", 9, 4, 4), ("qwen3", 17, 4, 4), ("gemma2", 17, 4, 4), ("gemma3_text", 43, 7, 7), ("olmo2", 17, 4, 4), ("phi3", 9, 0, 0)],
+    ("family", "norms", "gates", "projections", "layers"),
+    [
+        ("llama", 9, 4, 4, 4), ("qwen2", 9, 4, 4, 4), ("qwen3", 17, 4, 4, 4), ("gemma2", 17, 4, 4, 4),
+        ("gemma3_text", 43, 7, 7, 7), ("olmo2", 17, 4, 4, 0), ("phi3", 9, 0, 0, 0),
+    ],
 )  # fmt: skip
 def test_a_model_is_the_same_with_its_modules_fused(
-    family: str, norms: int, gates: int, projections: int
+    family: str, norms: int, gates: int, projections: int, layers: int
 ) -> None:
     model = tiny(family)
     wanted = logits(model)
     done = fuse(model)
-    assert (done["norms"], done["gated MLPs"], done["projections"]) == (norms, gates, projections)
+    found = done["norms"], done["gated MLPs"], done["projections"], done["layers"]
+    assert found == (norms, gates, projections, layers)
     torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
     assert not fuse(model), "again there is nothing to do"
+
+
+def test_layers_that_add_otherwise_stay_as_they_are() -> None:
+    model = tiny("granite")
+    for layer in model.model.layers:
+        layer.residual_multiplier = 0.5
+    wanted = logits(model)
+    assert fuse(model)["layers"] == 0
+    torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "routers"),
+    [
+        ("qwen3_moe", 4, 4), ("mixtral", 4, 4), ("olmoe", 4, 4), ("qwen2_moe", 4, 4), ("granitemoe", 4, 4),
+        ("phimoe", 4, 0), ("deepseek_v3", 3, 0), ("gpt_oss", 0, 0), ("llama4_text", 0, 0), ("llama", 0, 0),
+    ],
+)  # fmt: skip
+def test_a_mixture_of_experts_is_the_same_in_grouped_products(
+    family: str, experts: int, routers: int
+) -> None:
+    model = tiny(family)
+    wanted = logits(model)
+    done = fuse(model)
+    assert (done["experts"], done["routers"]) == (experts, routers)
+    torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_are_joined_in_place() -> None:

@@ -31,6 +31,8 @@ from kvloom.serve.messages import (
     Ready,
     Stats,
     TenantRules,
+    TenantUse,
+    TierUse,
     ToEngine,
     frame,
     length_of,
@@ -46,7 +48,7 @@ def test_messages_come_back_as_they_were() -> None:
     for message, kind in (
         (Add(7, [1, 2, 3], params, stream=True, tenant="t", ttl=1.5), ToEngine),
         (Cancel(7), ToEngine),
-        (Outputs([Delta(7, 0, "é", [3], 1, "stop", 2, [[(3, -0.5, 1)]])], [], Stats(tenants={"t": (1, 2)})), FromEngine),
+        (Outputs([Delta(7, 0, "é", [3], 1, "stop", 2, [[(3, -0.5, 1)]])], [], Stats(tenants={"t": TenantUse(1, 2)}, tiers=[TierUse("host", 3)])), FromEngine),
     ):  # fmt: skip
         data = frame(message)  # type: ignore[arg-type]
         assert length_of(data[:HEADER_BYTES]) == len(data) - HEADER_BYTES

@@ -26,7 +26,7 @@ from .residency import Peak
 from .shapes import SHAPES, build, hf_config
 from .workloads import Conversation
 
-__all__ = ["HuggingFace", "Kvloom", "Measured", "Options", "Runner", "Turns", "Vllm"]
+__all__ = ["HuggingFace", "Invariant", "Kvloom", "Measured", "OneByOne", "Options", "Runner", "Turns", "Vllm"]
 
 Turns = list[list[list[int]]]
 """What was said: [conversation][turn] → tokens."""
@@ -46,6 +46,7 @@ class Options:
     pool: int | None = None
     token_budget: int | None = None
     max_running: int | None = None
+    tiers: tuple[str, ...] = ()
     compile: bool = False
     vllm_python: str = sys.executable
     max_length: int = 20480
@@ -93,6 +94,7 @@ class Kvloom:
     """kvloom's own engine, one step after the other."""
 
     name = "kvloom"
+    batch_invariant = False
 
     def __init__(self, shape: str, options: Options) -> None:
         from kvloom.engine.engine import Engine
@@ -105,7 +107,9 @@ class Kvloom:
         pool = options.pool or (None if options.device.startswith("cuda") else CPU_POOL)
         given: dict[str, Any] = {"token_budget": options.token_budget, "max_running": options.max_running}
         chosen = {name: value for name, value in given.items() if value is not None}
-        self.engine = Engine(model, pool, options.kv_dtype, **chosen)
+        self.engine = Engine(
+            model, pool, options.kv_dtype, batch_invariant=self.batch_invariant, tiers=options.tiers, **chosen
+        )
         self.engine.prepare()
         _synchronize(self.device)
         self.start_s = time.perf_counter() - begin
@@ -116,6 +120,8 @@ class Kvloom:
         }
         if options.kv_dtype:
             self.notes["K and V"] = options.kv_dtype
+        if options.tiers:
+            self.notes["tiers"] = ", ".join(options.tiers)
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
         from kvloom.engine.request import Request, SamplingParams
@@ -158,6 +164,7 @@ class Kvloom:
         return Measured(seconds, said, figures | peak.figures())
 
     def close(self) -> None:
+        self.engine.close()
         del self.engine
         _free(self.device)
 
@@ -171,9 +178,17 @@ def _count(value: Any) -> int:
     return value
 
 
+class Invariant(Kvloom):
+    """kvloom in its batch-invariant mode: what that costs."""
+
+    name = "batch-invariant"
+    batch_invariant = True
+
+
 class HuggingFace:
-    """generate() with a static cache: batches of equal work, padded on the left, as many at once as memory holds. It has
-    no way to let conversations advance on their own: their turns go in step."""
+    """generate() with the cache that is faster there, static on a GPU and dynamic on a CPU: batches of equal work, padded on
+    the left, as many at once as memory holds. It has no way to let conversations advance on their own: their turns go in
+    step."""
 
     name = "Hugging Face"
     CPU_BYTES = 4 << 30
@@ -189,7 +204,11 @@ class HuggingFace:
         _synchronize(self.device)
         self.start_s = time.perf_counter() - begin
         self.version = str(transformers.__version__)
-        self.notes = {"cache": "static", "compiled": "yes" if options.compile else "no"}
+        self.static = options.device.startswith("cuda")
+        self.notes = {
+            "cache": "static" if self.static else "dynamic",
+            "compiled": "yes" if options.compile else "no",
+        }
         dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
         self._layers = list(model_spec({**config.to_dict(), "dtype": dtype}).layers.values())
         # What prefill holds of a token at its widest: gate and up, their product, and a few rows of the model's width.
@@ -249,7 +268,8 @@ class HuggingFace:
             disable_compile=not self.compile,
         )  # fmt: skip
         # One of our own: those that generate() makes never get shorter than the longest before.
-        cache = StaticCache(config=self.model.config, max_cache_len=longest + output)
+        length = longest + output
+        cache = StaticCache(config=self.model.config, max_cache_len=length) if self.static else None
         with torch.inference_mode():
             found = self.model.generate(
                 torch.tensor(padded, device=self.device),
@@ -263,6 +283,15 @@ class HuggingFace:
     def close(self) -> None:
         del self.model
         _free(self.device)
+
+
+class OneByOne(HuggingFace):
+    """generate() as it is called by whoever gets requests one at a time: nobody batches them."""
+
+    name = "Hugging Face, one by one"
+
+    def _slice(self, prompt: int, output: int) -> int:
+        return 1
 
 
 def _cpu_environment() -> dict[str, str]:

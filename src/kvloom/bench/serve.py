@@ -31,7 +31,7 @@ from rich.table import Table
 
 from kvloom.arguments import progress_bar, whole
 
-__all__ = ["Load", "Seen", "main", "offer"]
+__all__ = ["Load", "Seen", "main", "offer", "started"]
 
 STARTUP_SECONDS = 300
 FIRST_ID = 3
@@ -234,7 +234,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
     return {**told, "max": round(1e3 * ordered[-1], 2)}
 
 
-def _started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
+def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
     """A server of our own: its process, address, model's name and engine's process."""
     command = [sys.executable, "-m", "kvloom.cli", "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -326,7 +326,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     _raise_file_limit(options.streams)
     process, pids, url, model = None, [], options.url, options.model
     if url is None:
-        process, url, served, engine = _started(options.serve)
+        process, url, served, engine = started(options.serve)
         pids, model = [process.pid, engine], model or served
     try:
         model = model or _served(url, options.key)

@@ -1,4 +1,5 @@
-"""The models that `kvloom bench engine` runs: real shapes and tiny ones, with random weights. Knows no engine.
+"""The models that `kvloom bench engine` runs: real shapes and tiny ones, with random weights, and the embedded Llama with
+its own. Knows no engine.
 
 Real shapes are shipped configs, by their names.
 """
@@ -7,6 +8,8 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +27,16 @@ TINY = {
 @dataclass(frozen=True, slots=True)
 class Shape:
     """`config` is its config; without one, the shipped config of the same name is. `small` shapes run on a CPU: in
-    float32, and the workloads scaled down."""
+    float32, and the workloads scaled down. `embedded` names a model that comes with its weights."""
 
     what: str
     config: dict[str, Any] = field(default_factory=dict)
     small: bool = False
+    embedded: str = ""
+
+    @property
+    def folder(self) -> str:
+        return str(Path(str(resources.files("kvloom.models"))) / "embedded" / self.embedded)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,6 +52,7 @@ SHAPES: dict[str, Shape] = {
     "llama-3.2-1b": Shape("Llama-3.2-1B"),
     "gemma-3-12b": Shape("the text model of Gemma-3-12B: 40 layers of window 1024, 8 full"),
     "qwen3-30b-a3b": Shape("Qwen3-30B-A3B: 8 of 128 experts"),
+    "kvloom-llama": Shape("the embedded Llama of 8 million parameters", small=True, embedded="llama"),
     "tiny": Shape(
         "a Llama of 5 million parameters", {"model_type": "llama", "num_hidden_layers": 4, **TINY}, small=True
     ),
@@ -82,7 +91,9 @@ def hf_config(name: str) -> Any:
     if name not in SHAPES:
         raise ValueError(f"shape {name!r} is not known; known: {', '.join(SHAPES)}")
     given = dict(SHAPES[name].config)
-    if given:
+    if SHAPES[name].embedded:
+        config = AutoConfig.from_pretrained(SHAPES[name].folder)
+    elif given:
         config = AutoConfig.for_model(given.pop("model_type"), **given)
     else:
         config = transformers_config(name, "random").get_text_config()
@@ -92,8 +103,8 @@ def hf_config(name: str) -> Any:
 
 
 def build(config: Any, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
-    """A model of this config with random weights, made on the device. The same seed gives the same weights on the same
-    device; on "meta" there are none, only shapes."""
+    """A model of this config with random weights, made on the device, or with those of the folder that the config came
+    from. The same seed gives the same weights on the same device; on "meta" there are none, only shapes."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -101,6 +112,10 @@ def build(config: Any, dtype: torch.dtype, device: torch.device | str, seed: int
     if torch.device(device).type == "meta":
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if (Path(config.name_or_path) / "model.safetensors").is_file():
+        loaded = load(config.name_or_path, dtype, device)[0]
+        loaded.config.eos_token_id = loaded.generation_config.eos_token_id = None
+        return loaded
     with tempfile.TemporaryDirectory(prefix="kvloom-shape-") as folder:
         config.save_pretrained(folder)
         return load(folder, dtype, device, "random", seed=seed)[0]

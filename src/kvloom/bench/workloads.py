@@ -93,6 +93,12 @@ class Workload:
             more=of(self.more, 4),
         )
 
+    def fewer(self, requests: int | None) -> Workload:
+        """The same with so many requests at most."""
+        if requests is not None and requests < 1:
+            raise ValueError(f"workloads of {requests} requests; at least 1 is needed")
+        return self if requests is None else replace(self, requests=min(self.requests, requests))
+
     def short(self) -> Workload:
         """The same prompts' sizes with 8 tokens of output and two turns at most: what warms an engine up."""
         return replace(self, output=min(self.output, 8), turns=min(self.turns, 2))

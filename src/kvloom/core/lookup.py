@@ -84,7 +84,7 @@ class Lookup:
                 run = self.room.runs.get(root_name + item.digest)
                 if run is not None and item.tokens not in (0, run.tokens):
                     raise ValueError(f"media {item.digest.hex()} has {run.tokens} tokens, not {item.tokens}")
-                if item.tokens and item.start < resume and run is None:
+                if item.tokens and item.start < resume and run is None and self.room.runs_last:
                     resume, reason = item.start, "media missing"
         checkpoint = None
         if tree.keeps_checkpoints and resume:
@@ -182,7 +182,7 @@ class Lookup:
 
         limit = match.limit
         for item in match.media:
-            if item.tokens and self.room.media.width and item.start < limit:
+            if item.tokens and self.room.media.width and self.room.runs_last and item.start < limit:
                 if media_name(match.root_name, item.digest) not in index:
                     limit = item.start
         return index.match(self.names(match), limit, root=match.root_name, tail=tail)

@@ -6,8 +6,23 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvloom.arguments import KV_DTYPE, KV_SCALES, MODEL, THREADS, parse_size, token_ids, whole
+from kvloom.arguments import (
+    BATCH_INVARIANT,
+    KV_DTYPE,
+    KV_SCALES,
+    MODEL,
+    THREADS,
+    TIER,
+    parse_size,
+    token_ids,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from .llm import LLM
+    from .request import SamplingParams
 
 __all__ = ["arguments", "run"]
 
@@ -57,6 +72,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--stream", action="store_true", help="print text as it comes (one prompt, one answer)")
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
+    add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
     add("--pool", metavar="SIZE", help="memory for the cache (default: what a GPU has left; CPU 1GiB)")
     add(
         "--load-format",
@@ -64,13 +80,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="random: MODEL may be a config or a name of `kvloom plan --list`; weights are made up (default: auto)",
     )
+    add("--tier", action="append", default=[], metavar="TIER", help=TIER)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add("--json", action="store_true", help="print results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from kvloom.engine.llm import LLM
     from kvloom.engine.request import SamplingParams
     from kvloom.models.catalog import folder_of
@@ -95,10 +110,20 @@ def run(args: argparse.Namespace) -> int:
         pool_bytes=None if args.pool is None else parse_size(args.pool),
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
+        batch_invariant=args.batch_invariant,
         load_format=args.load_format,
         threads=args.threads,
         progress=sys.stderr.isatty(),
+        tiers=args.tier,
     )
+    try:
+        return _told(args, llm, prompts, params)
+    finally:
+        llm.close()
+
+
+def _told(args: argparse.Namespace, llm: LLM, prompts: list[str | list[int]], params: SamplingParams) -> int:
+    from dataclasses import asdict
 
     def shown(text: str, token_ids: list[int]) -> str:
         return text if llm.tokenizer is not None else " ".join(map(str, token_ids))

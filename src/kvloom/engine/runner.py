@@ -4,13 +4,18 @@
 
 A step in which every sequence has one token is a graph of the next larger size, captured by `capture` or when first needed;
 rows that fill it up belong to nobody. Where sequences hold the same pages, their attention reads those once: who shares is
-looked up when the sequences of a step are not those of the one before. Other steps run as they are. Knows no requests; what is run is the scheduler's to say.
+looked up when the sequences of a step are not those of the one before. Other steps are strips of graphs (`strips.py`) where
+the host would be slower than the device, and run as they are elsewhere. Knows no requests; what is run is the scheduler's
+to say.
 """
 
 from __future__ import annotations
 
 import inspect
+import time
+import warnings
 from collections.abc import Callable, Sequence as Many
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +23,15 @@ import numpy as np
 import torch
 
 from kvloom.core import Control, KVCache, Sequence
+from kvloom.kernels.shapes import upload
 from kvloom.kernels.sharing import SharedRun, find_shared
-from kvloom.models.attention import Pages
+from kvloom.models.attention import Cutter, Pages
 from kvloom.models.batch import Batch, Stage, Work
 from kvloom.models.fusing import fuse
 from kvloom.models.scales import Scales
 from kvloom.models.vision import Vision
+
+from .strips import Strips
 
 __all__ = ["Runner", "graph_sizes"]
 
@@ -57,11 +65,19 @@ class Runner:
         graphs: bool = True,
         scales: Scales | None = None,
         vision: Vision | None = None,
+        invariant: bool = False,
     ) -> None:
+        """`invariant`: what a row gives does not hang on what else is in its step (CUDA alone)."""
         self.model, self.device, self.vision = model, buffer.device, vision
-        if buffer.is_cuda:
-            fuse(model)
-        self.pages = Pages(cache.layout, buffer, scales)
+        fuse(model)
+        self.pages = Pages(cache.layout, buffer, scales, _piece(cache.max_tokens) if invariant else 0)
+        self.steady: AbstractContextManager[Any] = nullcontext()
+        """What numbers are computed in, here and by whoever goes on with them."""
+        if invariant:
+            self._refuse()
+            from kvloom.kernels.invariant_mode import BatchInvariant
+
+            self.steady = BatchInvariant()  # type: ignore[no-untyped-call]
         turns = vision is not None and vision.turns
         self.stage = Stage(cache, buffer.device, tokens + rows, rows, shifted=turns)
         self.tokens, self.rows = tokens, rows
@@ -71,29 +87,49 @@ class Runner:
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._cache = cache
         full = [group for group in cache.layout.of("token") if not group.spec.span.windowed]
-        self._shared_column = full[0].columns.start if full else None
+        self._shared_column = full[0].columns.start if full and not invariant else None
         self._sharers: tuple[object, ...] = ()
         self._shares = False
         self._pool: Any = None
         self._sizes = graph_sizes(rows) if graphs and buffer.is_cuda and self.pages.replayable else []
+        self.strips: Strips | None = None
+        """Graphs of steps with prompts in them, where the model can be recorded so."""
+        if self._sizes and not turns and not self.pages.keeps_states:
+            self.strips = Strips(self.pages, self.stage, self._forward, self.chosen, tokens + rows)
 
-    def run(self, works: Many[Work], wanted: Many[int] | None = None) -> torch.Tensor:
+    def _refuse(self) -> None:
+        """Raise ValueError for what has no batch-invariant way."""
+        if self.pages.keeps_states:
+            raise ValueError(
+                "batch_invariant: this model keeps recurrent states, whose scans round by how a prompt is cut; run it without"
+            )
+        if not self.pages.replayable:
+            raise ValueError(
+                "batch_invariant: the GPU's kernels do not take this model's heads; run it without"
+            )
+
+    def run(self, works: Many[Work], wanted: Many[int] | None = None, whole: Many[int] = ()) -> torch.Tensor:
         """Compute a step; the logits ([works, vocabulary]) after each work's last token, or after those of the works
-        `wanted`. They are valid until the next step."""
-        single = all(len(work.tokens) == 1 and not _shows(work) for work in works)
+        `wanted`; behind them those after every token of the works `whole`. They are valid until the next step."""
+        single = not whole and all(len(work.tokens) == 1 and not _shows(work) for work in works)
         if (
             single
             and self._sizes
             and not (self.pages.keeps_states and any(w.sequence.state_length == 0 for w in works))
         ):
             return self._replay(works, wanted)
+        if self.strips is not None and not whole and not any(_shows(work) for work in works):
+            size = self.strips.size_for(works)
+            if size:
+                return self.strips.run(works, size, wanted)
         batch = self.stage.lay_out(works, self.chosen)
         if self.vision is not None:
             batch = self.vision.see(batch, works)
         last = batch.last
-        if wanted is not None and len(wanted) < len(works):
-            places = torch.tensor([batch.bounds[i + 1] - 1 for i in wanted], dtype=torch.int64)
-            last = places.to(self.device, non_blocking=True)
+        if whole or (wanted is not None and len(wanted) < len(works)):
+            ends = [batch.bounds[i + 1] - 1 for i in (range(len(works)) if wanted is None else wanted)]
+            each = [np.arange(batch.bounds[i], batch.bounds[i + 1]) for i in whole]
+            last = upload(np.concatenate([np.array(ends, dtype=np.int64), *each]), self.device)
         return self._forward(batch, last)
 
     def score(self, works: Many[Work]) -> torch.Tensor:
@@ -106,7 +142,22 @@ class Runner:
         if self.device.type != "cuda":
             return
         limit = min(self.tokens, self._cache.max_tokens // 2)
-        shapes = [[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]]
+        self._try([[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit)
+        self._try([[limit // 16], [limit // 4]], limit)  # alone, and so few that their attention is cut
+        if self.strips is not None:
+            torch.cuda.synchronize(self.device)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            began = time.perf_counter()
+            begin.record()
+            self._try([[limit]], limit)  # once more, with nothing left to compile
+            host = time.perf_counter() - began
+            end.record()
+            end.synchronize()
+            self.strips.limit(limit, host, begin.elapsed_time(end) / 1e3)
+        torch.cuda.synchronize(self.device)
+
+    def _try(self, shapes: list[list[int]], limit: int) -> None:
+        """Run steps of up to `limit` tokens, each of so many of the same sequences' next tokens, as far as there is room."""
         open_: dict[int, Sequence] = {}
         for counts in shapes:
             works, left = [], limit
@@ -131,20 +182,36 @@ class Runner:
         for sequence in open_.values():
             sequence.close()
         self._cache.take_copies()
-        torch.cuda.synchronize(self.device)
+
+    def try_replay(self) -> None:
+        """Run, without a graph, the step of as many single tokens as there may be, all of nobody's."""
+        if self.pages.replayable:
+            self.stage.send([], self.rows)
+            self._forward(self.stage.replayed(self.rows, self.chosen), None)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every graph now, the largest first, so that the others fit into its memory."""
         wanted = [(size, False) for size in reversed(self._sizes)]
         if self._shared_column is not None:
             wanted += [(size, True) for size in reversed(self._sizes) if size >= LEAST_SHARERS]
+        strips = [] if self.strips is None else self.strips.sizes
         for done, (size, shares) in enumerate(wanted):
             if shares:
                 self.pages.share([SharedRun(0, 256, (0, 1), 0)], size)
             self._captured(size, shares)
             if progress is not None:
-                progress(done + 1, len(wanted))
+                progress(done + 1, len(wanted) + len(strips))
         self._sharers = ()
+        for done, size in enumerate(reversed(strips)):
+            assert self.strips is not None
+            try:
+                self.strips.capture(size, self._memory())
+            except RuntimeError as error:
+                warnings.warn(f"steps of prompts run without graphs, somewhat slower: {error}", stacklevel=2)
+                self.strips = None
+                return
+            if progress is not None:
+                progress(len(wanted) + done + 1, len(wanted) + len(strips))
 
     def _replay(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor:
         size = next(size for size in self._sizes if size >= len(works))
@@ -179,15 +246,19 @@ class Runner:
                 self._forward(self.stage.replayed(size, self.chosen, shares), None)
             torch.cuda.current_stream(self.device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._memory()):
                 logits = self._forward(self.stage.replayed(size, self.chosen, shares), None)
             self._graphs[size, shares] = _Captured(graph, logits)
         return self._graphs[size, shares]
 
-    def _forward(self, batch: Batch, last: torch.Tensor | None) -> torch.Tensor:
-        self.pages.begin(batch)
+    def _memory(self) -> Any:
+        """The memory that all graphs share: they never run beside each other."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    def _forward(self, batch: Batch, last: torch.Tensor | None, cutter: Cutter | None = None) -> torch.Tensor:
+        self.pages.begin(batch, cutter)
         extra: dict[str, Any] = {"cache_params": self.pages}
         if not self._plain:
             extra = {
@@ -199,7 +270,7 @@ class Runner:
             extra["input_ids"] = batch.tokens[None]
         else:
             extra["inputs_embeds"] = batch.embeds[None]
-        with torch.inference_mode():
+        with torch.inference_mode(), self.steady:
             found = self.model(
                 use_cache=False,
                 logits_to_keep=0 if last is None else last,
@@ -207,6 +278,11 @@ class Runner:
             )
         logits: torch.Tensor = found.logits[0]
         return logits
+
+
+def _piece(longest: int) -> int:
+    """Tokens that batch-invariant attention sums by: enough pieces for a device, not more memory than 64 of them take."""
+    return max(512, -(-longest // (64 * 512)) * 512)
 
 
 def _shows(work: Work) -> bool:

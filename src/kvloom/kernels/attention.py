@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from kvloom.core import Span
 
-from . import reference
+from . import cpu, reference
 from .reference import FULL, Mask
 from .shapes import Shape
 from .sharing import Sharing
@@ -101,14 +101,17 @@ class ReferencePlan:
 
 
 class CpuPlan(ReferencePlan):
-    """The oracle with a shorter way for what decodes: single queries in plain attention are one call of torch's own over
-    the pages they see, gathered; what is the same in every layer is worked out once a step."""
+    """The oracle with a shorter way for what decodes: single queries in plain attention are one native call, or one of
+    torch's own over the pages they see, gathered. What is the same in every layer is worked out once a step."""
 
     def make(self, starts: Rows, lengths: Rows) -> None:
         super().make(starts, lengths)
         self._lengths = np.asarray(lengths, dtype=np.int64)
         self._single = bool((np.diff(np.asarray(starts)) == 1).all() and self._lengths.all())
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._native: cpu.Seen | None = None
+        if self._single and len(self._lengths):
+            self._native = cpu.Seen(self.span.first_visible_each(self._lengths - 1), self._lengths)
 
     def attend(
         self,
@@ -126,9 +129,11 @@ class CpuPlan(ReferencePlan):
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = mask or Mask(self.span)
-        plain = (
-            mask == Mask(self.span) and q.dtype == k.dtype == torch.float32 and k.data_ptr() != v.data_ptr()
-        )
+        plain = mask == Mask(self.span) and q.dtype == k.dtype == torch.float32
+        if self._native is not None and plain and out is None and lse is None and cpu.takes(q, k, v):
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            return cpu.decode(q, k, v, tables, self._native, scale), None
+        plain = plain and k.data_ptr() != v.data_ptr()
         if self._rows is None or not (self._single and plain and out is None and lse is None):
             return super().attend(q, k, v, tables, mask, scale, k_scale, v_scale, out, lse)
         if tables.data_ptr() not in self._seen:

@@ -9,6 +9,7 @@ Where `v` is the beginning of `k` (MLA's latent), it is read once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy.typing as npt
@@ -16,13 +17,34 @@ import torch
 
 from .reference import Mask
 
-__all__ = ["DTYPES", "PAGE_DTYPES", "Shape", "check_call", "check_results", "split_dim", "upload"]
+__all__ = [
+    "DTYPES",
+    "PAGE_DTYPES",
+    "Shape",
+    "check_call",
+    "check_results",
+    "overlapped",
+    "overlaps",
+    "split_dim",
+    "upload",
+]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
 PAGE_DTYPES = (*DTYPES, *QUANTISED)
 DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
 BLOCKS = (16, 32, 64, 128)
+
+
+@lru_cache(maxsize=16)
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch can start before the one ahead of it has ended, and wait for it in place: from sm_90 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlapped(device: torch.device) -> dict[str, bool]:
+    """The launch option for that."""
+    return {"launch_pdl": True} if overlaps(device) else {}
 
 
 def split_dim(dim: int) -> tuple[int, int]:

@@ -9,15 +9,24 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import (
+    gdc_launch_dependents as launch_dependents,
+    gdc_wait as wait_for_launcher,
+)
 
-__all__ = ["gated", "rms_norm", "rotate"]
+from .shapes import overlapped, overlaps
+
+__all__ = ["act", "add_norm", "gated", "rms_norm", "rotate"]
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x, weight, out, heads, rows, s_token, s_head, eps,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, GEMMA: tl.constexpr,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, GEMMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        launch_dependents()
+        wait_for_launcher()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     there = (row < rows)[:, None] & (column < DIM)[None, :]
@@ -34,12 +43,59 @@ def _norm_kernel(
 
 
 @triton.jit
-def _gated_kernel(x, out, DIM: tl.constexpr, COLUMNS: tl.constexpr, TANH: tl.constexpr):
+def _add_norm_kernel(
+    x, y, post_weight, pre_weight, out, post_eps, pre_eps,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, POST_GEMMA: tl.constexpr, PRE: tl.constexpr, PRE_GEMMA: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        launch_dependents()
+        wait_for_launcher()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    there = column < DIM
+    kind = x.dtype.element_ty
+    values = tl.load(y + row * DIM + column, mask=there, other=0.0).to(tl.float32)
+    w = tl.load(post_weight + column, mask=there, other=0.0).to(tl.float32)
+    values = _normed(values, w, post_eps, DIM, POST_GEMMA, kind)
+    held = tl.load(x + row * DIM + column, mask=there, other=0.0).to(tl.float32)
+    held = (held + values.to(kind).to(tl.float32)).to(kind)
+    tl.store(x + row * DIM + column, held, mask=there)
+    if PRE:
+        w = tl.load(pre_weight + column, mask=there, other=0.0).to(tl.float32)
+        values = _normed(held.to(tl.float32), w, pre_eps, DIM, PRE_GEMMA, kind)
+        tl.store(out + row * DIM + column, values.to(kind), mask=there)
+
+
+@triton.jit
+def _normed(values, w, eps, DIM: tl.constexpr, GEMMA: tl.constexpr, kind: tl.constexpr):
+    values = values * tl.rsqrt(tl.sum(values * values, 0) / DIM + eps)
+    if GEMMA:
+        values = values * (1.0 + w)
+    else:
+        values = values.to(kind).to(tl.float32) * w
+    return values
+
+
+@triton.jit
+def _gated_kernel(
+    x, out, DIM: tl.constexpr, COLUMNS: tl.constexpr, TANH: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    if OVERLAP:
+        launch_dependents()
+        wait_for_launcher()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = column < DIM
     gate = tl.load(x + row * (2 * DIM) + column, mask=there, other=0.0).to(tl.float32)
     up = tl.load(x + row * (2 * DIM) + DIM + column, mask=there, other=0.0).to(tl.float32)
+    acted = act(gate, TANH).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * DIM + column, (acted * up).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def act(gate, TANH: tl.constexpr):
+    """SiLU, or tanh's GELU."""
     if TANH:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         # tanh by the exponential of what is not positive, which cannot overflow
@@ -48,15 +104,18 @@ def _gated_kernel(x, out, DIM: tl.constexpr, COLUMNS: tl.constexpr, TANH: tl.con
         acted = 0.5 * gate * (1.0 + tl.where(inner < 0, -t, t))
     else:
         acted = gate / (1.0 + tl.exp(-gate))
-    acted = acted.to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * DIM + column, (acted * up).to(out.dtype.element_ty), mask=there)
+    return acted
 
 
 @triton.jit
 def _rotate_kernel(
     q, k, cos, sin, q_out, k_out, sq_head, sq_token, sk_head, sk_token, s_angle,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        launch_dependents()
+        wait_for_launcher()
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     there = column < HALF
@@ -105,9 +164,25 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> 
     if rows:
         _norm_kernel[(triton.cdiv(rows, each),)](
             x, weight, out, heads, rows, s_token, s_head, eps,
-            DIM=dim, COLUMNS=columns, ROWS=each, GEMMA=gemma, num_warps=min(16, max(1, columns * each // 512)),
+            DIM=dim, COLUMNS=columns, ROWS=each, GEMMA=gemma, OVERLAP=overlaps(x.device),
+            num_warps=min(16, max(1, columns * each // 512)), **overlapped(x.device),
         )  # fmt: skip
     return out
+
+
+def add_norm(x: torch.Tensor, y: torch.Tensor, post: Any, pre: Any) -> torch.Tensor | None:
+    """See `fused.add_norm`; both dense."""
+    dim = x.shape[-1]
+    out = x if pre is None else torch.empty_like(x)
+    columns = triton.next_power_of_2(dim)
+    first = post if pre is None else pre
+    if x.numel():
+        _add_norm_kernel[(x.numel() // dim,)](
+            x, y, post.weight, first.weight, out, post.eps, first.eps,
+            DIM=dim, COLUMNS=columns, POST_GEMMA=post.form == "gemma", PRE=pre is not None, PRE_GEMMA=first.form == "gemma",
+            OVERLAP=overlaps(x.device), num_warps=min(16, max(1, columns // 512)), **overlapped(x.device),
+        )  # fmt: skip
+    return None if pre is None else out
 
 
 def _walk(x: torch.Tensor) -> tuple[int, int, int] | None:
@@ -129,8 +204,9 @@ def gated(x: torch.Tensor, activation: Any) -> torch.Tensor:
     rows, columns = out.numel() // max(dim, 1), min(2048, triton.next_power_of_2(dim))
     if rows:
         _gated_kernel[(rows, triton.cdiv(dim, columns))](
-            x, out, DIM=dim, COLUMNS=columns, TANH=activation == "gelu_tanh", num_warps=max(1, columns // 512)
-        )
+            x, out, DIM=dim, COLUMNS=columns, TANH=activation == "gelu_tanh", OVERLAP=overlaps(x.device),
+            num_warps=max(1, columns // 512), **overlapped(x.device),
+        )  # fmt: skip
     return out
 
 
@@ -147,6 +223,7 @@ def rotate(
     if tokens:
         _rotate_kernel[(tokens,)](
             q, k, cos, sin, *turned, q.stride(1), q.stride(2), k.stride(1), k.stride(2), cos.stride(0),
-            HEADS=heads, KV_HEADS=kv_heads, HALF=half, COLUMNS=columns, ROWS=rows, num_warps=4,
+            HEADS=heads, KV_HEADS=kv_heads, HALF=half, COLUMNS=columns, ROWS=rows, OVERLAP=overlaps(q.device),
+            num_warps=4, **overlapped(q.device),
         )  # fmt: skip
     return turned[0].transpose(1, 2), turned[1].transpose(1, 2)

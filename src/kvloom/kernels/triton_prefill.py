@@ -19,9 +19,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_worklist import LOG2E, SMALLEST, first_visible
+from .triton_worklist import LOG2E, SMALLEST, first_visible, with_sink
 
-__all__ = ["attend_blocks", "attend_gathered", "gather_pages", "join_blocks", "merge_parts", "place_queries"]
+__all__ = [
+    "attend_blocks",
+    "attend_gathered",
+    "gather_pages",
+    "join_blocks",
+    "merge_parts",
+    "page_step",
+    "place_queries",
+    "rows_of",
+]
 
 BLOCK_WIDTH: tl.constexpr = tl.constexpr(8)
 JOIN_WIDTH: tl.constexpr = tl.constexpr(5)
@@ -38,7 +47,7 @@ def _dot(left, right, acc, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(base, offsets, ok, START: tl.constexpr, SIZE: tl.constexpr, CHECK: tl.constexpr):
+def rows_of(base, offsets, ok, START: tl.constexpr, SIZE: tl.constexpr, CHECK: tl.constexpr):
     column = START + tl.arange(0, SIZE)
     if CHECK:
         return tl.load(base + offsets[:, None] + column[None, :], mask=ok[:, None], other=0.0)
@@ -58,7 +67,7 @@ def _values_of(
         if CHECK:
             turned = tl.where(ok[None, :], turned, 0.0)
         return tl.trans(turned)
-    return _rows_of(base, offsets, ok, START, SIZE, CHECK).to(DTYPE)
+    return rows_of(base, offsets, ok, START, SIZE, CHECK).to(DTYPE)
 
 
 @triton.jit
@@ -81,7 +90,7 @@ def _soften(scores, factor, peak, weight, SCALED: tl.constexpr, CHECK: tl.conste
 
 
 @triton.jit
-def _page_step(
+def page_step(
     t, ok, q0, q1, peak, weight, acc0, acc1, last, first, image,
     K, V, KS, VS, TABLE, IDS, own, query, k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token,
     qk_scale, softcap,
@@ -96,10 +105,10 @@ def _page_step(
         page = tl.load(TABLE + t // PAGE).to(tl.int64)
     slot = t % PAGE
     k_at = page * k_page + slot * k_token
-    k0 = _rows_of(K, k_at, ok, 0, DK0, CHECK).to(q0.dtype)
+    k0 = rows_of(K, k_at, ok, 0, DK0, CHECK).to(q0.dtype)
     scores = _dot(q0, tl.trans(k0), tl.zeros([BM, BN], tl.float32), EXACT)
     if DK1 > 0:
-        k1 = _rows_of(K, k_at, ok, DK0, DK1, CHECK).to(q0.dtype)
+        k1 = rows_of(K, k_at, ok, DK0, DK1, CHECK).to(q0.dtype)
         scores = _dot(q1, tl.trans(k1), scores, EXACT)
     if SCALES == 2:
         k_size = tl.load(KS + page * ks_page + slot * ks_token, mask=ok, other=1.0) * qk_scale
@@ -143,18 +152,6 @@ def _page_step(
     return peak, weight, acc0, acc1
 
 
-@triton.jit
-def _with_sink(norm, log, SINKS, head, mine):
-    """The softmax's norm and logarithm once a logit without a value takes part."""
-    sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
-    top = tl.maximum(log, sink)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    both = top + tl.log2(tl.exp2(log - safe) + tl.exp2(sink - safe))
-    return norm * tl.where(top == float("-inf"), 0.0, tl.exp2(log - both)), tl.where(
-        top == float("-inf"), top, both
-    )
-
-
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["TABLES"])
 def attend_blocks(
     Q, K, V, KS, VS, OUT, LSE, PART, PART_LSE, BLOCKS, TABLES, SINKS, IDS,
@@ -185,10 +182,10 @@ def attend_blocks(
     first = first_visible(last, SPAN, SIZE)
     q_head_of = (head * GROUP + row % GROUP).to(tl.int64)
     q_at = token * q_token + q_head_of * q_head
-    q0 = _rows_of(Q, q_at, mine, 0, DK0, False)
+    q0 = rows_of(Q, q_at, mine, 0, DK0, False)
     q1 = q0
     if DK1 > 0:
-        q1 = _rows_of(Q, q_at, mine, DK0, DK1, False)
+        q1 = rows_of(Q, q_at, mine, DK0, DK1, False)
     if HALF:
         q0 = q0.to(tl.float16)
         q1 = q1.to(tl.float16)
@@ -220,7 +217,7 @@ def attend_blocks(
     if SPAN > 0:
         for i in tl.range(left, clear_from, BN, num_stages=STAGES):
             t = i + tl.arange(0, BN)
-            peak, weight, acc0, acc1 = _page_step(
+            peak, weight, acc0, acc1 = page_step(
                 t, (t >= lo) & (t < hi), q0, q1, peak, weight, acc0, acc1, last, first, image,
                 k_base, v_base, ks_base, vs_base, table, IDS, own, query,
                 k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
@@ -228,7 +225,7 @@ def attend_blocks(
             )  # fmt: skip
     for i in tl.range(clear_from, clear_to, BN, num_stages=STAGES):
         t = i + tl.arange(0, BN)
-        peak, weight, acc0, acc1 = _page_step(
+        peak, weight, acc0, acc1 = page_step(
             t, t >= 0, q0, q1, peak, weight, acc0, acc1, last, first, image,
             k_base, v_base, ks_base, vs_base, table, IDS, own, query,
             k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
@@ -236,7 +233,7 @@ def attend_blocks(
         )  # fmt: skip
     for i in tl.range(clear_to, hi, BN, num_stages=STAGES):
         t = i + tl.arange(0, BN)
-        peak, weight, acc0, acc1 = _page_step(
+        peak, weight, acc0, acc1 = page_step(
             t, (t >= lo) & (t < hi), q0, q1, peak, weight, acc0, acc1, last, first, image,
             k_base, v_base, ks_base, vs_base, table, IDS, own, query,
             k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
@@ -250,7 +247,7 @@ def attend_blocks(
     column1 = DV0 + tl.arange(0, DV1 if DV1 > 0 else 1)
     if slot < 0:
         if SINK:
-            norm, log = _with_sink(norm, log, SINKS, q_head_of, mine)
+            norm, log = with_sink(norm, log, SINKS, q_head_of, mine)
         into = OUT + (token * out_token + q_head_of * out_head)[:, None]
         tl.store(into + column0[None, :], (acc0 * norm[:, None]).to(OUT.dtype.element_ty), mask=mine[:, None])
         if DV1 > 0:
@@ -301,7 +298,7 @@ def join_blocks(
     norm = tl.where(weight > 0, 1.0 / weight, 0.0)
     q_head_of = (head * GROUP + row % GROUP).to(tl.int64)
     if SINK:
-        norm, log = _with_sink(norm, log, SINKS, q_head_of, mine)
+        norm, log = with_sink(norm, log, SINKS, q_head_of, mine)
     token = (tl.load(join + 3) + row // GROUP).to(tl.int64)
     into = OUT + (token * out_token + q_head_of * out_head)[:, None] + column[None, :]
     tl.store(into, (acc * norm[:, None]).to(OUT.dtype.element_ty), mask=fits)
@@ -385,10 +382,10 @@ def attend_gathered(
     token = (query + at).to(tl.int64)
     q_head_of = (head * GROUP + row % GROUP).to(tl.int64)
     q_at = token * q_token + q_head_of * q_head
-    q0 = _rows_of(Q, q_at, mine, 0, DK0, False)
+    q0 = rows_of(Q, q_at, mine, 0, DK0, False)
     q1 = q0
     if DK1 > 0:
-        q1 = _rows_of(Q, q_at, mine, DK0, DK1, False)
+        q1 = rows_of(Q, q_at, mine, DK0, DK1, False)
     last = own + at
     clear = end
     if CAUSAL:
@@ -433,7 +430,7 @@ def attend_gathered(
     log = tl.where(weight > 0, peak + tl.log2(weight), float("-inf"))
     norm = tl.where(weight > 0, 1.0 / weight, 0.0)
     if SINK:
-        norm, log = _with_sink(norm, log, SINKS, q_head_of, mine)
+        norm, log = with_sink(norm, log, SINKS, q_head_of, mine)
     into = OUT + (token * out_token + q_head_of * out_head)[:, None] + tl.arange(0, DV)[None, :]
     tl.store(into, (acc * norm[:, None]).to(OUT.dtype.element_ty), mask=mine[:, None])
     tl.store(LSE + token * lse_token + q_head_of * lse_head, log / LOG2E, mask=mine)
@@ -498,7 +495,7 @@ def merge_parts(
         norm = tl.where(total > 0, 1.0 / total, 0.0)
         log = tl.where(total > 0, safe + tl.log2(total), float("-inf"))
     if SINK:
-        norm, log = _with_sink(norm, log, SINKS, head, mine)
+        norm, log = with_sink(norm, log, SINKS, head, mine)
     token = (tl.load(place + 3) + i).to(tl.int64)
     into = OUT + (token * out_token + head * out_head)[:, None] + column[None, :]
     tl.store(into, (acc * norm[:, None]).to(OUT.dtype.element_ty), mask=fits)

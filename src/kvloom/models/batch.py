@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,7 @@ import torch
 from kvloom.core import KVCache, Sequence
 from kvloom.kernels.shapes import upload
 
-if TYPE_CHECKING:
-    from .vision import Sight
+from .sight import Sight
 
 __all__ = ["Batch", "Stage", "Work"]
 
@@ -45,7 +44,7 @@ class Batch:
     the row goes, `page * block_tokens + place`, and `pages[group]` and `places` are the same apart. `last` are the places of each row's last token. `states[group]` ([runs,
     rows]) are the pages of state groups, and `fresh` says which rows begin without one. `bounds` and `sizes` are starts and
     lengths on the host, so that nobody fetches them; where `replayed`, they are another step's and must not be looked at:
-    every row has one token then. `shares`: some rows hold the same pages, as `Pages.share` was told.
+    every row has one token then. Beyond the last bound there may be tokens and rows of nobody's. `shares`: some rows hold the same pages, as `Pages.share` was told.
 
     Where images are in the step, `embeds` stand in the place of `tokens`, and `spans` joins the tokens that see each other both
     ways (`Mask.spans`). `rotary` are positions to turn by where those are not `positions`: [tokens], or [3, tokens]."""
@@ -133,7 +132,7 @@ class Stage:
             self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
         else:
             self._tables = torch.from_numpy(cache.rows.tables)
-        most = 4 * tokens + (3 + self._states + shifted) * rows + 1
+        most = 4 * tokens + (3 + self._states + shifted) * (rows + 1) + 1
         self._sent = torch.zeros(most, dtype=torch.int32, device=self.device)
         self._host = [torch.zeros(most, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._turn = 0
@@ -146,12 +145,18 @@ class Stage:
         bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
         return self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
 
-    def send(self, works: Many[Work], rows: int) -> None:
-        """Send the numbers of single tokens for a replay of `replayed(rows)`, with rows of nobody's to fill it up."""
+    def send(self, works: Many[Work], rows: int, tokens: int | None = None) -> None:
+        """Send the numbers of a step for a replay of `replayed(rows)`, or of `packed(tokens)`, with rows of nobody's to
+        fill it up: a token each, or all that are left in the last."""
         spare = rows - len(works)
+        if tokens is None:
+            left, row_of, starts = spare, np.arange(spare), np.arange(spare + 1)
+        else:
+            left = tokens - sum(len(work.tokens) for work in works)
+            row_of, starts = np.full(left, spare - 1), np.append(np.zeros(spare, np.int64), left)
         nobody = _Numbers(
-            np.zeros(spare, np.int64), np.zeros(spare, np.int64), np.full(spare, -1), np.arange(spare),
-            np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), np.arange(spare + 1),
+            np.zeros(left, np.int64), np.zeros(left, np.int64), np.full(left, -1), row_of,
+            np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), starts,
             np.zeros((self._states, spare), np.int32), np.zeros(spare if self._shifted else 0, np.int64),
         )  # fmt: skip
         self._send(self._numbers(works).beside(nobody) if works else nobody)
@@ -161,6 +166,13 @@ class Stage:
         bounds = tuple(range(rows + 1))
         batch = self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (1,) * rows)
         return replace(batch, replayed=True, shares=shares)
+
+    def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
+        """The batch of any step of up to `tokens` tokens, worked out like `replayed`'s. Its `bounds` and `sizes` are of
+        nobody: who replays it names its own."""
+        rows = self.rows + 1
+        bounds = (*(0,) * rows, tokens)
+        return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
 
     def _numbers(self, works: Many[Work]) -> _Numbers:
         if not works:

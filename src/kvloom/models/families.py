@@ -20,6 +20,8 @@ from .reading import ModelError
 
 __all__ = ["absorb", "calls_registry", "keeps_latents", "name_masks", "refused", "settle", "settle_rope"]
 
+SETTLED = "longrope, settled"
+"""A rope type that transformers does not act upon."""
 INDEXER = "it attends to tokens that an indexer of its own chooses, which is not supported yet"
 REFUSED = {
     "recurrent_gemma": "it keeps its states in its modules and not in a cache, and begins them anew with every chunk",
@@ -75,7 +77,7 @@ def settle_rope(model: Any, context: int | None = None) -> None:
     """Choose the frequencies of rotary positions that would change with the longest sequence in a batch: keys are kept, so
     a token's must not depend on who else is running. The long ones are chosen where `context` (the model's own limit if
     None) goes beyond the length it was first trained for; shorter requests then differ from `generate()`, which would use
-    the short ones. Harmless to repeat. Raises ModelError where there is no such choice (dynamic scaling)."""
+    the short ones. Harmless to repeat; with another `context` it chooses anew. Raises ModelError where there is no such choice (dynamic scaling)."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for module in model.modules():
@@ -85,20 +87,19 @@ def settle_rope(model: Any, context: int | None = None) -> None:
                 raise ModelError(
                     "its rotary frequencies change with the length of a batch (rope type dynamic): use yarn or linear"
                 )
-            if kind != "longrope":
+            if kind != "longrope" and not (kind == SETTLED and context is not None):
                 continue
             config = module.config
             parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
             first = int(parameters["original_max_position_embeddings"])
             long = (context or config.max_position_embeddings) > first
-            chosen, _ = ROPE_INIT_FUNCTIONS[kind](
+            chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](
                 config, seq_len=first + 1 if long else first, layer_type=layer_type
             )
             name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
             old = getattr(module, name)
             module.register_buffer(name, chosen.to(old.device, old.dtype), persistent=False)
-            settled = "longrope, settled"  # no name that transformers would act upon
-            module.rope_type = settled if layer_type is None else {**module.rope_type, layer_type: settled}
+            module.rope_type = SETTLED if layer_type is None else {**module.rope_type, layer_type: SETTLED}
 
 
 def keeps_latents(module: Any) -> bool:

@@ -6,9 +6,13 @@
 | gate_proj, up_proj of a gated MLP     | one matrix product, one launch for the activation         |
 | q_proj, k_proj, v_proj                | one matrix product                                        |
 | `apply_rotary_pos_emb`                | one launch                                                |
+| decoder layers of these               | residuals added where a product, or a norm after it, ends |
+| attention, on a CPU (`attending`)     | one rotation in place; no call that modeling code repeats |
+| experts and their routers (`experts`) | two grouped matrix products, one launch for the choice    |
 
 Nothing is known of families: what a module computes is tried on random input first, and one that computes something else
-stays as it is. Weights are joined in place: the modules' own become views, and no memory is doubled.
+stays as it is. Weights are joined in place: the modules' own become views, and no memory is doubled. A fused decoder layer
+overwrites the hidden states it is given.
 """
 
 from __future__ import annotations
@@ -22,7 +26,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kvloom.kernels.fused import Activation, Norm, gated, rms_norm, rotate
+from kvloom.kernels.fused import Activation, Norm, Normed, add_norm, gated, linear, rms_norm, rotate
+
+from . import lean
+from .attending import Attention, fuse_attention
+from .experts import fuse_experts, fuse_router
 
 __all__ = ["fuse"]
 
@@ -34,10 +42,14 @@ def fuse(model: Any) -> Counter[str]:
         for module in model.modules():
             if getattr(module, "is_fused", False):
                 continue
-            for name, tried in (("norms", _norm), ("gated MLPs", _gate), ("projections", _project)):
+            for name, tried in TRIED.items():
                 if tried(module):
                     module.is_fused = True
                     done[name] += 1
+        for module in model.modules():
+            if not getattr(module, "is_fused", False) and _layer(module):
+                module.is_fused = True
+                done["layers"] += 1
         for name in {type(module).__module__ for module in model.modules()}:
             done["rotary embeddings"] += _turn(sys.modules[name], model)
     return +done
@@ -52,6 +64,20 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two results differ by rounding alone."""
     distance = torch.dist(a.float(), b.float())
     return a.shape == b.shape and bool(distance <= 8 * torch.finfo(a.dtype).eps * a.float().norm())
+
+
+class _Norm:
+    """The forward of a norm. Its weight is looked up anew: whoever loads weights later replaces it."""
+
+    def __init__(self, module: Any, eps: float, form: Norm) -> None:
+        self._module, self._eps, self._form = module, eps, form
+
+    @property
+    def normed(self) -> Normed:
+        return Normed(self._module.weight, self._eps, self._form)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(x)
 
 
 def _norm(module: Any) -> bool:
@@ -69,13 +95,29 @@ def _norm(module: Any) -> bool:
         except TypeError:  # it takes more than one argument: a gated norm
             return False
         if same:
-            # The weight is looked up anew: whoever loads weights later replaces it.
-            module.forward = lambda x, form=form: rms_norm(x, module.weight, eps, form)
+            module.forward = _Norm(module, eps, form)
             return True
     return False
 
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+
+
+class _Gated:
+    """The forward of a gated MLP; `into` is what its result is added to."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
+        self._joined, self._bias = _join(gate, up)
+        self._down, self._activation = down, activation
+
+    @property
+    def adds(self) -> bool:
+        """Whether it can add to something."""
+        return self._down.bias is None
+
+    def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        acted = gated(linear(x, self._joined, self._bias), self._activation)
+        return linear(acted, self._down.weight, self._down.bias, into=into)
 
 
 def _gate(module: Any) -> bool:
@@ -88,20 +130,110 @@ def _gate(module: Any) -> bool:
     for activation in ACTIVATIONS:
         both = torch.cat((gate(x), up(x)), -1)
         if _same(down(gated(both, activation)), wanted):
-            joined, bias = _join(gate, up)
-            module.forward = _gated_forward(joined, bias, down, activation)
+            module.forward = _Gated(gate, up, down, activation)
             return True
     return False
 
 
-def _gated_forward(
-    joined: torch.Tensor, bias: torch.Tensor | None, down: nn.Linear, activation: Activation
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = down(gated(functional.linear(x, joined, bias), activation))
-        return out
+class _Output:
+    """The forward of an output projection: it adds to `into` where a layer has put something there."""
 
-    return forward
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = module
+        self.into: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        into, self.into = self.into, None
+        return linear(x, self._module.weight, self._module.bias, into=into)
+
+
+class _Layer:
+    """The forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. Where `posts` are given,
+    what is added is normed before."""
+
+    def __init__(
+        self, module: Any, output: _Output, pres: tuple[_Norm, ...], posts: tuple[_Norm, ...]
+    ) -> None:
+        self._module, self._output, self._pres, self._posts = module, output, pres, posts
+        self._mlp: _Gated = module.mlp.forward
+
+    def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+        x, (first, second) = hidden_states, self._pres
+        if self._posts:
+            y = self._module.self_attn(*more, hidden_states=first(x), **named)[0]
+            z = add_norm(x, y, self._posts[0].normed, second.normed)
+            assert z is not None
+            add_norm(x, self._mlp(z), self._posts[1].normed)
+            return x
+        self._output.into = x
+        self._module.self_attn(*more, hidden_states=first(x), **named)
+        return self._mlp(second(x), into=x)
+
+
+PRES = ("input_layernorm", "post_attention_layernorm")
+SANDWICH = (
+    ("input_layernorm", "pre_feedforward_layernorm"),
+    ("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+
+
+def _layer(module: Any) -> bool:
+    """A decoder layer of attention and a gated MLP. What it does with them is tried with attention put aside."""
+    attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
+    output: Any = getattr(attention, "o_proj", None)
+    plain = type(output) is nn.Linear
+    if not plain or not isinstance(getattr(mlp, "forward", None), _Gated):
+        return False
+    posts: tuple[str, ...]
+    for pres, posts in ((PRES, ()), SANDWICH):
+        found_norms = [getattr(getattr(module, name, None), "forward", None) for name in (*pres, *posts)]
+        norms = [norm for norm in found_norms if isinstance(norm, _Norm)]
+        if len(norms) < len(found_norms):
+            continue
+        if not posts and (output.bias is not None or not module.mlp.forward.adds):
+            continue
+        added = _Output(output)
+        found = _Layer(module, added, tuple(norms[:2]), tuple(norms[2:]))
+        if _computes(module, attention, output, found):
+            output.forward = added
+            module.forward = _lean(found)
+            return True
+    return False
+
+
+def _lean(layer: _Layer) -> Any:
+    """The layer in fewer calls, where it is on a CPU and of plain parts."""
+    attention, mlp = layer._module.self_attn.forward, layer._mlp
+    if layer._posts or not isinstance(attention, Attention) or not attention.plain or mlp._bias is not None:
+        return layer
+    first, second = (lean.Norm(norm._module, norm._eps, norm._form == "gemma") for norm in layer._pres)
+    output, tanh = layer._output._module, mlp._activation == "gelu_tanh"
+    return lean.Lean(layer, attention, output, (first, second), mlp._joined, mlp._down, tanh)
+
+
+def _computes(module: Any, attention: Any, output: Any, found: _Layer) -> bool:
+    """Whether a layer does what `found` would do, whatever its attention is."""
+    plain = output.forward
+
+    def aside(*_: Any, hidden_states: torch.Tensor, **__: Any) -> tuple[torch.Tensor, None]:
+        wide = torch.cat([hidden_states] * (1 + output.in_features // hidden_states.shape[-1]), -1)
+        return output(wide[..., : output.in_features]), None
+
+    x = _trial(1, 3, len(module.input_layernorm.weight), like=output.weight)
+    own = vars(attention).get("forward")
+    attention.forward = aside
+    try:
+        wanted = module(x.clone())
+        output.forward = found._output
+        return isinstance(wanted, torch.Tensor) and _same(found(x.clone()), wanted)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return False  # it needs more than hidden states: it stays as it is
+    finally:
+        output.forward = plain
+        if own is None:
+            del attention.forward
+        else:
+            attention.forward = own
 
 
 def _project(module: Any) -> bool:
@@ -114,7 +246,7 @@ def _project(module: Any) -> bool:
     held: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
 
     def first(x: torch.Tensor) -> torch.Tensor:
-        held[:] = [(x, torch.split(functional.linear(x, joined, bias), cuts, -1))]
+        held[:] = [(x, torch.split(linear(x, joined, bias), cuts, -1))]
         return held[0][1][0]
 
     def later(place: int, own: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -187,3 +319,13 @@ def _turn(modeling: Any, model: Any) -> int:
     turned.is_fused = True  # type: ignore[attr-defined]
     modeling.apply_rotary_pos_emb = turned
     return 1
+
+
+TRIED: dict[str, Callable[[Any], bool]] = {
+    "norms": _norm,
+    "gated MLPs": _gate,
+    "projections": _project,
+    "attentions": fuse_attention,
+    "experts": fuse_experts,
+    "routers": fuse_router,
+}

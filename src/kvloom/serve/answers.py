@@ -44,7 +44,7 @@ class Usage:
 
 class Form(ABC):
     """One HTTP request's answers. `ids` are its prompts, which have `n` answers each; `echo` repeats each prompt's text
-    before its answers; `usage` is counted here."""
+    before its answers; `usage` is counted here, and `finishes` says how answers ended, as they do."""
 
     prefix = ""
     whole_object = ""
@@ -68,9 +68,11 @@ class Form(ABC):
         self._n, self._names, self._token_ids, self._top = n, names, token_ids, top_logprobs
         self._usage_last = bool(usage and usage.include_usage)
         self._usage_always = bool(self._usage_last and usage and usage.continuous_usage_stats)
+        self.finishes: list[str] = []
         self._lengths: dict[int, int] = {}  # characters of each choice that were told
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "id": self.id,
             "object": "",
             "created": int(time.time()),
             "model": model,
@@ -103,6 +105,8 @@ class Form(ABC):
         return self._places[delta.id] * self._n + delta.index
 
     def _count(self, delta: Delta) -> None:
+        if delta.finish is not None:
+            self.finishes.append(delta.finish)
         if delta.finish in _ENDS:
             raise _ENDS[delta.finish]
         self.usage.completion += len(delta.tokens)

@@ -15,7 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .errors import ApiError, not_found, unknown_model
+from .dashboard.routes import dashboard_routes
+from .dashboard.watch import Watch
+from .errors import ApiError, bad_request, not_found, unknown_model, unknown_request
 from .generation import Chats, Completions
 from .service import Service
 from .tokens import Detokenize, Tokenize
@@ -23,10 +25,11 @@ from .tokens import Detokenize, Tokenize
 __all__ = ["application"]
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+MOST_RECORDS = 1000
 
 
-def application(service: Service) -> ASGIApp:
-    """Everything that the server answers, as an ASGI application."""
+def application(service: Service, watch: Watch | None = None) -> ASGIApp:
+    """Everything that the server answers, as an ASGI application. `watch` is what the dashboard shows."""
 
     async def models(request: Request) -> Response:
         service.tenant_of(request)
@@ -57,9 +60,26 @@ def application(service: Service) -> ASGIApp:
         return _json({"status": "ok"}) if loaded else _json({"status": "loading"}, 503)
 
     async def metrics(request: Request) -> Response:
-        given = "authorization" in request.headers
-        tenant = service.tenant_of(request) if given else None
-        return Response(service.metrics.text(tenant), media_type="text/plain; version=0.0.4; charset=utf-8")
+        open_ = not service.keys
+        tenant = service.sees(request) if "authorization" in request.headers else None
+        everyone = open_ or ("authorization" in request.headers and tenant is None)
+        told = service.metrics.text(tenant, everyone)
+        return Response(told, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def records(request: Request) -> Response:
+        tenant = service.sees(request)
+        given = request.query_params.get("limit", "50")
+        if not given.isdigit() or not 0 < int(given) <= MOST_RECORDS:
+            raise bad_request(f"limit {given!r} must be a number from 1 to {MOST_RECORDS}", "limit")
+        found = service.observer.records.last(int(given), tenant)
+        return _json({"requests": [record.shape(operator=tenant is None) for record in found]})
+
+    async def record(request: Request) -> Response:
+        tenant, id_ = service.sees(request), request.path_params["id"]
+        found = service.observer.records.find(id_, tenant)
+        if found is None:
+            raise unknown_request(id_)
+        return _json(found.shape(operator=tenant is None))
 
     routes = [
         Route("/v1/completions", Completions(service), methods=["POST"]),
@@ -73,6 +93,9 @@ def application(service: Service) -> ASGIApp:
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/metrics", metrics),
+        Route("/kvloom/requests", records),
+        Route("/kvloom/requests/{id}", record),
+        *dashboard_routes(service, watch or Watch(service)),
     ]
     handlers: dict[Any, Any] = {ApiError: _told, HTTPException: _http_error, Exception: _unexpected}
     return _Counted(Starlette(routes=routes, exception_handlers=handlers), service)
@@ -91,7 +114,7 @@ class _Counted:
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                self._service.metrics.requests.labels(path, str(message["status"])).inc()
+                self._service.metrics.requests[path, str(message["status"])] += 1
             await send(message)
 
         request = Request(scope)

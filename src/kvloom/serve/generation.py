@@ -21,6 +21,7 @@ from .fields import ChatFields, CompletionFields, read_fields, sampling
 from .mailbox import Mailbox
 from .messages import Add, Delta, Ready
 from .prompts import Prompt, Prompts
+from .records import Record
 from .service import Service
 
 __all__ = ["Chats", "Completions", "Generation"]
@@ -71,20 +72,27 @@ class Generation(ABC):
                 top_logprobs=messages[0].params.logprobs or 0,
                 usage=fields.stream_options,
             )
+            service.link.check()
+            record = service.observer.begin(form.id, scope["path"], messages, began, request.headers)
             service.link.submit(messages, mailbox)
             watcher = asyncio.create_task(_watch(receive, mailbox))
             try:
                 if stream:
-                    events = _Events(service, mailbox, form, send, began)
+                    events = _Events(service, mailbox, form, send, record)
                     if not await events.run() and "kvloom.abort" in scope:
                         scope["kvloom.abort"]()
                         await watcher
                 else:
                     await _whole(mailbox, form, send)
+            except ApiError as error:
+                record.failure = error.code or str(error.status)
+                raise
             finally:
                 watcher.cancel()
                 service.link.withdraw(mailbox)
-                self._count(mailbox, form, began)
+                record.output_tokens, record.finishes = form.usage.completion, form.finishes
+                record.gone = mailbox.gone
+                service.observer.end(record)
 
     def _messages(
         self, fields: CompletionFields | ChatFields, prompts: list[Prompt], tenant: str, facts: Ready
@@ -140,15 +148,6 @@ class Generation(ABC):
         longest = facts.tenants_longest.get(tenant, facts.longest)
         return min(longest - 1, self.service.limits.prompt_tokens or longest)
 
-    def _count(self, mailbox: Mailbox, form: Form, began: float) -> None:
-        metrics, usage = self.service.metrics, form.usage
-        metrics.prompt_tokens.inc(usage.prompt)
-        metrics.cached_tokens.inc(sum(usage.cached.values()))
-        metrics.output_tokens.inc(usage.completion)
-        metrics.duration.observe(time.monotonic() - began)
-        if mailbox.gone:
-            metrics.gone.inc()
-
 
 class Completions(Generation):
     def read(self, body: bytes) -> CompletionFields:
@@ -175,11 +174,11 @@ class Chats(Generation):
 class _Events:
     """A stream of events to one client."""
 
-    def __init__(self, service: Service, mailbox: Mailbox, form: Form, send: Send, began: float) -> None:
+    def __init__(self, service: Service, mailbox: Mailbox, form: Form, send: Send, record: Record) -> None:
         self._service, self._mailbox, self._form, self._send = service, mailbox, form, send
         self._seconds = service.limits.read_seconds
-        self._last = began
-        self._first = True
+        self._record = record
+        self._last = 0.0
 
     async def run(self) -> bool:
         """Send everything; False where the client reads too slowly, and what waits for it is of no use any more."""
@@ -196,6 +195,7 @@ class _Events:
             if not self._mailbox.gone:
                 await self._write(self._form.closing(), more=False)
         except ApiError as error:
+            self._record.failure = error.code or str(error.status)
             if error.code == "slow_reader":
                 return False
             await self._write(b"data: " + error.body + b"\n\n", more=False)
@@ -203,12 +203,13 @@ class _Events:
 
     def _body(self, pieces: list[Delta]) -> bytes:
         now, metrics = time.monotonic(), self._service.metrics
-        if self._first and pieces:
-            metrics.first_token.observe(now - self._last)
-            self._first = False
-        else:
+        if not self._last:
+            self._record.first = now
+        elif metrics.observe:
             for piece in pieces:
-                metrics.between_tokens.observe((now - self._last) / max(1, len(piece.tokens)))
+                count = len(piece.tokens)
+                if count:
+                    metrics.between_tokens.add((now - self._last) / count, count)
         self._last = now
         return b"".join([self._form.piece(piece) for piece in pieces])
 

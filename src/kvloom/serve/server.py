@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -26,15 +27,21 @@ from kvloom.models.catalog import known_models, load_config
 
 from .api import application
 from .connection import at_most, close_idle
+from .dashboard.watch import Watch
 from .errors import draining
 from .keys import Keys
 from .limits import Gate, Limits
 from .link import EngineLink, StartError
 from .messages import Ready, Start
 from .metrics import Metrics
+from .observer import Observer
 from .prompts import Prompts, load_tokenizer
+from .recorder import Recorder
 from .service import Service, is_loopback
 from .watchdog import Patience
+
+if TYPE_CHECKING:
+    from .traces import Traces
 
 __all__ = ["Options", "serve"]
 
@@ -47,7 +54,8 @@ LAST_WORDS_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to serve, where, to whom. Raises ValueError where no keys would leave an open door."""
+    """What to serve, where, to whom. `recorder` takes down traffic, `otlp` is where traces are sent. Raises ValueError where no
+    keys would leave an open door."""
 
     start: Start
     host: str = "127.0.0.1"
@@ -58,6 +66,8 @@ class Options:
     drain_seconds: float = 30.0
     patience: Patience = field(default_factory=Patience)
     chat_template: str | None = None
+    recorder: Recorder | None = None
+    otlp: str | None = None
 
     def __post_init__(self) -> None:
         if not self.keys and not is_loopback(self.host):
@@ -104,17 +114,26 @@ class _Life:
         self.options, self.listener = options, listener
         self.link = EngineLink(options.start, _say, self._engine_ready, options.patience)
         gate = Gate(options.limits.answers)
+        self.observer = Observer(
+            Metrics(self.link, gate, options.model_name, options.start.observe),
+            _traces(options),
+            options.recorder,
+        )
+        self.link.on_story = self.observer.tell
+        if options.recorder is not None:
+            self.link.on_answer = self.observer.answer
         self.service = Service(
             self.link,
             options.keys,
             options.limits,
             gate,
-            Metrics(self.link, gate),
+            self.observer,
             options.model_name,
             options.start.model,
             int(time.time()),
         )
-        config.app = application(self.service)
+        self.watch = Watch(self.service)
+        config.app = application(self.service, self.watch)
         self.server = _Server(config)
         self._began = time.monotonic()
         self._ready: Ready | None = None
@@ -130,6 +149,7 @@ class _Life:
         work = asyncio.create_task(self._work())
         http = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         idle = asyncio.create_task(self._close_idle())
+        watch = asyncio.create_task(self.watch.run())
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,7 +162,7 @@ class _Life:
             _say(f"error: {failed}")
             return BAD_START
         finally:
-            for task in (idle, stop):
+            for task in (idle, watch, stop):
                 task.cancel()
             self.link.fail_all(draining())
             await asyncio.sleep(LAST_WORDS_SECONDS)
@@ -150,6 +170,7 @@ class _Life:
             await http
             self.link.close()
             await asyncio.gather(work, return_exceptions=True)
+            await asyncio.to_thread(self.observer.close)
 
     async def _work(self) -> None:
         await asyncio.gather(self.link.run(), self._load_tokenizer())
@@ -210,6 +231,14 @@ class _Life:
         while True:
             await asyncio.sleep(min(5.0, seconds / 2))
             close_idle(self.server.server_state.connections, seconds)
+
+
+def _traces(options: Options) -> Traces | None:
+    if options.otlp is None:
+        return None
+    from .traces import Traces
+
+    return Traces(options.otlp, options.model_name)
 
 
 def _check_model(model: str, random_weights: bool) -> None:

@@ -15,6 +15,7 @@ from .limits import Gate, Limits
 from .link import EngineLink
 from .messages import Ready
 from .metrics import Metrics
+from .observer import Observer
 from .prompts import Prompts
 
 __all__ = ["Service", "is_loopback"]
@@ -29,13 +30,17 @@ class Service:
     keys: Keys
     limits: Limits
     gate: Gate
-    metrics: Metrics
+    observer: Observer
     model: str
     path: str
     created: int
     prompts: Prompts | None = None
     reading: int = 0
     """Bytes of bodies that are being read."""
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.observer.metrics
 
     def ready(self) -> tuple[Ready, Prompts]:
         """The engine's facts and the tokenizer. Raises ApiError while one of them is missing, or the server shuts down."""
@@ -49,6 +54,24 @@ class Service:
     def tenant_of(self, request: Request) -> str | None:
         """The tenant that a request's key names; None where no keys are used. Raises ApiError 401."""
         return self.keys.tenant(request.headers.get("authorization")) if self.keys else None
+
+    def sees(self, request: Request) -> str | None:
+        """The tenant whose requests a key may see; None for everybody's: an operator's key, or no keys at all. Raises
+        ApiError 401."""
+        given = request.headers.get("authorization")
+        tenant = self.tenant_of(request)
+        return None if self.keys.admin(given) else tenant
+
+    def check_admin(self, request: Request) -> None:
+        """Raise ApiError 401 or 403 where a request may not see the whole cache. Without keys everyone may who gets here."""
+        if self.tenant_of(request) is None or self.keys.admin(request.headers.get("authorization")):
+            return
+        raise ApiError(
+            403,
+            "this shows what all tenants do, and the key is no admin's: a line of --api-keys that ends in `admin` makes one, "
+            'or "admin": true',
+            code="not_admin",
+        )
 
     def tenant(self, request: Request, fields: Fields) -> str:
         """The tenant of a generating request: its key's, or without keys the one it names."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .codec import Compression, Head, make_codec, seal
+from .codec import Codec, Head, most_bytes, seal
 from .files import BLOCK, aligned, aligned_bytes
 from .segment import Record
 from .shelf import Shelf
@@ -55,9 +55,9 @@ class _Frame:
 class Appender:
     """Two daemon threads. `pending` is the bytes of pages that wait or are being written."""
 
-    def __init__(self, shelf: Shelf, compression: Compression, sync: bool) -> None:
+    def __init__(self, shelf: Shelf, codec: Codec, sync: bool) -> None:
         self._shelf, self._sync = shelf, sync
-        self._codec = make_codec(compression)
+        self._codec = codec
         self._lock = threading.Lock()
         self.pending = 0
         self._asked: queue.SimpleQueue[_Write | Gone | None] = queue.SimpleQueue()
@@ -122,15 +122,16 @@ class Appender:
         form, pages, starts = job.objects.form, job.source.view, job.source.starts
         size = form.page_bytes
         in_place = (
-            self._codec.method == 0
+            self._codec.plain
             and size % BLOCK == 0
             and not ((job.source.address + starts[frame.which]) % BLOCK).any()
         )
-        room = None if in_place else self._room(len(frame.which) * aligned(size), frame)
+        room = None if in_place else self._room(len(frame.which) * aligned(most_bytes(form)), frame)
         run = (0, 0)  # neighbours in the caller's memory go as one piece
         for index in frame.which:
             at = int(starts[index])
-            head, pieces = seal(job.objects.keys[index], form, pages[at : at + size], self._codec)
+            key = job.objects.keys[index]
+            head, pieces = seal(key, form, pages[at : at + size], self._codec, job.objects.tenant)
             frame.heads.append(head)
             if room is None:
                 if run[1] == at and frame.bodies:

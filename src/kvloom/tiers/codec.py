@@ -1,18 +1,20 @@
-"""Bytes that leave the process: a head that says what they are, a checksum a layer run, perhaps compression.
+"""Bytes that leave the process: a head that says what they are, a checksum a layer run, perhaps compressed or encrypted.
 
-    head   "KVLP"  version u16  method u8  0 u8            little endian
+    head   "KVLP"  version u16  method u8  cipher u8       little endian; version 2 where there is a cipher, else 1
            name 16  group u32  form 16
            runs u32  run_bytes u32  0 u32
-           runs x checksum u64                             xxh3 of the run as the engine knows it
-           runs x stored length u32                        only where compressed; equal to run_bytes: as it was
+           runs x checksum u64                             xxh3 of the run as the engine knows it; encrypted: as stored
+           runs x stored length u32                        only where compressed or encrypted
+           salt 16                                         only where encrypted
            checksum u64                                    xxh3 of the head up to here
-    body   the runs, one after the other
+    body   the runs, one after the other: compressed unless that saved nothing, then encrypted (16 bytes more)
 
 What does not check out is an Outcome, never an exception and never bytes. Knows no files and no stores.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,22 +22,27 @@ from importlib import import_module
 from itertools import accumulate
 from typing import Any, Literal
 
+from .keys import SALT_BYTES, TAG_BYTES, Keyring, NoKeyError
 from .tier import KEY_BYTES, MOST_RUNS, Form, TierError
 from .transfer import Outcome
 
 __all__ = [
     "VERSION",
+    "Codec",
     "Compression",
     "Head",
     "checksum",
     "checksums",
     "make_codec",
+    "most_bytes",
     "parse_head",
+    "plain_head_bytes",
     "seal",
     "unseal",
 ]
 
 VERSION = 1
+_ENCRYPTED_VERSION = 2  # an older reader would take an encrypted page for a plain one
 _MAGIC = b"KVLP"
 _FIXED = struct.Struct(f"<4sHBB{KEY_BYTES}sIII")
 _CHECK = struct.Struct("<Q")
@@ -63,13 +70,15 @@ def checksums(page: memoryview, run_bytes: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a head says. `stored` is the length of each run's bytes in the body, None where they are as they were."""
+    """What a head says. `stored` is the length of each run's bytes in the body, None where they are as they were;
+    `salt` is there where they are encrypted."""
 
     key: bytes
     method: int
     run_bytes: int
     checks: bytes
     stored: tuple[int, ...] | None = None
+    salt: bytes = b""
 
     @property
     def runs(self) -> int:
@@ -88,43 +97,67 @@ class Head:
 
     @property
     def packed_bytes(self) -> int:
-        return _FIXED.size + self.runs * (8 if self.stored is None else 12) + _CHECK.size
+        return _FIXED.size + self.runs * (8 if self.stored is None else 12) + len(self.salt) + _CHECK.size
 
     def pack(self) -> bytes:
-        fixed = _FIXED.pack(_MAGIC, VERSION, self.method, 0, self.key, self.runs, self.run_bytes, 0)
+        version = _ENCRYPTED_VERSION if self.salt else VERSION
+        fixed = _FIXED.pack(
+            _MAGIC, version, self.method, bool(self.salt), self.key, self.runs, self.run_bytes, 0
+        )
         lengths = b"" if self.stored is None else struct.pack(f"<{len(self.stored)}I", *self.stored)
-        head = fixed + self.checks + lengths
+        head = fixed + self.checks + lengths + self.salt
         return head + _CHECK.pack(checksum(head))
+
+
+def plain_head_bytes(form: Form) -> int:
+    """The length of a head whose runs are as they were."""
+    return _FIXED.size + 8 * form.runs + _CHECK.size
+
+
+def most_bytes(form: Form) -> int:
+    """What a sealed page takes at most, its head included."""
+    return (
+        _FIXED.size + (12 + TAG_BYTES) * form.runs + SALT_BYTES + _CHECK.size + form.page_bytes
+    )  # a run that compression does not shrink stays as it was
 
 
 def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
     """The head at the beginning of `data` and its length, or what is wrong with it."""
     if len(data) < _FIXED.size:
         return Outcome.SHORT
-    magic, version, method, _, key, runs, run_bytes, _ = _FIXED.unpack_from(data)
+    magic, version, method, cipher, key, runs, run_bytes, _ = _FIXED.unpack_from(data)
     if magic != _MAGIC:
         return Outcome.CORRUPT
-    if version != VERSION:
+    if version not in (VERSION, _ENCRYPTED_VERSION):
         return Outcome.VERSION
-    if not 0 < runs <= MOST_RUNS or method >= len(_METHODS):
+    if not 0 < runs <= MOST_RUNS or method >= len(_METHODS) or cipher != version - VERSION:
         return Outcome.CORRUPT
-    end = _FIXED.size + runs * (12 if method else 8)
+    lengths = _FIXED.size + runs * 8
+    salted = lengths + (runs * 4 if method or cipher else 0)
+    end = salted + (SALT_BYTES if cipher else 0)
     if len(data) < end + _CHECK.size:
         return Outcome.SHORT
     if _CHECK.unpack_from(data, end)[0] != checksum(data[:end]):
         return Outcome.CORRUPT
-    checks = bytes(data[_FIXED.size : _FIXED.size + runs * 8])
-    stored = struct.unpack_from(f"<{runs}I", data, _FIXED.size + runs * 8) if method else None
-    return Head(key, method, run_bytes, checks, stored), end + _CHECK.size
+    checks = bytes(data[_FIXED.size : lengths])
+    stored = struct.unpack_from(f"<{runs}I", data, lengths) if salted > lengths else None
+    return Head(key, method, run_bytes, checks, stored, bytes(data[salted:end])), end + _CHECK.size
 
 
 class Codec:
-    """Packs and unpacks single runs. One instance a thread: the libraries' contexts are not shared."""
+    """Packs and unpacks single runs. One instance a thread: the libraries' contexts are not shared.
 
-    def __init__(self, method: int) -> None:
-        self.method = method
+    With `keys` everything it seals is encrypted."""
+
+    def __init__(self, method: int, keys: Keyring | None = None) -> None:
+        self.method, self.keys = method, keys
         self._zstd_out: Any = None
         self._zstd_in: Any = None
+
+    @property
+    def plain(self) -> bool:
+        """Are bodies the pages' very bytes?"""
+        return self.method == 0 and self.keys is None
 
     def pack(self, run: memoryview) -> Bytes:
         """The run compressed, or as it was when that saves nothing."""
@@ -172,27 +205,45 @@ def _library(module: str) -> Any:
         raise TierError(f"the package of {module!r} is missing: pip install 'kvloom[tiers]'") from error
 
 
-def make_codec(compression: Compression = "none") -> Codec:
-    """A codec that writes with `compression` and reads any. A TierError where the package is missing."""
+def make_codec(compression: Compression = "none", keys: Keyring | None = None) -> Codec:
+    """A codec that writes with `compression` and reads any; with `keys`, encrypted. A TierError where the package is
+    missing."""
     if compression not in _METHODS:
         raise ValueError(f"compression={compression!r} is none of {_METHODS}")
     checksum(b"")
     if compression != "none":
         _library({"lz4": "lz4.block", "zstd": "zstandard"}[compression])
-    return Codec(_METHODS.index(compression))
+    return Codec(_METHODS.index(compression), keys)
 
 
-def seal(key: bytes, form: Form, page: memoryview, codec: Codec) -> tuple[Head, list[Bytes]]:
-    """The head of a page and its body in pieces; uncompressed, the one piece is the caller's memory."""
-    checks = checksums(page, form.run_bytes)
-    if codec.method == 0:
-        return Head(key, 0, form.run_bytes, checks), [page]
+def seal(
+    key: bytes, form: Form, page: memoryview, codec: Codec, tenant: str = ""
+) -> tuple[Head, list[Bytes]]:
+    """The head of a page and its body in pieces; of a plain codec the one piece is the caller's memory.
+
+    NoKeyError where it is to be encrypted and the tenant has no key."""
     step = form.run_bytes
+    if codec.plain:
+        return Head(key, 0, step, checksums(page, step)), [page]
     pieces = [codec.pack(page[at : at + step]) for at in range(0, form.page_bytes, step)]
-    return Head(key, codec.method, step, checks, tuple(map(len, pieces))), pieces
+    if codec.keys is None:
+        return Head(key, codec.method, step, checksums(page, step), tuple(map(len, pieces))), pieces
+    salt = os.urandom(SALT_BYTES)
+    cipher = codec.keys.page_cipher(tenant, salt)
+    context = _context(key, codec.method, step)
+    pieces = [codec.keys.encrypt(cipher, number, piece, context) for number, piece in enumerate(pieces)]
+    checks = struct.pack(f"<{len(pieces)}Q", *map(checksum, pieces))
+    return Head(key, codec.method, step, checks, tuple(map(len, pieces)), salt), pieces
 
 
-def unseal(head: Head, body: memoryview, first: int, into: memoryview, codec: Codec) -> Outcome:
+def _context(key: bytes, method: int, run_bytes: int) -> bytes:
+    """What an encrypted run is bound to, beside its number and its page's salt."""
+    return key + bytes([method]) + run_bytes.to_bytes(4, "little")
+
+
+def unseal(
+    head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str = ""
+) -> Outcome:
     """Runs from `first` on, as many as `into` holds, from `body`, which begins with them. `body` may be `into`
     itself where nothing is compressed. Anything but OK: `into` means nothing."""
     step = head.run_bytes
@@ -200,6 +251,8 @@ def unseal(head: Head, body: memoryview, first: int, into: memoryview, codec: Co
     low, high = head.span(first, last)
     if len(body) < high - low:
         return Outcome.SHORT
+    if head.salt:
+        return _unlock(head, body, first, into, codec, tenant)
     checks = struct.unpack_from(f"<{last - first}Q", head.checks, first * 8)
     if head.stored is None:
         if body is not into:
@@ -208,12 +261,43 @@ def unseal(head: Head, body: memoryview, first: int, into: memoryview, codec: Co
         at = 0
         for number, length in enumerate(head.stored[first:last]):
             run = into[number * step : (number + 1) * step]
-            if length == step:
-                run[:] = body[at : at + length]
-            elif not codec.unpack(head.method, body[at : at + length], run):
+            if not _unpack(head, body[at : at + length], run, codec):
                 return Outcome.CORRUPT
             at += length
     for number, check in enumerate(checks):
         if checksum(into[number * step : (number + 1) * step]) != check:
             return Outcome.CORRUPT
+    return Outcome.OK
+
+
+def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bool:
+    if len(packed) == len(run):
+        run[:] = packed
+        return True
+    return codec.unpack(head.method, packed, run)
+
+
+def _unlock(head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str) -> Outcome:
+    """`unseal` of encrypted runs. Damage is told from a wrong key: the checksums are of the bytes as stored."""
+    assert head.stored is not None
+    if codec.keys is None:
+        return Outcome.LOCKED
+    try:
+        cipher = codec.keys.page_cipher(tenant, head.salt)
+    except NoKeyError:
+        return Outcome.LOCKED
+    context = _context(head.key, head.method, head.run_bytes)
+    at, step = 0, head.run_bytes
+    for number in range(first, first + len(into) // step):
+        length = head.stored[number]
+        sealed = body[at : at + length]
+        if checksum(sealed) != int.from_bytes(head.checks[number * 8 : number * 8 + 8], "little"):
+            return Outcome.CORRUPT
+        packed = codec.keys.decrypt(cipher, number, sealed, context)
+        if packed is None:
+            return Outcome.LOCKED
+        run = into[(number - first) * step : (number - first + 1) * step]
+        if not _unpack(head, memoryview(packed), run, codec):
+            return Outcome.CORRUPT
+        at += length
     return Outcome.OK

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,12 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .append import Appender
-from .codec import Compression, make_codec, unseal
+from .codec import Compression, make_codec, most_bytes, unseal
 from .files import BLOCK, Files, aligned, lock_directory
+from .keys import Keyring
 from .segment import Record, Segment
 from .shelf import Shelf, ShelfConfig
 from .tier import Objects, Ranges, Tier, TierError, parted
-from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
+from .transfer import Outcome, Tally, TierStats, Transfer, explain, failed_transfer
 from .workers import Tools, Workers
 
 __all__ = ["DiskConfig", "DiskTier"]
@@ -47,6 +49,7 @@ class DiskConfig:
     segment_bytes: int | None = None
     durable: Literal["power", "process"] = "power"
     compression: Compression = "none"
+    keys: Path | str | None = None  # a file of keys (keys.py): pages are encrypted
     evict: Literal["oldest", "least-used"] = "least-used"
     carry: bool = True
     direct: bool = True
@@ -83,7 +86,9 @@ class DiskTier(Tier):
 
     def __init__(self, config: DiskConfig, files: Callable[[int], Files] = Files) -> None:
         self._config = config
-        make_codec(config.compression)  # a missing package is said now
+        keys = None if config.keys is None else Keyring.read(config.keys)
+        self._make_codec = partial(make_codec, config.compression, keys)
+        self._make_codec()  # a missing package is said now
         self._path = Path(config.directory)
         self._directory, self._lock_file = lock_directory(self._path)
         try:
@@ -100,7 +105,7 @@ class DiskTier(Tier):
         self._reading = 0
         self._counts = threading.Lock()
         self._open: weakref.WeakSet[Transfer] = weakref.WeakSet()
-        self._appender = Appender(self._shelf, config.compression, config.durable == "power")
+        self._appender = Appender(self._shelf, self._make_codec(), config.durable == "power")
         self._readers: Workers[_Read] = Workers(config.readers, "kvloom-disk-read", self._reader)
 
     @property
@@ -142,7 +147,7 @@ class DiskTier(Tier):
                     room -= stop - start
                     shelf.touch(record)
                     found.append((index, record))
-        jobs = self._plan(found, transfer, into, start, stop)
+        jobs = self._plan(found, transfer, into, start, stop, objects.tenant)
         transfer.settle(missing, Outcome.MISSING)
         transfer.settle(wrong, Outcome.LAYOUT, "an object's head disagrees with its form")
         if len(missing) + len(wrong) + len(found) < len(objects):
@@ -164,7 +169,7 @@ class DiskTier(Tier):
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         source.check(objects, writable=False)
         size = objects.form.page_bytes
-        if aligned(size) + 16 * objects.form.runs + 2 * BLOCK > self._config.segment:
+        if aligned(most_bytes(objects.form)) + 2 * BLOCK > self._config.segment:
             raise ValueError(
                 f"a page of {size} bytes does not fit a segment of {self._config.segment}: raise segment_bytes"
             )
@@ -231,6 +236,7 @@ class DiskTier(Tier):
         into: Ranges,
         start: int,
         stop: int,
+        tenant: str,
     ) -> list[_Read]:
         """Reads that together bring every record; neighbours on the disk that land in place come in one."""
         found.sort(key=_place)
@@ -253,13 +259,13 @@ class DiskTier(Tier):
                 items.append((index, record, at + start))
             else:
                 items = [(index, record, at + start)]
-                jobs.append(_Read(transfer, record.segment, into, start, stop, in_place, items))
+                jobs.append(_Read(transfer, record.segment, into, start, stop, in_place, items, tenant))
                 segment = record.segment if in_place else None
             end = record.offset + size  # a part of a page has no neighbour: the next page begins further on
         return jobs
 
     def _reader(self) -> Callable[[_Read], None]:
-        tools = Tools(make_codec(self._config.compression))
+        tools = Tools(self._make_codec())
 
         def run(job: _Read) -> None:
             try:
@@ -281,9 +287,7 @@ class DiskTier(Tier):
     def _settle(self, transfer: Transfer, index: int, record: Record, outcome: Outcome) -> None:
         if outcome != Outcome.OK:
             self._shelf.forget(record.head.key, record)  # it will not get better
-        transfer.settle(
-            index, outcome, "" if outcome == Outcome.OK else f"{self.name}: {outcome.name.lower()}"
-        )
+        transfer.settle(index, outcome, "" if outcome == Outcome.OK else f"{self.name}: {explain(outcome)}")
 
 
 def _place(item: tuple[int, Record]) -> tuple[int, int]:
@@ -301,6 +305,7 @@ class _Read:
     stop: int
     in_place: bool
     items: list[tuple[int, Record, int]]
+    tenant: str
 
     def in_place_read(self, tier: DiskTier, tools: Tools) -> None:
         pages, size = self.into.view, self.stop - self.start
@@ -324,4 +329,6 @@ class _Read:
             got = tier._files.read(self.segment.fd, [room], record.offset + base)
             body = room[low - base : max(low - base, min(got, high - base))]
             into = pages[at : at + self.stop - self.start]
-            tier._settle(self.transfer, index, record, unseal(head, body, first, into, tools.codec))
+            tier._settle(
+                self.transfer, index, record, unseal(head, body, first, into, tools.codec, self.tenant)
+            )

@@ -63,11 +63,31 @@ class Lease:
         self.offsets = np.array([-1 if e is None else e.offset for e in entries], np.int64)
         self.results = np.array(results, np.uint8)
 
-    def release(self, written: bool = True) -> None:
-        """Lets go. After `reserve`, `written` says that the bytes are there; without them the places are free
-        again. Twice is harmless."""
+    def release(self, written: bool | npt.NDArray[np.bool_] = True) -> None:
+        """Lets go. After `reserve`, `written` says that the bytes are there, of all or of each; without them the places
+        are free again. Twice is harmless."""
         entries, self._entries = self._entries, []
-        self._tier._release(self._objects, entries, written)
+        came = np.broadcast_to(np.asarray(written), len(entries)).tolist()
+        self._tier._release(self._objects, entries, came)
+
+    def checks(self) -> list[bytes]:
+        """The checksums of the held pages that are ready, in order; made now where the tier has none. For whoever
+        copies them to where bytes may be damaged."""
+        return [
+            self._tier._checks(entry, self._objects.form.run_bytes)
+            for entry in self._entries
+            if entry is not None and entry.ready
+        ]
+
+    def keep_checks(self, data: bytes) -> None:
+        """After `reserve`: the checksums of the pages that are being filled, one page after the other, from whoever
+        fills them. A ValueError if they are not as many as there are pages."""
+        fresh = [entry for entry in self._entries if entry is not None and not entry.ready]
+        size = 8 * self._objects.form.runs
+        if len(data) != len(fresh) * size:
+            raise ValueError(f"{len(data)} bytes of checksums for {len(fresh)} pages of {size}")
+        for number, entry in enumerate(fresh):
+            entry.checks = data[number * size : (number + 1) * size]
 
 
 class HostTier(Tier):
@@ -97,6 +117,11 @@ class HostTier(Tier):
     def arena(self) -> npt.NDArray[np.uint8]:
         """All its memory; a Lease's offsets are into it."""
         return self._arena.bytes
+
+    @property
+    def slab_bytes(self) -> int:
+        """The largest page it takes."""
+        return self._arena.slab_bytes
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         with self._lock:
@@ -260,14 +285,16 @@ class HostTier(Tier):
         del self._in_slab[entry.offset // self._arena.slab_bytes][entry.offset]
         self._arena.give(entry.size, entry.offset)
 
-    def _release(self, objects: Objects, entries: list[_Entry | None], written: bool) -> None:
-        if self._codec is not None and written:
+    def _release(self, objects: Objects, entries: list[_Entry | None], came: list[bool]) -> None:
+        if self._codec is not None:
             form, arena = objects.form, self._arena.view
-            for entry in entries:
-                if entry is not None and not entry.ready:  # ours alone until it is ready
+            for entry, written in zip(entries, came, strict=True):
+                if (
+                    entry is not None and written and not entry.ready and not entry.checks
+                ):  # ours alone until then
                     entry.checks = checksums(arena[entry.offset : entry.offset + entry.size], form.run_bytes)
         with self._lock:
-            for key, entry in zip(objects.keys, entries, strict=False):
+            for key, entry, written in zip(objects.keys, entries, came, strict=False):
                 if entry is None:
                     continue
                 entry.held -= 1
@@ -279,6 +306,13 @@ class HostTier(Tier):
                         continue
                 if entry.gone and not entry.held:
                     self._free(entry)
+
+    def _checks(self, entry: _Entry, run_bytes: int) -> bytes:
+        """Of a page that is held and ready. Two threads may both make them: they are the same."""
+        if not entry.checks:
+            page = self._arena.view[entry.offset : entry.offset + entry.size]
+            entry.checks = checksums(page, run_bytes)
+        return entry.checks
 
     def _compare(self, lease: Lease, objects: Objects, into: Ranges, start: int, stop: int) -> None:
         """Compares what was read with the checksums kept; what differs is corrupt, and dropped."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Outcome", "Tally", "TierStats", "Transfer", "failed_transfer"]
+__all__ = ["Outcome", "Tally", "TierStats", "Transfer", "explain", "failed_transfer"]
 
 
 class Outcome(IntEnum):
@@ -31,6 +32,22 @@ class Outcome(IntEnum):
     BUSY = 8  # too much under way already
     FAILED = 9  # the medium said no, or the tier is closed; `Transfer.reason` has its words
     LATE = 10  # the caller stopped waiting
+    LOCKED = 11  # encrypted with a key that this tier does not have
+
+
+_WORDS = {
+    Outcome.MISSING: "not there",
+    Outcome.CORRUPT: "bytes that are not those that were written",
+    Outcome.SHORT: "fewer bytes than were written",
+    Outcome.VERSION: "written by another version of the format",
+    Outcome.LAYOUT: "an object's head disagrees with its form",
+    Outcome.LOCKED: "encrypted with another key, or the tenant has none here",
+}
+
+
+def explain(outcome: Outcome) -> str:
+    """What was wrong with an object, for a Transfer's reason."""
+    return _WORDS.get(outcome, outcome.name.lower())
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +117,7 @@ class Transfer:
         "_object_bytes",
         "_tally",
         "_verb",
+        "_watchers",
         "reason",
         "results",
     )
@@ -112,6 +130,7 @@ class Transfer:
         self._cancelled = False
         self._changed = threading.Condition()
         self._tally, self._verb, self._object_bytes = tally, verb, object_bytes
+        self._watchers: list[Callable[[], None]] = []
 
     # --- the caller's side
 
@@ -161,6 +180,22 @@ class Transfer:
         self.settle_rest(Outcome.LATE)
         return self.quiet
 
+    def when_quiet(self, call: Callable[[], None]) -> None:
+        """Has `call()` called once when it is `quiet`: at once, or from the tier's thread, so it must be short."""
+        with self._changed:
+            if self._left or self._inside:
+                self._watchers.append(call)
+                return
+        call()
+
+    def _tell(self) -> None:
+        with self._changed:
+            if self._left or self._inside or not self._watchers:
+                return
+            watchers, self._watchers = self._watchers, []
+        for call in watchers:
+            call()
+
     # --- the tier's side
 
     def enter(self) -> bool:
@@ -175,6 +210,7 @@ class Transfer:
         with self._changed:
             self._inside -= 1
             self._changed.notify_all()
+        self._tell()
 
     def settle(self, which: npt.ArrayLike, outcome: Outcome, reason: str = "") -> None:
         """Gives pending objects their outcome; those that have one keep it."""
@@ -191,6 +227,7 @@ class Transfer:
             self._left -= len(index)
             if not self._left:
                 self._changed.notify_all()
+        self._tell()
 
     def settle_rest(self, outcome: Outcome, reason: str = "") -> None:
         self.settle(np.flatnonzero(self.results == Outcome.PENDING), outcome, reason)

@@ -1,0 +1,21 @@
+"""Sizes as people write them. Plain arithmetic."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["parse_size"]
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str) -> int:
+    """ "80GiB", "80G" (the same), "80GB" (decimal), "1.5TiB" or plain bytes, as bytes. A ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
+    unit, suffix = ("", "") if match is None else (match[2].lower(), (match[3] or "").lower())
+    if match is None or (suffix == "ib" and not unit):
+        raise ValueError(f"size {text!r} is not understood; write it like 80GiB, 80GB, 512MiB or 1000000")
+    size = int(float(match[1]) * (1000 if suffix == "b" and unit else 1024) ** _POWERS[unit])
+    if size <= 0:
+        raise ValueError(f"size {text!r} is nothing; write it like 80GiB")
+    return size

@@ -1,0 +1,314 @@
+/* The small operations of a step on a CPU, in float32: norms, gates, rotations, writing to pages, and single queries
+ * over them. Each has a twin in torch (fused.py, write.py, reference.py) that it equals up to rounding; without a
+ * compiler the package installs without this file. Addresses and strides (in items) come from cpu.py, which has checked
+ * them: nothing is checked here. No function touches Python's objects while it computes, and none holds its lock. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* One build for every processor of its kind: the loops exist several times, and the loader chooses. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+
+typedef float *Floats;
+typedef Py_ssize_t Size;
+
+/* e to the x, within two units in the last place, for x up to 88: what is below -87 becomes about 0. A loop of it
+ * is done several at a time, which a call of the library's is not. */
+static inline float exp_of(float x)
+{
+    x = x < -87.0f ? -87.0f : x;
+    float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* the nearest integer */
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return p * power;
+}
+
+static inline float dot(const float *a, const float *b, Size n)
+{
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (Size i = 0; i < n; i++)
+        sum += a[i] * b[i];
+    return sum;
+}
+
+/* -- norms, gates, rotations ---------------------------------------------------------------- */
+
+CLONES static void norm_rows(const float *x, const float *weight, float *out, Size rows, Size dim, Size s_row, float eps, float one)
+{
+    for (Size row = 0; row < rows; row++, x += s_row, out += dim) {
+        float root = 1.0f / sqrtf(dot(x, x, dim) / (float)dim + eps);
+#pragma omp simd
+        for (Size i = 0; i < dim; i++)
+            out[i] = x[i] * root * (one + weight[i]);
+    }
+}
+
+static PyObject *rms_norm(PyObject *self, PyObject *args)
+{
+    Size x, weight, out, rows, dim, s_row;
+    float eps, one;
+    if (!PyArg_ParseTuple(args, "nnnnnnff", &x, &weight, &out, &rows, &dim, &s_row, &eps, &one))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    norm_rows((Floats)x, (Floats)weight, (Floats)out, rows, dim, s_row, eps, one);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+CLONES static void gate_rows(const float *x, float *out, Size rows, Size dim, int tanh_form)
+{
+    for (Size row = 0; row < rows; row++, x += 2 * dim, out += dim) {
+        const float *up = x + dim;
+        if (tanh_form) { /* 1 + tanh(y) = 2 / (1 + exp(-2y)) */
+#pragma omp simd
+            for (Size i = 0; i < dim; i++) {
+                float y = 1.5957691216057308f * (x[i] + 0.044715f * x[i] * x[i] * x[i]);
+                y = y < -87.0f ? -87.0f : y;
+                out[i] = x[i] / (1.0f + exp_of(-y)) * up[i];
+            }
+        } else {
+#pragma omp simd
+            for (Size i = 0; i < dim; i++) {
+                float y = x[i] < -87.0f ? -87.0f : x[i];
+                out[i] = x[i] / (1.0f + exp_of(-y)) * up[i];
+            }
+        }
+    }
+}
+
+static PyObject *gated(PyObject *self, PyObject *args)
+{
+    Size x, out, rows, dim;
+    int tanh_form;
+    if (!PyArg_ParseTuple(args, "nnnnp", &x, &out, &rows, &dim, &tanh_form))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    gate_rows((Floats)x, (Floats)out, rows, dim, tanh_form);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* In place: each pair of dims, half a head apart, is read before it is written. */
+CLONES static void turn_heads(float *x, const float *cosine, const float *sine, Size tokens, Size heads, Size half, Size s_token, Size s_head)
+{
+    for (Size token = 0; token < tokens; token++, cosine += 2 * half, sine += 2 * half)
+        for (Size head = 0; head < heads; head++) {
+            float *low = x + token * s_token + head * s_head, *high = low + half;
+#pragma omp simd
+            for (Size i = 0; i < half; i++) {
+                float a = low[i], b = high[i];
+                low[i] = a * cosine[i] - b * sine[i];
+                high[i] = b * cosine[half + i] + a * sine[half + i];
+            }
+        }
+}
+
+static PyObject *rotate(PyObject *self, PyObject *args)
+{
+    Size x, cosine, sine, tokens, heads, half, s_token, s_head;
+    if (!PyArg_ParseTuple(args, "nnnnnnnn", &x, &cosine, &sine, &tokens, &heads, &half, &s_token, &s_head))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    turn_heads((Floats)x, (Floats)cosine, (Floats)sine, tokens, heads, half, s_token, s_head);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* -- pages ----------------------------------------------------------------------------------- */
+
+static PyObject *put(PyObject *self, PyObject *args)
+{
+    Size target, source, page, place, tokens, heads, dim, s_page, s_place, s_head, s_token, s_from;
+    if (!PyArg_ParseTuple(args, "nnnnnnnnnnnn", &target, &source, &page, &place, &tokens, &heads, &dim, &s_page,
+                          &s_place, &s_head, &s_token, &s_from))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    const int64_t *pages = (const int64_t *)page, *places = (const int64_t *)place;
+    for (Size token = 0; token < tokens; token++) {
+        Floats at = (Floats)target + pages[token] * s_page + places[token] * s_place;
+        const float *from = (Floats)source + token * s_token;
+        for (Size head = 0; head < heads; head++)
+            memcpy(at + head * s_head, from + head * s_from, (size_t)dim * sizeof(float));
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* One head of K and V of one layer, as its pages lie. */
+typedef struct {
+    const float *data;
+    Size s_page, s_place;
+} Head;
+
+/* Tokens low to high - 1 of a page: their scores, and their values added up. */
+static inline void score_page(const float *q, const float *page, Size s_place, Size low, Size high, Size dim, float scale, float *scores)
+{
+    Size at = low;
+    for (; at + 4 <= high; at += 4) { /* four sums at once: one alone would wait for itself */
+        const float *a = page + at * s_place, *b = a + s_place, *c = b + s_place, *d = c + s_place;
+        float w = 0, x = 0, y = 0, z = 0;
+#pragma omp simd reduction(+ : w, x, y, z)
+        for (Size i = 0; i < dim; i++) {
+            w += q[i] * a[i];
+            x += q[i] * b[i];
+            y += q[i] * c[i];
+            z += q[i] * d[i];
+        }
+        scores[at - low] = w * scale;
+        scores[at - low + 1] = x * scale;
+        scores[at - low + 2] = y * scale;
+        scores[at - low + 3] = z * scale;
+    }
+    for (; at < high; at++)
+        scores[at - low] = dot(q, page + at * s_place, dim) * scale;
+}
+
+static inline void add_page(const float *weights, const float *page, Size s_place, Size low, Size high, Size dim, float *out)
+{
+    Size at = low;
+    for (; at + 4 <= high; at += 4) {
+        const float *a = page + at * s_place, *b = a + s_place, *c = b + s_place, *d = c + s_place;
+        float w = weights[at - low], x = weights[at - low + 1], y = weights[at - low + 2], z = weights[at - low + 3];
+#pragma omp simd
+        for (Size i = 0; i < dim; i++)
+            out[i] += w * a[i] + x * b[i] + y * c[i] + z * d[i];
+    }
+    for (; at < high; at++) {
+        float weight = weights[at - low];
+        const float *a = page + at * s_place;
+#pragma omp simd
+        for (Size i = 0; i < dim; i++)
+            out[i] += weight * a[i];
+    }
+}
+
+/* The `group` queries that share a head of K and V, over tokens first to length - 1 of one row. */
+CLONES static void attend_head(const float *q, Size s_q, Head k, Head v, const int32_t *table, Size first, Size length,
+                               Size block, Size group, Size dim, Size v_dim, float scale, float *scores, float *out)
+{
+    Size seen = length - first, begin = first / block, end = (length + block - 1) / block;
+    for (Size b = begin; b < end; b++) {
+        Size low = b == begin ? first - b * block : 0, high = b == end - 1 ? length - b * block : block;
+        const float *page = k.data + table[b] * k.s_page;
+        for (Size g = 0; g < group; g++)
+            score_page(q + g * s_q, page, k.s_place, low, high, dim, scale, scores + g * seen + b * block + low - first);
+    }
+    for (Size g = 0; g < group; g++) {
+        float *mine = scores + g * seen, most = mine[0], sum = 0;
+#pragma omp simd reduction(max : most)
+        for (Size at = 0; at < seen; at++)
+            most = mine[at] > most ? mine[at] : most;
+#pragma omp simd reduction(+ : sum)
+        for (Size at = 0; at < seen; at++) {
+            mine[at] = exp_of(mine[at] - most);
+            sum += mine[at];
+        }
+        float inverse = 1.0f / sum;
+#pragma omp simd
+        for (Size at = 0; at < seen; at++)
+            mine[at] *= inverse;
+        memset(out + g * v_dim, 0, (size_t)v_dim * sizeof(float));
+    }
+    for (Size b = begin; b < end; b++) {
+        Size low = b == begin ? first - b * block : 0, high = b == end - 1 ? length - b * block : block;
+        const float *page = v.data + table[b] * v.s_page;
+        for (Size g = 0; g < group; g++)
+            add_page(scores + g * seen + b * block + low - first, page, v.s_place, low, high, v_dim, out + g * v_dim);
+    }
+}
+
+static PyObject *decode(PyObject *self, PyObject *args)
+{
+    Size q, k, v, tables, firsts, lengths, out, begin, end, heads, kv, dim, v_dim, block;
+    Size sq_row, sq_head, sk_page, sk_place, sk_head, sv_page, sv_place, sv_head, s_table, longest;
+    float scale;
+    if (!PyArg_ParseTuple(args, "nnnnnnnnnnnnnn(nn)(nnn)(nnn)nnf", &q, &k, &v, &tables, &firsts, &lengths, &out, &begin,
+                          &end, &heads, &kv, &dim, &v_dim, &block, &sq_row, &sq_head, &sk_page, &sk_place, &sk_head,
+                          &sv_page, &sv_place, &sv_head, &s_table, &longest, &scale))
+        return NULL;
+    Size group = heads / kv;
+    Floats scores = malloc((size_t)(group * longest) * sizeof(float));
+    if (scores == NULL)
+        return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    const int64_t *first = (const int64_t *)firsts, *length = (const int64_t *)lengths;
+    for (Size unit = begin; unit < end; unit++) {
+        Size row = unit / kv, head = unit % kv;
+        Head keys = {(Floats)k + head * sk_head, sk_page, sk_place}, values = {(Floats)v + head * sv_head, sv_page, sv_place};
+        attend_head((Floats)q + row * sq_row + head * group * sq_head, sq_head, keys, values,
+                    (const int32_t *)tables + row * s_table, first[row], length[row], block, group, dim, v_dim, scale,
+                    scores, (Floats)out + (row * heads + head * group) * v_dim);
+    }
+    Py_END_ALLOW_THREADS
+    free(scores);
+    Py_RETURN_NONE;
+}
+
+/* A layer's new tokens, one a row: q and k turned, k and v written behind what the row has, q attended. `joined` is q, k and v of
+ * each row, head after head. */
+static PyObject *step(PyObject *self, PyObject *args)
+{
+    Size joined, cosine, sine, out, begin, end, heads, k, v, kv, dim, block, tables, s_table, firsts, lengths, longest;
+    Size sk_page, sk_place, sk_head, sv_page, sv_place, sv_head;
+    float scale;
+    if (!PyArg_ParseTuple(args, "nnnnnnnf(nnnnnnnnnnn)(nnnnn)", &joined, &cosine, &sine, &out, &begin, &end, &heads, &scale,
+                          &k, &v, &kv, &dim, &block, &sk_page, &sk_place, &sk_head, &sv_page, &sv_place, &sv_head,
+                          &tables, &s_table, &firsts, &lengths, &longest))
+        return NULL;
+    Size group = heads / kv, width = (heads + 2 * kv) * dim;
+    Floats scores = malloc((size_t)(group * longest) * sizeof(float));
+    if (scores == NULL)
+        return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    turn_heads((Floats)joined + begin * width, (Floats)cosine + begin * dim, (Floats)sine + begin * dim, end - begin,
+               heads + kv, dim / 2, width, dim);
+    for (Size row = begin; row < end; row++) {
+        const int32_t *table = (const int32_t *)tables + row * s_table;
+        Size first = ((const int64_t *)firsts)[row], length = ((const int64_t *)lengths)[row], last = length - 1;
+        const float *q = (Floats)joined + row * width, *new_k = q + heads * dim, *new_v = new_k + kv * dim;
+        Floats to_k = (Floats)k + table[last / block] * sk_page + last % block * sk_place;
+        Floats to_v = (Floats)v + table[last / block] * sv_page + last % block * sv_place;
+        for (Size head = 0; head < kv; head++) {
+            memcpy(to_k + head * sk_head, new_k + head * dim, (size_t)dim * sizeof(float));
+            memcpy(to_v + head * sv_head, new_v + head * dim, (size_t)dim * sizeof(float));
+        }
+        for (Size head = 0; head < kv; head++) {
+            Head keys = {(Floats)k + head * sk_head, sk_page, sk_place}, values = {(Floats)v + head * sv_head, sv_page, sv_place};
+            attend_head(q + head * group * dim, dim, keys, values, table, first, length, block, group, dim, dim, scale,
+                        scores, (Floats)out + (row * heads + head * group) * dim);
+        }
+    }
+    Py_END_ALLOW_THREADS
+    free(scores);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"rms_norm", rms_norm, METH_VARARGS, "rms_norm(x, weight, out, rows, dim, row stride, eps, one)"},
+    {"gated", gated, METH_VARARGS, "gated(x, out, rows, dim, tanh)"},
+    {"rotate", rotate, METH_VARARGS, "rotate(x, cos, sin, tokens, heads, half, token stride, head stride), in place"},
+    {"put", put, METH_VARARGS, "put(pages, new, page, place, tokens, heads, dim, three strides of pages, two of new)"},
+    {"decode", decode, METH_VARARGS, "decode(q, k, v, tables, firsts, lengths, out, begin, end, shape, strides, scale)"},
+    {"step", step, METH_VARARGS, "step(joined, cos, sin, out, begin, end, heads, scale, (the layer's pages), (the step's rows))"},
+    {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__cpu(void) { return PyModuleDef_Init(&module); }

@@ -1,0 +1,174 @@
+"""The small operations of a step on a CPU, one call each, where the package was built with a compiler (`_cpu.c`).
+
+A step of a small model is mostly the price of calling torch: each of these is one call for what would be five to ten, and
+attention reads pages where they lie. float32 alone; what is not taken here (`takes` says no) runs in torch, which gives the
+same up to rounding. Knows no modules and no plans.
+
+| function    | takes                                                   | gives                                         |
+|-------------|---------------------------------------------------------|-----------------------------------------------|
+| `rms_norm`  | x [..., dim]                                            | the same shape, dense                         |
+| `gated`     | x [..., 2 * dim]                                        | [..., dim]                                    |
+| `rotate_`   | x [tokens, heads, dim], cos, sin [tokens, dim]          | x, turned in place                            |
+| `put`       | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: tokens are at their places         |
+| `decode`    | q [rows, heads, dim], pages, tables, what each row sees | [rows, heads, dim of v]                       |
+| `step`      | q, k and v of one token a row, joined                   | the last three in one call                    |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+BUILT = True
+try:
+    from . import _cpu
+except ImportError:  # without a compiler
+    BUILT = False
+
+__all__ = ["LayerPages", "Rows", "Seen", "decode", "gated", "put", "rms_norm", "rotate_", "step", "takes"]
+
+Ints = npt.NDArray[np.int64]
+SHARED_WORK = 1 << 20
+"""Products of a call of `decode` from which it is done by several threads: half a millisecond for one."""
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """Whether these can be computed here: float32 on a CPU, dense in their last dimension."""
+    return BUILT and all(x.is_cpu and x.dtype == torch.float32 and x.stride(-1) == 1 for x in tensors)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> torch.Tensor:
+    """See `fused.rms_norm`."""
+    if not x.is_contiguous():
+        x = x.contiguous()
+    out, dim = torch.empty_like(x), x.shape[-1]
+    rows = x.numel() // max(dim, 1)
+    _cpu.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, dim, dim, eps, float(gemma))
+    return out
+
+
+def gated(x: torch.Tensor, tanh: bool) -> torch.Tensor:
+    """See `fused.gated`."""
+    if not x.is_contiguous():
+        x = x.contiguous()
+    dim = x.shape[-1] // 2
+    out = x.new_empty((*x.shape[:-1], dim))
+    _cpu.gated(x.data_ptr(), out.data_ptr(), out.numel() // max(dim, 1), dim, tanh)
+    return out
+
+
+def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Turn x [tokens, heads, dim] in place, as `fused.rotate` turns; cos and sin are dense."""
+    tokens, heads, dim = x.shape
+    _cpu.rotate(
+        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim // 2, x.stride(0), x.stride(1)
+    )
+
+
+def put(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> None:
+    """`pages[page, place] = new`; page and place are int64 and dense."""
+    tokens, heads, dim = new.shape
+    _cpu.put(
+        pages.data_ptr(), new.data_ptr(), page.data_ptr(), place.data_ptr(), tokens, heads, dim,
+        *pages.stride()[:3], *new.stride()[:2],
+    )  # fmt: skip
+
+
+class Seen:
+    """What each row's query sees: tokens `firsts` to `lengths` - 1, at least one. Made once a step."""
+
+    def __init__(self, firsts: Ints, lengths: Ints) -> None:
+        self.firsts, self.lengths = np.ascontiguousarray(firsts), np.ascontiguousarray(lengths)
+        self.counts = self.lengths - self.firsts
+        self.longest, self.total = int(self.counts.max()), int(self.counts.sum())
+        self.at = self.firsts.ctypes.data, self.lengths.ctypes.data
+
+    def parts(self, heads: int, products: int) -> list[int]:
+        """Bounds of what each thread does of the units (`heads` of a row, row after row), of about equal work."""
+        units = len(self.counts) * heads
+        count = min(torch.get_num_threads(), units, self.total * products // SHARED_WORK)
+        if count < 2:
+            return [0, units]
+        done = self.counts.repeat(heads).cumsum()
+        inner = np.searchsorted(done, done[-1] * np.arange(1, count) / count) + 1
+        return [0, *(int(bound) for bound in inner if bound < units), units]
+
+
+def decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: Seen, scale: float
+) -> torch.Tensor:
+    """Attention of one query a row over what it sees; `tables` are int32, dense in their last dimension, and name a page for
+    each block of that."""
+    rows, heads, dim = q.shape
+    kv_heads, v_dim = k.shape[2], v.shape[3]
+    out = q.new_empty((rows, heads, v_dim))
+    given = q.data_ptr(), k.data_ptr(), v.data_ptr(), tables.data_ptr(), *seen.at, out.data_ptr()
+    shape = heads, kv_heads, dim, v_dim, k.shape[1]
+    strides = q.stride()[:2], k.stride()[:3], v.stride()[:3], tables.stride(0)
+
+    _shared(
+        seen.parts(kv_heads, heads * (dim + v_dim)),
+        lambda begin, end: _cpu.decode(*given, begin, end, *shape, *strides, seen.longest, scale),
+    )
+    return out
+
+
+class LayerPages:
+    """A layer's K and V pages ([pages, block, heads, dim], float32), with all that does not change from step to step."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        _, block, self.heads, self.dim = k.shape
+        self._kept = k, v  # or the addresses would be nobody's
+        self.at = k.data_ptr(), v.data_ptr(), self.heads, self.dim, block, *k.stride()[:3], *v.stride()[:3]
+
+
+class Rows:
+    """A step of one new token a row: the pages of each row ([rows, blocks], int32), and what its token sees."""
+
+    def __init__(self, tables: torch.Tensor, seen: Seen) -> None:
+        self.seen, self._kept = seen, tables
+        self.at = tables.data_ptr(), tables.stride(0), *seen.at, seen.longest
+
+
+def step(
+    joined: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: int,
+    scale: float,
+    pages: LayerPages,
+    rows: Rows,
+) -> torch.Tensor:
+    """What a layer's attention does between its products, in one call: q and k are turned, k and v written, q attended.
+    `joined` [rows, (heads + 2 * heads of K) * dim], dense, is q, k and v of each row; it is changed."""
+    count, dim = len(joined), pages.dim
+    out = joined.new_empty((count, heads * dim))
+    given = joined.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
+    bounds = rows.seen.parts(1, 2 * heads * dim)
+    if len(bounds) == 2:
+        _cpu.step(*given, 0, count, heads, scale, pages.at, rows.at)
+    else:
+        _shared(bounds, lambda begin, end: _cpu.step(*given, begin, end, heads, scale, pages.at, rows.at))
+    return out
+
+
+def _shared(bounds: list[int], part: Callable[[int, int], None]) -> None:
+    """Do each part, the first here and the others in threads."""
+    later = [_threads().submit(part, *both) for both in pairwise(bounds[1:])]
+    part(bounds[0], bounds[1])
+    for each in later:
+        each.result()
+
+
+_POOL: list[ThreadPoolExecutor] = []
+
+
+def _threads() -> ThreadPoolExecutor:
+    if not _POOL:
+        _POOL.append(ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "kvloom-attention"))
+    return _POOL[0]

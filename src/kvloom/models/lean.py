@@ -1,0 +1,66 @@
+"""Decoder layers on a CPU in eight calls, for steps of one token a sequence: part of `fusing`, and the last of it.
+
+    norm, one product, `cpu.step` (rotation, pages, attention), a product that adds to x;  norm, product, gate, product
+
+Only layers are taken whose parts were all tried and fused before. A small model's step on a CPU is mostly the price of
+calls, and modules that call modules are most of those. Other steps go the way that they went before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from kvloom.kernels import cpu
+
+from .attending import TAKEN, Attention
+
+__all__ = ["Lean", "Norm"]
+
+
+class Norm(NamedTuple):
+    """A norm by its module, whose weight is looked up anew; `gemma` as `fused.Norm` says."""
+
+    module: Any
+    eps: float
+    gemma: bool
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return cpu.rms_norm(x, self.module.weight, self.eps, self.gemma)
+
+
+class Lean:
+    """The forward of a decoder layer that was fused as `own`."""
+
+    def __init__(
+        self,
+        own: Any,
+        attention: Attention,
+        output: Any,
+        norms: tuple[Norm, Norm],
+        gate_up: torch.Tensor,
+        down: Any,
+        tanh: bool,
+    ) -> None:
+        self._own, self._attention, self._output, self._norms = own, attention, output, norms
+        self._gate_up, self._down, self._tanh = gate_up.t(), down, tanh
+        self._joined = attention.weight.t()
+
+    def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+        pages, turns = named.get("pages"), named.get("position_embeddings")
+        if more or pages is None or turns is None or not named.keys() <= TAKEN or len(hidden_states) != 1:
+            return self._own(hidden_states, *more, **named)  # type: ignore[no-any-return]
+        attention = self._attention
+        found = pages.singles(attention.layer)
+        cos, sin = turns
+        if found is None or not attention.turns(cos, sin) or not hidden_states.is_contiguous():
+            return self._own(hidden_states, *more, **named)  # type: ignore[no-any-return]
+        x = hidden_states[0]
+        first, second = self._norms
+        joined = torch.mm(first(x), self._joined)
+        out = cpu.step(joined, cos, sin, attention.heads, attention.scale, *found)
+        x.addmm_(out, self._output.weight.t())
+        gated = cpu.gated(torch.mm(second(x), self._gate_up), self._tanh)
+        x.addmm_(gated, self._down.weight.t())
+        return hidden_states

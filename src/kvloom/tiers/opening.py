@@ -1,0 +1,135 @@
+"""Tiers from one line of text each, as a command line gives them.
+
+    host:64GiB    disk:/nvme/kv:1TiB    SCHEME…?option=value&option=value
+
+A scheme is one entry of SCHEMES: a function from the whole text to an open tier. What it needs is imported when it is
+asked for. Knows no engine; when pages are written to a tier is `Place.write`, the mover's to follow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal, cast
+from urllib.parse import parse_qsl
+
+from kvloom.core.sizes import parse_size
+
+from .codec import Compression
+from .disk import DiskConfig, DiskTier
+from .host import HostConfig, HostTier
+from .tier import Tier
+
+__all__ = ["SCHEMES", "Place", "Write", "host_capacity", "open_place", "open_tier", "options_of"]
+
+Write = Literal["through", "second-use", "back"]
+WRITES: tuple[Write, ...] = ("through", "second-use", "back")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tier, and when pages are written to it: when the sequence that made them ends ("through"), when one ends
+    that used them again, or when they have to leave the place above ("back")."""
+
+    tier: Tier
+    write: Write = "through"
+
+
+def scheme_of(text: str) -> str:
+    """The scheme before the first colon; a ValueError where it is none of SCHEMES."""
+    scheme, colon, _ = text.partition(":")
+    if not colon or scheme not in SCHEMES:
+        raise ValueError(
+            f"tier {text!r} is of no known kind; write it like host:64GiB or disk:/path:1TiB, or begin it with one of: "
+            + ", ".join(SCHEMES)
+        )
+    return scheme
+
+
+def options_of(text: str, known: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """What stands before the question mark, and the options behind it; a ValueError for one that is not `known`."""
+    plain, _, query = text.partition("?")
+    try:
+        given = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+    except ValueError:
+        raise ValueError(f"tier {text!r}: write options like ?name=value&name=value, not {query!r}") from None
+    known = tuple(known)
+    for name, _value in given:
+        if name not in known:
+            raise ValueError(
+                f"tier {text!r}: option {name!r} is not known; known: {', '.join(known) or 'none'}"
+            )
+    return plain, dict(given)
+
+
+def open_tier(text: str) -> Tier:
+    """The tier that a text names, open. ValueError: the text makes no sense; TierError: the tier cannot be opened."""
+    return SCHEMES[scheme_of(text)](text)
+
+
+def open_place(text: str) -> Place:
+    """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`."""
+    scheme_of(text)
+    found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
+    if found is None:
+        return Place(open_tier(text))
+    if found[1] not in WRITES:
+        raise ValueError(f"tier {text!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
+    rest = (text[: found.start()] + text[found.end() :]).rstrip("?&")
+    return Place(open_tier(rest), cast(Write, found[1]))
+
+
+def host_capacity(text: str) -> tuple[int, bool]:
+    """Bytes of `host:SIZE`, and whether checksums are kept (`?checked=1`)."""
+    plain, options = options_of(text, ("checked",))
+    checked = options.get("checked", "0")
+    if checked not in ("0", "1"):
+        raise ValueError(f"tier {text!r}: checked={checked!r} must be 0 or 1")
+    return parse_size(plain.removeprefix("host:")), checked == "1"
+
+
+def _open_host(text: str) -> Tier:
+    capacity, checked = host_capacity(text)
+    return HostTier(HostConfig(capacity, checked=checked))
+
+
+def _open_disk(text: str) -> Tier:
+    plain, options = options_of(text, ("durable", "compression", "evict", "keys"))
+    path, colon, size = plain.removeprefix("disk:").rpartition(":")
+    if not colon or not path:
+        raise ValueError(f"tier {text!r}: write it like disk:/path:1TiB")
+    durable, evict = options.get("durable", "power"), options.get("evict", "least-used")
+    compression = options.get("compression", "none")
+    return DiskTier(
+        DiskConfig(
+            path,
+            parse_size(size),
+            durable=cast(Literal["power", "process"], durable),
+            compression=cast(Compression, compression),
+            keys=options.get("keys"),
+            evict=cast(Literal["oldest", "least-used"], evict),
+        )
+    )
+
+
+def _from(module: str) -> Callable[[str], Tier]:
+    """A store's own way to open it, imported when it is asked for."""
+
+    def opened(text: str) -> Tier:
+        tier: Tier = import_module(f"kvloom.tiers.{module}").open_from(text)
+        return tier
+
+    return opened
+
+
+SCHEMES: dict[str, Callable[[str], Tier]] = {
+    "host": _open_host,
+    "disk": _open_disk,
+    "redis": _from("redis"),
+    "rediss": _from("redis"),
+    "mooncake": _from("mooncake"),
+    "nixl": _from("nixl"),
+    "peer": _from("peer"),
+}

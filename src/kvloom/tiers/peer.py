@@ -1,0 +1,255 @@
+"""Another process's host memory as a tier: `peer://host:port`. Its pages are read where they lie.
+
+    same host     hold -> copy from the shared arena -> compare checksums -> release      no byte on a socket
+    elsewhere     read -> bytes on the connection, straight into the caller's memory -> compare checksums
+
+The other side is a `PeerServer`. Knows no stores.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import numpy.typing as npt
+
+from .codec import Head, checksums, unseal
+from .options import Options
+from .remote import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage
+from .shared import map_shared
+from .tier import TierError
+from .transfer import Outcome
+from .wire import MOST_OBJECTS, Channel, Message, Verb, greet
+from .workers import Tools
+
+__all__ = ["PeerConnection", "open_from", "open_peer"]
+
+_STEP_BYTES = 256 << 10  # copied, then compared while the processor still has it
+Address = tuple[str, int]
+
+
+class PeerConnection(Connection):
+    """One connection to a PeerServer. `shared=False` sends pages on the connection even on one host."""
+
+    def __init__(self, address: Address, secret: bytes, timeout: float, shared: bool = True) -> None:
+        try:
+            self._channel = Channel(socket.create_connection(address, timeout), timeout)
+        except OSError as error:
+            raise StoreError(f"the peer {address[0]}:{address[1]} cannot be reached: {error}") from error
+        try:
+            greet(self._channel, secret)
+            about = self._ask(Message(Verb.ABOUT))
+            self.slab_bytes, self.capacity = about.a, about.b
+            self.arena: npt.NDArray[np.uint8] | None = None
+            where = json.loads(about.payload or b"{}")
+            if shared and where:
+                self.arena = map_shared(str(where["path"]), str(where["token"]), int(where["size"]))
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        found: list[bool] = []
+        for at in range(0, len(keys), MOST_OBJECTS):
+            some = keys[at : at + MOST_OBJECTS]
+            answer = self._ask(_about(Verb.LOOKUP, some))
+            found += np.frombuffer(answer.payload, np.bool_, len(some)).tolist()
+        return found
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        parts = [keys[at : at + MOST_OBJECTS] for at in range(0, len(keys), MOST_OBJECTS)]
+        return sum(self._ask(_about(Verb.DROP, part)).a for part in parts)
+
+    def usage(self) -> Usage:
+        answer = self._ask(Message(Verb.USAGE))
+        return Usage(answer.count, answer.a, answer.b)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _ask(self, message: Message, pieces: Sequence[memoryview] = ()) -> Message:
+        self._channel.begin()
+        self._channel.send(message, pieces)
+        return self._channel.receive()
+
+    # --- pages
+
+    def read(self, job: Job, tools: Tools) -> dict[int, Outcome]:
+        return self._read_shared(job, tools, self.arena) if self.arena is not None else self._read(job, tools)
+
+    def write(self, job: Job) -> dict[int, Outcome]:
+        return self._write_shared(job, self.arena) if self.arena is not None else self._write(job)
+
+    def _read_shared(self, job: Job, tools: Tools, arena: npt.NDArray[np.uint8]) -> dict[int, Outcome]:
+        form, (start, stop) = job.objects.form, job.part
+        answer = self._ask(_about(Verb.HOLD, job.keys(), form.page_bytes, form.run_bytes))
+        count = len(job.which)
+        results = np.frombuffer(answer.payload, np.uint8, count).tolist()
+        offsets = np.frombuffer(answer.payload, np.int64, count, count).tolist()
+        checks = _Checks(answer.payload, 9 * count, form.runs)
+        step = max(form.run_bytes, _STEP_BYTES // form.run_bytes * form.run_bytes)
+        into = job.ranges.bytes
+        starts = job.ranges.starts.tolist()
+        outcomes = {}
+        for index, key, result, offset in zip(job.which, job.keys(), results, offsets, strict=True):
+            outcome = Outcome(result)
+            if outcome == Outcome.OK:
+                head = Head(key, 0, form.run_bytes, checks.next())
+                if not 0 <= offset <= len(arena) - form.page_bytes:
+                    outcome = Outcome.CORRUPT
+                for low in range(start, stop, step) if outcome == Outcome.OK else ():
+                    high = min(low + step, stop)
+                    piece = into[starts[index] + low : starts[index] + high]
+                    piece[:] = arena[offset + low : offset + high]
+                    outcome = unseal(head, piece.data, low // form.run_bytes, piece.data, tools.codec)
+                    if outcome != Outcome.OK:
+                        break
+            outcomes[index] = outcome
+        self._channel.send(Message(Verb.RELEASE, a=answer.a))
+        return outcomes
+
+    def _read(self, job: Job, tools: Tools) -> dict[int, Outcome]:
+        form, (start, stop) = job.objects.form, job.part
+        message = _about(Verb.READ, job.keys(), form.page_bytes, form.run_bytes)
+        message.a, message.b = start, stop
+        answer = self._ask(message)
+        results = np.frombuffer(answer.payload, np.uint8, len(job.which)).tolist()
+        checks = _Checks(answer.payload, len(job.which), form.runs)
+        outcomes = {}
+        for index, key, result in zip(job.which, job.keys(), results, strict=True):
+            outcome = Outcome(result)
+            if outcome == Outcome.OK:
+                page = job.target(index)
+                self._channel.fill(page)
+                head = Head(key, 0, form.run_bytes, checks.next())
+                outcome = unseal(head, page, start // form.run_bytes, page, tools.codec)
+            outcomes[index] = outcome
+        return outcomes
+
+    def _write_shared(self, job: Job, arena: npt.NDArray[np.uint8]) -> dict[int, Outcome]:
+        form = job.objects.form
+        size = form.page_bytes
+        answer = self._ask(_about(Verb.RESERVE, job.keys(), size, form.run_bytes))
+        count = len(job.which)
+        results = np.frombuffer(answer.payload, np.uint8, count).tolist()
+        offsets = np.frombuffer(answer.payload, np.int64, count, count).tolist()
+        outcomes, checks = {}, []
+        for index, result, offset in zip(job.which, results, offsets, strict=True):
+            outcomes[index] = Outcome(result)
+            if result == Outcome.PENDING:
+                if not 0 <= offset <= len(arena) - size:
+                    raise StoreError(f"the peer lends bytes {offset} to {offset + size} of {len(arena)}")
+                source = job.target(index)
+                arena[offset : offset + size] = np.frombuffer(source, np.uint8)
+                # Of the source, not of the copy: what went wrong between is then seen.
+                checks.append(checksums(source, form.run_bytes))
+                outcomes[index] = Outcome.OK
+        self._ask(Message(Verb.COMMIT, a=answer.a, b=1, payload=b"".join(checks)))
+        return outcomes
+
+    def _write(self, job: Job) -> dict[int, Outcome]:
+        form, keys = job.objects.form, job.keys()
+        # Not sent twice for nothing: a page is long, a question short.
+        here = self.exists(keys)
+        outcomes = {index: Outcome.OK for index, there in zip(job.which, here, strict=True) if there}
+        left = [index for index in job.which if index not in outcomes]
+        if left:
+            pages = [job.target(index) for index in left]
+            message = _about(
+                Verb.WRITE, [job.objects.keys[index] for index in left], form.page_bytes, form.run_bytes
+            )
+            message.payload += b"".join(checksums(page, form.run_bytes) for page in pages)
+            answer = self._ask(message, pages)
+            outcomes |= zip(left, map(Outcome, answer.payload[: len(left)]), strict=True)
+        return outcomes
+
+
+class _Checks:
+    """The checksums of the pages that were found, one page after the other, from `at` of a payload."""
+
+    def __init__(self, payload: bytes, at: int, runs: int) -> None:
+        self._payload, self._at, self._size = payload, at, 8 * runs
+
+    def next(self) -> bytes:
+        found = self._payload[self._at : self._at + self._size]
+        if len(found) < self._size:
+            raise StoreError("the peer's answer is short")
+        self._at += self._size
+        return found
+
+
+def _about(verb: Verb, keys: Sequence[bytes], page_bytes: int = 1, run_bytes: int = 1) -> Message:
+    return Message(verb, len(keys), page_bytes, run_bytes, payload=b"".join(keys))
+
+
+class _Read(Job):
+    __slots__ = ()
+
+    def run(self, link: Link, tools: Tools) -> None:
+        outcomes = link.call(lambda peer: peer.read(self, tools))
+        bad = [self.objects.keys[index] for index, got in outcomes.items() if got == Outcome.CORRUPT]
+        if bad:
+            link.call(lambda peer: peer.remove(bad))
+        self.settle(outcomes)
+
+
+class _Write(Job):
+    __slots__ = ()
+
+    def run(self, link: Link, tools: Tools) -> None:
+        self.settle(link.call(lambda peer: peer.write(self)))
+
+
+def open_peer(
+    address: Address, secret: bytes = b"", shared: bool = True, config: RemoteConfig | None = None
+) -> RemoteTier:
+    """Another process's host tier. Its capacity is the peer's own; of `config` only how to ask counts."""
+    asked = config or RemoteConfig(capacity=1)
+    if asked.compression != "none" or asked.keys is not None:
+        raise ValueError("a peer keeps pages as its own engine uses them: neither compressed nor encrypted")
+    name = f"peer://{address[0]}:{address[1]}"
+
+    def connect() -> PeerConnection:
+        return PeerConnection(address, secret, asked.timeout, shared)
+
+    try:
+        first = connect()
+    except Exception as error:
+        raise TierError(f"the tier {name} cannot be opened: {error}") from error
+    first.close()
+    return RemoteTier(
+        name, replace(asked, capacity=first.capacity), connect, (_Read, _Write), largest=first.slab_bytes
+    )
+
+
+def open_from(text: str) -> RemoteTier:
+    """`peer://host:port?secret=FILE&shared=no&readers=2&writers=2&timeout=2`."""
+    url = urlsplit(text)
+    options = Options(text, url.query)
+    try:
+        port = url.port
+    except ValueError as error:
+        raise ValueError(f"{options.told}: {error}") from None
+    if url.hostname is None or port is None:
+        raise ValueError(f"{options.told}: write peer://host:port")
+    plain = RemoteConfig(capacity=1)
+    config = replace(
+        plain,
+        readers=options.whole("readers", plain.readers),
+        writers=options.whole("writers", plain.writers),
+        timeout=options.seconds("timeout", plain.timeout),
+    )
+    file, shared = options.text("secret", ""), options.text("shared", "yes")
+    options.done()
+    if shared not in ("yes", "no"):
+        raise ValueError(f"{options.told}: shared={shared!r} is neither yes nor no")
+    try:
+        secret = Path(file).read_bytes().strip() if file else b""
+    except OSError as error:
+        raise TierError(f"{options.told}: the secret cannot be read: {error.strerror}") from error
+    return open_peer((url.hostname, port), secret, shared == "yes", config)

@@ -1,0 +1,53 @@
+"""Requests alone, together, and beside others that come and go: what batch-invariance is held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvloom.engine.engine import Engine
+from kvloom.engine.request import Request, SamplingParams
+
+__all__ = ["apart", "prompts_of", "together", "told"]
+
+
+def prompts_of(count: int, vocabulary: int, longest: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of all lengths up to `longest`, some of which begin alike."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(2, longest + 1, (count,), generator=generator).tolist()
+    made = [torch.randint(3, vocabulary, (size,), generator=generator).tolist() for size in sizes]
+    return [
+        made[0][: len(one) // 2] + one[len(one) // 2 :] if i % 3 == 1 else one for i, one in enumerate(made)
+    ]
+
+
+def told(request: Request) -> list[tuple[int, list[float]]]:
+    """Tokens with all their log-probabilities, to the last bit."""
+    assert request.finish is not None
+    return [
+        (token, [one.logprob for one in likely.values()])
+        for token, likely in zip(request.output, request.logprobs, strict=True)
+    ]
+
+
+def apart(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+    """Each prompt by itself, one after the other; prompts that begin alike find what others left."""
+    found = []
+    for prompt, mine in zip(prompts, params, strict=True):
+        found.append(engine.add(prompt, mine))
+        engine.run()
+    return [told(request) for request in found]
+
+
+def together(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+    """All at once, the last first, with some that come later and are cancelled."""
+    found = [engine.add(prompt, mine) for prompt, mine in list(zip(prompts, params, strict=True))[::-1]]
+    others = []
+    for i in range(8):
+        engine.step()
+        others.append(engine.add(prompts[i % len(prompts)][::-1], SamplingParams(max_tokens=50)))
+        if i % 2:
+            engine.cancel(others[i - 1])
+    engine.run()
+    return [told(request) for request in found[::-1]]

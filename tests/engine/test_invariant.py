@@ -1,0 +1,113 @@
+"""The same seed gives the same tokens whatever runs beside: on a CPU in float32, and the GPU's way in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvloom.engine.engine import Engine
+from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.runner import Runner
+from kvloom.engine.sampler import Sampler
+from tests.models.zoo import tiny
+
+from .invariance import apart, prompts_of, together, told
+
+DRAWN = [
+    SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=1, logprobs=3),
+    SamplingParams(max_tokens=12, temperature=1.0, seed=2, logprobs=3),
+    SamplingParams(max_tokens=12, temperature=0, logprobs=3),
+    SamplingParams(
+        max_tokens=12, temperature=0.7, top_k=5, min_p=0.05, seed=3, logprobs=3, presence_penalty=0.5
+    ),
+]
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "bamba"])
+def test_a_seed_gives_its_tokens_whatever_runs_beside_on_a_cpu(family: str) -> None:
+    model, prompts = tiny(family), prompts_of(8, 64, 40)
+    params = [DRAWN[i % len(DRAWN)] for i in range(len(prompts))]
+
+    def tokens(found: list[list[tuple[int, list[float]]]]) -> list[list[int]]:
+        return [[token for token, _ in one] for one in found]
+
+    alone = tokens(apart(Engine(model, 8 << 20, batch_invariant=True), prompts, params))
+    assert tokens(together(Engine(model, 8 << 20), prompts, params)) == alone
+    assert tokens(together(Engine(model, 8 << 20, token_budget=7, max_running=3), prompts, params)) == alone
+
+
+def test_a_cpu_promises_it_in_float32_alone() -> None:
+    with pytest.raises(ValueError, match=r"batch_invariant on a CPU needs float32, not torch\.bfloat16"):
+        Engine(tiny("llama").to(torch.bfloat16), 8 << 20, batch_invariant=True)
+
+
+def test_the_gpus_way_gives_the_same_bits_in_any_batch_and_by_any_chunks() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    model = tiny(
+        "qwen2",
+        head_dim=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        hidden_size=128,
+    )
+    prompts = [list(range(3, 22)), [7, 8, 9], list(range(3, 12))]
+
+    def engine(budget: int) -> Engine:
+        made = Engine(model, 2 << 20, token_budget=budget, max_running=4)
+        made.runner = Runner(model, made.cache, made.buffer, budget, 4, graphs=False, invariant=True)
+        return made
+
+    params = [SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=i, logprobs=2) for i in range(3)]
+    alone = apart(engine(64), prompts, params)
+    crowded = engine(6)
+    found = [crowded.add(prompt, mine) for prompt, mine in zip(prompts, params, strict=True)]
+    crowded.run()
+    assert [told(request) for request in found] == alone
+    plain = Engine(model, 2 << 20)
+    wanted = apart(plain, prompts, params)
+    for ours, theirs in zip(alone, wanted, strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        np.testing.assert_allclose(ours[0][1], theirs[0][1], rtol=1e-3)
+
+
+def test_states_have_no_such_way() -> None:
+    model = tiny("mamba2")
+    engine = Engine(model, 2 << 20)
+    with pytest.raises(ValueError, match="keeps recurrent states"):
+        Runner(model, engine.cache, engine.buffer, 64, 4, graphs=False, invariant=True)
+
+
+def test_every_way_of_choosing_tokens_runs_in_the_mode() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from kvloom.engine.odds import allow
+    from kvloom.kernels.invariant_mode import BatchInvariant
+
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.7},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.2, "top_p": 0.8, "min_p": 0.01},
+        {"temperature": 0.9, "min_p": 0.1},
+        {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 0.1, "repetition_penalty": 1.2},
+        {"temperature": 0.5, "logit_bias": {3: 2.0, 7: -5.0}, "min_tokens": 4, "stop_token_ids": (5,)},
+    ]
+    requests = [
+        Request(i, (3, 4, 5), SamplingParams(seed=i, logprobs=2, **way)) for i, way in enumerate(ways)
+    ]
+    logits = torch.randn(len(ways), 300, generator=torch.Generator().manual_seed(0)) * 3
+    wanted = Sampler([2]).choose(logits, requests)
+    with BatchInvariant():
+        found = Sampler([2]).choose(logits, requests)
+        assert torch.equal(found.tokens, wanted.tokens)
+        few = Sampler([2]).choose(logits[3:5], requests[3:5])
+        assert torch.equal(few.tokens, wanted.tokens[3:5])
+        assert found.logprobs is not None
+        assert few.logprobs is not None
+        assert torch.equal(few.logprobs.values, found.logprobs.values[3:5])
+        masked = logits.clone()
+        allow(masked, [0, 2], np.full((2, 10), 0b1010, dtype=np.int32))
+    assert torch.isinf(masked[0]).sum() == 300 - 20

@@ -1,0 +1,109 @@
+"""Real servers for the tests of remote tiers: started on loopback, on a free port, ended by their id.
+
+Where a server is not installed the test is skipped, and the reason says what to install.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 0.2).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def running(command: list[str], ready: Callable[[], bool], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is ready, until the block ends."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 20
+        while not ready():
+            assert process.poll() is None, f"{command[0]} ended: {log.read_text(errors='replace')[-800:]}"
+            assert time.monotonic() < deadline, (
+                f"{command[0]} is not ready: {log.read_text(errors='replace')[-800:]}"
+            )
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(5)
+
+
+@contextlib.contextmanager
+def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """It hangs, until the block ends."""
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + 5
+        while _state(process.pid) != "T" and time.monotonic() < deadline:
+            time.sleep(0.005)
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def _state(pid: int) -> str:
+    """Of all its threads: T only when none of them runs any more."""
+    states = {
+        path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")
+    }
+    return states.pop() if len(states) == 1 else ""
+
+
+def redis_command(port: int, folder: Path, *options: str) -> list[str]:
+    binary = shutil.which("redis-server") or shutil.which("valkey-server")
+    if binary is None:
+        pytest.skip("no redis-server or valkey-server: apt-get install redis-server")
+    plain = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
+    return [binary, "--port", str(port), *plain, *options]
+
+
+@contextlib.contextmanager
+def redis_server(folder: Path, *options: str, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    port = port or free_port()
+    command = redis_command(port, folder, *options)
+    with running(command, lambda: answers(port), folder / "redis.log") as process:
+        yield port, process
+
+
+@contextlib.contextmanager
+def mooncake_master(folder: Path, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    pytest.importorskip(
+        "mooncake.store",
+        reason="no Mooncake: pip install mooncake-transfer-engine-non-cuda; apt-get install libibverbs1 libcurl4 libnuma1",
+        exc_type=ImportError,
+    )
+    binary = Path(sys.executable).parent / "mooncake_master"
+    port = port or free_port()
+    options = [f"--rpc_port={port}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+    command = [str(binary), *options, f"--metrics_port={free_port()}", "--client_ttl=2"]
+    with running(command, lambda: answers(port), folder / "mooncake.log") as process:
+        yield port, process

@@ -1,0 +1,60 @@
+"""Tiers from a line of text: what opens, what is refused and how it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvloom.tiers import DiskTier, HostTier, TierError
+from kvloom.tiers.opening import SCHEMES, open_place, open_tier
+
+
+def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:
+    host = open_tier("host:64MiB")
+    assert isinstance(host, HostTier)
+    assert host.capacity == 64 << 20
+    disk = open_tier(f"disk:{tmp_path / 'a:b'}:1GiB?durable=process")
+    assert isinstance(disk, DiskTier)
+    assert (disk.capacity, disk.name) == (1 << 30, f"disk:{tmp_path / 'a:b'}")
+    with pytest.raises(TierError):
+        open_tier(f"disk:{tmp_path / 'a:b'}:1GiB")  # another has it open
+    host.close()
+    disk.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tape:1GiB", "no known kind.*host, disk"),
+        ("host", "no known kind"),
+        ("host:many", "size 'many' is not understood"),
+        ("host:0", "is nothing"),
+        ("host:1GiB?speed=9", "option 'speed' is not known; known: checked"),
+        ("host:1GiB?checked=2", "must be 0 or 1"),
+        ("host:1GiB?checked", "write options like"),
+        ("disk:1GiB", "like disk:/path:1TiB"),
+        ("disk:/x:1GiB?durable=maybe", "durable='maybe' is none of"),
+        ("disk:/x:1KiB", "does not hold three segments"),
+        ("host:1GiB?write=never", "write='never' is none of through, second-use, back"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_value_and_the_way_out(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        open_place(text)
+
+
+def test_when_pages_are_written_is_said_with_the_tier(tmp_path: Path) -> None:
+    assert open_place("host:64MiB").write == "through"
+    assert open_place("host:64MiB?write=back&checked=1").write == "back"
+    place = open_place(f"disk:{tmp_path}:1GiB?durable=process&write=second-use")
+    assert place.write == "second-use"
+    place.tier.close()
+    place = open_place(f"disk:{tmp_path}:1GiB")
+    assert place.write == "through"
+    place.tier.close()
+
+
+def test_a_scheme_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEMES, "attic", lambda text: open_tier("host:" + text.removeprefix("attic:")))
+    assert open_tier("attic:32MiB").capacity == 32 << 20

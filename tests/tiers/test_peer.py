@@ -1,0 +1,324 @@
+"""Another process's host memory: the conformance suite over shared memory and over TCP, real processes, and bad guests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvloom.tiers import Form, HostConfig, HostTier, Outcome, TierError
+from kvloom.tiers.peer import PeerConnection, open_from, open_peer
+from kvloom.tiers.peer_server import PeerConfig, PeerServer
+from kvloom.tiers.remote import RemoteConfig, RemoteTier
+from kvloom.tiers.shared import SharedMemory, map_shared
+from kvloom.tiers.tier import KEY_BYTES, Objects
+from kvloom.tiers.wire import Channel, Message, PeerError, Verb, greet
+
+from .conformance import FORM, PAGE, RUN, Harness, TierConformance, filled, get, memory, name, objects, put
+from .servers import running, stopped
+from .test_host import HostHarness
+
+MIB = 1 << 20
+SECRET = b"a secret of two peers"
+ROOT = Path(__file__).parents[2]
+
+
+class PeerHarness(Harness):
+    """Both sides in one process: the damage is done in the server's memory."""
+
+    def __init__(self, shared: bool, size: int = 4 * MIB, slab: int = 256 << 10) -> None:
+        self.memory = SharedMemory(size)
+        self.host = HostTier(HostConfig(size, slab_bytes=slab), buffer=self.memory.buffer)
+        self.server = PeerServer(self.host, PeerConfig(secret=SECRET), self.memory)
+        self.tier = open_peer(self.server.address, SECRET, shared)
+
+    def flip(self, wanted: Objects) -> None:
+        HostHarness(self.host).flip(wanted)
+
+    def swap(self, first: Objects, second: Objects) -> None:
+        HostHarness(self.host).swap(first, second)
+
+
+class PeerConformance(TierConformance):
+    shared: bool
+
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> Iterator[Harness]:
+        harness = PeerHarness(self.shared)
+        yield harness
+        harness.tier.close()
+        harness.server.close()
+
+
+class TestShared(PeerConformance):
+    shared = True
+
+
+class TestConnection(PeerConformance):
+    shared = False
+
+
+@contextlib.contextmanager
+def other_process(folder: Path, secret: str = "") -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    said = folder / "said"
+    command = [sys.executable, "-m", "tests.tiers.peer_child", "16", *filter(None, [secret])]
+    script = f"cd {ROOT} && exec {' '.join(command)} > {said}"
+    with running(
+        ["sh", "-c", script], lambda: said.exists() and said.read_text().endswith("\n"), folder / "log"
+    ) as p:
+        yield int(said.read_text()), p
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_process_reads_what_another_has_in_its_memory_and_writes_to_it(
+    tmp_path: Path, shared: bool
+) -> None:
+    with other_process(tmp_path) as (port, process):
+        tier = open_peer(("127.0.0.1", port), shared=shared, config=RemoteConfig(1, timeout=2))
+        assert (tier._control._store.arena is not None) == shared  # type: ignore[union-attr]
+        assert tier.lookup(objects(range(10))).tolist() == [True] * 8 + [False] * 2
+        assert get(tier, range(8)).ok.all()
+        assert put(tier, range(8, 40)).ok.all()
+        second = open_from(f"peer://127.0.0.1:{port}?shared={'no' if shared else 'yes'}&readers=1")
+        assert get(second, range(40)).ok.all(), "both ways lead to the same pages"
+        second.close()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(5)
+        began = time.monotonic()
+        assert (get(tier, range(8)).results == Outcome.FAILED).all()
+        assert not tier.lookup(objects(range(8))).any()
+        assert time.monotonic() - began < 5
+        tier.close()
+
+
+def test_a_peer_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
+    with other_process(tmp_path) as (port, process):
+        tier = open_peer(("127.0.0.1", port), config=RemoteConfig(1, timeout=0.3))
+        with stopped(process):
+            began = time.monotonic()
+            transfer = tier.read(objects(range(4)), memory(4))
+            assert not tier.lookup(objects(range(4))).any()
+            assert transfer.wait(3)
+            assert (transfer.results == Outcome.FAILED).all()
+            assert time.monotonic() - began < 3
+        deadline = time.monotonic() + 10
+        while not get(tier, range(4)).ok.all() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert get(tier, range(4)).ok.all()
+        tier.close()
+
+
+@pytest.fixture
+def served() -> Iterator[PeerHarness]:
+    harness = PeerHarness(shared=True)
+    yield harness
+    harness.tier.close()
+    harness.server.close()
+
+
+def test_a_guest_that_goes_leaves_nothing_held_and_nothing_half_written(served: PeerHarness) -> None:
+    put(served.host, range(2))
+    guest = PeerConnection(served.server.address, SECRET, 2.0)
+    keys = objects(range(4)).keys
+    guest._ask(Message(Verb.HOLD, 2, PAGE, RUN, payload=b"".join(keys[:2])))
+    guest._ask(Message(Verb.RESERVE, 2, PAGE, RUN, payload=b"".join(keys[2:])))
+    assert served.host.stats().bytes == 4 * PAGE
+    guest.close()
+    deadline = time.monotonic() + 5
+    while served.host.stats().bytes != 2 * PAGE and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert served.host.stats().objects == 2
+    for first in range(100, 356, 32):  # nothing is held: all of it can leave
+        assert put(served.host, range(first, first + 32)).ok.all()
+
+
+def test_what_a_peer_holds_does_not_leave_meanwhile(served: PeerHarness) -> None:
+    put(served.host, range(4))
+    guest = PeerConnection(served.server.address, SECRET, 2.0)
+    answer = guest._ask(Message(Verb.HOLD, 4, PAGE, RUN, payload=b"".join(objects(range(4)).keys)))
+    for first in range(100, 356, 32):
+        put(served.host, range(first, first + 32))
+    assert served.host.lookup(objects(range(4))).all()
+    guest._channel.send(Message(Verb.RELEASE, a=answer.a))
+    assert guest.exists(objects(range(4)).keys) == [True] * 4  # answered after the release
+    for first in range(500, 756, 32):
+        put(served.host, range(first, first + 32))
+    assert not served.host.lookup(objects(range(4))).any()
+    guest.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(Verb.LOOKUP, 2, 1, 1, payload=bytes(KEY_BYTES)),
+        Message(Verb.HOLD, 1, 100, 33, payload=bytes(KEY_BYTES)),
+        Message(Verb.HOLD, 1, 0, 0, payload=bytes(KEY_BYTES)),
+        Message(Verb.RESERVE, 1, 8 * MIB, 8 * MIB, payload=bytes(KEY_BYTES)),
+        Message(Verb.READ, 1, PAGE, RUN, a=10, b=PAGE + 1, payload=bytes(KEY_BYTES)),
+        Message(Verb.READ, 1, PAGE, RUN, a=10, b=10, payload=bytes(KEY_BYTES)),
+        Message(Verb.COMMIT, a=77),
+        Message(Verb.WRITE, 1, PAGE, RUN, payload=bytes(KEY_BYTES)),
+        Message(Verb.LOOKUP, 2, 1, 1, payload=bytes(KEY_BYTES) + bytes([1] * KEY_BYTES)),
+    ],
+)
+def test_a_message_that_makes_no_sense_is_refused_and_the_others_go_on(
+    served: PeerHarness, message: Message
+) -> None:
+    guest = PeerConnection(served.server.address, SECRET, 2.0)
+    with pytest.raises(PeerError):
+        guest._ask(message)
+    guest.close()
+    assert put(served.tier, range(3)).ok.all()
+    assert get(served.tier, range(3)).ok.all()
+
+
+def test_noise_on_the_port_harms_nobody(served: PeerHarness) -> None:
+    random = np.random.default_rng(0)
+    for size in (0, 1, 64, 65, 200, 5000):
+        with socket.create_connection(served.server.address, 2) as noise:
+            noise.sendall(random.integers(0, 256, size, dtype=np.uint8).tobytes())
+    for _ in range(20):  # past the hello
+        channel = Channel(socket.create_connection(served.server.address, 2), 2)
+        greet(channel, SECRET)
+        header = struct.pack(
+            "<4sBBHIIIQQQ",
+            b"KVPM",
+            int(random.integers(0, 12)),
+            0,
+            0,
+            *random.integers(0, 1 << 31, 3).tolist(),
+            5,
+            6,
+            int(random.integers(0, 300)),
+        )
+        channel.push([header, random.integers(0, 256, 300, dtype=np.uint8).tobytes()])
+        channel.close()
+    assert put(served.tier, range(3)).ok.all()
+    assert get(served.tier, range(3)).ok.all()
+
+
+def test_who_does_not_have_the_secret_gets_nothing(served: PeerHarness) -> None:
+    with pytest.raises(TierError, match="refused our secret"):
+        open_peer(served.server.address, b"another secret entirely")
+    with pytest.raises(TierError, match="refused our secret"):
+        open_peer(served.server.address)
+    deadline = time.monotonic() + 5
+    while served.server.refused < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert served.server.refused == 2
+    channel = Channel(socket.create_connection(served.server.address, 2), 2)
+    channel.take(40)
+    channel.push([bytes(64), b"".join([b"KVPM", bytes([Verb.DROP])])])
+    assert bytes(channel.take(33)) == bytes(33)
+    with pytest.raises(ConnectionError):
+        channel.take(1)
+    channel.close()
+
+
+def test_a_server_that_does_not_have_the_secret_is_not_believed() -> None:
+    harness = PeerHarness(shared=False)
+    harness.tier.close()
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        address = impostor.getsockname()
+        channel = Channel(socket.create_connection(address, 2), 2)
+        other = Channel(impostor.accept()[0], 2)
+        other.push([struct.pack("<6sH32s", b"KVPEER", 1, bytes(32)), b"\x01" + bytes(32)])
+        with pytest.raises(PeerError, match="does not have the secret"):
+            greet(channel, SECRET)
+        other.push([struct.pack("<6sH32s", b"KVPEER", 9, bytes(32))])
+        with pytest.raises(PeerError, match="version 9, we 1"):
+            greet(channel, SECRET)
+        other.push([b"HTTP/1.1 400 Bad Request, and so on and so on"])
+        with pytest.raises(PeerError, match="no peer of kvloom"):
+            greet(channel, SECRET)
+        channel.close()
+        other.close()
+    harness.server.close()
+
+
+def test_more_connections_than_allowed_are_turned_away() -> None:
+    tier = HostTier(HostConfig(MIB, slab_bytes=PAGE))
+    server = PeerServer(tier, PeerConfig(connections=1))
+    first = PeerConnection(server.address, b"", 2.0)
+    with pytest.raises((OSError, PeerError)):
+        PeerConnection(server.address, b"", 2.0)
+    assert first.exists([]) == []
+    assert first.usage().objects == 0
+    first.close()
+    server.close()
+
+
+def test_beyond_loopback_a_secret_is_a_must() -> None:
+    with pytest.raises(ValueError, match="can be reached from elsewhere"):
+        PeerConfig(host="0.0.0.0")
+    with pytest.raises(ValueError, match="this has 5"):
+        PeerConfig(host="192.168.1.7", secret=b"short")
+    assert PeerConfig(host="0.0.0.0", secret=SECRET).port == 0
+    assert PeerConfig(host="::1").host == "::1"
+
+
+def test_a_page_larger_than_the_peers_slab_is_refused(served: PeerHarness) -> None:
+    big = Form("f", "x", MIB, MIB)
+    with pytest.raises(ValueError, match="does not fit"):
+        served.tier.write(objects([1], big), memory(1, MIB))
+
+
+def test_memory_of_nobody_is_not_mapped(tmp_path: Path) -> None:
+    mine = SharedMemory(8192)
+    mapped = map_shared(mine.path, mine.token, 8192)
+    assert mapped is not None
+    mapped[5] = 7
+    assert mine.buffer[5] == 7
+    assert map_shared(mine.path, "0" * 32, 8192) is None
+    assert map_shared(mine.path, mine.token, 4096) is None
+    assert map_shared(mine.path, mine.token, 8192) is mapped, "once for all connections"
+    other = SharedMemory(8192)
+    assert map_shared("/proc/1/fd/99999", other.token, 8192) is None
+    assert map_shared("/etc/passwd", other.token, 8192) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("peer://127.0.0.1", "write peer://host:port"),
+        ("peer://127.0.0.1:99999", "Port out of range"),
+        ("peer://127.0.0.1:1?shared=perhaps", "neither yes nor no"),
+        ("peer://127.0.0.1:1?capacity=5GiB", "unknown capacity"),
+    ],
+)
+def test_an_address_that_makes_no_sense_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_from(text)
+
+
+def test_an_absent_peer_is_said_when_opening(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match="cannot be reached"):
+        open_from("peer://127.0.0.1:1?timeout=1")
+    with pytest.raises(TierError, match="secret cannot be read"):
+        open_from(f"peer://127.0.0.1:1?secret={tmp_path / 'absent'}")
+    with pytest.raises(ValueError, match="neither compressed nor encrypted"):
+        open_peer(("127.0.0.1", 1), config=RemoteConfig(1, compression="lz4"))
+
+
+def test_several_peers_write_the_same_pages_at_once(served: PeerHarness) -> None:
+    other = open_peer(served.server.address, SECRET, shared=False)
+    numbers = range(20)
+    transfers = [tier.write(objects(numbers), filled(numbers)) for tier in (served.tier, other) * 3]
+    for transfer in transfers:
+        assert transfer.wait(10)
+        assert transfer.ok.all()
+    assert get(other, numbers).ok.all()
+    assert name(0) in objects(numbers).names
+    assert isinstance(other, RemoteTier)
+    assert FORM.runs == 8
+    other.close()

@@ -1,0 +1,316 @@
+"""The Redis tier, against a real server: the conformance suite, sharing, and what happens when the server goes away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from kvloom.tiers import Form, Objects, Outcome, TierError
+from kvloom.tiers.redis import RedisAddress, RedisStore, open_from, open_redis
+from kvloom.tiers.remote import RemoteConfig, RemoteTier
+from kvloom.tiers.resp import RefusedError, Resp
+from kvloom.tiers.values import PREFIX
+
+from .conformance import (
+    FORM,
+    PAGE,
+    RUN,
+    Harness,
+    TierConformance,
+    filled,
+    get,
+    memory,
+    never_wrong,
+    objects,
+    page,
+    put,
+)
+from .servers import free_port, redis_server, stopped
+
+pytestmark = pytest.mark.server
+MIB = 1 << 20
+CAPACITY = 8 * MIB
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as (port, _):
+        yield port
+
+
+class RedisHarness(Harness):
+    client: Resp
+
+    def values(self, wanted: Objects) -> list[tuple[bytes, bytearray]]:
+        found = [(PREFIX + key, self.client.ask("GET", PREFIX + key)) for key in wanted.keys]
+        return [(key, bytearray(value)) for key, value in found if value]
+
+    def flip(self, wanted: Objects) -> None:
+        for key, value in self.values(wanted):
+            value[len(value) * 2 // 3] ^= 8
+            self.client.ask("SET", key, bytes(value))
+
+    def swap(self, first: Objects, second: Objects) -> None:
+        ((a, one),), ((b, two),) = self.values(first), self.values(second)
+        self.client.ask("SET", a, bytes(two))
+        self.client.ask("SET", b, bytes(one))
+
+
+def harness_of(port: int, **options: object) -> RedisHarness:
+    harness = RedisHarness(open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY, **options)))  # type: ignore[arg-type]
+    harness.client = Resp(("127.0.0.1", port), 5)
+    return harness
+
+
+class RedisConformance(TierConformance):
+    options: ClassVar[dict[str, object]] = {}
+
+    @pytest.fixture(autouse=True)
+    def server(self, port: int) -> None:
+        Resp(("127.0.0.1", port), 5).ask("FLUSHALL")
+        self.port = port
+
+    def make(self, folder: Path) -> Harness:
+        return harness_of(self.port, **self.options)
+
+
+class TestRedis(RedisConformance):
+    pass
+
+
+class TestCompressed(RedisConformance):
+    options: ClassVar[dict[str, object]] = {"compression": "lz4"}
+
+
+class TestEncrypted(RedisConformance):
+    def make(self, folder: Path) -> Harness:
+        keys = folder / "keys.json"
+        keys.write_text('{"*": "' + "ab" * 32 + '"}')
+        keys.chmod(0o600)
+        return harness_of(self.port, keys=keys, compression="zstd")
+
+
+@pytest.fixture
+def tier(port: int) -> Iterator[RemoteTier]:
+    Resp(("127.0.0.1", port), 5).ask("FLUSHALL")
+    tier = open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY))
+    yield tier
+    tier.close()
+
+
+def another(port: int, **options: object) -> RemoteTier:
+    return open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY, **options))  # type: ignore[arg-type]
+
+
+def test_another_server_reads_what_one_wrote_however_it_was_packed(tier: RemoteTier, port: int) -> None:
+    put(tier, range(3))
+    packed = another(port, compression="zstd")
+    assert put(packed, range(3, 6)).ok.all()
+    for reader in (tier, packed, again := another(port)):
+        assert get(reader, range(6)).ok.all()
+        got = memory(6)
+        parts = [reader.read(objects(range(6)), got, (at, at + 2 * RUN)) for at in range(0, PAGE, 2 * RUN)]
+        for transfer in parts:
+            assert transfer.wait(20)
+            assert transfer.ok.all()
+        assert never_wrong(parts[-1], range(6), got) == 6
+    packed.close()
+    again.close()
+
+
+def test_all_who_share_a_server_share_its_capacity(tier: RemoteTier, port: int) -> None:
+    other = another(port)
+    for first in range(0, 512, 32):
+        assert put(tier if first % 64 else other, range(first, first + 32)).ok.all()
+    assert tier.stats().bytes == other.stats().bytes <= CAPACITY
+    assert tier.stats().objects == other.stats().objects > 100
+    memory_used = int(
+        Resp(("127.0.0.1", port), 5).ask("INFO", "memory").split(b"used_memory_dataset:")[1].split(b"\r")[0]
+    )
+    assert memory_used < 2 * CAPACITY, "what left the count has left the server"
+    other.close()
+
+
+def test_what_is_read_stays_longest(tier: RemoteTier) -> None:
+    for first in range(0, 100, 20):
+        put(tier, range(first, first + 20))
+    for first in range(100, 200, 20):
+        assert get(tier, range(4)).ok.all()
+        put(tier, range(first, first + 20))
+    assert tier.lookup(objects(range(4))).all()
+    assert not tier.lookup(objects(range(4, 60))).any()
+
+
+def test_a_value_reserved_and_never_filled_is_not_there_and_can_be_written(
+    tier: RemoteTier, port: int
+) -> None:
+    store = RedisStore(RedisAddress(port=port), CAPACITY, 2.0)
+    key = PREFIX + objects([1]).keys[0]
+    store._resp.ask(
+        "EVALSHA", store._reserve, 3, "kvloom/1:used", "kvloom/1:sizes", "kvloom/1:counts", CAPACITY, key, 100
+    )
+    assert store._resp.ask("EXISTS", key) == 1
+    assert not tier.lookup(objects([1])).any()
+    assert get(tier, [1]).results.tolist() == [Outcome.MISSING]
+    assert put(tier, [1]).ok.all()
+    assert get(tier, [1]).ok.all()
+    assert 65536 < tier.stats().bytes < 2 * 65536, "counted once, with its size"
+    store.close()
+
+
+def test_what_is_pushed_out_before_it_is_filled_is_not_stored(tier: RemoteTier, port: int) -> None:
+    tiny = RedisStore(RedisAddress(port=port), 1000, 2.0)
+    assert tiny.put([(PREFIX + b"x", [bytes(2000)])]) == [Outcome.FULL]
+    assert tiny._resp.ask("EXISTS", PREFIX + b"x") == 0
+    assert tiny.usage().bytes == 0
+    tiny.close()
+
+
+def test_a_server_out_of_memory_is_full_and_goes_on(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as (port, _):
+        tier = open_redis(RedisAddress(port=port), RemoteConfig(64 * MIB))
+        results = [put(tier, [number]).results[0] for number in range(80)]
+        assert Outcome.FULL in results
+        assert set(results) <= {Outcome.OK, Outcome.FULL}
+        get(tier, range(80))
+        tier.close()
+
+
+def test_a_server_that_dies_costs_misses_and_comes_back_by_itself(tmp_path: Path) -> None:
+    port = free_port()
+    with redis_server(tmp_path, port=port):
+        tier = open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY, timeout=1.0))
+        assert put(tier, range(4)).ok.all()
+    began = time.monotonic()
+    transfer = get(tier, range(4))
+    assert (transfer.results == Outcome.FAILED).all()
+    assert transfer.reason
+    assert not tier.lookup(objects(range(4))).any()
+    assert (put(tier, range(4)).results == Outcome.FAILED).all()
+    assert tier.drop(objects(range(4))) == 0
+    assert tier.stats().capacity == CAPACITY
+    assert time.monotonic() - began < 5
+    with redis_server(tmp_path, port=port):
+        deadline = time.monotonic() + 15
+        while not put(tier, range(4)).ok.all() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert get(tier, range(4)).ok.any() or get(tier, range(4)).ok.any()
+    tier.close()
+
+
+def test_a_server_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (port, process):
+        tier = open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY, timeout=0.3))
+        put(tier, range(4))
+        with stopped(process):
+            began = time.monotonic()
+            assert not tier.lookup(objects(range(4))).any()
+            transfer = tier.read(objects(range(4)), memory(4))
+            assert transfer.wait(3)
+            assert (transfer.results == Outcome.FAILED).all()
+            assert "0.3 s" in transfer.reason or "timed out" in transfer.reason
+            for _ in range(50):
+                assert not tier.lookup(objects(range(4))).any()
+            assert time.monotonic() - began < 3, "it is not asked again at every call"
+        deadline = time.monotonic() + 10
+        while not get(tier, range(4)).ok.all() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert get(tier, range(4)).ok.all()
+        tier.close()
+
+
+def test_wrong_passwords_and_absent_servers_are_said_when_opening(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--requirepass", "secret") as (port, _):
+        with pytest.raises(TierError, match="NOAUTH"):
+            open_from(f"redis://127.0.0.1:{port}/0?capacity=8MiB")
+        with pytest.raises(TierError, match="WRONGPASS") as told:
+            open_from(f"redis://:guess@127.0.0.1:{port}/0?capacity=8MiB")
+        assert "guess" not in str(told.value)
+        tier = open_from(f"redis://:secret@127.0.0.1:{port}/1?capacity=8MiB&compression=lz4")
+        assert put(tier, range(2)).ok.all()
+        assert tier.name == f"redis://127.0.0.1:{port}/1"
+        tier.close()
+    with pytest.raises(TierError, match="cannot be reached"):
+        open_from(f"redis://127.0.0.1:{port}/0?capacity=8MiB&timeout=0.5")
+
+
+def test_a_unix_socket_does_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with redis_server(tmp_path, "--unixsocket", str(path)):
+        tier = open_from(f"redis://{path}?capacity=8MiB")
+        assert put(tier, range(2)).ok.all()
+        assert get(tier, range(2)).ok.all()
+        tier.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("redis://127.0.0.1:1/0", r"Give \?capacity=64GiB"),
+        ("redis://127.0.0.1:1/0?capacity=8MiB&compresion=lz4", "unknown compresion; known: capacity"),
+        ("redis://127.0.0.1:1/0?capacity=8XB", "'8XB' is not understood"),
+        ("redis://127.0.0.1:1/zero?capacity=8MiB", "invalid literal"),
+        ("redis://127.0.0.1:99999/0?capacity=8MiB", "Port out of range"),
+        ("redis://me:pw@127.0.0.1:1/0?readers=x&capacity=1G", r"//…@127.*readers='x'"),
+        ("redis://127.0.0.1:1/0?capacity=8MiB&compression=gzip", "'gzip' is none of"),
+    ],
+)
+def test_an_address_that_makes_no_sense_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_from(text)
+
+
+def test_pages_of_another_tenants_key_are_locked_and_not_lost(port: int, tmp_path: Path) -> None:
+    Resp(("127.0.0.1", port), 5).ask("FLUSHALL")
+    for name, byte in (("one", "01"), ("two", "02")):
+        (tmp_path / name).write_text('{"acme": "' + byte * 32 + '"}')
+        (tmp_path / name).chmod(0o600)
+    mine, theirs = another(port, keys=tmp_path / "one"), another(port, keys=tmp_path / "two")
+    wanted = Objects(objects(range(3)).names, 0, FORM, tenant="acme")
+    assert mine.write(wanted, filled(range(3))).wait(20)
+    raw = Resp(("127.0.0.1", port), 5).ask("GET", PREFIX + wanted.keys[0])
+    assert page(0)[:64].tobytes() not in raw, "nothing in the clear"
+    for _ in range(2):
+        transfer = theirs.read(wanted, memory(3))
+        assert transfer.wait(20)
+        assert (transfer.results == Outcome.LOCKED).all()
+        assert "another key" in transfer.reason
+    transfer = mine.read(wanted, got := memory(3))
+    assert transfer.wait(20)
+    assert never_wrong(transfer, range(3), got) == 3
+    nobody = Objects(objects(range(3, 5)).names, 0, FORM, tenant="other")
+    transfer = mine.write(nobody, filled(range(3, 5)))
+    assert transfer.wait(20)
+    assert (transfer.results == Outcome.FAILED).all()
+    assert "not stored in the clear: tenant 'other' has no key" in transfer.reason
+    mine.close()
+    theirs.close()
+
+
+def test_what_is_no_answer_ends_the_connection_and_nothing_else(port: int) -> None:
+    resp = Resp(("127.0.0.1", port), 2)
+    with pytest.raises(RefusedError, match="unknown command"):
+        resp.ask("NOSUCH")
+    assert resp.ask("PING") == b"PONG"
+    big = np.arange(300_000, dtype=np.uint32).tobytes()
+    assert resp.ask("SET", "kvloom-test", [big[:10], memoryview(big)[10:]]) == b"OK"
+    assert resp.ask("GET", "kvloom-test") == big
+    resp.send([("GET", "kvloom-test"), ("PING",)])
+    assert resp.long_answer(lambda length: None) == len(big)
+    assert resp.answer() == b"PONG"
+    resp.send([("PING",)])
+    with pytest.raises(ValueError, match="not a string"):
+        resp.long_answer(lambda length: None)
+    resp.ask("DEL", "kvloom-test")
+    resp.close()
+
+
+def test_a_form_too_large_for_the_store_is_refused(tier: RemoteTier) -> None:
+    big = Form("f", "x", CAPACITY, CAPACITY)
+    with pytest.raises(ValueError, match="does not fit redis://"):
+        tier.write(objects([1], big), memory(1, CAPACITY))
