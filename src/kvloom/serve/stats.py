@@ -82,7 +82,7 @@ def _below(lower: Lower) -> dict[str, Any]:
             tier_use(names[0], lower.host),
             *(tier_use(name, lane.tier, lane.breaker.state) for name, lane in below),
         ],
-        "lower": dict(lower.counts),
+        "lower": {**lower.counts, "kept_pages": lower.kept_pages},
         "faults": [(called.get(tier, tier), verb, why, count) for (tier, verb, why), count in faults.items()],
     }
 

@@ -42,7 +42,7 @@ class Picture:
         host = {
             **_tier(lower.host),
             "bytes_read": counts["landed_bytes"],
-            "bytes_written": counts["kept_bytes"],
+            "bytes_written": lower.kept_bytes,
             "tokens_back": counts["landed_tokens"],
         }
         return [host, *({**_tier(lane.tier), "open": not lane.breaker.closed} for lane in lower.mover.lanes)]
