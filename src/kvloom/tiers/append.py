@@ -26,7 +26,7 @@ from .transfer import Outcome, Transfer
 
 __all__ = ["Appender"]
 
-_FRAME_BYTES = 16 << 20
+_FRAME_BYTES = 8 << 20  # sealed while the one before is written: the smaller, the less waits at either end
 _FRAME_RECORDS = 512
 _SYNC_BYTES = 128 << 20
 _AHEAD = 2  # sealed frames that wait for the disk
