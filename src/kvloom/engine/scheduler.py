@@ -97,7 +97,8 @@ class Scheduler:
             )
         heapq.heappush(self._waiting, (request.rank, request))
         if self.lower is not None:
-            self.lower.foresee(request, self._match(request))
+            patient = bool(self.running) or len(self._waiting) > 1
+            self.lower.foresee(request, self._match(request), patient)
 
     def cancel(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -123,7 +124,11 @@ class Scheduler:
         self._decode(decodes, picked, places)
         first = len(picked)
         for request in prompts:
-            if budget and request.sequence is not None:
+            if self.lower is not None and request.sequence is not None and self.lower.may_jump(request):
+                self._let_go(request)  # the rest of its prompt has come: it goes on behind it
+                alone = None
+                heapq.heappush(self._waiting, (request.rank, request))
+            elif budget and request.sequence is not None:
                 budget -= self._reserve(request, budget, picked, places)
         if alone is not None and alone.sequence is None and not self._freeing:
             self._give_up(alone)
@@ -349,6 +354,8 @@ class Scheduler:
         count = min(request.pending, budget)
         if sequence.boundary is not None:
             count = min(count, sequence.boundary - sequence.length)
+        if self.lower is not None and (stop := self.lower.stop_at(request)) is not None:
+            count = min(count, stop - request.computed)
         telling = request.telling
         count = _fitting(request, min(count, self._told) if telling else count)
         if not count:
