@@ -6,7 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -239,7 +239,8 @@ def test_a_round_finds_nothing_of_the_one_before_and_the_best_counts() -> None:
         def close(self) -> None: ...
 
     runner, results = Recorder(), dict[str, engine_report.Result]()
-    engine.measure(runner, [Workload("W", "", 1, 4, 20)], 1000, 3, 0, results)
+    pieces = engine.measure(runner, [Workload("W", "", 1, 4, 20)], 1000, 3, 0, results)
+    assert len(list(pieces)) == 4  # a warm-up and three rounds, with a pause after each
     assert [output for _, output in runner.given] == [8, 20, 1, 20, 1, 20, 1]  # a warm-up, then each round
     assert len({prompt for prompt, _ in runner.given}) == 7
     assert results["W"].rounds == [8.0, 6.0, 4.0]
@@ -353,3 +354,15 @@ def test_bad_input_is_named_and_returns_two(
     shown = capsys.readouterr()
     assert words in shown.err
     assert not shown.out
+
+
+def test_runners_take_turns() -> None:
+    said: list[str] = []
+
+    def run(name: str, pieces: int) -> Iterator[None]:
+        for piece in range(pieces):
+            said.append(f"{name}{piece}")
+            yield
+
+    engine.take_turns([run("a", 2), run("b", 3), run("c", 0)])
+    assert said == ["a0", "b0", "a1", "b1", "b2"]

@@ -3,8 +3,10 @@ wrong in a tier changes a token."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 
 from kvloom.core import Control, Tenant
+from kvloom.engine import lower as lower_module
+from kvloom.engine.arena import HostPages
 from kvloom.engine.engine import Engine
 from kvloom.engine.lower import Lower, LowerConfig
 from kvloom.engine.request import Request, SamplingParams
@@ -327,4 +331,110 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_left_open(tmp_path: Path)
             Engine(tiny("llama"), POOL, tiers=tiers)
     engine = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])  # its lock is free
     assert np.isfinite(served(engine, drawn("x", 5))[0].tokens).all()
+    closed(engine)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+def test_the_head_is_computed_while_the_tail_loads_and_they_meet(family: str, tmp_path: Path) -> None:
+    model = tiny(family, max_position_embeddings=512)
+    prompts = drawn((family, "both"), 200)
+    wanted = expected(model, prompts, 8)[0]
+    turn = [*wanted, 5, 6]
+    again = expected(model, [turn], 4)[0]
+    engine = Engine(
+        tiny(family, max_position_embeddings=512), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=QUICK
+    )
+    served(engine, prompts)
+    closed(engine)
+    place, tier = faulty(tmp_path, Faults(slow=0.1))
+    engine = Engine(
+        tiny(family, max_position_embeddings=512),
+        POOL,
+        tiers=[place],
+        token_budget=16,
+        lower=LowerConfig(seconds=(1.0, 1.0)),
+    )
+    lower = lower_of(engine)
+    for tokens in (16, 32):
+        lower.computed(tokens, tokens * 0.001)
+    full = sum(g.unit_bytes for g in engine.layout.of("token") if not g.spec.span.windowed)
+    lower.mover.lanes[0].speed = 16 * full / 0.012  # a block comes in 12 ms, and is computed in 16
+    request = engine.add(turn, greedy(4))
+    seen = []
+    while request.finish is None:
+        engine.step()
+        seen.append(request.computed)
+        time.sleep(0.01)
+    assert request.tokens == again
+    assert lower.counts["landed_tokens"] > 150
+    seen = [count for count in seen if count]
+    assert seen[0] == 16, "it did not begin at once"
+    jump = max(b - a for a, b in itertools.pairwise(seen))
+    assert jump > 32, "it computed what it could have loaded"
+    assert request.cached_tokens
+    closed(engine)
+    tier.close()
+
+
+class LateCopy:
+    """A copy that is made after it was asked about a few times, or when someone must wait: as a GPU's streams would."""
+
+    def __init__(self, copy: Callable[[], object], polls: int) -> None:
+        self._copy, self._polls = copy, polls
+
+    def query(self) -> bool:
+        self._polls -= 1
+        if self._polls == 0:
+            self._copy()
+        return self._polls <= 0
+
+    def synchronize(self) -> None:
+        while not self.query():
+            pass
+
+    wait = synchronize
+
+
+class LatePages(HostPages):
+    rng = random.Random(0)
+
+    def wait(self, event: Any) -> None:
+        event.synchronize()
+
+    def down(self, stride: int, pages: Any, offsets: Any) -> Any:
+        return LateCopy(lambda: HostPages.down(self, stride, pages, offsets), self.rng.randrange(1, 9))
+
+    def up(self, stride: int, pages: Any, offsets: Any) -> Any:
+        return LateCopy(lambda: HostPages.up(self, stride, pages, offsets), self.rng.randrange(1, 9))
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba", "qwen3_next"])
+def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
+    family: str, write: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lower_module, "HostPages", LatePages)
+    rng = random.Random(family)
+    roots = drawn((family, "late roots"), 40, 33, 20)
+    tails = drawn((family, "late"), *range(1, 25))
+    prompts = [[*rng.choice(roots)[: rng.randrange(10, 40)], *tail] for tail in tails]
+    wanted = expected(tiny(family), prompts, 6)
+    slab = Engine(tiny(family), POOL).layout.slab_bytes
+    engine = Engine(
+        tiny(family), 24 * slab, token_budget=24, max_running=5, tiers=[f"host:4MiB?write={write}"],
+        lower=LowerConfig("always"),
+    )  # fmt: skip
+    for _ in range(2):
+        requests = [engine.add(prompt, greedy(6)) for prompt in prompts]
+        steps = 0
+        while engine.busy:
+            engine.step()
+            steps += 1
+            assert steps < 20000
+            if steps % 7 == 0:
+                engine.cache.check()
+        assert [request.tokens for request in requests] == wanted
+    assert lower_of(engine).counts["landed_tokens"] or engine.layout.of("state")
+    while lower_of(engine).holding:
+        lower_of(engine).poll()
     closed(engine)

@@ -1,7 +1,8 @@
 """`kvloom bench engine`: whole workloads on kvloom's engine, beside Hugging Face's generate(), vLLM and the floor.
 
-Models have random weights, tokens are ids from a seed, answers are greedy and of fixed length. Runners follow one another,
-since each wants the device's memory for itself. What a workload is stands in `workloads`, the models in `shapes`, the least
+Models have random weights, tokens are ids from a seed, answers are greedy and of fixed length. On a GPU runners follow one
+another, since each wants the device's memory for itself; on a CPU they take turns, workload by workload, so that a slow
+minute hurts all alike. What a workload is stands in `workloads`, the models in `shapes`, the least
 time in `floor`, how each engine is driven in `engine_runners`, and what is printed in `engine_report`.
 """
 
@@ -13,7 +14,7 @@ import json
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -22,7 +23,7 @@ from kvloom.engine.threads import use_threads
 from kvloom.models.load import device_of
 
 from .engine_report import QUOTED, Ran, Result, render, rows_of
-from .engine_runners import HuggingFace, Invariant, Kvloom, Measured, Options, Runner, Vllm
+from .engine_runners import HuggingFace, Invariant, Kvloom, Measured, OneByOne, Options, Runner, Vllm
 from .floor import Floor
 from .shapes import SHAPES, hf_config
 from .workloads import WORKLOADS, Workload, chosen
@@ -32,10 +33,17 @@ __all__ = ["main", "measure"]
 RUNNERS: dict[str, Callable[[str, Options], Runner]] = {
     "kvloom": Kvloom,
     "hf": HuggingFace,
+    "hf-alone": OneByOne,
     "vllm": Vllm,
     "invariant": Invariant,
 }
-NAMES = {"kvloom": "kvloom", "hf": "Hugging Face", "vllm": "vLLM", "invariant": "batch-invariant"}
+NAMES = {
+    "kvloom": "kvloom",
+    "hf": "Hugging Face",
+    "hf-alone": "Hugging Face, one by one",
+    "vllm": "vLLM",
+    "invariant": "batch-invariant",
+}
 
 
 # -- measuring --------------------------------------------------------------------------------------
@@ -52,13 +60,14 @@ def measure(
     rounds: int,
     seed: int,
     results: dict[str, Result],
-) -> None:
-    """Run every workload `rounds` times into `results`, after a warm-up of each that is not counted. A round's tokens are
-    its own: nothing of one round is found in the cache by another."""
+) -> Iterator[None]:
+    """Run every workload `rounds` times into `results`, after a warm-up of each that is not counted; a pause after each. A
+    round's tokens are its own: nothing of one round is found in the cache by another."""
     for work in works:
         short = work.short()
         runner.run(short.draw(vocabulary, seed), short.output)
         say(f"{runner.name}: {work.name} warmed up")
+        yield
     for turn in range(1, rounds + 1):
         for work in works:
             gc.collect()
@@ -78,6 +87,7 @@ def measure(
             say(
                 f"{runner.name}: {work.name} round {turn}: {found.seconds:.3f} s, {rate:,.0f} output tokens/s"
             )
+            yield
 
 
 def _check(work: Workload, found: Measured) -> None:
@@ -89,17 +99,20 @@ def _check(work: Workload, found: Measured) -> None:
         )
 
 
-def run_one(kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options) -> Ran:
-    """All of one runner's workloads. A runner that fails keeps what it has, and says why."""
+def run_one(
+    ran: Ran, kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options
+) -> Iterator[None]:
+    """All of one runner's workloads into `ran`, with a pause after each. A runner that fails keeps what it has, and says
+    why."""
     name = NAMES[kind]
-    ran = Ran(name)
     try:
         say(f"{name}: starting on {shape}")
         runner = RUNNERS[kind](shape, options)
         ran.version, ran.start_s, ran.notes = runner.version, runner.start_s, runner.notes
         say(f"{name}: ready after {runner.start_s:.1f} s")
+        yield
         try:
-            measure(runner, works, hf_config(shape).vocab_size, rounds, options.seed, ran.results)
+            yield from measure(runner, works, hf_config(shape).vocab_size, rounds, options.seed, ran.results)
         finally:
             runner.close()
     except Exception as error:  # noqa: BLE001 - one engine's failure must not lose the others' figures
@@ -107,7 +120,16 @@ def run_one(kind: str, shape: str, works: Sequence[Workload], rounds: int, optio
         say(f"{name}: {ran.error}")
         if kind != "vllm":
             traceback.print_exc()
-    return ran
+
+
+def take_turns(runs: Sequence[Iterator[None]]) -> None:
+    """Run all to their ends, a piece of each at a time."""
+    left = list(runs)
+    while left:
+        left = [run for run in left if next(run, END) is not END]
+
+
+END = object()
 
 
 # -- the command ------------------------------------------------------------------------------------
@@ -138,8 +160,8 @@ def _parser() -> argparse.ArgumentParser:
         help="the model's shape (default: tiny)",
     )
     add("--only", nargs="+", choices=known, metavar="W", help=f"of {', '.join(known)} (default: all)")
-    add("--peers", nargs="*", choices=["hf", "vllm", "invariant"], default=["hf", "vllm"], metavar="PEER",
-        help="hf and vllm (default: both); invariant: kvloom's own batch-invariant mode; --peers alone is kvloom by itself")  # fmt: skip
+    add("--peers", nargs="*", choices=["hf", "hf-alone", "vllm", "invariant"], default=["hf", "vllm"], metavar="PEER",
+        help="hf and vllm (default: both); hf-alone: generate() for one request after the other; invariant: kvloom's own batch-invariant mode; --peers alone is kvloom by itself")  # fmt: skip
     add(
         "--rounds",
         type=int,
@@ -225,7 +247,13 @@ def _bench(args: argparse.Namespace) -> int:
     floors = {} if least is None else {work.name: least.of(work) for work in works}
     quoted = QUOTED.get(args.shape, {}) if on_h200 and scale == 1 else {}
     kinds = ["kvloom", *dict.fromkeys(args.peers)]
-    ran = [run_one(kind, args.shape, works, args.rounds, options) for kind in kinds]
+    ran = [Ran(NAMES[kind]) for kind in kinds]
+    runs = [
+        run_one(each, kind, args.shape, works, args.rounds, options)
+        for each, kind in zip(ran, kinds, strict=True)
+    ]
+    for together in [runs] if device == "cpu" else [[run] for run in runs]:
+        take_turns(together)
     exact = shape.dtype == torch.float32 and args.kv_dtype in (None, "fp32")
     report = {
         "shape": args.shape, "scale": scale, "device": name, "dtype": str(shape.dtype).removeprefix("torch."),

@@ -26,7 +26,7 @@ from .residency import Peak
 from .shapes import SHAPES, build, hf_config
 from .workloads import Conversation
 
-__all__ = ["HuggingFace", "Invariant", "Kvloom", "Measured", "Options", "Runner", "Turns", "Vllm"]
+__all__ = ["HuggingFace", "Invariant", "Kvloom", "Measured", "OneByOne", "Options", "Runner", "Turns", "Vllm"]
 
 Turns = list[list[list[int]]]
 """What was said: [conversation][turn] → tokens."""
@@ -186,8 +186,9 @@ class Invariant(Kvloom):
 
 
 class HuggingFace:
-    """generate() with a static cache: batches of equal work, padded on the left, as many at once as memory holds. It has
-    no way to let conversations advance on their own: their turns go in step."""
+    """generate() with the cache that is faster there, static on a GPU and dynamic on a CPU: batches of equal work, padded on
+    the left, as many at once as memory holds. It has no way to let conversations advance on their own: their turns go in
+    step."""
 
     name = "Hugging Face"
     CPU_BYTES = 4 << 30
@@ -203,7 +204,11 @@ class HuggingFace:
         _synchronize(self.device)
         self.start_s = time.perf_counter() - begin
         self.version = str(transformers.__version__)
-        self.notes = {"cache": "static", "compiled": "yes" if options.compile else "no"}
+        self.static = options.device.startswith("cuda")
+        self.notes = {
+            "cache": "static" if self.static else "dynamic",
+            "compiled": "yes" if options.compile else "no",
+        }
         dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
         self._layers = list(model_spec({**config.to_dict(), "dtype": dtype}).layers.values())
         # What prefill holds of a token at its widest: gate and up, their product, and a few rows of the model's width.
@@ -263,7 +268,8 @@ class HuggingFace:
             disable_compile=not self.compile,
         )  # fmt: skip
         # One of our own: those that generate() makes never get shorter than the longest before.
-        cache = StaticCache(config=self.model.config, max_cache_len=longest + output)
+        length = longest + output
+        cache = StaticCache(config=self.model.config, max_cache_len=length) if self.static else None
         with torch.inference_mode():
             found = self.model.generate(
                 torch.tensor(padded, device=self.device),
@@ -277,6 +283,15 @@ class HuggingFace:
     def close(self) -> None:
         del self.model
         _free(self.device)
+
+
+class OneByOne(HuggingFace):
+    """generate() as it is called by whoever gets requests one at a time: nobody batches them."""
+
+    name = "Hugging Face, one by one"
+
+    def _slice(self, prompt: int, output: int) -> int:
+        return 1
 
 
 def _cpu_environment() -> dict[str, str]:

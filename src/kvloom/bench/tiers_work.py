@@ -284,7 +284,7 @@ def peer(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         assert process.stdout is not None
         port = int(json.loads(process.stdout.readline())["address"].rpartition(":")[2])
         shared = open_peer(("127.0.0.1", port), config=RemoteConfig(1, timeout=30))
-        plain = open_peer(("127.0.0.1", port), shared=False, config=RemoteConfig(1, timeout=30))
+        plain = open_peer(("127.0.0.1", port), by="connection", config=RemoteConfig(1, timeout=30))
         _of_tier(shared, memory).write()  # once round its memory
         memory.fresh()
         _of_tier(shared, memory).write()

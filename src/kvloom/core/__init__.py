@@ -8,7 +8,7 @@ from .cache import KVCache
 from .clock import Clock, VirtualClock, WallClock
 from .events import Dropped, Event, EventBus, Moved, Stored
 from .hints import Pin
-from .layers import DTYPE_BYTES, Field, LayerSpec, Span, attention_fields
+from .layers import DTYPE_BYTES, PROMPT, Field, LayerSpec, Span, attention_fields
 from .layout import GRAIN, MAX_WASTE, PageGroup, PoolLayout
 from .lookup import REASONS, Match, Stop
 from .media import Media
@@ -27,6 +27,7 @@ __all__ = [
     "MAX_WASTE",
     "NAME_BYTES",
     "POLICIES",
+    "PROMPT",
     "REASONS",
     "Arrival",
     "Clock",

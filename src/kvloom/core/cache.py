@@ -19,6 +19,7 @@ from .columns import Columns
 from .committing import Committing
 from .events import EventBus
 from .hints import Hints, Pin
+from .layers import PROMPT
 from .layout import PoolLayout
 from .lookup import Lookup, Match, Stop
 from .media import Media, MediaIds, MediaRun
@@ -82,7 +83,10 @@ class KVCache:
         teller = Teller(layout, self.events, self.media_ids.digest_of)
         self.tree = PrefixTree(layout, self.pages, self.states, teller)
         self.accounts = Accounts(tenants, make_policy(policy), (slabs - 1) * layout.slab_bytes)
-        self.room = Room(self.pool, self.tree, self.media, self.accounts, self.clock, layout.slab_bytes)
+        lasts = any(group.spec.lifetime != PROMPT for group in layout.of("media"))
+        self.room = Room(
+            self.pool, self.tree, self.media, self.accounts, self.clock, layout.slab_bytes, lasts
+        )
         self.lookup = Lookup(self.tree, self.room)
         blocks, windows = -(-max_tokens // self.block_tokens), len(self.tree.windows)
         widths = self.pages.width, self.states.width

@@ -67,7 +67,7 @@ class Hints(Verbs):
         if pin.checkpoint is not None:
             pin.checkpoint.locks += 1
         for item in match.media:
-            if self.has_run(item) and item.start < match.resume:
+            if self.room.runs_last and self.needs_run(item, match.resume, match.resume):
                 pin.runs.append(self.room.runs[match.root_name + item.digest])
                 self.room.hold_run(pin.runs[-1], now)
         pin.number = next(self._numbers)

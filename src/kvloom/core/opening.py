@@ -36,7 +36,7 @@ class Opening(Verbs):
         runs = [
             self.room.runs[match.root_name + item.digest]
             for item in match.media
-            if self.has_run(item) and item.start < match.resume
+            if self.room.runs_last and self.needs_run(item, match.resume, match.resume)
         ]
         row = self.rows.take()
         now = self.clock.now()
@@ -112,6 +112,8 @@ class Opening(Verbs):
             before = passed.last_used
             node = passed if passed.end <= boundary else self.tree.split(passed, boundary)
             node.hits += 1
+            if node.hits == 1:
+                node.offered = 0  # it was used again: whoever waits for that hears of it once more
             node.ended = False
             self._raise_priority(node, match.control, now)
             policy.on_hit(node, now)

@@ -177,6 +177,7 @@ class Room:
         accounts: Accounts,
         clock: Clock,
         slab_bytes: int,
+        media_lasts: bool = True,
     ) -> None:
         self.pool = pool
         self.tree = tree
@@ -187,6 +188,8 @@ class Room:
         self.copies = Copies(pool, slab_bytes)
         self.ghosts = Ghosts()
         self.runs: dict[bytes, MediaRun] = {}
+        self.runs_last = media_lasts
+        """Whether tokens behind an image need its run, too (cross attention)."""
         self.evictions = 0
         self.evicted: Counter[str] = Counter()
         """Evictions by what left: blocks, window (pages that left every window), snapshot, media."""

@@ -20,8 +20,9 @@ from kvloom.core import PageGroup, PoolLayout
 from kvloom.kernels.copy import Copier, Done
 from kvloom.tiers import Form, HostConfig, HostTier
 
-__all__ = ["HostPages", "form_of", "open_host"]
+__all__ = ["Event", "HostPages", "form_of", "open_host"]
 
+Event = torch.cuda.Event | Done
 Ids = npt.NDArray[np.integer[Any]]
 _SLAB = 8 << 20
 _CHECKED_RUN = 32 * 1024
@@ -74,10 +75,14 @@ class HostPages:
             count = arena.numel() // stride
             self._rows[stride] = arena[: count * stride].view(count, stride)
 
-    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> torch.cuda.Event | Done:
+    def wait(self, event: Event) -> None:
+        """What is launched from now on begins after `event`, on the device."""
+        event.wait(torch.cuda.current_stream(self.buffer.device))
+
+    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
         """Pages to places in the arena; begins after what the current stream has still to do."""
         return self._copiers[stride].gather(pages, self._rows[stride], offsets // stride)
 
-    def up(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> torch.cuda.Event | Done:
+    def up(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
         """Places in the arena to pages; begins after what the current stream has still to do."""
         return self._copiers[stride].scatter(self._rows[stride], pages, offsets // stride)

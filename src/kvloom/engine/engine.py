@@ -21,6 +21,7 @@ from kvloom.core import Control, KVCache, PoolLayout, Tenant
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.views import allocate
 from kvloom.models.attention import install
+from kvloom.models.embeddings import Embeddings, with_embeddings
 from kvloom.models.fingerprint import model_fingerprint
 from kvloom.models.scales import fingerprint, load_scales
 from kvloom.models.sight import Sight
@@ -56,11 +57,10 @@ class Engine:
     `kv_dtype` is what K and V are kept in (the model's own if None), and `kv_scales` where the scales of int8 and fp8 come
     from: "dynamic", "checkpoint", or a file of `kvloom calibrate`. `ahead` says
     whether steps are launched before the tokens of the one before are known; on a GPU they are, unless told otherwise.
-    A `tokenizer` is needed for stop texts and structured output alone. `image_bytes` bound the embeddings of images that are
-    kept, beside the pool. `batch_invariant`: on a GPU, too, what a request gets is the same bits whatever runs beside it.
-    `tiers` are places for pages below the pool (`host:64GiB`, `disk:/path:1TiB`: docs/tiers.md), nearest first; `lower` says
-    how they are used, and `close` ends them. `max_context` are
-    the tokens a sequence may come to have, where the model could do more."""
+    A `tokenizer` is needed for stop texts and structured output alone. `batch_invariant`: on a GPU, too, what a request gets is
+    the same bits whatever runs beside it. `tiers` are places for pages below the pool (`host:64GiB`, `disk:/path:1TiB`:
+    docs/tiers.md), nearest first; `lower` says how they are used, and `close` ends them. `max_context` are the tokens a sequence
+    may come to have, where the model could do more."""
 
     def __init__(
         self,
@@ -76,7 +76,6 @@ class Engine:
         memory_fraction: float = 0.9,
         tenants: Iterable[Tenant] = (),
         kv_scales: str | os.PathLike[str] = "dynamic",
-        image_bytes: int = 256 << 20,
         batch_invariant: bool = False,
         tiers: Many[str | Place] = (),
         lower: LowerConfig | None = None,
@@ -100,6 +99,9 @@ class Engine:
         )
         scales = None if kv_scales == "dynamic" else load_scales(kv_scales, model, spec.layers)
         self.layout = PoolLayout.build(spec.layers, block_tokens)
+        self.vision = None if Vision.refusal(model) else Vision(model)
+        if self.vision is not None:
+            self.layout = with_embeddings(spec.layers, self.layout)
         self.limit = spec.max_context
         if max_context is not None:
             if not 1 <= max_context <= (self.limit or MAX_TOKENS):
@@ -109,7 +111,6 @@ class Engine:
             self.limit = max_context
         self._whose = "the model's" if self.limit and max_context is None else "this engine's"
         install(model, self.limit)
-        self.vision = None if Vision.refusal(model) else Vision(model, image_bytes)
         self.room: Room | None = None
         """How the pool got its size, where it was left to find it."""
         if pool_bytes is None:
@@ -132,6 +133,9 @@ class Engine:
                 f"a pool of {pool_bytes:,} bytes is too small: its unit is {self.layout.slab_bytes:,} and it needs two"
             )
         self.buffer = allocate(self.layout, slabs, self.device)
+        if self.vision is not None:
+            width = model.get_input_embeddings().weight.shape[1]
+            self.vision.embeddings = Embeddings(self.layout, self.buffer, width, weight.dtype)
         name = spec.name
         if tiers:  # who finds pages there must have computed just these
             name = f"{model.config.model_type} {model_fingerprint(model)}{' invariant' * batch_invariant}"

@@ -20,22 +20,23 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kvloom.core import Arrival, KVCache, Match, Need, PageGroup, Parcel, Prospect, Question
-from kvloom.kernels.copy import Done
-from kvloom.tiers import Form, HostTier, Lease, Objects, Outcome, TierError
+from kvloom.core import Arrival, KVCache, Match, Need, PageGroup, Prospect, Question
+from kvloom.tiers import Form, HostTier, Lease, Objects, TierError
 from kvloom.tiers.mover import Fetch, Finding, Mover, MoverConfig
 from kvloom.tiers.opening import Place, host_capacity, open_place
 
-from .arena import HostPages, form_of, open_host
+from .arena import Event, HostPages, form_of, open_host
+from .keeping import Keeping
 from .request import Request
 from .speeds import Line
 
 __all__ = ["Lower", "LowerConfig", "open_lower"]
 
 log = logging.getLogger("kvloom.tiers")
-Event = torch.cuda.Event | Done
 STAGING = {False: 256 << 20, True: 4 << 30}
 """Host memory that pages pass through where no host tier was asked for, without and with a GPU."""
+GAIN = 0.1
+"""Computing the head while the tail loads is worth its steps where it saves this share of loading everything."""
 MOST_FORESEEN = 64
 """Requests in the queue whose pages are looked for before their turn."""
 
@@ -52,7 +53,9 @@ class LowerConfig:
 
 @dataclass(slots=True, eq=False)
 class _Trip:
-    """A request's pages on their way. `below`: which lane has what is not in host memory."""
+    """A request's pages on their way. `below`: which lane has what is not in host memory. Where `first` is set the request
+    computes meanwhile, and only what comes from that token on is on its way: the two meet; one that is `patient` has others to
+    wait for anyway, and loads all."""
 
     request: Request
     prospect: Prospect | None = None
@@ -60,31 +63,22 @@ class _Trip:
     below: dict[bytes, int] = field(default_factory=dict)
     fetches: list[Fetch] = field(default_factory=list)
     found: bool = False
+    patient: bool = False
+    first: int = 0
     arrival: Arrival | None = None
     came: np.ndarray | None = None
     states_came: bool = True
     leases: list[Lease] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    began: float = 0.0
+    began: float = field(default_factory=time.monotonic)
     copied: float = 0.0
     bytes: int = 0
     objects: int = 0
+    resume: int = 0
 
     @property
     def tenant(self) -> str:
         return self.request.control.tenant
-
-
-@dataclass(slots=True)
-class _Down:
-    """Pages being copied to host memory: where, and what is still to be told of them."""
-
-    event: Event
-    lease: Lease
-    objects: Objects
-    fresh: np.ndarray
-    parcel: Parcel
-    lent: Parcel | None = None
 
 
 def open_lower(
@@ -135,15 +129,6 @@ def _taken_write(text: str) -> tuple[str, str]:
     return head + ("?" + rest if rest else ""), place.write
 
 
-def _joined(parcels: list[Parcel]) -> Parcel:
-    """Parcels that differ in their pages alone as one: its copies are fewer."""
-    return parcels[0]._replace(
-        names=[name for parcel in parcels for name in parcel.names],
-        rows=np.concatenate([parcel.rows for parcel in parcels]),
-        at=np.concatenate([parcel.at for parcel in parcels]),
-    )
-
-
 def _short(names: Many[str]) -> list[str]:
     """Tiers' names without their paths and addresses: disk, disk 2, redis."""
     kinds = [name.partition(":")[0] for name in names]
@@ -169,15 +154,10 @@ class Lower:
         self.names = _short([host.name, *(lane.tier.name for lane in self.mover.lanes)])
         """What its tiers are called where anyone may read it: host memory first, then those below."""
         self._pages = HostPages(cache.layout, buffer, host)
-        self._cuda = buffer.is_cuda
         self._settle = settle
-        writes = [place.write for place in places] + ([host_write] if host_write else [])
-        self._writes = set(writes)
         self.forms: dict[int, list[Form]] = {
             g.index: [form_of(g, run) for run in range(g.runs)] for g in cache.layout.groups
         }
-        self._offers: list[Parcel] = []
-        self._downs: list[_Down] = []
         self._trips: dict[Request, _Trip] = {}
         self._orphans: list[_Trip] = []
         self._fetching: dict[bytes, Fetch] = {}
@@ -186,94 +166,18 @@ class Lower:
         self.last_load = 0.0
         """Seconds of the last load, from host memory to pages in the tree."""
         self.counts: dict[str, int] = dict.fromkeys(
-            (
-                "trips",
-                "landed_tokens",
-                "landed_bytes",
-                "failed_pages",
-                "not_worth",
-                "no_room",
-                "kept_pages",
-                "kept_bytes",
-            ),
+            ("trips", "landed_tokens", "landed_bytes", "failed_pages", "not_worth", "no_room"),
             0,
         )
-        cache.offer(self._offered, ends=bool(self._writes & {"through", "second-use"}))
-
-    # -- down -----------------------------------------------------------------------------------
-
-    def _offered(self, parcel: Parcel) -> None:
-        """The cache has pages for whoever wants copies. Their bytes are read before anything overwrites them."""
-        wanted = "through" in self._writes or (parcel.used and "second-use" in self._writes)
-        if wanted or (parcel.leaving and "back" in self._writes):
-            self._offers.append(parcel)
-
-    def take_offers(self) -> None:
-        """Copy what was offered to host memory. Called before the copies that the cache has decided are made."""
-        offers, self._offers = self._offers, []
-        alike: dict[tuple[object, ...], list[Parcel]] = {}
-        for parcel in offers:
-            key = parcel.numbering, parcel.tenant, parcel.leaving, parcel.used
-            alike.setdefault(key, []).append(parcel)
-        for some in alike.values():
-            self._keep(some[0] if len(some) == 1 else _joined(some))
-        self._finish_downs()
-
-    def _keep(self, parcel: Parcel) -> None:
-        for group in self.cache.layout.of(parcel.numbering):
-            for run, form in enumerate(self.forms[group.index]):
-                column = group.column + run
-                at = np.flatnonzero(parcel.at[:, column])
-                if not at.size:
-                    continue
-                pages = parcel.at[at, column]
-                elsewhere = bool((pages != parcel.rows[at, column]).any())
-                objects = Objects([parcel.names[i] for i in at.tolist()], group.index, form, parcel.tenant)
-                lease = self.host.reserve(objects)
-                fresh = lease.results == Outcome.PENDING
-                event: Event = Done()
-                if fresh.any():
-                    event = self._pages.down(group.page_stride, pages[fresh], lease.offsets[fresh])
-                down = _Down(event, lease, objects, fresh, parcel)
-                self._downs.append(down)
-                if event.query():
-                    continue
-                # What a stream still reads must not be overwritten: what leaves makes later steps wait, what stays is held.
-                if parcel.leaving or elsewhere:
-                    event.wait(torch.cuda.current_stream(self._pages.buffer.device))
-                else:
-                    rows = np.zeros_like(parcel.rows)
-                    rows[:, column] = parcel.rows[:, column]
-                    down.lent = parcel._replace(rows=rows)
-                    self.cache.lend(down.lent)
-
-    def _finish_downs(self) -> None:
-        """Tell of the copies that are made."""
-        waiting = []
-        for down in self._downs:
-            if not down.event.query():
-                waiting.append(down)
-                continue
-            down.lease.release(True)
-            if down.lent is not None:
-                self.cache.give_back(down.lent)
-            kept = int(down.fresh.sum())
-            self.counts["kept_pages"] += kept
-            self.counts["kept_bytes"] += kept * down.objects.form.page_bytes
-            objects = down.objects
-            if not (down.parcel.used and "second-use" in self._writes) and kept < len(objects):
-                names = [objects.names[i] for i in np.flatnonzero(down.fresh).tolist()]
-                objects = Objects(names, objects.group, objects.form, objects.tenant)
-            if len(objects):
-                self.mover.kept(objects, down.parcel.leaving, down.parcel.used)
-        self._downs = waiting
+        writes = {place.write for place in places} | ({host_write} if host_write else set())
+        self._keeping = Keeping(cache, self._pages, self.mover, self.forms, writes)
 
     # -- up -------------------------------------------------------------------------------------
 
-    def foresee(self, request: Request, match: Match) -> None:
-        """A request was queued: what it needs from below host memory may come there now."""
+    def foresee(self, request: Request, match: Match, patient: bool) -> None:
+        """A request was queued, behind others if `patient`: what it needs from below host memory may come there now."""
         if self.mover.lanes and len(self._trips) < MOST_FORESEEN and self._may(request, match):
-            trip = self._trips[request] = _Trip(request, began=time.monotonic())
+            trip = self._trips[request] = _Trip(request, patient=patient)
             self._seek(trip, match)
 
     @staticmethod
@@ -291,15 +195,32 @@ class Lower:
         if trip is None:
             if not self._may(request, match):
                 return False
-            trip = self._trips[request] = _Trip(request, began=time.monotonic())
+            trip = self._trips[request] = _Trip(request)
         if self._seek(trip, match):
-            return True
+            return not trip.first
+        if trip.first > match.matched:
+            return False  # its tail is here; it computes its head first
         return self._copy(trip, match) if trip.arrival is None else self._coming(trip)
 
     def lacks_room(self, request: Request) -> bool:
         """Whether a request's pages could come if there were room for them in the pool."""
         trip = self._trips.get(request)
-        return trip is not None and trip.arrival is None
+        return trip is not None and trip.arrival is None and not trip.first
+
+    def stop_at(self, request: Request) -> int | None:
+        """Where a request that computes its head meets the tail that comes from below, if that is ahead."""
+        trip = self._trips.get(request)
+        return trip.first if trip is not None and request.computed < trip.first else None
+
+    def may_jump(self, request: Request) -> bool:
+        """Whether the tail of a running request's prompt has come, and it should go on behind it."""
+        trip = self._trips.get(request)
+        if trip is None or not trip.first or trip.prospect is None or self._seek(trip, None):
+            return False
+        ahead = trip.prospect.point - request.computed
+        if ahead < self.cache.block_tokens:
+            self.forget(request)
+        return ahead >= self.cache.block_tokens and request.computed >= trip.first
 
     def under_way(self, request: Request) -> bool:
         """Whether a request that waits aside has nothing to come back for yet."""
@@ -313,7 +234,8 @@ class Lower:
     def began(self, request: Request) -> None:
         """A request computes now: nothing more is looked for until it has to begin again."""
         request.looked_below = True
-        self.forget(request)
+        if (trip := self._trips.get(request)) is not None and not trip.first:
+            self.forget(request)
 
     def forget(self, request: Request) -> None:
         """Nobody waits for a request's pages any more."""
@@ -353,36 +275,77 @@ class Lower:
         return Objects(question.names, question.group, self.forms[question.group][0], tenant)
 
     def _fetch(self, trip: _Trip) -> None:
-        """Bring what a trip found below host memory, unless computing it is faster."""
+        """Bring what a trip found below host memory: all of it, or the tail while the head is computed."""
         assert trip.prospect is not None
-        wanted: list[Objects] = []
-        below: dict[bytes, int] = {}
-        for need in trip.prospect.needs():
-            runs = self._objects(need, trip.tenant)
-            first = runs[0].keys
-            for one in runs:
-                for key, main in zip(one.keys, first, strict=True):
-                    if main not in trip.below:
-                        continue
-                    if key in self._fetching and not self._fetching[key].done:
-                        if self._fetching[key] not in trip.fetches:
-                            trip.fetches.append(self._fetching[key])
-                        continue
-                    below[key] = trip.below[main]
-            wanted += runs
+        wanted, below = self._lacking(trip, 0)
         if not below:
             return
-        match = trip.prospect.match
-        tokens = trip.prospect.point - match.resume
-        if not self._worth(tokens, match.length - match.resume, self.mover.seconds(wanted, below)):
+        trip.first = self._meeting(trip)
+        if trip.first:
+            wanted, below = self._lacking(trip, trip.first)
+        match, point = trip.prospect.match, trip.prospect.point
+        if not below or trip.first >= point:
             self.counts["not_worth"] += 1
+            trip.first = 0
             return
         least, most = self.config.seconds
+        tokens = point - match.resume
         patience = max(least, min(most, 2 * self.prefill.seconds(tokens))) if self.prefill.known else most / 2
         fetch = self.mover.fetch(wanted, below, time.monotonic() + patience)
         trip.fetches.append(fetch)
         self._fetching = {key: one for key, one in self._fetching.items() if not one.done}
         self._fetching.update(dict.fromkeys(below, fetch))
+
+    def _meeting(self, trip: _Trip) -> int:
+        """Where computing from the left and loading from the right should meet; 0: load everything, and compute nothing."""
+        assert trip.prospect is not None
+        if trip.patient or self.config.load == "always" or not self.prefill.known:
+            return 0
+        match, point, block = trip.prospect.match, trip.prospect.point, self.cache.block_tokens
+        sizes = np.zeros(
+            (len(self.mover.lanes), point // block + 2), np.int64
+        )  # of block b at b + 1, of states at 0
+        for need in trip.prospect.needs():
+            keys = self._objects(need, trip.tenant)[0].keys
+            for b, key in zip(need.blocks, keys, strict=True):
+                if key in trip.below:
+                    sizes[trip.below[key], b + 1] += need.group.page_stride * need.group.runs
+
+        def loading(first: int) -> float | None:
+            rest = sizes[:, 0] + sizes[:, first // block + 1 :].sum(1)
+            return self.mover.seconds({lane: int(size) for lane, size in enumerate(rest) if size})
+
+        whole, start = loading(match.resume), -(-match.resume // block) * block
+        if whole is None:
+            return 0
+        low, high = 0, max(0, (point - start) // block)
+        while low < high:  # the first block at which computing up to it takes as long as loading the rest
+            middle = (low + high) // 2
+            first = start + middle * block
+            if self.prefill.seconds(first - match.resume) >= (loading(first) or 0.0):
+                high = middle
+            else:
+                low = middle + 1
+        return start + low * block if low and self.prefill.seconds(low * block) < (1 - GAIN) * whole else 0
+
+    def _lacking(self, trip: _Trip, first: int) -> tuple[list[Objects], dict[bytes, int]]:
+        """What is below host memory of a trip's pages from `first` on, and where; what others fetch is waited for."""
+        assert trip.prospect is not None
+        wanted: list[Objects] = []
+        below: dict[bytes, int] = {}
+        for need in trip.prospect.needs(first):
+            runs = self._objects(need, trip.tenant)
+            for one in runs:
+                for key, main in zip(one.keys, runs[0].keys, strict=True):
+                    if main not in trip.below:
+                        continue
+                    other = self._fetching.get(key)
+                    if other is None or other.done:
+                        below[key] = trip.below[main]
+                    elif other not in trip.fetches:
+                        trip.fetches.append(other)
+            wanted += runs
+        return wanted, below
 
     def _objects(self, need: Need, tenant: str) -> list[Objects]:
         group = need.group.index
@@ -408,6 +371,7 @@ class Lower:
             self.counts["not_worth"] += 1
             return self._done(trip)
         trip.copied, trip.objects = time.monotonic(), sum(len(need.names) for need in needs)
+        trip.resume = match.resume
         trip.arrival = arrival = self.cache.expect(prospect)
         if arrival is None:
             self.counts["no_room"] += 1
@@ -440,9 +404,11 @@ class Lower:
             return True
         assert trip.arrival is not None
         resumed = self.cache.land(trip.arrival, trip.came, trip.states_came)
+        if trip.request.cached_tokens is not None and trip.first:
+            trip.request.cached_tokens += max(0, resumed - trip.resume)
         self._let_go(trip)
         now = time.monotonic()
-        self.last_load = now - trip.began
+        self.last_load = now - trip.copied
         self.copying.see(trip.bytes, now - trip.copied)
         self._tell(trip, resumed, now)
         self.counts["landed_tokens"] += resumed
@@ -483,19 +449,36 @@ class Lower:
 
     # -- the engine's side ----------------------------------------------------------------------
 
+    def take_offers(self) -> None:
+        """Copy what the cache offered to host memory. Called before the copies that the cache has decided are made."""
+        self._keeping.take()
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages that were copied to host memory."""
+        return self._keeping.kept_pages
+
+    @property
+    def kept_bytes(self) -> int:
+        """And their bytes."""
+        return self._keeping.kept_bytes
+
     def poll(self) -> None:
         """Once a step: go on with what is under way."""
         if self._orphans:
             self._finish_orphans()
-        if self._downs:
-            self._finish_downs()
+        self._keeping.finish()
         for trip in list(self._trips.values()):
             self._seek(trip, None)
 
     @property
     def holding(self) -> bool:
         """Whether pages are held that will be free by themselves."""
-        return bool(self._orphans or self._downs) or any(t.arrival is not None for t in self._trips.values())
+        return bool(self._orphans) or self._keeping.busy or self._copying
+
+    @property
+    def _copying(self) -> bool:
+        return any(trip.arrival is not None for trip in self._trips.values())
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step computed so many tokens of prompts in so long."""
@@ -504,7 +487,7 @@ class Lower:
 
     def wait(self, timeout: float) -> None:
         """Nothing else is to do: sleep until something is, `timeout` seconds at the most."""
-        if self._cuda and (self._downs or any(t.arrival is not None for t in self._trips.values())):
+        if self._keeping.busy or self._copying:
             time.sleep(min(timeout, 0.0002))
         else:
             self.mover.wait(timeout)
@@ -513,7 +496,7 @@ class Lower:
         """Copy down what was offered, store it, and close the tiers, within `timeout`."""
         deadline = time.monotonic() + timeout
         self.take_offers()
-        while self._downs and time.monotonic() < deadline:
+        while self._keeping.busy and time.monotonic() < deadline:
             time.sleep(0.001)
-            self._finish_downs()
+            self._keeping.finish()
         self.mover.close(max(0.1, deadline - time.monotonic()))

@@ -80,10 +80,10 @@ class Scheduler:
         for whose, needed, there in (
             (
                 "pool has",
-                self._slabs_for(request.limit) * layout.slab_bytes,
+                self._slabs_of(request) * layout.slab_bytes,
                 (pool.slabs - 1) * layout.slab_bytes,
             ),
-            ("tenant's quota is", layout.slab_bytes_for(request.limit), quota),
+            ("tenant's quota is", self._bytes_of(request), quota),
         ):
             if there is not None and needed > there:
                 raise ValueError(
@@ -97,7 +97,8 @@ class Scheduler:
             )
         heapq.heappush(self._waiting, (request.rank, request))
         if self.lower is not None:
-            self.lower.foresee(request, self._match(request))
+            patient = bool(self.running) or len(self._waiting) > 1
+            self.lower.foresee(request, self._match(request), patient)
 
     def cancel(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -123,7 +124,11 @@ class Scheduler:
         self._decode(decodes, picked, places)
         first = len(picked)
         for request in prompts:
-            if budget and request.sequence is not None:
+            if self.lower is not None and request.sequence is not None and self.lower.may_jump(request):
+                self._let_go(request)  # the rest of its prompt has come: it goes on behind it
+                alone = None
+                heapq.heappush(self._waiting, (request.rank, request))
+            elif budget and request.sequence is not None:
                 budget -= self._reserve(request, budget, picked, places)
         if alone is not None and alone.sequence is None and not self._freeing:
             self._give_up(alone)
@@ -349,6 +354,8 @@ class Scheduler:
         count = min(request.pending, budget)
         if sequence.boundary is not None:
             count = min(count, sequence.boundary - sequence.length)
+        if self.lower is not None and (stop := self.lower.stop_at(request)) is not None:
+            count = min(count, stop - request.computed)
         telling = request.telling
         count = _fitting(request, min(count, self._told) if telling else count)
         if not count:
@@ -404,13 +411,33 @@ class Scheduler:
             self.given_up.append(request)
         request.uncached = True
 
+    def _slabs_of(self, request: Request) -> int:
+        """The most slabs that a request fills: at its end, or while it computes the largest of its images."""
+        slabs, sight = self._slabs_for(request.limit), request.sight
+        if sight is None:
+            return slabs
+        blocks = max(-(-item.tokens // self.cache.block_tokens) for item in sight.media)
+        seeing = sum(
+            -(-blocks * group.runs // group.pages_per_slab) for group in self.cache.layout.of("media")
+        )
+        return max(slabs, self._slabs_for(sight.media[-1].stop) + seeing)
+
+    def _bytes_of(self, request: Request) -> int:
+        """The same in bytes, by the pages alone."""
+        layout, sight = self.cache.layout, request.sight
+        if sight is None:
+            return layout.slab_bytes_for(request.limit)
+        largest = max(item.tokens for item in sight.media)
+        seeing = layout.slab_bytes_for(sight.media[-1].stop, [largest])
+        return max(layout.slab_bytes_for(request.limit), seeing)
+
     def _slabs_for(self, length: int) -> int:
         """The most slabs that a sequence fills on its way to `length` tokens. (Windows are widest before its end.)"""
         layout = self.cache.layout
         windowed = any(group.spec.span.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)
         pages = [np.zeros(len(ends), np.int64) for _ in self.cache.pool.classes]
-        for group in layout.groups:
+        for group in (*layout.of("token"), *layout.of("state")):
             units = np.ones_like(ends)
             if group.spec.unit == "token":
                 left = group.spec.span.first_visible_each(ends - 1) // layout.block_tokens

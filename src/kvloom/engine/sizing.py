@@ -100,7 +100,8 @@ def _trial(
     tokens = min(tokens, rows * longest)
     counts = [min(longest, tokens - start) for start in range(0, tokens, longest)]
     blocks = sum(-(-count // layout.block_tokens) for count in counts)
-    units = [(len(counts) if group.spec.unit == "state" else blocks) * group.runs for group in layout.groups]
+    each = {"token": blocks, "state": len(counts)}
+    units = [each[g.spec.unit] * g.runs if g.spec.axis == "text" else 0 for g in layout.groups]
     slabs = 2 + sum(
         1 + -(-count // group.pages_per_slab) for count, group in zip(units, layout.groups, strict=True)
     )

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 MOVES = frozenset((
     "_local_scalar_dense", "_pin_memory", "_to_copy", "_unsafe_view", "alias", "arange", "argmax", "argmin",
     "as_strided", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach", "embedding",
-    "empty", "empty_like", "empty_strided", "expand", "eye", "fill", "fill_", "floor_divide", "full", "full_like", "gather",
+    "empty", "empty_like", "empty_strided", "expand", "eye", "fill", "fill_", "full", "full_like", "gather",
     "index", "index_copy", "index_copy_", "index_fill", "index_fill_", "index_put", "index_put_",
     "index_select", "is_pinned", "item", "lift_fresh", "lift_fresh_copy", "linspace", "masked_fill",
     "masked_fill_", "masked_scatter", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
@@ -38,7 +38,7 @@ MOVES = frozenset((
     "unbind", "unfold", "unsqueeze", "view", "zero_", "zeros", "zeros_like",
 ))
 # fmt: on
-"""Operations that compute nothing: what they give is what they were given. (Whole division is of indices.)"""
+"""Operations that compute nothing: what they give is what they were given."""
 ROWS = frozenset(
     [
         "_fused_rms_norm",
@@ -61,6 +61,10 @@ ROWS = frozenset(
 )
 """Operations that look at rows one by one, each in the same way, or only compare and count; `index_add` adds rows to places
 that are there once, as those who call it here do."""
+
+
+SINGLE = frozenset(("complex", "floor_divide", "polar"))
+"""Operations that work number by number, though torch does not say so of them."""
 
 
 def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
@@ -139,7 +143,7 @@ def _harmless(operation: OpOverload) -> bool:
         torch.Tag.pointwise in operation.tags
         or operation.is_view
         or name in MOVES
-        or name.rstrip("_") in ROWS
+        or name.rstrip("_") in ROWS | SINGLE
     )
 
 

@@ -18,7 +18,7 @@ from kvloom.kernels.fused import linear
 
 from .attention import ATTENTION, IGNORED
 
-__all__ = ["KNOWN", "Attention", "fuse_attention"]
+__all__ = ["TAKEN", "Attention", "fuse_attention"]
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -65,31 +65,23 @@ class Attention:
         """Whether nothing but a product lies between hidden states and the rotation."""
         return self.bias is None and self.norms == [None, None]
 
-    def __call__(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **named: Any,
-    ) -> tuple[torch.Tensor, None]:
-        pages = named.get("pages")
-        if (
-            pages is None or pages is not past_key_values or position_embeddings is None or len(hidden_states) != 1
-            or not self.turns(*position_embeddings) or not named.keys() <= KNOWN
-        ):  # fmt: skip
-            return self._own(hidden_states, position_embeddings, attention_mask, past_key_values, **named)  # type: ignore[no-any-return]
+    def __call__(self, *given: Any, **named: Any) -> tuple[torch.Tensor, None]:
+        pages, hidden, turns = (named.get(name) for name in ("pages", "hidden_states", "position_embeddings"))
+        if given or pages is None or hidden is None or turns is None or not named.keys() <= TAKEN:
+            return self._own(*given, **named)  # type: ignore[no-any-return]
+        if len(hidden) != 1 or not self.turns(*turns):
+            return self._own(**named)  # type: ignore[no-any-return]
         heads, kv, dim = self.heads, self.kv, self.dim
-        tokens = hidden_states.shape[1]
-        joined = linear(hidden_states[0], self.weight, self.bias).view(tokens, heads + 2 * kv, dim)
+        tokens = hidden.shape[1]
+        joined = linear(hidden[0], self.weight, self.bias).view(tokens, heads + 2 * kv, dim)
         turned = joined[:, : heads + kv]
         q, k, v = joined[:, :heads], joined[:, heads : heads + kv], joined[:, heads + kv :]
         if self.norms[0] is None:
-            cpu.rotate_(turned, *position_embeddings)
+            cpu.rotate_(turned, *turns)
         else:
             q, k = (norm(x) for norm, x in zip(self.norms, (q, k), strict=True))  # type: ignore[misc]
             for part in (q, k):
-                cpu.rotate_(part, *position_embeddings)
+                cpu.rotate_(part, *turns)
         new = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
         out = pages.attend(self.layer, q, *new, self.scale, None, None, 0)
         return self._module.o_proj(out.reshape(1, tokens, -1)), None
@@ -100,7 +92,8 @@ class Attention:
         )
 
 
-KNOWN = IGNORED | {"pages"}
+TAKEN = IGNORED | {"pages", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
+"""What a call may say; whoever says more is not understood here."""
 
 
 def fuse_attention(module: Any) -> bool:

@@ -32,6 +32,7 @@ from kvloom.kernels.views import LayerView, layer_views
 from kvloom.kernels.write import write
 
 from .batch import Batch
+from .embeddings import EMBEDDINGS
 from .families import absorb, calls_registry, keeps_latents, settle
 from .mixers import Steps, is_mixer, wrap
 from .reading import ModelError
@@ -87,6 +88,8 @@ class Pages(Void):
         self._states: dict[int, LayerView] = {}
         for name, view in layer_views(buffer, layout).items():
             spec = layout.groups[view.group].spec
+            if name == EMBEDDINGS:
+                continue
             found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
             if found is None or spec.axis != "text":
                 raise ModelError(

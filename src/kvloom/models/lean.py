@@ -14,11 +14,9 @@ import torch
 
 from kvloom.kernels import cpu
 
-from .attending import KNOWN, Attention
+from .attending import TAKEN, Attention
 
 __all__ = ["Lean", "Norm"]
-
-TAKEN = KNOWN | {"attention_mask", "past_key_values", "position_embeddings"}
 
 
 class Norm(NamedTuple):

@@ -1,0 +1,138 @@
+"""The native operations of a CPU give what torch gives, up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from kvloom.core import Span
+from kvloom.kernels import attention, cpu, fused, reference
+from kvloom.kernels.reference import Mask
+from kvloom.kernels.shapes import Shape
+
+pytestmark = pytest.mark.skipif(not cpu.BUILT, reason="built without a compiler")
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """However small, the work is shared among so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    monkeypatch.setattr(cpu, "SHARED_WORK", 1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("form", ["llama", "gemma"])
+@pytest.mark.parametrize("shape", [(3, 64), (1, 5, 96), (2, 3, 7), (0, 8)])
+def test_norms(shape: tuple[int, ...], form: fused.Norm) -> None:
+    x, weight = randn(*shape), randn(shape[-1], seed=1)
+    wanted = functional.rms_norm(x, weight.shape, weight + (form == "gemma"), 1e-6)
+    torch.testing.assert_close(cpu.rms_norm(x, weight, 1e-6, form == "gemma"), wanted)
+    apart = randn(6, 2 * shape[-1])[:, : shape[-1]]
+    wanted = functional.rms_norm(apart, weight.shape, weight + (form == "gemma"), 1e-6)
+    torch.testing.assert_close(fused.rms_norm(apart, weight, 1e-6, form), wanted)
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 300.0])
+@pytest.mark.parametrize("shape", [(3, 64), (1, 5, 96), (2, 14), (0, 8)])
+def test_gates(shape: tuple[int, ...], size: float) -> None:
+    x = size * randn(*shape)
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(cpu.gated(x, False), functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
+    wanted = functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(cpu.gated(x, True), wanted, rtol=1e-5, atol=1e-5 * size * size)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(1, 8), (5, 64), (3, 30)])
+def test_rotations_are_in_place(heads: int, dim: int) -> None:
+    joined = randn(4, heads + 2, dim)
+    cos, sin = randn(4, dim, seed=1), randn(4, dim, seed=2)
+    part = joined[:, :heads]
+    kept = joined[:, heads:].clone()
+    as_heads = part.transpose(0, 1)[None]
+    wanted, _ = fused.rotate(as_heads, as_heads, cos[None], sin[None])
+    cpu.rotate_(part, cos, sin)
+    torch.testing.assert_close(part, wanted[0].transpose(0, 1))
+    assert torch.equal(joined[:, heads:], kept)
+
+
+def test_new_tokens_go_to_their_places() -> None:
+    pages = torch.zeros(5, 3, 4, 2, 8)[:, 1]
+    new, page, place = randn(3, 2, 8), torch.tensor([4, 1, 4]), torch.tensor([0, 3, 2])
+    wanted = pages.clone()
+    wanted[page, place] = new
+    cpu.put(pages, new, page, place)
+    assert torch.equal(pages, wanted)
+    apart = randn(2, 3, 8, seed=1).transpose(0, 1)
+    wanted[page, place] = apart
+    cpu.put(pages, apart, page, place)
+    assert torch.equal(pages, wanted)
+
+
+LENGTHS = [1, 5, 16, 17, 70, 33]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("span", [Span("full"), Span("sliding", 9), Span("chunked", 16)])
+@pytest.mark.parametrize(("heads", "kv", "dim", "v_dim"), [(4, 2, 16, 16), (3, 1, 24, 8), (2, 2, 7, 7)])
+def test_single_queries_over_pages(span: Span, heads: int, kv: int, dim: int, v_dim: int) -> None:
+    rows, block = len(LENGTHS), 4
+    tables = torch.zeros(rows, 18, dtype=torch.int32)
+    tables[:] = (torch.randperm(rows * 18) + 1).int().view(rows, 18)
+    # A page holds other layers, and what was never written may be anything.
+    k, v = (torch.full((rows * 18 + 1, 3, block, kv, d), torch.nan)[:, 1] for d in (dim, v_dim))
+    for row, length in enumerate(LENGTHS):
+        for token in range(length):
+            page = int(tables[row, token // block])
+            k[page, token % block] = randn(kv, dim, seed=100 * row + token)
+            v[page, token % block] = randn(kv, v_dim, seed=100 * row + token + 50)
+    q = randn(rows, heads + 1, dim)[:, 1:]
+    plan = attention.CpuPlan(Shape(heads, kv, dim, v_dim, block, torch.float32), span)
+    plan.make(range(rows + 1), LENGTHS)
+    found, _ = plan.attend(q, k, v, tables, Mask(span), 0.3)
+    starts, lengths = torch.arange(rows + 1), torch.tensor(LENGTHS)
+    wanted, _ = reference.attend(q, k, v, tables, starts, lengths, Mask(span), 0.3)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("span", [Span("full"), Span("sliding", 9)])
+def test_a_layers_step_is_its_three_parts_in_one(span: Span) -> None:
+    heads, kv, dim, block, rows = 4, 2, 16, 4, len(LENGTHS)
+    k, v = (randn(200, block, kv, dim, seed=seed) for seed in (1, 2))
+    tables = (torch.randperm(rows * 18) + 1).int().view(rows, 18)
+    lengths = np.array(LENGTHS)
+    seen = cpu.Seen(span.first_visible_each(lengths - 1), lengths)
+    joined = randn(rows, (heads + 2 * kv) * dim)
+    cos, sin = randn(1, rows, dim, seed=3), randn(1, rows, dim, seed=4)
+
+    apart = joined.clone().view(rows, heads + 2 * kv, dim)
+    own_k, own_v = k.clone(), v.clone()
+    cpu.rotate_(apart[:, : heads + kv], cos, sin)
+    last = torch.from_numpy(lengths - 1)
+    at = tables[torch.arange(rows), last // block].long(), last % block
+    cpu.put(own_k, apart[:, heads : heads + kv], *at)
+    cpu.put(own_v, apart[:, heads + kv :], *at)
+    wanted = cpu.decode(apart[:, :heads], own_k, own_v, tables, seen, 0.25)
+
+    found = cpu.step(joined, cos, sin, heads, 0.25, cpu.LayerPages(k, v), cpu.Rows(tables, seen))
+    assert torch.equal(k, own_k)
+    assert torch.equal(v, own_v)
+    assert torch.equal(found.view(rows, heads, dim), wanted)
+
+
+def test_what_is_not_taken() -> None:
+    x = randn(4, 6)
+    assert cpu.takes(x, x[:, 1:])
+    assert not cpu.takes(x, x.double())
+    assert not cpu.takes(x.T)
+    assert not cpu.takes(x.to("meta"))

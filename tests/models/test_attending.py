@@ -1,0 +1,86 @@
+"""Attention modules and decoder layers in few calls, on a CPU: taken where they do the same, and used where they are taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvloom.engine.engine import Engine
+from kvloom.engine.request import SamplingParams
+from kvloom.kernels import cpu
+from kvloom.models.attending import Attention
+from kvloom.models.attention import install
+from kvloom.models.fusing import fuse
+from kvloom.models.lean import Lean
+
+from .test_attention import tiny
+
+pytestmark = pytest.mark.skipif(not cpu.BUILT, reason="built without a compiler")
+
+
+@pytest.mark.parametrize(
+    ("family", "attentions", "lean"),
+    [
+        ("llama", 4, True), ("mistral", 4, True), ("qwen2", 4, False), ("qwen3", 4, False), ("qwen3_moe", 4, False),
+        ("gemma2", 0, False), ("gpt_oss", 0, False), ("qwen3_next", 0, False), ("phi3", 0, False),
+    ],
+)  # fmt: skip
+def test_modules_are_taken_that_hand_pages_the_same(family: str, attentions: int, lean: bool) -> None:
+    model = tiny(family)
+    install(model)
+    assert fuse(model)["attentions"] == attentions
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    assert sum(isinstance(forward, Attention) for forward in forwards) == attentions
+    assert sum(isinstance(forward, Lean) for forward in forwards) == (attentions if lean else 0)
+
+
+def test_a_module_that_does_more_stays_as_it_is() -> None:
+    model = tiny("llama")
+    install(model)
+    odd = model.model.layers[1].self_attn
+    own = odd.forward
+
+    def forward(*given: Any, **named: Any) -> Any:
+        out, rest = own(*given, **named)
+        return 1.01 * out, rest
+
+    odd.forward = forward
+    assert fuse(model)["attentions"] == 3
+    assert not isinstance(model.model.layers[1].forward, Lean)
+
+
+def test_without_pages_a_model_computes_what_it_did() -> None:
+    model, ids = tiny("llama"), torch.arange(3, 33)[None]
+    with torch.inference_mode():
+        wanted = model(ids).logits
+        install(model)
+        fuse(model)
+        model.config._attn_implementation = "sdpa"
+        torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "called"), [("llama", True), ("qwen3", False)])
+def test_steps_of_single_tokens_take_the_short_way(
+    family: str, called: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """…and prompts do not; both give the tokens of `generate()`."""
+    model = tiny(family)
+    prompts = [list(range(5, 45)), [7, 8, 9]]
+    wanted = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+        for prompt in prompts
+    ]
+    sizes: list[int] = []
+    step = cpu.step
+    monkeypatch.setattr(
+        cpu, "step", lambda joined, *rest: (sizes.append(len(joined)), step(joined, *rest))[1]
+    )
+    engine = Engine(model, 1 << 24)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    engine.run()
+    for request, prompt, whole in zip(requests, prompts, wanted, strict=True):
+        assert list(request.output) == whole[0, len(prompt) :].tolist()
+    assert sizes == ([2] * 4 * 5 if called else [])
