@@ -81,7 +81,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 class Add(msgspec.Struct, frozen=True, tag=True):
     """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended. What was
-    computed under one `salt` is found under that alone."""
+    computed under one `salt` is found under that alone. `ends_session`: nothing more comes of its session."""
 
     id: int
     prompt: list[int]
@@ -94,6 +94,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     store: bool = True
     read: bool = True
     salt: str = ""
+    ends_session: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -115,7 +116,8 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What is new of the `index`th answer to prompt `id`. Text may lag behind tokens. `cached` is how many of the prompt's
-    tokens were found in the cache; `finish` comes with the last piece."""
+    tokens were found in the cache; `finish` comes with the last piece. `prompt` is told of the prompt's own tokens but the
+    first, where that was asked for, with the first answer."""
 
     id: int
     index: int
@@ -125,6 +127,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     finish: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[list[TokenTold]] | None = None
+    prompt: list[list[TokenTold]] | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
