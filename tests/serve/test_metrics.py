@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,27 @@ def test_the_fields_names_are_there_with_its_labels(server: Running) -> None:
     for name in ASKED_FOR:
         assert found[name]["model_name"] == MODEL
         assert found[name]["engine"] == "0"
+
+
+def test_the_documents_table_is_what_is_served(server: Running) -> None:
+    """Names and labels, against a real server; if the change is meant: `python tools/metrics_table.py`."""
+    text = (Path(__file__).parent.parent.parent / "docs" / "observability.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- metrics -->\n")[2].partition("<!-- /metrics -->")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    said = {name: cells[1] for cells in rows for name in re.findall(r"`([^`]+)`", cells[0] + cells[2])}
+    told: dict[str, str] = {}
+    for family in text_string_to_metric_families(server.send("GET", "/metrics")[2]):
+        told[family.name + ("_total" if family.type == "counter" else "")] = family.documentation
+        for sample in family.samples:
+            labels = set(sample.labels) - {"le", "model_name", "engine"}
+            name = (
+                re.sub("_(bucket|sum|count)$", "", sample.name) if family.type == "histogram" else sample.name
+            )
+            assert labels == set(re.findall(r"`([^`]+)`", said[name])), name
+    assert set(said) == set(told)
+    assert [
+        name for cells in rows for name in re.findall(r"`([^`]+)`", cells[0]) if told[name] not in cells[3]
+    ] == []
 
 
 def test_no_series_is_served_twice(server: Running) -> None:

@@ -268,6 +268,19 @@ def test_a_worker_refuses_and_cancels() -> None:
     worker.engine.cache.check()
 
 
+def test_a_session_that_ends_with_an_answer_leaves_first() -> None:
+    made = engine()
+    worker = Worker(made)
+    params = SamplingParams(max_tokens=2, temperature=0)
+    for id_, (session, ends) in enumerate((("over", True), ("open", False))):
+        prompt = [5 + id_ * 10 + i % 10 for i in range(40)]
+        worker.take(Add(id_, prompt, params, session=session, ends_session=ends))
+        while worker.engine.busy:
+            worker.step()
+    (root,) = made.cache.tree.roots.values()
+    assert {first: run.ended for first, run in root.children.items()} == {5: True, 15: False}
+
+
 def test_a_tenant_at_its_quota_waits_for_itself_and_lets_others_pass() -> None:
     one = engine().layout.slab_bytes_for(8 + 24)
     made = engine((Tenant("small", one),))

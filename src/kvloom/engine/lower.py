@@ -404,14 +404,15 @@ class Lower:
             return True
         assert trip.arrival is not None
         resumed = self.cache.land(trip.arrival, trip.came, trip.states_came)
+        gained = max(0, resumed - trip.resume)
         if trip.request.cached_tokens is not None and trip.first:
-            trip.request.cached_tokens += max(0, resumed - trip.resume)
+            trip.request.cached_tokens += gained
         self._let_go(trip)
         now = time.monotonic()
         self.last_load = now - trip.copied
         self.copying.see(trip.bytes, now - trip.copied)
-        self._tell(trip, resumed, now)
-        self.counts["landed_tokens"] += resumed
+        self._tell(trip, gained, now)
+        self.counts["landed_tokens"] += gained
         self.counts["landed_bytes"] += trip.bytes if resumed else 0
         return self._done(trip)
 

@@ -37,7 +37,7 @@ class Request:
     the prompt's tokens that are known by now, where they are wanted; the first token has none.
 
     How it went: it was looked up at `looked_up`, on the cache's clock, and `began` when it got its first work: `hits` says
-    how many tokens it found in which tier, `stop` why they were not more, and `elsewhere` that another tenant has more.
+    how many tokens it found in which tier, `stop` why the pool had no more then, and `elsewhere` that another tenant has more.
     `loads` are tokens that came from below the pool for it: the tier, from when to when on the monotonic clock, how many.
     """
 
@@ -71,7 +71,6 @@ class Request:
     sight: Sight | None = None
     looked_up: float = 0.0
     began: float = 0.0
-    hits: dict[str, int] = field(default_factory=dict)
     stop: Stop | None = None
     loads: list[tuple[str, float, float, int]] = field(default_factory=list)
     elsewhere: bool = False
@@ -126,6 +125,15 @@ class Request:
         known = len(self.prompt_logprobs)
         if start <= known:
             self.prompt_logprobs += told[known - start :]
+
+    @property
+    def hits(self) -> dict[str, int]:
+        """Tokens that it found, by the tier that had them."""
+        found: dict[str, int] = {}
+        for tier, _, _, tokens in self.loads:
+            found[tier] = found.get(tier, 0) + tokens
+        here = (self.cached_tokens or 0) - sum(found.values())
+        return {"device": here, **found} if here > 0 else found
 
     @property
     def output_count(self) -> int:

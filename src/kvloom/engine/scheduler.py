@@ -322,7 +322,7 @@ class Scheduler:
         """A request got its first work: remember what it found, and why not more."""
         if request.cached_tokens is None:
             request.count_cached(request.computed)
-            request.hits, request.stop = _hits(request), found.stop
+            request.stop = found.stop
             if len(self.cache.tree.roots) <= MOST_ROOTS:
                 request.elsewhere = self.cache.explain(found).reason == "other tenant"
             request.looked_up, request.began = looked_up, self.cache.clock.now()
@@ -463,15 +463,6 @@ class Scheduler:
         request.sequence = None
         request.computed = 0
         self.running.remove(request)
-
-
-def _hits(request: Request) -> dict[str, int]:
-    """Tokens that a request found, by the tier that had them."""
-    found: dict[str, int] = {}
-    for tier, _, _, tokens in request.loads:
-        found[tier] = found.get(tier, 0) + tokens
-    here = request.computed - sum(found.values())
-    return {"device": here, **found} if here > 0 else found
 
 
 def _fitting(request: Request, count: int) -> int:

@@ -120,6 +120,7 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     store: bool | None = None
     read: bool | None = None
     session_id: str | None = None
+    end_session: bool | None = None
     cache_salt: str | None = None
     allowed_token_ids: Any = None
     audio: Any = None
@@ -199,6 +200,8 @@ def _check(fields: Fields) -> None:
         raise bad_request(
             f"stop may be {MOST_STOPS} texts of {LONGEST_STOP} characters; {len(stops)} were given", "stop"
         )
+    if fields.end_session and fields.session_id is None:
+        raise bad_request("end_session says that a session is over: name it in session_id", "end_session")
     for name in ("tenant", "session_id", "cache_salt"):
         if len(getattr(fields, name) or "") > LONGEST_STOP:
             raise bad_request(f"{name} is longer than {LONGEST_STOP} characters", name)

@@ -112,6 +112,7 @@ class Generation(ABC):
                 fields.store is not False,
                 fields.read is not False,
                 fields.cache_salt or "",
+                bool(fields.end_session),
             )
             for id_, prompt in zip(self.service.link.numbers(len(prompts)), prompts, strict=True)
         ]

@@ -81,7 +81,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 class Add(msgspec.Struct, frozen=True, tag=True):
     """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended. What was
-    computed under one `salt` is found under that alone."""
+    computed under one `salt` is found under that alone. `ends_session`: nothing more comes of its session."""
 
     id: int
     prompt: list[int]
@@ -94,6 +94,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     store: bool = True
     read: bool = True
     salt: str = ""
+    ends_session: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -77,9 +77,10 @@ class Metrics:
         """Everything that is not of one tenant; beside it what the tenant uses that asks, or for an operator what each does."""
         known = self._link.stats.tenants
         shown = known if everyone else {} if tenant is None else {tenant: known.get(tenant, TenantUse())}
-        return exposition([*self._rows(), *(tenant_rows(shown) if shown else ())], self._model).encode()
+        return exposition([*self.rows(), *(tenant_rows(shown) if shown else ())], self._model).encode()
 
-    def _rows(self) -> list[Row]:
+    def rows(self) -> list[Row]:
+        """Every series that is not a tenant's, with its value now."""
         link, stats = self._link, self._link.stats
         usual_ends: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         for why, count in self.ends.items():

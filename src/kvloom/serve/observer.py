@@ -113,6 +113,7 @@ class Observer:
                     message.prompt + answer,
                     len(message.prompt),
                     tenant=message.tenant,
+                    adapter=message.salt,
                     session=message.session,
                     ending=record.finish_reason,
                     last_computed=False,

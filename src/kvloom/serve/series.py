@@ -90,7 +90,7 @@ def engine_rows(stats: Stats, pool: Pool) -> list[Row]:
     total = stats.slabs * pool.slab_bytes
     usage = stats.held_bytes / total if total else 0.0
     landed = stats.lower.get("landed_tokens", 0)
-    own = stats.hit_tokens - landed
+    own = max(0, stats.hit_tokens - landed)
     beyond = stats.looked_up_tokens - own if stats.tiers else 0
     config = (str(pool.block_tokens), str(stats.slabs), "True")
     gauge = [

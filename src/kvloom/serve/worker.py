@@ -197,6 +197,8 @@ class Worker:
         self._preemptions += sum(answer.preemptions for answer in one.request.family)
         self._told_tokens += _output(one.request)
         self._news = True
+        if one.message.ends_session and one.message.session is not None:
+            self.engine.cache.end_session(_session(one.message.tenant, one.message.session))
         gate = self._gates.get(one.message.tenant)
         if gate is not None:
             gate.claimed -= one.claim

@@ -29,7 +29,6 @@ from .wire import Channel, Message, PeerError, Verb, welcome
 __all__ = ["PeerConfig", "PeerServer", "keyed"]
 
 _NAME_BYTES = 16
-_FORM_AT = _NAME_BYTES + 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,9 @@ def keyed(keys: list[bytes], page_bytes: int, run_bytes: int) -> Objects:
     form = Form("", "", page_bytes, run_bytes)
     form.__dict__["fingerprint"] = tail[4:]  # as its owner made it
     group = int.from_bytes(tail[:4], "little")
-    return Objects([key[:_NAME_BYTES] for key in keys], group, form)
+    objects = Objects([key[:_NAME_BYTES] for key in keys], group, form)
+    objects.__dict__["keys"] = keys  # known, too
+    return objects
 
 
 class PeerServer:
