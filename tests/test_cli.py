@@ -25,7 +25,7 @@ def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ["--help"],
         *([name, "--help"] for name in COMMANDS),
-        *(["bench", name, "--help"] for name in ("index", "engine", "serve", "quality")),
+        *(["bench", name, "--help"] for name in ("index", "serve")),
     ],
 )
 def test_help(arguments: list[str]) -> None:

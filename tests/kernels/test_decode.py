@@ -258,6 +258,15 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
         plan.attend(**good, mask=Mask(FULL, trees=torch.ones(1, 1, dtype=torch.bool, device=DEVICE)))
     with pytest.raises(ValueError, match="side by side"):
         plan.attend(**good, mask=Mask(FULL, sinks=torch.zeros(8, device=DEVICE)[::2]))
+    with pytest.raises(ValueError, match="they must be floating"):
+        plan.attend(**good, mask=Mask(FULL, sinks=torch.zeros(4, dtype=torch.int64, device=DEVICE)))
+    with pytest.raises(ValueError, match="tables is on meta, the queries are on"):
+        plan.attend(batch.q, batch.k, batch.v, batch.tables.to("meta"))
+    with pytest.raises(ValueError, match="lengths are on meta, the plan is for"):
+        plan.make(batch.starts, batch.lengths_.to("meta"))
+    halves = torch.ones(batch.k.shape[:3], dtype=torch.float16, device=DEVICE)
+    with pytest.raises(ValueError, match="they must be float32"):
+        plan.attend(**good, k_scale=halves, v_scale=halves)
     with pytest.raises(ValueError, match="values of 576 in latents"):
         DecodePlan(Shape(4, 1, 576, 576), 1, device=DEVICE)
     with pytest.raises(ValueError, match="k_dim 72 is not supported"):

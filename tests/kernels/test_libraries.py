@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from kvloom.core import Span
 from kvloom.kernels import libraries, reference
-from kvloom.kernels.libraries import Library, PagedCall, Step, fastest, installed, size_class
+from kvloom.kernels.libraries import FlashAttention3, Library, PagedCall, Step, fastest, installed, size_class
 from kvloom.kernels.prefill_backends import BlockTile, Rows
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import Shape
@@ -84,13 +85,13 @@ def test_the_faster_one_computes_and_is_remembered(monkeypatch: pytest.MonkeyPat
     plan = PrefillPlan(SHAPE, device=DEVICE, tile=TILE, libraries=[fake])
     found = run(plan, batch)
     assert len(measured) == 2
-    assert fake.calls == 1 + faster
+    assert fake.calls == 2 + faster  # once to be compared, once to be measured
     exact = batch.expected(Mask(FULL))
     assert relative(found[0], exact[0]) < TOLERANCE[torch.float32]
     torch.testing.assert_close(found[1].double().cpu(), exact[1], atol=1e-4, rtol=1e-4)
     run(plan, Batch(SHAPE, [41, 9, 0, 34], [12, 9, 0, 1]))  # much the same sizes: nothing is measured again
     assert len(measured) == 2
-    assert fake.calls == 1 + 2 * faster
+    assert fake.calls == 2 + 2 * faster
     run(plan, Batch(SHAPE, [80, 9, 0, 33], [30, 9, 0, 1]))
     assert len(measured) == 4
 
@@ -121,24 +122,37 @@ def test_a_window_that_nobody_has_outgrown_is_full_attention(monkeypatch: pytest
     fake, window = Fake(), Span("sliding", 64)
     batch = Batch(SHAPE, [30, 20], [5, 20], window)
     found = run(PrefillPlan(SHAPE, window, DEVICE, tile=TILE, libraries=[fake]), batch, Mask(window))
-    assert fake.calls == 2
+    assert fake.calls == 3
     assert relative(found[0], batch.expected(Mask(window))[0]) < TOLERANCE[torch.float32]
 
 
 def test_who_fails_while_measured_is_left_out_and_said_so() -> None:
-    def broken() -> None:
+    result = torch.ones(3), torch.ones(3)
+
+    def broken() -> tuple[torch.Tensor, torch.Tensor]:
         raise RuntimeError("no kernel image")
 
     with pytest.warns(RuntimeWarning, match="no kernel image"):
-        assert fastest("key", {"kvloom": lambda: None, "other": broken}, CPU) == "kvloom"
+        assert fastest("key", {"kvloom": lambda: result, "other": broken}, CPU) == "kvloom"
     with pytest.raises(RuntimeError, match="no kernel image"):
-        fastest("another", {"kvloom": broken, "other": lambda: None}, CPU)
+        fastest("another", {"kvloom": broken, "other": lambda: result}, CPU)
+
+
+@pytest.mark.parametrize("wrong", [1.1, math.nan], ids=str)
+def test_who_finds_something_else_is_left_out_and_said_so(wrong: float) -> None:
+    def slow() -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.01)
+        return torch.ones(3), torch.ones(3)
+
+    candidates = {"kvloom": slow, "hasty": lambda: (torch.full((3,), wrong), torch.ones(3))}
+    with pytest.warns(RuntimeWarning, match="outputs differ"):
+        assert fastest("key", candidates, CPU) == "kvloom"
 
 
 def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     calls: list[str] = []
-    candidates = {name: (lambda name=name: calls.append(name)) for name in ("kvloom", "other")}
+    candidates: Any = {name: (lambda name=name: calls.append(name)) for name in ("kvloom", "other")}
     assert fastest("key", candidates, torch.device("cuda")) == "kvloom"
     assert not calls
     assert not libraries._FASTEST
@@ -162,6 +176,20 @@ def test_the_environment_says_which_may_be_used(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(libraries.VARIABLE, "flash_attn_9, flashinfer")
     with pytest.raises(ValueError, match=r"flash_attn_9.*known are flash_attn_interface"):
         installed()
+
+
+def test_a_package_that_only_has_the_name_is_left_out() -> None:
+    class Namesake:
+        __name__ = "flash_attn_interface"
+
+        def flash_attn_with_kvcache(self, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return q
+
+    batch = Batch(SHAPE, [30], [5])
+    step = Step(Rows.of([0, 5], [30]), torch.device(DEVICE))
+    call = PagedCall(batch.q, batch.k, batch.v, batch.tables, 1.0, FULL, None)
+    with pytest.raises(TypeError, match="no log-sum-exps"):
+        FlashAttention3(Namesake()).attend(step, call)
 
 
 def there() -> list[Library]:

@@ -15,6 +15,7 @@ import transformers
 from kvloom.core import Control, KVCache, Media, PoolLayout
 from kvloom.engine.engine import Engine
 from kvloom.engine.llm import LLM
+from kvloom.engine.lower import LowerConfig
 from kvloom.engine.request import SamplingParams
 from kvloom.models.attention import ATTENTION
 from kvloom.models.batch import Stage, Work
@@ -206,6 +207,26 @@ def test_embeddings_are_pages_that_leave_as_others_do() -> None:
     engine.run()
     assert (again.tokens, len(ran)) == (wanted, 2)
     engine.cache.check()
+
+
+def test_text_behind_an_image_comes_back_from_a_tier_and_the_tower_rests() -> None:
+    model, image = seeing("llava"), image_of("llava", 1)
+    prompt = prompt_of("llava", words(1, 15), image, words(2, 40))
+    wanted = expected("llava", model, prompt, [image], NEW)
+    slab = Engine(model, 1 << 24).layout.slab_bytes
+    engine = Engine(model, 10 * slab, token_budget=12, tiers=["host:16MiB"], lower=LowerConfig("always"))
+    ran = watched(engine)
+    for _ in range(2):
+        request = engine.add(prompt, GREEDY, images=[image])
+        engine.run()
+        assert request.tokens == wanted
+        for seed in range(6):
+            engine.add(words(20 + seed, 80), GREEDY)
+            engine.run()
+        assert not engine.cache.room.runs
+    assert (request.cached_tokens or 0) > 33  # image and text, from below
+    assert len(ran) == 1
+    engine.close()
 
 
 def test_a_layout_with_embeddings_keeps_every_other_group_as_it_is() -> None:

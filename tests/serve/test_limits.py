@@ -71,7 +71,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, {**GOOD, "stop": ["x"] * 99}, 400, "stop", "99"),
     (COMPLETIONS, {**GOOD, "seed": 10**30}, 400, "seed", "64 bits"),
     (COMPLETIONS, {**GOOD, "suffix": "end"}, 400, "suffix", "forward"),
-    (COMPLETIONS, {**GOOD, "echo": True, "logprobs": 1}, 400, "echo", "logprobs"),
+    (COMPLETIONS, {**GOOD, "echo": True, "logprobs": 1, "stream": True}, 400, "echo", "stream"),
     (COMPLETIONS, {**GOOD, "stream": True, "best_of": 3}, 400, "best_of", "stream"),
     (COMPLETIONS, {**GOOD, "stream_options": {"include_usage": True}}, 400, "stream_options", "stream"),
     (COMPLETIONS, {**GOOD, "ttl": -1}, 400, "ttl", "positive"),
@@ -103,7 +103,8 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, 400, "messages", "JSON"),
     (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": "x"}]}, 400, "messages", "tool_calls"),
     *[(COMPLETIONS, {**GOOD, name: 1}, 400, name, why) for name, why in REFUSED.items()],
-    (CHATS, {**CHAT, "prompt_logprobs": 0}, 400, "prompt_logprobs", "cannot be had"),
+    (CHATS, {**CHAT, "prompt_logprobs": 21}, 400, "prompt_logprobs", "0 to 20"),
+    (CHATS, {**CHAT, "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", "stream"),
     (COMPLETIONS, {**GOOD, "truncate_prompt_tokens": -2}, 400, "truncate_prompt_tokens", "-2"),
     (COMPLETIONS, {**GOOD, "truncate_prompt_tokens": 0}, 400, "prompt", "at least one token"),
     (COMPLETIONS, {**GOOD, "cache_salt": "s" * 999}, 400, "cache_salt", "longer"),
@@ -234,12 +235,12 @@ def test_a_client_that_does_not_read_is_cut_off_and_hurts_nobody(server: Running
 
 
 def test_a_whole_answer_that_nobody_reads_is_not_kept_for_ever(server: Running) -> None:
-    body = {**GOOD, "max_tokens": 4000, "ignore_eos": True, "logprobs": 20}
+    body = {**GOOD, "max_tokens": 300, "n": 5, "ignore_eos": True, "logprobs": 20}  # a megabyte
     with _connected(server, receive_bytes=4096) as link:
         link.sendall(_request(COMPLETIONS, body))
         server.wait_for(lambda: server.metrics()["kvloom_open_requests"] == 1)
         server.wait_for(server.idle, 40)
-        time.sleep(6)  # four times what a reader may take
+        time.sleep(5)  # three times what a reader may take
         with pytest.raises(ConnectionResetError):
             b"".join(iter(lambda: link.recv(1 << 16), b""))
 

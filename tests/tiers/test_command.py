@@ -30,7 +30,7 @@ def test_memory_is_shared_with_who_has_the_secret_until_it_is_ended(tmp_path: Pa
                 tier = open_tier(f"{told['address']}?secret={secret}")
                 assert put(tier, numbers).ok.all()
                 tier.close()
-            tier = open_tier(f"{told['address']}?secret={secret}&shared=no")
+            tier = open_tier(f"{told['address']}?secret={secret}&by=connection")
             assert get(tier, range(12)).ok.all()
             assert tier.stats().objects == 12
             tier.close()

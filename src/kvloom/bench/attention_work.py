@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -207,6 +208,7 @@ def shared_floor(batch: int, prefix: int, own: int) -> float:
 
 
 def prefill_rows(rounds: int) -> Iterator[Row]:
+    from kvloom.kernels.libraries import installed
     from kvloom.kernels.prefill import PrefillPlan
     from kvloom.kernels.shapes import Shape
 
@@ -217,12 +219,16 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
         k, v = layer_pool(pages)
         q = _queries(batch * new)
         calls: dict[str, Call] = {}
-        for label, backend in (
-            ("kvloom", None),
-            ("kvloom, pages", "pages"),
-            ("kvloom, descriptors", "descriptors"),
-        ):
-            plan = PrefillPlan(shape, backend=backend)  # type: ignore[arg-type]
+        ways: dict[str, dict[str, Any]] = {
+            "kvloom": {},
+            "kvloom, alone": {"libraries": ()},
+            "kvloom, pages": {"backend": "pages"},
+            "kvloom, descriptors": {"backend": "descriptors"},
+        }
+        if not installed():
+            del ways["kvloom, alone"]
+        for label, options in ways.items():
+            plan = PrefillPlan(shape, **options)
             plan.make(starts, lengths)
             calls[label] = partial(plan.attend, q, k, v, tables)
         peers = prefill_peers(q, k, v, tables, starts, lengths)

@@ -39,6 +39,16 @@ __all__ = ["WORKS", "Memory", "Side", "Work"]
 _WAIT_SECONDS = 120.0
 _IO_BYTES = 2 << 20
 _READ_THREADS = 4
+_DISK = 24  # rounds that a disk tier holds: what leaves, and is carried, is not what is measured
+_STORAGE = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[1]), 16 << 20, "tcp", "", sys.argv[2])
+print(code, flush=True)
+sys.stdin.read()
+store.close()
+"""
 _rounds = count()
 
 
@@ -154,7 +164,7 @@ def disk(memory: Memory, folder: Path) -> Iterator[list[Work]]:
     kinds: tuple[Literal["power", "process"], ...] = ("power", "process")
     for durable in kinds:
         config = DiskConfig(
-            folder / durable, 6 * memory.total, segment_bytes=2 * memory.total, durable=durable
+            folder / durable, _DISK * memory.total, segment_bytes=4 * memory.total, durable=durable
         )
         tiers.append(DiskTier(config))
         raw = _raw(memory, folder / f"raw-{durable}", durable == "power")
@@ -168,7 +178,9 @@ def disk(memory: Memory, folder: Path) -> Iterator[list[Work]]:
 
 @contextlib.contextmanager
 def nixl(memory: Memory, folder: Path) -> Iterator[list[Work]]:
-    config = DiskConfig(folder / "nixl", 6 * memory.total, segment_bytes=2 * memory.total, durable="process")
+    config = DiskConfig(
+        folder / "nixl", _DISK * memory.total, segment_bytes=4 * memory.total, durable="process"
+    )
     tier = open_nixl(config)
     yield [Work("nixl POSIX", "raw O_DIRECT", _of_tier(tier, memory), _raw(memory, folder / "raw", False))]
     tier.close()
@@ -238,15 +250,37 @@ def redis(memory: Memory, folder: Path) -> Iterator[list[Work]]:
 
 
 @contextlib.contextmanager
+def _mooncake_storage(size: int, master: str) -> Iterator[None]:
+    """Another process that has the memory, as in a fleet."""
+    environment = {**os.environ, "MC_TCP_BIND_ADDRESS": "127.0.0.1", "GLOG_minloglevel": "2"}
+    with subprocess.Popen(
+        [sys.executable, "-c", _STORAGE, str(size), master],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != "0":
+            raise TierError("Mooncake's storage does not start")
+        try:
+            yield
+        finally:
+            process.communicate(timeout=30)
+
+
+@contextlib.contextmanager
 def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
     binary = Path(sys.executable).parent / "mooncake_master"
     if not binary.exists():
         raise TierError("no mooncake_master: pip install mooncake-transfer-engine-non-cuda")
     port = _port()
     command = [str(binary), f"--rpc_port={port}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
-    with _server([*command, f"--metrics_port={_port()}"], port, folder / "mooncake.log"):
-        config = MooncakeConfig(f"127.0.0.1:{port}", segment=6 * memory.total)
-        tier = open_mooncake(config, RemoteConfig(2 * memory.total, timeout=30))
+    with (
+        _server([*command, f"--metrics_port={_port()}"], port, folder / "mooncake.log"),
+        _mooncake_storage(6 * memory.total, f"127.0.0.1:{port}"),
+    ):
+        tier = open_mooncake(MooncakeConfig(f"127.0.0.1:{port}"), RemoteConfig(2 * memory.total, timeout=30))
         client: Any = tier._control._store.store._client  # type: ignore[union-attr]
         for array in (memory.source, memory.target):
             client.register_buffer(_address(array), memory.total)
@@ -284,7 +318,7 @@ def peer(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         assert process.stdout is not None
         port = int(json.loads(process.stdout.readline())["address"].rpartition(":")[2])
         shared = open_peer(("127.0.0.1", port), config=RemoteConfig(1, timeout=30))
-        plain = open_peer(("127.0.0.1", port), shared=False, config=RemoteConfig(1, timeout=30))
+        plain = open_peer(("127.0.0.1", port), by="connection", config=RemoteConfig(1, timeout=30))
         _of_tier(shared, memory).write()  # once round its memory
         memory.fresh()
         _of_tier(shared, memory).write()

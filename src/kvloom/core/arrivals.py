@@ -31,7 +31,6 @@ class Arrival:
     __slots__ = (
         "data",
         "end",
-        "first",
         "fresh",
         "names",
         "node",
@@ -42,11 +41,9 @@ class Arrival:
         "states",
     )
 
-    def __init__(
-        self, prospect: Prospect, root: Root, node: Node, rows: Ids, fresh: Mask, first: int
-    ) -> None:
+    def __init__(self, prospect: Prospect, root: Root, node: Node, rows: Ids, fresh: Mask) -> None:
         self.data, self.root, self.node = prospect.match.data, root, node
-        self.point, self.end, self.first = prospect.point, prospect.end, first
+        self.point, self.end = prospect.point, prospect.end
         self.rows, self.fresh = rows, fresh
         self.names = [prospect.block_name(b) for b in range(len(rows))]
         self.state_name = prospect.name_at(prospect.point)
@@ -96,8 +93,8 @@ class Arrivals(Verbs):
             columns.pool.fix(cls, ids[ids > 0], -1)
         self.let_go(self.accounts[parcel.tenant], columns, parcel.rows)
 
-    def expect(self, prospect: Prospect, first: int) -> Arrival | None:
-        """Reserve the pages of `prospect.needs(first)`; None where there is no room. The match must be fresh."""
+    def expect(self, prospect: Prospect) -> Arrival | None:
+        """Reserve the pages of `prospect.needs()`; None where there is no room. The match must be fresh."""
         match = prospect.match
         account = self.accounts[match.control.tenant]
         root = self.tree.root(match.root_name, account, match.control.tenant)
@@ -112,7 +109,7 @@ class Arrivals(Verbs):
             rows[match.matched // self.block_tokens :] = 0  # a block that only begins like the prompt's
         rows = self.in_view(rows, prospect.point)
         states = 0
-        for need in prospect.needs(first):
+        for need in prospect.needs():
             if need.group.spec.unit == "state":
                 states = 1
             else:
@@ -133,7 +130,7 @@ class Arrivals(Verbs):
             assert ids is not None
             part[wanted] = ids
             rows[:, columns] = part
-        arrival = Arrival(prospect, root, node, rows, fresh, first)
+        arrival = Arrival(prospect, root, node, rows, fresh)
         if states:
             arrival.states = self.states.allocate(1)
         self._fix(arrival, 1)
@@ -155,12 +152,6 @@ class Arrivals(Verbs):
             for cls, ids in self.states.by_class(arrival.states):
                 pool.fix(cls, ids, count)
 
-    def reaches(self, arrival: Arrival) -> bool:
-        """Whether the tree has the text before the first page that comes, so that it can land."""
-        if not arrival.first:
-            return True
-        return self.tree.walk(arrival.root, arrival.data, arrival.first)[1] >= arrival.first
-
     def land(self, arrival: Arrival, came: Mask | None, states_came: bool = True) -> int:
         """The pages of `arrival` that came (all of them if None) enter the tree as far as a prompt can resume on them;
         the others are free again. Returns that point, 0 for none."""
@@ -168,7 +159,7 @@ class Arrivals(Verbs):
         came = arrival.fresh if came is None else arrival.fresh & came
         rows = self._along(arrival, np.where(arrival.fresh & ~came, 0, arrival.rows))
         end, point = self._end(arrival, rows, came, states_came)
-        if point and self.reaches(arrival):
+        if point:
             node, _ = self.tree.publish(
                 arrival.root,
                 arrival.data[: end * TOKEN_BYTES],
@@ -180,8 +171,6 @@ class Arrivals(Verbs):
             self.tree.version += 1
             if self.tree.keeps_checkpoints:
                 self.tree.checkpoint(node, end, arrival.states, now)
-        else:
-            point = 0
         self._let_go(arrival, now)
         return point
 

@@ -262,16 +262,12 @@ class KVCache:
         """What a prompt could find below: see `Prospect`. Looked up again if the cache has changed."""
         return Prospect(self.layout, self.lookup, self._fresh(match))
 
-    def expect(self, prospect: Prospect, first: int = 0) -> Arrival | None:
+    def expect(self, prospect: Prospect) -> Arrival | None:
         """Pages for what a prompt lacks, to be filled by the caller; None where there is no room. Its match must be of
         this moment: nothing may have changed since `prospect`."""
         if prospect.match.version != self.tree.version:
             raise ValueError("the cache has changed since this prospect was made: make it again")
-        return self._arrivals.expect(prospect, first)
-
-    def reaches(self, arrival: Arrival) -> bool:
-        """Whether an arrival can land: the text before its first page is in the tree."""
-        return self._arrivals.reaches(arrival)
+        return self._arrivals.expect(prospect)
 
     def land(
         self, arrival: Arrival, came: npt.NDArray[np.bool_] | None = None, states_came: bool = True

@@ -124,7 +124,11 @@ class Lookup:
         if resume < limit:
             reason = "window page missing" if broken is not None else reason or "snapshot missing"
             above = path[:-1]
-            if above and resume < above[-1].end <= limit and above[-1].end % tree.block:
+            while (
+                above and above[-1].end > resume and (above[-1].end > limit or not above[-1].end % tree.block)
+            ):
+                above = above[:-1]
+            if above and above[-1].end > resume:
                 # Where nodes meet inside a block, the upper one's page may be there though the lower's left.
                 upper = self._resume(above, above[-1].end, tree.rows(above, above[-1].end), reason)
                 if upper[1] > resume:

@@ -71,7 +71,8 @@ class Prospect:
         self.limit = match.limit
         room = lookup.room
         for item in match.media:
-            if item.tokens and room.media.width and match.root_name + item.digest not in room.runs:
+            wanted = item.tokens and room.media.width and room.runs_last
+            if wanted and match.root_name + item.digest not in room.runs:
                 self.limit = min(self.limit, item.start)  # runs of images are not looked for below
         self._reach = blocks
         self._below = 0

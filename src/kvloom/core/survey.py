@@ -255,8 +255,7 @@ class Survey:
             **self.cache.stats(),
             "slab_bytes": self.cache.layout.slab_bytes,
             "block_tokens": self.cache.block_tokens,
-            "pages": sum(c.lent_slabs * c.per_slab for c in self.cache.pool.classes) + self.cache.pool.free_slabs,
-        }  # fmt: skip
+        }
 
     def _groups(self) -> list[dict[str, Any]]:
         return [

@@ -93,6 +93,10 @@ class DecodePlan:
         for name, tensor in (("starts", starts), ("lengths", lengths)):
             if tensor.dtype != torch.int32 or not tensor.is_contiguous():
                 raise ValueError(f"{name} must be contiguous int32, got {tensor.dtype} {tuple(tensor.shape)}")
+            if tensor.device.type != self.device.type:
+                raise ValueError(
+                    f"{name} are on {tensor.device}, the plan is for {self.device}: move them there"
+                )
         if rows > self.sequences or starts.numel() != rows + 1:
             raise ValueError(
                 f"{rows} lengths and {starts.numel()} starts do not fit a plan for {self.sequences} sequences"

@@ -30,12 +30,14 @@ from kvloom.core import Span
 from .prefill_backends import HALVES, Rows
 from .shapes import Shape, upload
 
-__all__ = ["Library", "PagedCall", "Step", "fastest", "installed", "size_class"]
+__all__ = ["Library", "PagedCall", "Result", "Step", "fastest", "installed", "size_class"]
 
 VARIABLE = "KVLOOM_ATTENTION_LIBRARIES"
 WORKSPACE = 384 << 20
 RUNS = 3
 """Times that each candidate is measured, after one that is not."""
+MOST_OFF = 0.02
+"""How far a library's outputs may lie from ours: some roundings of half precision, no mistake."""
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -110,11 +112,13 @@ class FlashAttention3:
             "softcap": call.softcap or 0.0,
         }
         if module.__name__ == "flash_attn_interface":
-            out, lse, *_ = module.flash_attn_with_kvcache(
+            found = module.flash_attn_with_kvcache(
                 call.q, call.k, call.v, cache_seqlens=step.lengths, page_table=tables,
                 return_softmax_lse=True, **options,
             )  # fmt: skip
-            return out if call.out is None else call.out.copy_(out), lse.transpose(0, 1)
+            if not isinstance(found, tuple):  # another package of that name
+                raise TypeError("flash_attn_interface gave no log-sum-exps though it was asked for them")
+            return found[0] if call.out is None else call.out.copy_(found[0]), found[1].transpose(0, 1)
         options |= {"max_seqlen_k": step.most_tokens, "seqused_k": step.lengths, "out": call.out}
         if module.__name__ == "fa3":
             out, lse = module.attention(call.q, call.k, call.v, page_table=tables, return_lse=True, **options)
@@ -218,25 +222,24 @@ def size_class(shape: Shape, dtype: torch.dtype, span: Span, softcap: float | No
 _FASTEST: dict[Hashable, str] = {}
 
 
-def fastest(
-    key: Hashable,
-    candidates: Mapping[str, Callable[[], Any]],
-    device: torch.device,
-    timer: Callable[[Callable[[], Any], torch.device], float] | None = None,
-) -> str:
-    """The candidate that was, or now is, measured to be fastest for `key`. Who fails while measured is out, and said so.
-    The first candidate is taken, and nothing remembered, where nothing can be measured: while a graph is captured."""
+def fastest(key: Hashable, candidates: Mapping[str, Callable[[], Result]], device: torch.device) -> str:
+    """The candidate that was, or now is, measured to be fastest for `key`. Who fails while measured, or finds something else
+    than the first, is out, and that is said. While a graph is captured nothing can be measured: the first is taken, and nothing
+    remembered."""
     if key in _FASTEST and _FASTEST[key] in candidates:
         return _FASTEST[key]
+    first, *others = candidates
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return next(iter(candidates))
-    took: dict[str, float] = {}
-    for name, call in candidates.items():
+        return first
+    expected = candidates[first]()[0].clone()
+    took = {first: _seconds(candidates[first], device)}
+    for name in others:
         try:
-            took[name] = (timer or _seconds)(call, device)
+            off = float((candidates[name]()[0] - expected).float().norm() / expected.float().norm())
+            if not off <= MOST_OFF:
+                raise ValueError(f"its outputs differ by {off:.1%}")
+            took[name] = _seconds(candidates[name], device)
         except (RuntimeError, ValueError, TypeError) as error:
-            if name == next(iter(candidates)):
-                raise
             warnings.warn(f"{name} is left out for {key}: {error}", RuntimeWarning, stacklevel=2)
     _FASTEST[key] = min(took, key=took.__getitem__)
     return _FASTEST[key]

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from kvloom.core import Span
 
 from . import prefill_launch as launch
 from .dense import DEEP_TILE, GATHERED_TILE, cudnn_takes
-from .libraries import Library, PagedCall, Step, fastest, installed, size_class
+from .libraries import Library, PagedCall, Result, Step, fastest, installed, size_class
 from .prefill_backends import (
     DESCRIPTOR_WORK,
     SHORT,
@@ -142,7 +141,7 @@ class PrefillPlan:
         library = self._library(rows, call, ours) if scales == 0 else None
         return ours() if library is None else self._by(library, rows, call)
 
-    def _library(self, rows: Rows, call: Call, ours: Callable[[], Any]) -> Library | None:
+    def _library(self, rows: Rows, call: Call, ours: Callable[[], Result]) -> Library | None:
         """Who computes this step's layers of such a kind, if not we ourselves (None)."""
         shape, mask, dtype = self.shape, call.mask, call.q.dtype
         if (

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .triton_worklist import LOG2E, SMALLEST
 
-__all__ = ["LOW_INT8", "load_rows", "step", "step_8bit", "two_parts"]
+__all__ = ["INTERPRETED", "LOW_INT8", "load_rows", "load_values", "product", "step", "step_8bit", "two_parts"]
 
 MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it rounds half to even
 LOW_INT8: tl.constexpr = tl.constexpr(254.0)
@@ -63,7 +63,7 @@ def _load_turned(base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.co
 
 
 @triton.jit
-def _load_values(
+def load_values(
     base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, TURNED: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +98,7 @@ def _seen(
 
 
 @triton.jit
-def _product(left, right, acc, EXACT: tl.constexpr):
+def product(left, right, acc, EXACT: tl.constexpr):
     if EXACT:
         return tl.dot(left, right, acc, input_precision="ieee")
     else:
@@ -129,15 +129,15 @@ def step(
     k_at = page * k_page + slot * k_token
     k0 = load_rows(K, k_at, ok, DK0, 0, CHECK)
     if SMALL:
-        scores = _product(k0.to(q0.dtype), q0, tl.zeros([BN, BM], tl.float32), EXACT)
+        scores = product(k0.to(q0.dtype), q0, tl.zeros([BN, BM], tl.float32), EXACT)
     else:
-        scores = _product(q0, tl.trans(k0.to(q0.dtype)), tl.zeros([BM, BN], tl.float32), EXACT)
+        scores = product(q0, tl.trans(k0.to(q0.dtype)), tl.zeros([BM, BN], tl.float32), EXACT)
     if DK1 > 0:
         k1 = load_rows(K, k_at, ok, DK1, DK0, CHECK)
         if SMALL:
-            scores = _product(k1.to(q1.dtype), q1, scores, EXACT)
+            scores = product(k1.to(q1.dtype), q1, scores, EXACT)
         else:
-            scores = _product(q1, tl.trans(k1.to(q1.dtype)), scores, EXACT)
+            scores = product(q1, tl.trans(k1.to(q1.dtype)), scores, EXACT)
     AXIS: tl.constexpr = 0 if SMALL else 1
     if SCALES == 2:
         k_size = _sizes(KS, page, slot, ks_page, ks_token, ok, CHECK) * qk_scale
@@ -174,25 +174,25 @@ def step(
     fade = tl.expand_dims(fade, AXIS)
     if LATENT:
         if SMALL:
-            acc0 = _product(tl.trans(k0.to(q0.dtype)), p, acc0 * fade, EXACT)
+            acc0 = product(tl.trans(k0.to(q0.dtype)), p, acc0 * fade, EXACT)
         else:
-            acc0 = _product(p, k0.to(q0.dtype), acc0 * fade, EXACT)
+            acc0 = product(p, k0.to(q0.dtype), acc0 * fade, EXACT)
     else:
         v_at = page * v_page + slot * v_token
         if TURNED:
             # A unit begins with a page, so tokens stand in runs of 16.
             v_at = tl.max_contiguous(tl.multiple_of(v_at, 16), 16)
-        v0 = _load_values(V, v_at, ok, v_column, DV0, 0, TURNED, CHECK, SMALL, q0.dtype)
+        v0 = load_values(V, v_at, ok, v_column, DV0, 0, TURNED, CHECK, SMALL, q0.dtype)
         if SMALL:
-            acc0 = _product(v0, p, acc0 * fade, EXACT)
+            acc0 = product(v0, p, acc0 * fade, EXACT)
         else:
-            acc0 = _product(p, v0, acc0 * fade, EXACT)
+            acc0 = product(p, v0, acc0 * fade, EXACT)
         if DV1 > 0:
-            v1 = _load_values(V, v_at, ok, v_column, DV1, DV0, TURNED, CHECK, SMALL, q0.dtype)
+            v1 = load_values(V, v_at, ok, v_column, DV1, DV0, TURNED, CHECK, SMALL, q0.dtype)
             if SMALL:
-                acc1 = _product(v1, p, acc1 * fade, EXACT)
+                acc1 = product(v1, p, acc1 * fade, EXACT)
             else:
-                acc1 = _product(p, v1, acc1 * fade, EXACT)
+                acc1 = product(p, v1, acc1 * fade, EXACT)
     return top, weight, acc0, acc1
 
 

@@ -67,17 +67,21 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _Norm:
-    """The forward of a norm. Its weight is looked up anew: whoever loads weights later replaces it."""
+    """The forward of a norm. Its weight is looked up anew: whoever loads weights later replaces it. What the weight does not
+    fit (Falcon Mamba norms less than its weight is long, by none of it) goes the module's own way."""
 
     def __init__(self, module: Any, eps: float, form: Norm) -> None:
-        self._module, self._eps, self._form = module, eps, form
+        self._module, self._eps, self._form, self._own = module, eps, form, module.forward
 
     @property
     def normed(self) -> Normed:
         return Normed(self._module.weight, self._eps, self._form)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.normed(x)
+        normed = self.normed
+        if x.shape[-1:] != normed.weight.shape:
+            return self._own(x)  # type: ignore[no-any-return]
+        return normed(x)
 
 
 def _norm(module: Any) -> bool:

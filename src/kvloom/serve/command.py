@@ -133,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
             drain_seconds=args.drain_seconds,
             patience=Patience(args.silent_seconds, args.step_seconds),
             chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
+            writes_code=model != args.model,
             recorder=recorder,
             otlp=args.otlp,
         )

@@ -40,7 +40,6 @@ _FIELD = re.compile(r"`\$\.([A-Za-z_]\w*)")
 _WORD = re.compile(r"[a-z_]+")
 
 
-_FORWARD = "the model writes forward only, and tells nothing of the prompt's own tokens"
 REFUSED: dict[str, str] = {
     "allowed_token_ids": "use logit_bias, regex or grammar",
     "audio": "answers are text",
@@ -51,9 +50,8 @@ REFUSED: dict[str, str] = {
     "kv_transfer_params": "pages are not handed over by requests",
     "logits_processors": "code is not taken from requests",
     "prompt_embeds": "prompts are text or token ids",
-    "prompt_logprobs": _FORWARD,
     "return_tokens_as_token_ids": "use return_token_ids",
-    "suffix": _FORWARD,
+    "suffix": "the model writes forward only",
     "use_beam_search": "use n, or best_of",
     "web_search_options": "nothing is searched",
 }
@@ -111,6 +109,7 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -131,7 +130,6 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: Any = None
     logits_processors: Any = None
     prompt_embeds: Any = None
-    prompt_logprobs: Any = None
     return_tokens_as_token_ids: Any = None
     suffix: Any = None
     use_beam_search: Any = None
@@ -214,6 +212,12 @@ def _check(fields: Fields) -> None:
             f"truncate_prompt_tokens {fields.truncate_prompt_tokens} must be a number of tokens to keep, or -1 for as many as fit",
             "truncate_prompt_tokens",
         )
+    if not 0 <= (fields.prompt_logprobs or 0) <= MOST_LOGPROBS:
+        raise bad_request(
+            f"prompt_logprobs {fields.prompt_logprobs} must lie in 0 to {MOST_LOGPROBS}", "prompt_logprobs"
+        )
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise bad_request("prompt_logprobs are told whole: leave stream out", "prompt_logprobs")
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options go with stream: true", "stream_options")
     if isinstance(fields, CompletionFields):
@@ -223,8 +227,8 @@ def _check(fields: Fields) -> None:
 
 
 def _check_completion(fields: CompletionFields) -> None:
-    if fields.echo and fields.logprobs is not None:
-        raise bad_request("echo with logprobs cannot be had here: prompts have no log-probabilities", "echo")
+    if fields.echo and fields.logprobs is not None and fields.stream:
+        raise bad_request("echo with logprobs is told whole: leave stream out", "echo")
     if not 0 <= (fields.logprobs or 0) <= MOST_LOGPROBS:
         raise bad_request(f"logprobs {fields.logprobs} must lie in 0 to {MOST_LOGPROBS}", "logprobs")
     n, best_of = fields.n or 1, fields.best_of
@@ -269,6 +273,9 @@ def sampling(fields: CompletionFields | ChatFields, max_tokens: int, vocabulary:
         given["logprobs"] = (fields.top_logprobs or 0) if fields.logprobs else None
     else:
         given["logprobs"] = fields.logprobs
+    echoed = isinstance(fields, CompletionFields) and fields.echo and fields.logprobs is not None
+    asked = (fields.prompt_logprobs, fields.logprobs if echoed else None)
+    given["prompt_logprobs"] = max((int(most) for most in asked if most is not None), default=None)
     if given.get("top_k") == -1:  # as others write "all"
         given["top_k"] = 0
     for name in ("logit_bias", "stop_token_ids"):

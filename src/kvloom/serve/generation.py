@@ -71,6 +71,7 @@ class Generation(ABC):
                 token_ids=bool(fields.return_token_ids),
                 top_logprobs=messages[0].params.logprobs or 0,
                 usage=fields.stream_options,
+                prompt_logprobs=fields.prompt_logprobs is not None,
             )
             service.link.check()
             record = service.observer.begin(form.id, scope["path"], messages, began, request.headers)

@@ -8,6 +8,7 @@ A first start that fails is final: there is nothing to serve. Later ones are tri
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import time
@@ -49,6 +50,9 @@ FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 8.0
 SOCKET_BYTES = 1 << 20
 STDERR = 2
+CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads of the engine that wait for others sleep: spinning, they take the cores from those they wait for, and from this
+process. Can only be said before torch is loaded."""
 
 
 class StartError(Exception):
@@ -177,7 +181,8 @@ class EngineLink:
         with theirs:
             fd = theirs.fileno()
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvloom.serve.engine_process", str(fd)), pass_fds=[fd], stdout=STDERR
+                *(sys.executable, "-m", "kvloom.serve.engine_process", str(fd)), pass_fds=[fd], stdout=STDERR,
+                env={**CALM, **os.environ},
             )  # fmt: skip
         self.pid = process.pid
         reader, self._writer = await asyncio.open_connection(sock=ours)

@@ -116,7 +116,8 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What is new of the `index`th answer to prompt `id`. Text may lag behind tokens. `cached` is how many of the prompt's
-    tokens were found in the cache; `finish` comes with the last piece."""
+    tokens were found in the cache; `finish` comes with the last piece. `prompt` is told of the prompt's own tokens but the
+    first, where that was asked for, with the first answer."""
 
     id: int
     index: int
@@ -126,6 +127,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     finish: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[list[TokenTold]] | None = None
+    prompt: list[list[TokenTold]] | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):

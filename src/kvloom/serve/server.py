@@ -66,6 +66,8 @@ class Options:
     drain_seconds: float = 30.0
     patience: Patience = field(default_factory=Patience)
     chat_template: str | None = None
+    writes_code: bool = False
+    """The model goes on with code rather than with a chat: so does the line to try."""
     recorder: Recorder | None = None
     otlp: str | None = None
 
@@ -201,6 +203,7 @@ class _Life:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         seconds = time.monotonic() - self._began
         has_chat = bool(getattr(self.service.prompts.tokenizer, "chat_template", None))
+        has_chat = has_chat and not self.options.writes_code
         welcome(
             self.service.model,
             url,

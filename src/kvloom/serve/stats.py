@@ -14,7 +14,7 @@ from kvloom.tiers import Tier
 
 from .messages import Counts, Stats, TenantUse, TierUse
 
-__all__ = ["engine_stats", "tier_use"]
+__all__ = ["engine_stats", "lower_tiers", "tier_use"]
 
 
 def engine_stats(
@@ -74,17 +74,22 @@ def engine_stats(
 def _below(lower: Lower) -> dict[str, Any]:
     """What is told of the tiers below the pool."""
     lanes, names = lower.mover.lanes, lower.names
-    below = zip(names[1:], lanes, strict=True)
     called = dict(zip((lane.tier.name for lane in lanes), names[1:], strict=True))
     faults = dict(lower.mover.faults.counts)  # lanes' threads go on counting
     return {
-        "tiers": [
-            tier_use(names[0], lower.host),
-            *(tier_use(name, lane.tier, lane.breaker.state) for name, lane in below),
-        ],
+        "tiers": lower_tiers(lower),
         "lower": {**lower.counts, "kept_pages": lower.kept_pages},
         "faults": [(called.get(tier, tier), verb, why, count) for (tier, verb, why), count in faults.items()],
     }
+
+
+def lower_tiers(lower: Lower) -> list[TierUse]:
+    """The tiers below the pool, the nearest first."""
+    below = zip(lower.names[1:], lower.mover.lanes, strict=True)
+    return [
+        tier_use(lower.names[0], lower.host),
+        *(tier_use(name, lane.tier, lane.breaker.state) for name, lane in below),
+    ]
 
 
 def tier_use(name: str, tier: Tier, breaker: str = "closed") -> TierUse:

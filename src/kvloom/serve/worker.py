@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvloom.core import Control, Retain
 from kvloom.engine.engine import Engine
+from kvloom.engine.logprobs import TokenLogprobs
 from kvloom.engine.request import Request
 
 from .dashboard.picture import Picture
@@ -226,11 +227,11 @@ class Worker:
         return True
 
     def _delta(self, one: _Open, index: int, answer: Request, told: int) -> Delta:
-        logprobs: list[list[TokenTold]] | None = None
+        logprobs, prompt = None, None
         if answer.params.logprobs is not None:
-            logprobs = [
-                [(token, p.logprob, p.rank) for token, p in place.items()] for place in answer.logprobs[told:]
-            ]
+            logprobs = _triples(answer.logprobs[told:])
+        if answer.params.prompt_logprobs is not None and not index:
+            prompt = _triples(one.request.prompt_logprobs[1:])  # the first token follows nothing
         return Delta(
             one.message.id,
             index,
@@ -240,6 +241,7 @@ class Worker:
             answer.finish,
             answer.stop_reason,
             logprobs,
+            prompt,
         )
 
     def _stats(self) -> Stats | None:
@@ -289,3 +291,7 @@ def _output(request: Request) -> int:
 def _session(tenant: str, session: str) -> str:
     """A session's name in the cache: no tenant can write one that is another's."""
     return f"{len(tenant)}:{tenant}:{session}"
+
+
+def _triples(places: list[TokenLogprobs] | list[TokenLogprobs | None]) -> list[list[TokenTold]]:
+    return [[(token, p.logprob, p.rank) for token, p in (place or {}).items()] for place in places]

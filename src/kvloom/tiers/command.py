@@ -14,6 +14,7 @@ from pathlib import Path
 from kvloom.core.sizes import parse_size
 
 from .host import HostConfig, HostTier
+from .peer_nixl import NixlArena
 from .peer_server import PeerConfig, PeerServer
 from .shared import SharedMemory
 
@@ -31,6 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--secret", type=Path, metavar="FILE", help="a file of 16 bytes or more that both sides have")
     add("--slab", default="8MiB", metavar="SIZE", help="the largest page it takes (default: 8MiB)")
+    add("--nixl", action="store_true", help="let NIXL reach it, too: for `peer://HOST:PORT?by=nixl`")
     add("--json", action="store_true", help="say where it listens as JSON")
 
 
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    server = PeerServer(tier, config, memory)
+    server = PeerServer(tier, config, memory, NixlArena(tier.arena) if args.nixl else None)
     where = "peer://{}:{}".format(*server.address)
     told = json.dumps({"address": where, "bytes": size}) if args.json else f"{size:,} bytes at {where}"
     print(told, flush=True)

@@ -253,6 +253,15 @@ class HostTier(Tier):
     def _make_room(self, size: int) -> int:
         """A page where none is free: that of the least recently used object, if it has this size; else the whole slab
         that object lies in leaves. -1 when everything is held."""
+        for (
+            key,
+            entry,
+        ) in self._entries.items():  # the least recently used: mostly its place simply changes hands
+            if entry.size == size and not entry.held:
+                del self._entries[key], self._in_slab[entry.offset // self._arena.slab_bytes][entry.offset]
+                self._evicted += 1
+                return entry.offset
+            break
         tries = min(len(self._entries), _MOST_TRIES)
         for _ in range(tries):
             if taken := self._arena.take(size, 1):

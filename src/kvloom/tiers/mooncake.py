@@ -29,9 +29,10 @@ from .values import Counted, Place, Store, Want, store_tier
 
 __all__ = ["MooncakeConfig", "MooncakeStore", "open_from", "open_mooncake"]
 
-_NO_ROOM, _TOO_LONG, _NOTHING = -200, -600, -704
+_NO_ROOM, _TOO_LONG = -200, -600
 _SETUP_SECONDS = 20.0
 _LOST: list[memoryview] = []  # buffers that must outlive their connections
+_FAILED: list[Any] = []  # clients that were never set up: their end can crash the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,6 @@ class _Client:
         self._config, self._timeout = config, timeout
         self._lock = threading.Lock()
         self._ready: Any = None
-        self._failed: list[Any] = []  # kept: the end of one that was never set up can crash
 
     def get(self) -> Any:
         """A StoreError while the master cannot be reached."""
@@ -91,13 +91,16 @@ class _Client:
                 )
             )
 
+        bounded = Bounded(_SETUP_SECONDS, str(config))
         try:
-            code = Bounded(_SETUP_SECONDS, str(config)).call(set_up)
-        except TimeoutError:
-            self._failed.append(client)
+            code = bounded.call(set_up)
+        except BaseException:
+            _FAILED.append(client)
             raise
+        finally:
+            bounded.close()
         if code:
-            self._failed.append(client)
+            _FAILED.append(client)
             raise StoreError(f"{config} could not be set up: code {code}")
         return client
 
@@ -252,6 +255,8 @@ class MooncakeStore(Store):
 
 
 def _library() -> Any:
+    for variable, level in (("GLOG_minloglevel", "2"), ("MC_LOG_LEVEL", "ERROR")):
+        os.environ.setdefault(variable, level)  # it tells every step otherwise
     try:
         return import_module("mooncake.store")
     except ImportError as error:

@@ -31,6 +31,7 @@ from .workers import Tools, Workers
 __all__ = ["Connection", "Job", "Link", "RemoteConfig", "RemoteTier", "StoreError", "Usage"]
 
 _MOST_BACKOFF = 10.0
+_MOST_OBJECTS = 4096  # of one call
 
 
 class StoreError(RuntimeError):
@@ -257,7 +258,7 @@ class RemoteTier(Tier):
                 self._open.add(transfer)
                 self._under_way[verb] += taken * size
                 # A small batch is shared by all threads, too.
-                step = max(1, min(config.batch // size, -(-taken // threads)))
+                step = max(1, min(config.batch // size, _MOST_OBJECTS, -(-taken // threads)))
                 for at in range(0, taken, step):
                     which = list(range(at, min(at + step, taken)))
                     workers.submit(kind(self.name, verb, transfer, objects, ranges, part, which))

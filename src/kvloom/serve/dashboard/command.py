@@ -11,16 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+
+from kvloom.serve.explain_command import KEY, fetch
 
 __all__ = ["arguments", "run"]
 
-KEY = "KVLOOM_API_KEY"
 WAIT = 0.1
-SECONDS = 10
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,26 +54,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def fetch(url: str, path: str, key: str | None = None) -> dict[str, Any]:
-    """What a server answers at `path`. Raises ValueError with what it said, OSError where it cannot be reached."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"--url {url!r} is no address of a server; give one like http://127.0.0.1:8000")
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    try:
-        with urlopen(Request(url.rstrip("/") + path, headers=headers), timeout=SECONDS) as answer:
-            return dict(json.loads(answer.read()))
-    except HTTPError as error:
-        said = error.read()
-        try:
-            raise ValueError(json.loads(said)["error"]["message"]) from None
-        except (KeyError, TypeError, json.JSONDecodeError):
-            raise ValueError(f"{url} answered with status {error.code}: is it a kvloom server?") from None
-    except URLError as error:
-        raise OSError(f"no server answers at {url}: {error.reason}") from None
-    except (HTTPException, json.JSONDecodeError, TypeError):
-        raise ValueError(f"{url} does not answer as a kvloom server does") from None
-
-
 class _Source:
     """What a server said last, and what went wrong since."""
 
@@ -90,10 +67,7 @@ class _Source:
         state = fetch(self._url, "/kvloom/state", self._key)
         if "history" not in state:
             raise ValueError(f"{self._url} does not answer as a kvloom server does")
-        try:
-            self.requests = fetch(self._url, "/kvloom/requests?limit=100", self._key)["requests"]
-        except ValueError:
-            self.requests = None
+        self.requests = fetch(self._url, "/kvloom/requests?limit=100", self._key)["requests"]
         self.state, self.wrong = state, ""
 
     def follow(self, stop: threading.Event) -> None:

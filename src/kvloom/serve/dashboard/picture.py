@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from kvloom.core.survey import Survey
+from kvloom.serve.stats import lower_tiers
 
 if TYPE_CHECKING:
     from kvloom.engine.engine import Engine
-    from kvloom.tiers import Tier
 
 __all__ = ["Picture"]
 
@@ -38,26 +39,7 @@ class Picture:
         lower = self._engine.lower
         if lower is None:
             return []
-        counts = lower.counts
-        host = {
-            **_tier(lower.host),
-            "bytes_read": counts["landed_bytes"],
-            "bytes_written": lower.kept_bytes,
-            "tokens_back": counts["landed_tokens"],
-        }
-        return [host, *({**_tier(lane.tier), "open": not lane.breaker.closed} for lane in lower.mover.lanes)]
-
-
-def _tier(tier: Tier) -> dict[str, Any]:
-    stats = tier.stats()
-    return {
-        "name": tier.name,
-        "objects": stats.objects,
-        "bytes": stats.bytes,
-        "capacity": stats.capacity,
-        "reads": stats.reads,
-        "writes": stats.writes,
-        "bytes_read": stats.bytes_read,
-        "bytes_written": stats.bytes_written,
-        "evicted": stats.evicted,
-    }
+        (host, *below), counts = lower_tiers(lower), lower.counts
+        passed = {"bytes_read": counts["landed_bytes"], "bytes_written": lower.kept_bytes}
+        told = {**asdict(host), **passed, "tokens_back": counts["landed_tokens"]}
+        return [told, *map(asdict, below)]

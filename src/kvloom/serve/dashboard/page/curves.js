@@ -19,7 +19,7 @@ const CARDS = [
   { id: "hit", title: "Hit rate", top: 1, lines: [["hit_rate", "green", "of prompt tokens"]], show: (x) => percent(x),
     figure: (x, raw) => percent(hitRate(raw, 30)), unit: () => "of prompt tokens" },
   { id: "ttft", title: "Time to first token", lines: [["ttft", "orange", "first token"]], show: seconds,
-    figure: (x) => seconds(mean(last(x.ttft, 30))), unit: () => "of streams, mean" },
+    figure: (x, raw) => seconds(mean(last(raw.ttft, 30))), unit: () => "mean of a minute" },
   { id: "rate", title: "Throughput", lines: [["output_rate", "blue", "made"]], beside: [["prompt_rate", "", "of prompts"]], show: (x) => `${compact(x)}/s`,
     figure: (x) => compact(mean(last(x.output_rate, 5))), unit: (x) => `tokens/s · ${compact(mean(last(x.prompt_rate, 5)))} of prompts` },
   { id: "load", title: "Requests", lines: [["running", "pink", "running"], ["waiting", "red", "waiting"]], show: compact,
@@ -42,7 +42,8 @@ export class Curves {
   }
 
   draw(raw) {
-    const series = { ...raw.series, hit_rate: raw.series.hit_rate.map((_, i) => hitRate(raw.series, 5, i + 1)) };
+    const series = { ...raw.series, hit_rate: raw.series.hit_rate.map((_, i) => hitRate(raw.series, 5, i + 1)),
+      ttft: raw.series.ttft.map((_, i) => mean(raw.series.ttft.slice(Math.max(0, i - 4), i + 1).filter((v) => v !== null))) };
     const history = (this.history = { ...raw, series });
     this.across = Math.min(MOST, Math.max(FEWEST, series.running.length));
     if (!series.running.length) return;

@@ -25,15 +25,17 @@ export class Tiers {
     if (!stops.length) byId("stops").replaceChildren(h("li", {}, h("span", { class: "quiet" }, "no lookup yet")));
   }
 
-  /** Bytes a second since the picture before, by tier. */
+  /** Bytes a second by tier: since the picture before, and a few before that. */
   rates(tiers, at) {
     const before = this.before;
     const same = before && before.tiers.length === tiers.length && at > before.at;
     if (!before || at > before.at) this.before = { at, tiers };
     if (!same) return this.last?.length === tiers.length ? this.last : tiers.map(() => ({ down: 0, up: 0 }));
-    this.last = tiers.map((tier, i) => ({
-      down: Math.max(0, (tier.bytes_written - before.tiers[i].bytes_written) / (at - before.at)),
-      up: Math.max(0, (tier.bytes_read - before.tiers[i].bytes_read) / (at - before.at)),
+    const rate = (name, i) => Math.max(0, (tiers[i][name] - before.tiers[i][name]) / (at - before.at));
+    const smooth = (old, fresh) => (old === undefined ? fresh : old * 0.7 + fresh * 0.3);
+    const still = (x) => (x < 512 ? 0 : x);
+    this.last = tiers.map((_, i) => ({
+      down: still(smooth(this.last?.[i]?.down, rate("bytes_written", i))), up: still(smooth(this.last?.[i]?.up, rate("bytes_read", i))),
     }));
     return this.last;
   }
@@ -56,7 +58,7 @@ export class Tiers {
       ? `read ${count(tier.reads.ok ?? 0)}, missed ${count(tier.reads.missing ?? 0)}` : `${plural(tier.tokens_back, "token")} came back`;
     return h("div", { class: "tier" }, h("header", {}, h("strong", {}, tier.name), h("span", {}, `${bytes(tier.bytes)}${tier.capacity ? ` of ${bytes(tier.capacity)}` : ""}`)),
       h("div", { class: "meter" }, h("i", { style: { width: `${full}%`, background: "var(--green)" } })),
-      h("p", {}, `${plural(tier.objects, "page")} · ${back}${tier.evicted ? `, ${count(tier.evicted)} evicted` : ""}${tier.open ? " · left alone after faults" : ""}`
+      h("p", {}, `${plural(tier.objects, "page")} · ${back}${tier.evicted ? `, ${count(tier.evicted)} evicted` : ""}${tier.breaker === "closed" ? "" : " · left alone after faults"}`
         + odd.map(([outcome, n]) => ` · ${count(n)} ${outcome}`).join("")));
   }
 

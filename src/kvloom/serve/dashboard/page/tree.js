@@ -2,7 +2,7 @@
 
 import { ago, byId, bytes, count, h, noTip, plural, s, seconds, table, tenantName, tip } from "./dom.js";
 
-const ROW = 17, MOST_ROWS = 24, LEFT = 8, RIGHT = 52;
+const MOST_ROWS = 24, TALL = 400, LEFT = 8, RIGHT = 52;
 
 export class Tree {
   /** `choose` is called with a branch, or null, when one is picked. */
@@ -35,10 +35,10 @@ export class Tree {
     byId("tree-about").textContent = nodes
       ? `${plural(nodes, "branch", "branches")} of ${plural(roots, "root")}, the ${count(shown.size)} hottest drawn. Choose one to see it on the map.`
       : "Nothing cached yet: the first prompts will appear here.";
-    const width = Math.max(300, this.width || this.body.clientWidth), height = Math.max(60, this.slots * ROW + 34);
+    const width = Math.max(300, this.width || this.body.clientWidth), pitch = Math.max(16, Math.min(26, TALL / Math.max(1, this.slots))), height = Math.max(60, this.slots * pitch + 34);
     const far = Math.max(64, ...rows.map(({ branch }) => branch.depth + branch.tokens));
     const x = (tokens) => LEFT + (width - LEFT - RIGHT) * Math.sqrt(tokens / far);
-    const y = (slot) => 10 + slot * ROW;
+    const y = (slot) => 10 + slot * pitch;
     const focused = document.activeElement?.closest?.(".branch")?.dataset.id;
     const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": "Hot branches of the prefix tree. Arrow keys move, Enter marks one on the map." });
     svg.append(...this.axis(far, x, height));
