@@ -19,6 +19,7 @@ import torch
 from kvloom.core import PageGroup, PoolLayout
 from kvloom.kernels.copy import Copier, Done
 from kvloom.tiers import Form, HostConfig, HostTier
+from kvloom.tiers.arena import copy_pages
 
 __all__ = ["Event", "HostPages", "form_of", "open_host"]
 
@@ -67,6 +68,8 @@ class HostPages:
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, host: HostTier) -> None:
         self.buffer = buffer
+        self._arena = host.arena
+        self._pool = None if buffer.is_cuda else buffer.numpy()
         arena = torch.from_numpy(host.arena)
         self._copiers: dict[int, Copier] = {}
         self._rows: dict[int, torch.Tensor] = {}
@@ -81,8 +84,14 @@ class HostPages:
 
     def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
         """Pages to places in the arena; begins after what the current stream has still to do."""
+        if self._pool is not None:
+            copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)
+            return Done()
         return self._copiers[stride].gather(pages, self._rows[stride], offsets // stride)
 
     def up(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
         """Places in the arena to pages; begins after what the current stream has still to do."""
+        if self._pool is not None:
+            copy_pages(self._pool, np.asarray(pages, np.int64) * stride, self._arena, offsets, stride)
+            return Done()
         return self._copiers[stride].scatter(self._rows[stride], pages, offsets // stride)
