@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import weakref
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,21 @@ def open_host(layout: PoolLayout, capacity: int, checked: bool, device: torch.de
             raise ValueError(
                 f"the system does not pin {capacity:,} bytes of host memory (CUDA error {int(code)}): ask for less"
             )
+        address = int(arena.ctypes.data)
+        _pinned[address] = weakref.finalize(
+            tier, _unpin, address
+        )  # before its memory goes, if nobody closes it
+        _pinned[address].atexit = False
     return tier
+
+
+_pinned: dict[int, weakref.finalize[[int], HostTier]] = {}
+
+
+def _unpin(address: int) -> None:
+    """Memory that goes while it is pinned could not be pinned again."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class HostPages:
@@ -77,6 +92,12 @@ class HostPages:
             self._copiers[stride] = Copier(buffer, stride)
             count = arena.numel() // stride
             self._rows[stride] = arena[: count * stride].view(count, stride)
+
+    def close(self) -> None:
+        """No copy is made any more; pinned memory is ordinary again."""
+        unpin = _pinned.pop(int(self._arena.ctypes.data), None)
+        if unpin is not None:
+            unpin()
 
     def wait(self, event: Event) -> None:
         """What is launched from now on begins after `event`, on the device."""
