@@ -294,7 +294,7 @@ def test_a_request_that_loads_holds_nobody_up(tmp_path: Path) -> None:
     closed(engine)
     faults = Faults(slow=0.15)
     place, _ = faulty(tmp_path, faults)
-    engine = Engine(tiny("llama"), POOL, tiers=[place], lower=QUICK)
+    engine = Engine(tiny("llama"), POOL, tiers=[place], lower=LowerConfig("always", seconds=(9, 9)))
     slow = engine.add(prompts[0], greedy(8))
     quick = engine.add(prompts[1][:14], greedy(2))  # nothing of it can be below
     while quick.finish is None:
@@ -352,7 +352,7 @@ def test_the_head_is_computed_while_the_tail_loads_and_they_meet(family: str, tm
         POOL,
         tiers=[place],
         token_budget=16,
-        lower=LowerConfig(seconds=(1.0, 1.0)),
+        lower=LowerConfig(seconds=(9.0, 9.0)),
     )
     lower = lower_of(engine)
     for tokens in (16, 32):

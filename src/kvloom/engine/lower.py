@@ -507,3 +507,4 @@ class Lower:
             time.sleep(0.001)
             self._keeping.finish()
         self.mover.close(max(0.1, deadline - time.monotonic()))
+        self._pages.close()
