@@ -437,3 +437,16 @@ def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
     while lower_of(engine).holding:
         lower_of(engine).poll()
     closed(engine)
+
+
+def test_a_tier_that_cannot_be_opened_is_left_out_and_serving_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = [f"disk:{tmp_path}:64MiB"]
+    first = Engine(tiny("llama"), POOL, tiers=tiers)
+    second = Engine(tiny("llama"), POOL, tiers=tiers)  # two on one directory
+    assert "is left out, serving goes on without it" in caplog.text
+    prompts = drawn("two", 40)
+    assert [r.tokens for r in served(first, prompts)] == [r.tokens for r in served(second, prompts)]
+    closed(first)
+    closed(second)

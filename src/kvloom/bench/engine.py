@@ -77,6 +77,8 @@ def measure(
             if before is None:
                 before = results[work.name] = Result(work, found, [], found.said)
             before.rounds.append(found.seconds)
+            if found.processor is not None:
+                before.processor = min(found.processor, before.processor or found.processor)
             if found.seconds < before.seconds:
                 before.best = found
             if work.separable:
@@ -259,7 +261,8 @@ def _bench(args: argparse.Namespace) -> int:
         "shape": args.shape, "scale": scale, "device": name, "dtype": str(shape.dtype).removeprefix("torch."),
         "kv_dtype": args.kv_dtype, "torch": torch.__version__, "threads": torch.get_num_threads(), "seed": args.seed,
         "method": f"Best of {args.rounds}; before, every workload ran once with 8 tokens of output at most, not counted. "
-        "Prefill is the prompts alone, with one token each, where none is cached. Waste is at the peak.",
+        "Prefill is the prompts alone, with one token each, where none is cached. Waste is at the peak. On a CPU the engines take "
+        "turns; processor seconds are of all threads and processes of an engine, in the round that took the fewest.",
         "quoted_start_s": quoted.get("start"),
         "quoted_note": "measured earlier on an H200, not in this run" if quoted else None,
         "runners": {

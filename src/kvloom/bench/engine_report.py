@@ -36,13 +36,15 @@ GOAL_WASTE = 0.04
 
 @dataclass(slots=True)
 class Result:
-    """One workload on one runner: the best round, the seconds of each, and of its prompts alone where that is measured."""
+    """One workload on one runner: the best round, the seconds of each, and of its prompts alone where that is measured.
+    `processor`: the fewest seconds of all processors together that a round took, on a CPU; others' work does not count."""
 
     work: Workload
     best: Measured
     rounds: list[float]
     first_said: Turns
     prompts: float | None = None
+    processor: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -56,6 +58,8 @@ class Result:
             found["prefill_tokens_s"] = self.work.requests * self.work.prompt / self.prompts
             if least is not None:
                 found["prefill_tflops"] = least.prefill_flops / self.prompts / 1e12
+        if self.processor is not None:
+            found["processor_s"] = self.processor
         return found | self.best.figures
 
 
@@ -94,6 +98,7 @@ def rows_of(
             "size": work.size,
             "runs": {},
             "ratios": {},
+            "processor_ratios": {},
         }
         if least is not None:
             row["floor_s"] = least.seconds
@@ -105,6 +110,8 @@ def rows_of(
             row["runs"][each.name] = {**result.figures(least), "rounds_s": result.rounds}
             if mine is not None and each.name != "kvloom":
                 row["ratios"][each.name] = result.seconds / mine.seconds
+                if result.processor and mine.processor:
+                    row["processor_ratios"][each.name] = result.processor / mine.processor
                 if exact:
                     row["runs"][each.name]["same_answers"] = same_answers(mine.first_said, result.first_said)
         if work.name in quoted:
@@ -170,7 +177,7 @@ def _details(report: dict[str, Any]) -> Any:
     """What each run saw; a blank is not measured there."""
     table = _table(
         "What was seen", "work", "on", "output tokens/s", "prefill tokens/s", "TFLOP/s", "peak running", "hit rate",
-        "waste", "preempted", "same answers",
+        "waste", "preempted", "same answers", "processor s", "/ kvloom",
     )  # fmt: skip
     for row in report["rows"]:
         for name, seen in row["runs"].items():
@@ -181,6 +188,7 @@ def _details(report: dict[str, Any]) -> Any:
                 row["work"], name, _number(seen["output_tokens_s"]), _number(seen.get("prefill_tokens_s")),
                 _number(seen.get("prefill_tflops")), _number(seen.get("peak_running")), _share(seen.get("hit_rate")),
                 wasted, _number(seen.get("preemptions")), _share(seen.get("same_answers")),
+                _number(seen.get("processor_s"), 3), _number(row["processor_ratios"].get(name), 2),
             )  # fmt: skip
     return table
 

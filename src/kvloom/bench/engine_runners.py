@@ -54,11 +54,13 @@ class Options:
 
 @dataclass(slots=True)
 class Measured:
-    """Seconds from the first prompt's submission to the last token, what was said, and figures by name."""
+    """Seconds from the first prompt's submission to the last token, what was said, and figures by name; on a CPU also
+    the seconds that all its threads and processes computed."""
 
     seconds: float
     said: Turns
     figures: dict[str, float] = field(default_factory=dict)
+    processor: float | None = None
 
 
 class Runner(Protocol):
@@ -131,7 +133,7 @@ class Kvloom:
         before = engine.cache.stats()
         said: Turns = [[] for _ in conversations]
         preemptions = steps = 0
-        begin = time.perf_counter()
+        begin, processor = time.perf_counter(), time.process_time()
         running: dict[Request, int] = {
             engine.add(each.prompt, params): i for i, each in enumerate(conversations)
         }
@@ -156,12 +158,13 @@ class Kvloom:
                     running[engine.add([*request.prompt, *answer, *later[turn - 1]], params)] = place
         _synchronize(self.device)
         seconds = time.perf_counter() - begin
+        computed = None if self.device.startswith("cuda") else time.process_time() - processor
         after = engine.cache.stats()
         looked, hit = (
             _count(after[name]) - _count(before[name]) for name in ("looked_up_tokens", "hit_tokens")
         )
         figures = {"steps": steps, "preemptions": preemptions, "hit_rate": hit / looked if looked else 0.0}
-        return Measured(seconds, said, figures | peak.figures())
+        return Measured(seconds, said, figures | peak.figures(), computed)
 
     def close(self) -> None:
         self.engine.close()
@@ -225,7 +228,7 @@ class HuggingFace:
         prompts = [list(each.prompt) for each in conversations]
         sizes: list[int] = []
         _free(self.device)
-        begin = time.perf_counter()
+        begin, processor = time.perf_counter(), time.process_time()
         for turn in range(1 + max(len(each.later) for each in conversations)):
             if turn:
                 for each, prompt, answers in zip(conversations, prompts, said, strict=True):
@@ -248,7 +251,8 @@ class HuggingFace:
                     first += 1
                 sizes.append(len(batch))
         seconds = time.perf_counter() - begin
-        return Measured(seconds, said, {"peak_running": max(sizes)})
+        computed = None if self.device.startswith("cuda") else time.process_time() - processor
+        return Measured(seconds, said, {"peak_running": max(sizes)}, computed)
 
     def _slice(self, prompt: int, output: int) -> int:
         """Sequences that fit at once: their cache, and the prompts' work with its mask."""
@@ -344,7 +348,7 @@ class Vllm:
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
         told = self._ask({"conversations": [asdict(each) for each in conversations], "output": output})
-        return Measured(float(told["seconds"]), told["said"], told["figures"])
+        return Measured(float(told["seconds"]), told["said"], told["figures"], told.get("processor"))
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None

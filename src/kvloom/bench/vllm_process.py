@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def _serve(llm: Any, conversations: list[dict[str, Any]], output: int) -> dict[s
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
-    begin = time.perf_counter()
+    begin, before = time.perf_counter(), _processor()
     if any(each["later"] for each in conversations):
         said, asked, cached = _turns(llm.llm_engine, params, conversations)
     else:
@@ -32,8 +33,21 @@ def _serve(llm: Any, conversations: list[dict[str, Any]], output: int) -> dict[s
         said = [[list(result.outputs[0].token_ids)] for result in found]
         asked = sum(len(each["prompt"]) for each in conversations)
         cached = sum(result.num_cached_tokens or 0 for result in found)
-    seconds = time.perf_counter() - begin
-    return {"seconds": seconds, "said": said, "figures": {"hit_rate": cached / asked}}
+    seconds, after = time.perf_counter() - begin, _processor()
+    told = {"seconds": seconds, "said": said, "figures": {"hit_rate": cached / asked}}
+    return told if after is None or before is None else {**told, "processor": after - before}
+
+
+def _processor() -> float | None:
+    """Seconds that this process and its children have computed, where there is no GPU that does it for them."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    psutil: Any = import_module("psutil")  # vLLM needs it, too
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
 
 
 def _turns(

@@ -33,8 +33,8 @@ except ImportError:  # without a compiler
 __all__ = ["LayerPages", "Rows", "Seen", "decode", "gated", "put", "rms_norm", "rotate_", "step", "takes"]
 
 Ints = npt.NDArray[np.int64]
-SHARED_WORK = 1 << 20
-"""Products of a call of `decode` from which it is done by several threads: half a millisecond for one."""
+SHARED_WORK = 1 << 22
+"""Products from which attention is done by several threads, one for so many: a millisecond or so."""
 
 
 def takes(*tensors: torch.Tensor) -> bool:
