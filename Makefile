@@ -21,10 +21,11 @@ setup: $(STAMP) ## a virtual environment in .venv with everything the tests need
 # torch first, so that nothing later chooses its build: without a GPU the CPU build is enough and pulls in
 # no CUDA packages. TORCH=... names another build.
 $(STAMP): pyproject.toml src/kvloom/core/_native.c src/kvloom/kernels/_cpu.c
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable '.[engine,serve,grammar,dev]'
-	touch $@
+	@echo "setting up $(VENV): torch and what kvloom needs, some minutes the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --editable '.[engine,serve,grammar,dev]'
+	@touch $@
 
 test: setup lint ## lint, formatting, types and tests (under 15 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=10

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvloom.cli import COMMANDS
+
 
 def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -19,7 +21,12 @@ def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["plan", "--help"], ["bench", "--help"], ["generate", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        *([name, "--help"] for name in COMMANDS),
+        *(["bench", name, "--help"] for name in ("index", "serve")),
+    ],
 )
 def test_help(arguments: list[str]) -> None:
     done = kvloom(*arguments)
@@ -151,6 +158,19 @@ def test_planning_needs_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_not_installed_is_named_with_the_way_to_get_it() -> None:
+    code = (
+        "import sys; sys.modules['uvicorn'] = None; from kvloom.cli import main; "
+        "sys.exit(main(['serve', '--port', '0']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "uvicorn is not installed: pip install 'kvloom[" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_plan_in_the_readme_is_what_the_command_prints() -> None:

@@ -18,8 +18,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "kvloom"
 PINS = Path(__file__).parent / "public_names.json"
 
 LINE = [
-    "core arguments",
-    "tiers kernels",
+    "core",
+    "arguments tiers kernels",
     "models",
     "engine",
     "serve",

@@ -18,6 +18,7 @@ __all__ = [
     "KV_SCALES",
     "MODEL",
     "THREADS",
+    "TIER",
     "device",
     "parse_size",
     "progress_bar",
@@ -30,6 +31,7 @@ KV_DTYPE = "bf16, fp16, fp32, int8 or fp8 (default: the model's own); by kind of
 KV_SCALES = "scales of int8 and fp8: dynamic (default), checkpoint, or a file of `kvloom calibrate`"
 MODEL = "a folder with a Hugging Face model, its hub id, or one that comes along: kvloom-llama, kvloom-hybrid"
 THREADS = "CPU threads of the model (default: $KVLOOM_THREADS, $OMP_NUM_THREADS, or all cores but one)"
+TIER = "a place for pages below the pool, nearest first: host:64GiB, disk:/path:1TiB, …; repeatable (docs/tiers.md)"
 MOST = 10**12
 
 

@@ -21,6 +21,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("kvloom.engine.command", "Let a model go on from prompts, once."),
     "calibrate": ("kvloom.engine.calibrate_command", "Make static scales for a quantised KV cache."),
     "serve": ("kvloom.serve.command", "An OpenAI-compatible server."),
+    "explain": ("kvloom.serve.explain_command", "Why a request hit the cache or missed it."),
+    "top": (
+        "kvloom.serve.dashboard.command",
+        "A server's cache, live in this terminal; the same is at /dashboard.",
+    ),
+    "share": ("kvloom.tiers.command", "Host memory for the servers of a machine: --tier peer://HOST:PORT."),
     "replay": ("kvloom.replay.command", "Recorded traffic through the cache: hit rates, sizes."),
     "bench": ("kvloom.bench.command", "Measure kvloom beside its peers."),
 }
@@ -40,12 +46,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OSError, ValueError, ImportError) as error:
-        said = (
-            f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-        )
-        print(f"kvloom {argv[0]}: {said}", file=sys.stderr)
+        if isinstance(error, ModuleNotFoundError) and (error.name or "kvloom").startswith("kvloom"):
+            raise
+        print(f"kvloom {argv[0]}: {_said(error)}", file=sys.stderr)
         return BAD_INPUT
     return code
+
+
+def _said(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed: pip install 'kvloom[engine,serve,grammar]' has what commands need"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _parser(asked: str | None) -> argparse.ArgumentParser:

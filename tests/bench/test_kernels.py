@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from kvloom.bench import kernels
+from kvloom.bench import attention_work, gpu_timing, kernels, state_work
 from kvloom.bench.expert_work import by_torch
 from kvloom.kernels.experts import experts
 
@@ -30,10 +30,12 @@ def test_help_names_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_floors_are_what_bytes_and_flops_take() -> None:
-    assert kernels._shared_floor(1, 16, 0) == pytest.approx(16 * 8 * 128 * 4 / kernels.READ_RATE * 1e6)
-    many = kernels._shared_floor(4096, 4096, 0)
-    assert many == pytest.approx(4096 * 4096 * 32 * 128 * 4 / kernels.FLOP_RATE * 1e6)
-    row = kernels.Row("decode", "x", 1.0, {"kvloom": 2.0, "kvloom, plain": 1.0, "other": 3.0})
+    assert attention_work.shared_floor(1, 16, 0) == pytest.approx(
+        16 * 8 * 128 * 4 / gpu_timing.READ_RATE * 1e6
+    )
+    many = attention_work.shared_floor(4096, 4096, 0)
+    assert many == pytest.approx(4096 * 4096 * 32 * 128 * 4 / gpu_timing.FLOP_RATE * 1e6)
+    row = gpu_timing.Row("decode", "x", 1.0, {"kvloom": 2.0, "kvloom, plain": 1.0, "other": 3.0})
     assert row.ours == 2.0
     assert row.best_peer == 3.0
 
@@ -53,3 +55,16 @@ def test_experts_by_torch_are_the_same_work() -> None:
     weights = torch.rand(9, 2).bfloat16()
     ours, peer = (run(x, index, weights, gate_up, down).float() for run in (experts, by_torch))
     assert float((ours - peer).norm() / ours.norm()) < 0.01
+
+
+@pytest.mark.parametrize("name", list(state_work.LAYERS))
+def test_recurrent_layers_fit_their_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_work, "DEVICE", "cpu")
+    monkeypatch.setattr(state_work, "SIZES", ((2, 3),))
+    monkeypatch.setattr(state_work, "LAYERS", {name: state_work.LAYERS[name]})
+    monkeypatch.setattr(
+        state_work, "timed", lambda calls, rounds: {k: 1.0 for k, call in calls.items() if call() is not None}
+    )
+    (row,) = state_work.state_rows(1)
+    assert row.work == f"{name}, 2 x 3"
+    assert row.floor_us > 0

@@ -80,14 +80,15 @@ def test_texts_that_end_early_are_those_of_generate(width: int, penalty: float) 
 
 
 @pytest.mark.parametrize(
-    ("family", "slabs"), [("llama", 5), ("gemma3_text", 4), ("qwen3_next", 3), ("bamba", 6)]
+    ("family", "slabs", "new"),
+    [("llama", 5, 8), ("gemma3_text", 4, 8), ("qwen3_next", 4, 20), ("bamba", 5, 8)],
 )
-def test_beams_survive_a_pool_far_too_small(family: str, slabs: int) -> None:
+def test_beams_that_give_up_their_pages_give_the_same(family: str, slabs: int, new: int) -> None:
     model = tiny(family)
-    expected = [wanted(model, prompt, 4, 8)[0] for prompt in PROMPTS]
+    expected = [wanted(model, prompt, 4, new)[0] for prompt in PROMPTS]
     layout = Engine(model, POOL).layout
-    engine = Engine(model, slabs * layout.slab_bytes, token_budget=24, max_running=5)
-    requests = [engine.add(prompt, params(4, 8)) for prompt in PROMPTS]
+    engine = Engine(model, slabs * layout.slab_bytes, token_budget=24, max_running=9)
+    requests = [engine.add(prompt, params(4, new)) for prompt in PROMPTS]
     steps = 0
     while engine.busy:
         engine.step()
@@ -95,8 +96,8 @@ def test_beams_survive_a_pool_far_too_small(family: str, slabs: int) -> None:
         steps += 1
         assert steps < 2000
     assert [[one.output for one in request.best] for request in requests] == expected
-    preempted = sum(one.preemptions for request in requests for one in request.family)
-    assert preempted or engine.cache.stats()["evictions"], family
+    preempted = [one for request in requests for one in request.family if one.preemptions]
+    assert len(preempted) > 1, family  # several beams lost their pages, and found their way back
     assert idle(engine)
 
 

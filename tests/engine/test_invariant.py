@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine.request import Request, SamplingParams
 from kvloom.engine.runner import Runner
+from kvloom.engine.sampler import Sampler
 from tests.models.zoo import tiny
 
 from .invariance import apart, prompts_of, together, told
@@ -76,3 +79,35 @@ def test_states_have_no_such_way() -> None:
     engine = Engine(model, 2 << 20)
     with pytest.raises(ValueError, match="keeps recurrent states"):
         Runner(model, engine.cache, engine.buffer, 64, 4, graphs=False, invariant=True)
+
+
+def test_every_way_of_choosing_tokens_runs_in_the_mode() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from kvloom.engine.odds import allow
+    from kvloom.kernels.invariant_mode import BatchInvariant
+
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.7},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.2, "top_p": 0.8, "min_p": 0.01},
+        {"temperature": 0.9, "min_p": 0.1},
+        {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 0.1, "repetition_penalty": 1.2},
+        {"temperature": 0.5, "logit_bias": {3: 2.0, 7: -5.0}, "min_tokens": 4, "stop_token_ids": (5,)},
+    ]
+    requests = [
+        Request(i, (3, 4, 5), SamplingParams(seed=i, logprobs=2, **way)) for i, way in enumerate(ways)
+    ]
+    logits = torch.randn(len(ways), 300, generator=torch.Generator().manual_seed(0)) * 3
+    wanted = Sampler([2]).choose(logits, requests)
+    with BatchInvariant():
+        found = Sampler([2]).choose(logits, requests)
+        assert torch.equal(found.tokens, wanted.tokens)
+        few = Sampler([2]).choose(logits[3:5], requests[3:5])
+        assert torch.equal(few.tokens, wanted.tokens[3:5])
+        assert found.logprobs is not None
+        assert few.logprobs is not None
+        assert torch.equal(few.logprobs.values, found.logprobs.values[3:5])
+        masked = logits.clone()
+        allow(masked, [0, 2], np.full((2, 10), 0b1010, dtype=np.int32))
+    assert torch.isinf(masked[0]).sum() == 300 - 20

@@ -13,6 +13,7 @@ from kvloom.kernels.shapes import Shape
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 from kvloom.kernels.decode import DecodePlan  # noqa: E402
+from kvloom.kernels.worklist import Tile  # noqa: E402
 
 from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
 
@@ -20,9 +21,9 @@ FULL = Span("full")
 
 
 def run(
-    batch: Batch, mask: Mask, queries: int, scale: float | None = None
+    batch: Batch, mask: Mask, queries: int, scale: float | None = None, tile: Tile | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    plan = DecodePlan(batch.shape, len(batch.lengths) + 2, queries, batch.span, DEVICE)
+    plan = DecodePlan(batch.shape, len(batch.lengths) + 2, queries, batch.span, DEVICE, tile=tile)
     plan.make(batch.starts, batch.lengths_)
     out = torch.full((*batch.q.shape[:2], batch.shape.v_dim), math.nan, dtype=batch.q.dtype, device=DEVICE)
     lse = torch.full(batch.q.shape[:2], math.nan, device=DEVICE)
@@ -30,9 +31,15 @@ def run(
     return out, lse
 
 
-def check(batch: Batch, mask: Mask | None = None, queries: int = 1, scale: float | None = None) -> None:
+def check(
+    batch: Batch,
+    mask: Mask | None = None,
+    queries: int = 1,
+    scale: float | None = None,
+    tile: Tile | None = None,
+) -> None:
     mask = mask or Mask(batch.span)
-    out, lse = run(batch, mask, queries, scale)
+    out, lse = run(batch, mask, queries, scale, tile)
     exact, exact_lse = batch.expected(mask, scale)
     assert relative(out, exact) < TOLERANCE[batch.q.dtype]
     assert not torch.isnan(lse).any()
@@ -79,6 +86,30 @@ def test_softcap_sinks_and_scale_together(queries: int) -> None:
     check(batch, Mask(FULL, 5.0, sinks), queries, scale=0.3)
     check(batch, Mask(FULL, None, sinks), queries)
     check(batch, Mask(FULL, 2.0), queries)
+
+
+@pytest.mark.parametrize("toll", [0, 1], ids=["walked", "one by one"])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128] if DEVICE == "cuda" else [80])
+def test_both_ways_over_the_list_in_half_precision(toll: int, dim: int) -> None:
+    """Tiles walked in one loop, and begun one by one; long and short stretches, so that tiles are cut or many follow."""
+    half = torch.bfloat16 if DEVICE == "cuda" and dim % 64 == 0 else torch.float16
+    shape = Shape(4, 2 if DEVICE == "cuda" else 1, dim, dim, dtype=half)
+    rng = torch.Generator().manual_seed(dim)
+    for span, queries, programs in ((Span("full"), 1, 4), (Span("sliding", 24), 4, 16), (Span("full"), 4, 8)):
+        lengths = [*torch.randint(1, 150 if DEVICE == "cuda" else 70, (3,), generator=rng).tolist(), 0, 16]
+        counts = [min(queries, n) if queries > 1 else 1 for n in lengths]
+        batch = Batch(shape, lengths, counts, span, order="HND" if dim < 96 else "NHD", dtype=half, seed=dim)
+        mask = Mask(span)
+        if span.windowed:
+            mask = Mask(span, softcap=4.0, sinks=torch.randn(4, generator=rng).to(DEVICE))
+        elif queries > 1:  # drafts that see the first of them and themselves
+            trees = torch.zeros(batch.q.shape[0], queries, dtype=torch.bool, device=DEVICE)
+            trees[:, 0] = True
+            own = torch.cat([torch.arange(n) for n in counts]).to(DEVICE)
+            trees[torch.arange(len(own), device=DEVICE), own] = True
+            mask = Mask(span, trees=trees)
+        tile = Tile(16, 32 if DEVICE == "cpu" else 64, 4, 3, programs, 1, toll)
+        check(batch, mask, queries, tile=tile)
 
 
 def test_drafts_see_their_branch_alone() -> None:
@@ -227,6 +258,15 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
         plan.attend(**good, mask=Mask(FULL, trees=torch.ones(1, 1, dtype=torch.bool, device=DEVICE)))
     with pytest.raises(ValueError, match="side by side"):
         plan.attend(**good, mask=Mask(FULL, sinks=torch.zeros(8, device=DEVICE)[::2]))
+    with pytest.raises(ValueError, match="they must be floating"):
+        plan.attend(**good, mask=Mask(FULL, sinks=torch.zeros(4, dtype=torch.int64, device=DEVICE)))
+    with pytest.raises(ValueError, match="tables is on meta, the queries are on"):
+        plan.attend(batch.q, batch.k, batch.v, batch.tables.to("meta"))
+    with pytest.raises(ValueError, match="lengths are on meta, the plan is for"):
+        plan.make(batch.starts, batch.lengths_.to("meta"))
+    halves = torch.ones(batch.k.shape[:3], dtype=torch.float16, device=DEVICE)
+    with pytest.raises(ValueError, match="they must be float32"):
+        plan.attend(**good, k_scale=halves, v_scale=halves)
     with pytest.raises(ValueError, match="values of 576 in latents"):
         DecodePlan(Shape(4, 1, 576, 576), 1, device=DEVICE)
     with pytest.raises(ValueError, match="k_dim 72 is not supported"):

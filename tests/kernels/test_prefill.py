@@ -15,7 +15,7 @@ from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import Shape
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from kvloom.kernels import prefill, prefill_launch  # noqa: E402
+from kvloom.kernels import prefill, prefill_batches, prefill_launch  # noqa: E402
 from kvloom.kernels.prefill import PrefillPlan  # noqa: E402
 
 from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
@@ -218,8 +218,8 @@ def batched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         out = scores.softmax(3) @ v.float().repeat_interleave(group, 1)
         return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(3)
 
-    actual = prefill.cudnn_attend
-    monkeypatch.setattr(prefill, "cudnn_attend", attend)
+    actual = prefill_batches.cudnn_attend
+    monkeypatch.setattr(prefill_batches, "cudnn_attend", attend)
     return sizes
 
 

@@ -198,13 +198,7 @@ def expected(
 ) -> list[int]:
     """Greedy tokens of a prompt by itself, prompt included, from transformers' own loop."""
     ids = torch.tensor([prompt])
-    inputs: dict[str, torch.Tensor] = {}
-    if images:
-        inputs = _together(images)
-        if family == "gemma3":
-            inputs["token_type_ids"] = (ids == IMAGE).int()
-        elif "image_grid_thw" in inputs:
-            inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+    inputs = inputs_of(family, ids, images)
     with torch.inference_mode():
         found = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
@@ -212,6 +206,20 @@ def expected(
         )  # fmt: skip
     tokens: list[int] = found[0].tolist()
     return tokens
+
+
+def inputs_of(
+    family: str, ids: torch.Tensor, images: list[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """What a model takes beside its token ids, where those have images."""
+    inputs: dict[str, torch.Tensor] = {}
+    if images:
+        inputs = _together(images)
+        if family == "gemma3":
+            inputs["token_type_ids"] = (ids == IMAGE).int()
+        elif "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+    return inputs
 
 
 def _together(images: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

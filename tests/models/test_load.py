@@ -12,6 +12,8 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from kvloom.engine.engine import Engine
+from kvloom.engine.request import SamplingParams
 from kvloom.models.families import settle_rope
 from kvloom.models.load import device_of, load, refusal, transformers_config
 from kvloom.models.reading import ModelError
@@ -200,6 +202,7 @@ REASONS = (
         "keeps no keys and values",
         "keeps its states in its modules",
     ),
+    "attend to images alone",
     *("cannot be read as plain attention", "a hybrid layer, but", "ValueError", "TypeError"),
 )
 UNBUILDABLE = ("cannot be built from its config",)
@@ -285,3 +288,23 @@ def test_a_device_that_is_not_there_is_named(wrong: torch.device | str) -> None:
         device_of(wrong)
     assert str(wrong) in str(caught.value)
     assert device_of("cpu") == torch.device("cpu")
+
+
+def test_an_engine_of_short_contexts_turns_by_short_frequencies() -> None:
+    model = tiny("phi3", rope_parameters=LONG, sliding_window=None, original_max_position_embeddings=32)
+    prompt = prompts_of(1, (10,))[0]
+    wanted = expected(model, [prompt], 8)[0][len(prompt) :]
+    params = SamplingParams(max_tokens=8, temperature=0)
+    found = {}
+    for context in (32, None, 32):
+        engine = Engine(model, 1 << 22, max_context=context)
+        request = engine.add(prompt, params)
+        engine.run()
+        found[context] = request.output
+        if context:
+            assert request.output == wanted
+            with pytest.raises(ValueError, match="30 prompt tokens and 8 new ones exceed this engine's 32"):
+                engine.add([5] * 30, params)
+    assert found[None] != wanted  # by the long ones
+    with pytest.raises(ValueError, match="max_context 500 must lie in 1 to 128"):
+        Engine(model, 1 << 22, max_context=500)

@@ -15,11 +15,15 @@ import transformers
 from kvloom.core import Control, KVCache, Media, PoolLayout
 from kvloom.engine.engine import Engine
 from kvloom.engine.llm import LLM
+from kvloom.engine.lower import LowerConfig
 from kvloom.engine.request import SamplingParams
 from kvloom.models.attention import ATTENTION
 from kvloom.models.batch import Stage, Work
+from kvloom.models.catalog import known_models, load_spec
+from kvloom.models.embeddings import with_embeddings
+from kvloom.models.sight import Sight
 from kvloom.models.specs import model_spec
-from kvloom.models.vision import Embeddings, Sight, Vision
+from kvloom.models.vision import Vision
 from tests.engine.made_tokenizers import byte_level
 from tests.models.seeing import (
     BEGIN,
@@ -153,43 +157,88 @@ def test_answers_and_beams_share_the_image() -> None:
     assert beams.best[0].tokens == searched[0].tolist()
 
 
-@pytest.mark.parametrize(("kept", "runs"), [(3, 3), (1, 6), (0, 7)])
-def test_the_tower_runs_once_for_each_content_that_is_kept(kept: int, runs: int) -> None:
+def watched(engine: Engine) -> list[int]:
+    """Grows with each run of the vision tower."""
+    ran: list[int] = []
+    engine.model.model.vision_tower.register_forward_hook(lambda *_: ran.append(1))
+    return ran
+
+
+def test_the_tower_runs_once_for_each_content_whatever_stands_before_it() -> None:
     model = seeing("llava")
     images = [image_of("llava", seed) for seed in range(3)]
-    prompts = [prompt_of("llava", words(9, 3), image, words(i, 4)) for i, image in enumerate(images)]
-    wanted = [expected("llava", model, prompts[i], [images[i]], NEW) for i in range(3)]
-    size = 16 * 32 * 4  # tokens, hidden size, bytes
-    engine = engine_of(model, image_bytes=kept * size, token_budget=5)
-    ran: list[int] = []
-    model.model.vision_tower.register_forward_hook(lambda *_: ran.append(1))
-    for i in (0, 1, 2, 0, 1, 2):
-        request = engine.add(prompts[i], GREEDY, Control(read=False), images=[images[i]])
-        if kept == 0:
-            engine.scheduler.token_budget = 64  # else every chunk would run it
+    prompts = [prompt_of("llava", words(i, 3 + i), images[i % 3], words(i, 4)) for i in range(6)]
+    wanted = [expected("llava", model, prompts[i], [images[i % 3]], NEW) for i in range(6)]
+    engine = engine_of(model, token_budget=5)  # every image in several chunks
+    ran = watched(engine)
+    for i in range(6):
+        request = engine.add(prompts[i], GREEDY, images=[images[i % 3]])
         engine.run()
         assert request.tokens == wanted[i]
-    assert engine.vision is not None
-    assert engine.vision.embeddings.bytes == kept * size
-    assert len(engine.vision.embeddings) == kept
-    assert (
-        len(ran) == runs
-    )  # where nothing is kept, the first image was also run to learn how many tokens it makes
+        assert len(ran) == min(i + 1, 3)
+    other = prompt_of("llava", words(7, 5), images[0], words(7, 4))
+    engine.add(other, GREEDY, Control(tenant="other"), images=[images[0]])
+    ran.clear()
+    engine.run()
+    assert len(ran) == 1  # nobody learns what others have shown
+    engine.cache.check()
 
 
-def test_the_least_recently_used_embeddings_leave_first() -> None:
-    kept = Embeddings(3 * 40)
-    a, b, c = (torch.full((10,), float(i)) for i in range(3))
-    for name, made in ((b"a", a), (b"b", b), (b"c", c)):
-        kept.put(name, made)
-    assert kept.get(b"a") is a
-    kept.put(b"d", torch.zeros(20))
-    assert [kept.get(name) is not None for name in (b"a", b"b", b"c", b"d")] == [True, False, False, True]
-    kept.put(b"large", torch.zeros(31))
-    assert kept.get(b"large") is None
-    assert (kept.bytes, len(kept), kept.hits, kept.misses) == (120, 2, 3, 3)
-    with pytest.raises(ValueError, match="-1 is negative"):
-        Embeddings(-1)
+def test_embeddings_are_pages_that_leave_as_others_do() -> None:
+    model, image = seeing("llava"), image_of("llava", 1)
+    prompt = prompt_of("llava", words(1, 5), image, words(2, 4))
+    wanted = expected("llava", model, prompt, [image], NEW)
+    layout = Engine(model, 1 << 24).layout
+    assert [group.spec.kind for group in layout.groups] == ["full", "embeddings"]
+    engine = engine_of(model, 8 * layout.slab_bytes, token_budget=12)
+    runs = engine.cache.room.runs
+    ran = watched(engine)
+    first = engine.add(prompt, GREEDY, images=[image])
+    while first.output_count < 2:
+        engine.step()
+    assert [run.holds for run in runs.values()] == [0]  # its tokens are computed: nobody holds them any more
+    engine.run()
+    assert (first.tokens, len(ran)) == (wanted, 1)
+    for seed in range(4):
+        engine.add(words(20 + seed, 60), GREEDY)
+        engine.run()
+    assert not runs  # text needed their pages
+    again = engine.add(prompt, GREEDY, images=[image])
+    engine.run()
+    assert (again.tokens, len(ran)) == (wanted, 2)
+    engine.cache.check()
+
+
+def test_text_behind_an_image_comes_back_from_a_tier_and_the_tower_rests() -> None:
+    model, image = seeing("llava"), image_of("llava", 1)
+    prompt = prompt_of("llava", words(1, 15), image, words(2, 40))
+    wanted = expected("llava", model, prompt, [image], NEW)
+    slab = Engine(model, 1 << 24).layout.slab_bytes
+    engine = Engine(model, 10 * slab, token_budget=12, tiers=["host:16MiB"], lower=LowerConfig("always"))
+    ran = watched(engine)
+    for _ in range(2):
+        request = engine.add(prompt, GREEDY, images=[image])
+        engine.run()
+        assert request.tokens == wanted
+        for seed in range(6):
+            engine.add(words(20 + seed, 80), GREEDY)
+            engine.run()
+        assert not engine.cache.room.runs
+    assert (request.cached_tokens or 0) > 33  # image and text, from below
+    assert len(ran) == 1
+    engine.close()
+
+
+def test_a_layout_with_embeddings_keeps_every_other_group_as_it_is() -> None:
+    for name in known_models():
+        layers = load_spec(name).layers
+        plain = PoolLayout.build(layers)
+        more = with_embeddings(layers, plain)
+        assert more.slab_bytes == plain.slab_bytes
+        assert [(g.runs, g.pages_per_slab, g.page_stride) for g in more.groups[:-1]] == [
+            (g.runs, g.pages_per_slab, g.page_stride) for g in plain.groups
+        ]
+        assert more.groups[-1].pages_per_slab == 1
 
 
 def test_no_step_ends_inside_an_image_whose_tokens_see_each_other() -> None:
@@ -356,6 +405,15 @@ def test_an_image_that_no_step_or_window_can_hold_is_refused() -> None:
     ):
         engine.add(prompt, GREEDY, images=[image])
     assert WINDOW >= 16
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_sample_is_an_image_that_the_tower_takes(family: str) -> None:
+    vision = Vision(seeing(family))
+    made = vision.embed(vision.sample())
+    assert made.shape[1] == TINY[family]["text_config"]["hidden_size"]
+    if "image_grid_thw" in vision.inputs:
+        assert len(made) == 1024
 
 
 def test_models_that_do_not_see_refuse_images() -> None:

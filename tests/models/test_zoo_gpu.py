@@ -57,8 +57,10 @@ def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
     model = copy.deepcopy(own)
     prompts = prompts_of(1, (5, 17, 29, 40))
     prompts.append(prompts[3][:32] + prompts_of(2)[0])
-    engine = Engine(model, 1 << 26, token_budget=24, max_running=4)
+    engine = Engine(model, 1 << 26, token_budget=70, max_running=4)
     engine.buffer.view(torch.bfloat16).fill_(torch.nan)
+    engine.prepare()
+    assert (engine.runner.strips is None) == engine.runner.pages.keeps_states
     requests = [engine.add(prompt, SamplingParams(max_tokens=12, temperature=0)) for prompt in prompts]
     engine.run()
     for request in requests:

@@ -30,8 +30,9 @@ __all__ = ["LONGEST", "MODEL", "Running", "model_folder", "running"]
 MODEL = "tiny"
 LONGEST = 4096
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'forbidden' %}{{ raise_exception('no such role') }}{% endif %}"
-    "[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% for t in tools or [] %}<{{ t['function']['name'] }}>{% endfor %}{% for d in documents or [] %}<{{ d['title'] }}>{% endfor %}"
+    "{% if reasoning_effort %}<{{ reasoning_effort }}>{% endif %}{% for m in messages %}{% if m['role'] == 'forbidden' %}{{ raise_exception('no such role') }}{% endif %}"
+    "[{{ m['role'] }}]{{ m['content'] }}{% for c in m['tool_calls'] or [] %}({{ c['function']['arguments']['city'] }}){% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 

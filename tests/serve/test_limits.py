@@ -8,6 +8,7 @@ import select
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ import openai
 import pytest
 
 from kvloom.bench.serve import Load, main, offer
+from kvloom.serve.fields import REFUSED
 from tests.serve.running import LONGEST, MODEL, Running
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -69,7 +71,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, {**GOOD, "stop": ["x"] * 99}, 400, "stop", "99"),
     (COMPLETIONS, {**GOOD, "seed": 10**30}, 400, "seed", "64 bits"),
     (COMPLETIONS, {**GOOD, "suffix": "end"}, 400, "suffix", "forward"),
-    (COMPLETIONS, {**GOOD, "echo": True, "logprobs": 1}, 400, "echo", "logprobs"),
+    (COMPLETIONS, {**GOOD, "echo": True, "logprobs": 1, "stream": True}, 400, "echo", "stream"),
     (COMPLETIONS, {**GOOD, "stream": True, "best_of": 3}, 400, "best_of", "stream"),
     (COMPLETIONS, {**GOOD, "stream_options": {"include_usage": True}}, 400, "stream_options", "stream"),
     (COMPLETIONS, {**GOOD, "ttl": -1}, 400, "ttl", "positive"),
@@ -93,7 +95,28 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": 5}]}, 400, "messages", "content"),
     (CHATS, {**CHAT, "messages": [{"role": "forbidden", "content": ""}]}, 400, "messages", "no such role"),
     (CHATS, {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "image_url"),
-    (CHATS, {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "tools"),
+    (CHATS, {**CHAT, "tools": [{"type": "function"}]}, 400, "messages", "template"),
+    (CHATS, {**CHAT, "tools": "hammer"}, 400, "tools", "array"),
+    (CHATS, {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "auto or none"),
+    (CHATS, {**CHAT, "tool_choice": {"type": "function"}}, 400, "tool_choice", "auto or none"),
+    (CHATS, {**CHAT, "modalities": ["text", "audio"]}, 400, "modalities", "text"),
+    (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, 400, "messages", "JSON"),
+    (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": "x"}]}, 400, "messages", "tool_calls"),
+    *[(COMPLETIONS, {**GOOD, name: 1}, 400, name, why) for name, why in REFUSED.items()],
+    (CHATS, {**CHAT, "prompt_logprobs": 21}, 400, "prompt_logprobs", "0 to 20"),
+    (CHATS, {**CHAT, "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", "stream"),
+    (COMPLETIONS, {**GOOD, "truncate_prompt_tokens": -2}, 400, "truncate_prompt_tokens", "-2"),
+    (COMPLETIONS, {**GOOD, "truncate_prompt_tokens": 0}, 400, "prompt", "at least one token"),
+    (COMPLETIONS, {**GOOD, "cache_salt": "s" * 999}, 400, "cache_salt", "longer"),
+    (COMPLETIONS, {**GOOD, "structured_outputs": {"choice": []}}, 400, "structured_outputs", "at least one"),
+    (COMPLETIONS, {**GOOD, "structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "structured_outputs", "one form"),
+    (COMPLETIONS, {**GOOD, "regex": "a", "structured_outputs": {"regex": "a"}}, 400, "structured_outputs", "one form"),
+    (COMPLETIONS, {**GOOD, "min_tokens": 3}, 400, "min_tokens", "max_tokens"),
+    ("/tokenize", {"prompt": ["a", "b"]}, 400, "prompt", "takes one"),
+    ("/tokenize", {"model": "other", "prompt": "a"}, 404, "model", "'other'"),
+    ("/tokenize", b"{", 400, None, "not JSON"),
+    ("/detokenize", {"tokens": [320]}, 400, "tokens", "320"),
+    ("/detokenize", {"prompt": "a"}, 400, "tokens", "missing"),
     (CHATS, {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
     (CHATS, {**CHAT, "response_format": {"type": "json_schema"}}, 400, "response_format", "schema"),
 ]  # fmt: skip
@@ -118,12 +141,40 @@ def test_addresses_methods_bodies_and_hosts_that_are_not_taken(server: Running) 
         ("POST", COMPLETIONS, b"x" * ((1 << 20) + 1), {}, 413),
         ("POST", COMPLETIONS, json.dumps(GOOD), {"Content-Type": "text/plain"}, 415),
         ("POST", COMPLETIONS, json.dumps(GOOD), {"Host": "somewhere.example"}, 403),
+        ("POST", COMPLETIONS, json.dumps(GOOD), {"Origin": "https://somewhere.example"}, 403),
+        ("POST", COMPLETIONS, json.dumps(GOOD), {"Origin": "null"}, 403),
     ]
     for method, path, body, headers, status in cases:
         found, _, told = server.send(method, path, body, headers)
         assert found == status, told
         assert set(told["error"]) == {"message", "type", "param", "code"}
-    assert server.send("GET", "/health", headers={"Host": "localhost:1234"})[2] == {"status": "ok"}
+    for own in (
+        {"Host": "localhost:1234"},
+        {"Origin": "http://127.0.0.1:8000"},
+        {"Origin": "http://[::1]:8000"},
+    ):
+        assert server.send("GET", "/health", headers=own)[2] == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"how are you?\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nzz",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # what https:// begins with
+    ],
+)
+def test_what_is_no_http_is_told_in_openais_shape_too(server: Running, said: bytes) -> None:
+    with _connected(server) as link:
+        link.sendall(said)
+        head, _, body = b"".join(iter(lambda: link.recv(4096), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400"), head
+    assert b"application/json" in head
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    assert server.healthy()
 
 
 def test_the_official_client_raises_its_own_errors(server: Running) -> None:
@@ -183,6 +234,17 @@ def test_a_client_that_does_not_read_is_cut_off_and_hurts_nobody(server: Running
     assert not [line for line in server.said if "ERROR" in line]
 
 
+def test_a_whole_answer_that_nobody_reads_is_not_kept_for_ever(server: Running) -> None:
+    body = {**GOOD, "max_tokens": 300, "n": 5, "ignore_eos": True, "logprobs": 20}  # a megabyte
+    with _connected(server, receive_bytes=4096) as link:
+        link.sendall(_request(COMPLETIONS, body))
+        server.wait_for(lambda: server.metrics()["kvloom_open_requests"] == 1)
+        server.wait_for(server.idle, 40)
+        time.sleep(5)  # three times what a reader may take
+        with pytest.raises(ConnectionResetError):
+            b"".join(iter(lambda: link.recv(1 << 16), b""))
+
+
 def test_a_body_that_never_ends_and_a_head_that_never_comes_are_cut_off(server: Running) -> None:
     with (
         _connected(server) as silent,
@@ -214,6 +276,18 @@ def test_a_head_that_grows_without_end_is_refused(server: Running) -> None:
         assert link.recv(4096).startswith(b"HTTP/1.1 431")
         assert sent < 1 << 20
     assert server.healthy()
+
+
+def test_one_connection_too_many_is_told_so_and_closed(server: Running) -> None:
+    with ExitStack() as open_:
+        links = [open_.enter_context(_connected(server)) for _ in range(300)]
+        refused = [link for link in links if select.select([link], [], [], 0)[0]]
+        last = open_.enter_context(_connected(server))
+        told = b"".join(iter(lambda: last.recv(4096), b""))
+        assert told.startswith(b"HTTP/1.1 503")
+        assert b"too_many_connections" in told
+        assert len(refused) < 20  # (others of these tests may still be open)
+    server.wait_for(server.healthy, 10)
 
 
 def test_a_request_that_names_no_model_means_the_one_that_is_served(server: Running) -> None:
@@ -264,6 +338,29 @@ def test_the_load_can_be_offered_from_the_shell(server: Running, capsys: pytest.
     assert sum(told["first_tokens_in_each_tenth"]) == told["requests"]
     assert main([*arguments, "--model", "other"]) == 1
     assert "no model" in capsys.readouterr().out
+    assert (
+        main(["--url", server.url, "--streams", "2", "--seconds", "0.3"]) == 0
+    )  # it asks for the model's name
+    assert "time to first token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--url", "127.0.0.1:8000"], "must be like http://"),
+        (["--url", "http://127.0.0.1:9"], "does not answer"),
+        (["--url", "http://127.0.0.1:9", "--serve", "kvloom-llama"], "give one"),
+        (["--seconds", "0"], "above 0"),
+        (["--seconds", "inf"], "above 0"),
+        (["--prompt-tokens", "4", "--shared-tokens", "5"], "cannot be shared"),
+        (["--streams", "1000000000"], "open files"),
+    ],
+)
+def test_a_load_that_makes_no_sense_is_refused(
+    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(wrong) == 2
+    assert said in capsys.readouterr().err
 
 
 def _connected(server: Running, receive_bytes: int | None = None) -> socket.socket:

@@ -31,6 +31,8 @@ from kvloom.serve.messages import (
     Ready,
     Stats,
     TenantRules,
+    TenantUse,
+    TierUse,
     ToEngine,
     frame,
     length_of,
@@ -46,7 +48,7 @@ def test_messages_come_back_as_they_were() -> None:
     for message, kind in (
         (Add(7, [1, 2, 3], params, stream=True, tenant="t", ttl=1.5), ToEngine),
         (Cancel(7), ToEngine),
-        (Outputs([Delta(7, 0, "é", [3], 1, "stop", 2, [[(3, -0.5, 1)]])], [], Stats(tenants={"t": (1, 2)})), FromEngine),
+        (Outputs([Delta(7, 0, "é", [3], 1, "stop", 2, [[(3, -0.5, 1)]])], [], Stats(tenants={"t": TenantUse(1, 2)}, tiers=[TierUse("host", 3)])), FromEngine),
     ):  # fmt: skip
         data = frame(message)  # type: ignore[arg-type]
         assert length_of(data[:HEADER_BYTES]) == len(data) - HEADER_BYTES
@@ -264,6 +266,19 @@ def test_a_worker_refuses_and_cancels() -> None:
     assert drained(worker) == []
     assert worker.engine.cache.stats()["held_pages"] == 0
     worker.engine.cache.check()
+
+
+def test_a_session_that_ends_with_an_answer_leaves_first() -> None:
+    made = engine()
+    worker = Worker(made)
+    params = SamplingParams(max_tokens=2, temperature=0)
+    for id_, (session, ends) in enumerate((("over", True), ("open", False))):
+        prompt = [5 + id_ * 10 + i % 10 for i in range(40)]
+        worker.take(Add(id_, prompt, params, session=session, ends_session=ends))
+        while worker.engine.busy:
+            worker.step()
+    (root,) = made.cache.tree.roots.values()
+    assert {first: run.ended for first, run in root.children.items()} == {5: True, 15: False}
 
 
 def test_a_tenant_at_its_quota_waits_for_itself_and_lets_others_pass() -> None:

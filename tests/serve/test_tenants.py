@@ -63,8 +63,9 @@ def test_a_tenants_pages_are_there_for_its_keys_alone(guarded: Running) -> None:
 
 def test_a_tenant_sees_its_own_use_alone(guarded: Running) -> None:
     guarded.complete(RED, prompt=PROMPT, max_tokens=2)
-    guarded.wait_for(lambda: guarded.metrics(RED)['kvloom_tenant_bytes{state="used"}'] > 0)
-    assert 'kvloom_tenant_bytes{state="used"}' not in guarded.metrics()
+    guarded.wait_for(lambda: guarded.metrics(RED)['kvloom_tenant_bytes{tenant="red",state="used"}'] > 0)
+    assert not [name for name in guarded.metrics(RED) if "tenant=" in name and 'tenant="red"' not in name]
+    assert not [name for name in guarded.metrics() if 'tenant="' in name]
 
 
 def test_a_quota_holds_under_load_and_stops_nobody_else(guarded: Running) -> None:
@@ -74,7 +75,7 @@ def test_a_quota_holds_under_load_and_stops_nobody_else(guarded: Running) -> Non
         nonlocal most
         while True:
             told = await asyncio.to_thread(guarded.metrics, SMALL)
-            most = max(most, told['kvloom_tenant_bytes{state="used"}'])
+            most = max(most, told['kvloom_tenant_bytes{tenant="small",state="used"}'])
             await asyncio.sleep(0.05)
 
     async def both() -> list[Any]:

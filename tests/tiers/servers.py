@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,4 +91,19 @@ def redis_server(folder: Path, *options: str, port: int = 0) -> Iterator[tuple[i
     port = port or free_port()
     command = redis_command(port, folder, *options)
     with running(command, lambda: answers(port), folder / "redis.log") as process:
+        yield port, process
+
+
+@contextlib.contextmanager
+def mooncake_master(folder: Path, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    pytest.importorskip(
+        "mooncake.store",
+        reason="no Mooncake: pip install mooncake-transfer-engine-non-cuda; apt-get install libibverbs1 libcurl4 libnuma1",
+        exc_type=ImportError,
+    )
+    binary = Path(sys.executable).parent / "mooncake_master"
+    port = port or free_port()
+    options = [f"--rpc_port={port}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+    command = [str(binary), *options, f"--metrics_port={free_port()}", "--client_ttl=2"]
+    with running(command, lambda: answers(port), folder / "mooncake.log") as process:
         yield port, process

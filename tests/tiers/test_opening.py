@@ -45,8 +45,8 @@ def test_what_makes_no_sense_is_refused_with_the_value_and_the_way_out(text: str
 
 
 def test_when_pages_are_written_is_said_with_the_tier(tmp_path: Path) -> None:
-    assert open_place("host:64MiB").write == "back"
-    assert open_place("host:64MiB?write=through&checked=1").write == "through"
+    assert open_place("host:64MiB").write == "through"
+    assert open_place("host:64MiB?write=back&checked=1").write == "back"
     place = open_place(f"disk:{tmp_path}:1GiB?durable=process&write=second-use")
     assert place.write == "second-use"
     place.tier.close()

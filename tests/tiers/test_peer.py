@@ -40,7 +40,7 @@ class PeerHarness(Harness):
         self.memory = SharedMemory(size)
         self.host = HostTier(HostConfig(size, slab_bytes=slab), buffer=self.memory.buffer)
         self.server = PeerServer(self.host, PeerConfig(secret=SECRET), self.memory)
-        self.tier = open_peer(self.server.address, SECRET, shared)
+        self.tier = open_peer(self.server.address, SECRET, "shared" if shared else "connection")
 
     def flip(self, wanted: Objects) -> None:
         HostHarness(self.host).flip(wanted)
@@ -84,12 +84,14 @@ def test_a_process_reads_what_another_has_in_its_memory_and_writes_to_it(
     tmp_path: Path, shared: bool
 ) -> None:
     with other_process(tmp_path) as (port, process):
-        tier = open_peer(("127.0.0.1", port), shared=shared, config=RemoteConfig(1, timeout=2))
+        tier = open_peer(
+            ("127.0.0.1", port), by="shared" if shared else "connection", config=RemoteConfig(1, timeout=2)
+        )
         assert (tier._control._store.arena is not None) == shared  # type: ignore[union-attr]
         assert tier.lookup(objects(range(10))).tolist() == [True] * 8 + [False] * 2
         assert get(tier, range(8)).ok.all()
         assert put(tier, range(8, 40)).ok.all()
-        second = open_from(f"peer://127.0.0.1:{port}?shared={'no' if shared else 'yes'}&readers=1")
+        second = open_from(f"peer://127.0.0.1:{port}?by={'connection' if shared else 'shared'}&readers=1")
         assert get(second, range(40)).ok.all(), "both ways lead to the same pages"
         second.close()
         os.kill(process.pid, signal.SIGKILL)
@@ -281,8 +283,10 @@ def test_memory_of_nobody_is_not_mapped(tmp_path: Path) -> None:
     assert mine.buffer[5] == 7
     assert map_shared(mine.path, "0" * 32, 8192) is None
     assert map_shared(mine.path, mine.token, 4096) is None
-    assert map_shared("/proc/1/fd/99999", mine.token, 8192) is None
-    assert map_shared("/etc/passwd", mine.token, 8192) is None
+    assert map_shared(mine.path, mine.token, 8192) is mapped, "once for all connections"
+    other = SharedMemory(8192)
+    assert map_shared("/proc/1/fd/99999", other.token, 8192) is None
+    assert map_shared("/etc/passwd", other.token, 8192) is None
 
 
 @pytest.mark.parametrize(
@@ -290,7 +294,7 @@ def test_memory_of_nobody_is_not_mapped(tmp_path: Path) -> None:
     [
         ("peer://127.0.0.1", "write peer://host:port"),
         ("peer://127.0.0.1:99999", "Port out of range"),
-        ("peer://127.0.0.1:1?shared=perhaps", "neither yes nor no"),
+        ("peer://127.0.0.1:1?by=pigeon", "'pigeon' is none of auto"),
         ("peer://127.0.0.1:1?capacity=5GiB", "unknown capacity"),
     ],
 )
@@ -309,7 +313,7 @@ def test_an_absent_peer_is_said_when_opening(tmp_path: Path) -> None:
 
 
 def test_several_peers_write_the_same_pages_at_once(served: PeerHarness) -> None:
-    other = open_peer(served.server.address, SECRET, shared=False)
+    other = open_peer(served.server.address, SECRET, by="connection")
     numbers = range(20)
     transfers = [tier.write(objects(numbers), filled(numbers)) for tier in (served.tier, other) * 3]
     for transfer in transfers:

@@ -1,4 +1,4 @@
-"""`kvloom bench`: which benchmark runs. Each reads its own arguments."""
+"""`kvloom bench`: which benchmark, and its own arguments after it. What each does is in its own file."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from importlib import import_module
 
 __all__ = ["arguments", "run"]
 
+BENCHMARKS = {
+    "index": "names, match, allocate, publish, evict (CPU)",
+    "kernels": "attention, writes, copies (GPU)",
+    "engine": "whole workloads, beside Hugging Face and vLLM (both)",
+    "serve": "many streams on a server (both)",
+    "metrics": "what counting costs a server (both)",
+    "quality": "perplexity under quantised KV (both)",
+    "tiers": "host, disk and stores against their media, beside LMCache (CPU)",
+    "below": "tiers under an engine: first tokens, hits, what they cost (both)",
+}
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "benchmark",
-        choices=["index", "kernels", "engine", "serve", "quality"],
-        help="index: names, match, allocate, publish, evict (CPU); kernels: attention, writes, copies (GPU); "
-        "engine: whole workloads, beside Hugging Face and vLLM (both); serve: many streams on a server (both); quality: perplexity under quantised KV (both)",
-    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(f"  {name:8} {what}" for name, what in BENCHMARKS.items())
+    parser.add_argument("benchmark", choices=BENCHMARKS, metavar="BENCHMARK", help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the benchmark (try --help)")
 
 

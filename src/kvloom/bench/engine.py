@@ -192,6 +192,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="kvloom's memory for pages, like 40GiB (default: what 0.9 of a GPU leaves; CPU 512MiB)",
     )
+    add("--tier", action="append", default=[], metavar="TIER",
+        help="kvloom's places for pages below the pool, like host:64GiB; repeatable")  # fmt: skip
     add("--token-budget", type=int, metavar="N", help="tokens of a step at most (default: the engine's)")
     add(
         "--max-running",
@@ -238,7 +240,7 @@ def _bench(args: argparse.Namespace) -> int:
     use_threads(args.threads)
     options = Options(
         device=device, seed=args.seed, kv_dtype=args.kv_dtype, pool=_size(args.pool), token_budget=args.token_budget,
-        max_running=args.max_running, compile=args.compile, vllm_python=args.vllm_python,
+        max_running=args.max_running, tiers=tuple(args.tier), compile=args.compile, vllm_python=args.vllm_python,
         max_length=max(20480, *(work.longest for work in works)),
     )  # fmt: skip
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"

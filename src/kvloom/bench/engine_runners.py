@@ -46,6 +46,7 @@ class Options:
     pool: int | None = None
     token_budget: int | None = None
     max_running: int | None = None
+    tiers: tuple[str, ...] = ()
     compile: bool = False
     vllm_python: str = sys.executable
     max_length: int = 20480
@@ -108,7 +109,9 @@ class Kvloom:
         pool = options.pool or (None if options.device.startswith("cuda") else CPU_POOL)
         given: dict[str, Any] = {"token_budget": options.token_budget, "max_running": options.max_running}
         chosen = {name: value for name, value in given.items() if value is not None}
-        self.engine = Engine(model, pool, options.kv_dtype, batch_invariant=self.batch_invariant, **chosen)
+        self.engine = Engine(
+            model, pool, options.kv_dtype, batch_invariant=self.batch_invariant, tiers=options.tiers, **chosen
+        )
         self.engine.prepare()
         _synchronize(self.device)
         self.start_s = time.perf_counter() - begin
@@ -119,6 +122,8 @@ class Kvloom:
         }
         if options.kv_dtype:
             self.notes["K and V"] = options.kv_dtype
+        if options.tiers:
+            self.notes["tiers"] = ", ".join(options.tiers)
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
         from kvloom.engine.request import Request, SamplingParams
@@ -162,6 +167,7 @@ class Kvloom:
         return Measured(seconds, said, figures | peak.figures(), computed)
 
     def close(self) -> None:
+        self.engine.close()
         del self.engine
         _free(self.device)
 

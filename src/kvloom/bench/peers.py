@@ -2,7 +2,7 @@
 
 Makes the calls their own schedulers make and returns microseconds (lower deciles). Knows nothing of kvloom and
 needs only numpy and the peer, so it also runs in another interpreter, where the peers live: `python -m
-kvloom.bench.peers --json`, or this file by its path, prints everything as one JSON object.
+kvloom.bench.peers --json`, or this file by its path (which is why it is one file), prints everything as one JSON object.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Load on a server: many streams at once for some time, each begun again when it ends. `python -m kvloom.bench.serve`.
+"""`kvloom bench serve`: load on a server. Many streams at once for some time, each begun again when it ends.
 
 Without --url a server is started on the embedded model, and the memory of its processes is watched. The client reads bytes
-and little else, as it shares the machine's cores with what it measures.
+and little else, as it shares the machine's cores with what it measures. Any server with OpenAI's /v1/completions will do.
 """
 
 from __future__ import annotations
@@ -9,23 +9,33 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
+import math
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
-__all__ = ["Load", "Seen", "main", "offer"]
+from rich.console import Console
+from rich.table import Table
+
+from kvloom.arguments import progress_bar, whole
+
+__all__ = ["Load", "Seen", "main", "offer", "started"]
 
 STARTUP_SECONDS = 300
+FIRST_ID = 3
+"""Ids below are special to most tokenizers."""
 PERCENTS = (50, 90, 99)
 
 
@@ -44,9 +54,24 @@ class Load:
     vocabulary: int = 256
     key: str | None = None
 
+    def __post_init__(self) -> None:
+        place = urlsplit(self.url)
+        if place.scheme != "http" or not place.hostname or not place.port:
+            raise ValueError(f"url {self.url!r} must be like http://127.0.0.1:8000")
+        if self.streams < 1 or not 0 < self.seconds < math.inf or self.tokens < 1:
+            raise ValueError(
+                f"{self.streams} streams of {self.tokens} tokens for {self.seconds:g} seconds: each must be above 0"
+            )
+        if not 0 <= self.shared <= self.prompt or self.prompt < 1:
+            raise ValueError(f"{self.shared} of a prompt's {self.prompt} tokens cannot be shared")
+        if self.vocabulary <= FIRST_ID:
+            raise ValueError(
+                f"a vocabulary of {self.vocabulary} has no ids above {FIRST_ID - 1} to draw from"
+            )
+
     def body(self, numbers: random.Random) -> bytes:
-        head = [3 + i % (self.vocabulary - 3) for i in range(self.shared)]
-        own = [numbers.randrange(3, self.vocabulary) for _ in range(self.prompt - self.shared)]
+        head = [FIRST_ID + i % (self.vocabulary - FIRST_ID) for i in range(self.shared)]
+        own = [numbers.randrange(FIRST_ID, self.vocabulary) for _ in range(self.prompt - self.shared)]
         fields = {
             "model": self.model, "prompt": head + own, "max_tokens": numbers.randint(1 + self.tokens // 2, self.tokens), "ignore_eos": True, "stream": True,
         }  # fmt: skip
@@ -81,7 +106,16 @@ class Seen:
             "errors": dict(self.errors),
             "seconds": round(self.seconds, 2),
             "memory_mib": self.memory,
+            "memory_growth_mib": self._growth(),
         }
+
+    def _growth(self) -> dict[str, float]:
+        """By how much each process is larger at the end than in the middle. (A pool's memory is taken when its pages are
+        first written: until it has been full once, that is growth, too.)"""
+        if len(self.memory) < 4:
+            return {}
+        warm, last = self.memory[len(self.memory) // 2], self.memory[-1]
+        return {name: round(last[name] - warm[name], 1) for name in last if name != "second"}
 
     def _tenths(self) -> list[int]:
         counts = [0] * 10
@@ -90,16 +124,27 @@ class Seen:
         return counts
 
 
-async def offer(load: Load, processes: list[int] | None = None) -> Seen:
-    """Put a load on a server. `processes` are watched for their memory."""
+async def offer(
+    load: Load, processes: list[int] | None = None, progress: Callable[[int, int], None] | None = None
+) -> Seen:
+    """Put a load on a server. `processes` are watched for their memory; `progress` is told seconds of how many."""
     seen = Seen()
     began = time.monotonic()
     end = began + load.seconds
-    watch = asyncio.create_task(_watch(processes or [], load.seconds, seen))
+    watches = [asyncio.create_task(_watch(processes or [], load.seconds, seen))]
+    if progress is not None:
+        watches.append(asyncio.create_task(_tell(progress, load.seconds)))
     await asyncio.gather(*(_stream(load, i, began, end, seen) for i in range(load.streams)))
     seen.seconds = time.monotonic() - began
-    watch.cancel()
+    for watch in watches:
+        watch.cancel()
     return seen
+
+
+async def _tell(progress: Callable[[int, int], None], seconds: float) -> None:
+    for second in range(1 + int(seconds)):
+        progress(second, max(1, int(seconds)))
+        await asyncio.sleep(1)
 
 
 async def _stream(load: Load, number: int, began: float, end: float, seen: Seen) -> None:
@@ -113,7 +158,9 @@ async def _stream(load: Load, number: int, began: float, end: float, seen: Seen)
             writer.write(_request(load, place.netloc, load.body(numbers)))
             await _answer(reader, began, seen)
         except (OSError, asyncio.IncompleteReadError, ValueError) as error:
-            seen.errors[f"{type(error).__name__}: {error}"[:200]] += 1
+            seen.errors[f"{type(error).__name__}: {error}"[:300]] += 1
+            if writer is not None:
+                writer.close()
             writer = None
             await asyncio.sleep(0.1)
     if writer is not None:
@@ -133,10 +180,11 @@ async def _answer(reader: asyncio.StreamReader, began: float, seen: Seen) -> Non
     """Read one answer to its end. Raises ValueError with what the server said, if that is no stream."""
     asked = last = time.monotonic()
     head = await reader.readuntil(b"\r\n\r\n")
-    if b" 200 " not in head.split(b"\r\n", 1)[0]:
-        length = re.search(rb"content-length: (\d+)", head)
+    status = head.split(b"\r\n", 1)[0].decode(errors="replace")
+    if " 200 " not in status:
+        length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
         said = await reader.readexactly(int(length[1])) if length else b""
-        raise ValueError(f"{head.split(bytes(2), 1)[0][:40]!r} {said[:160]!r}")
+        raise ValueError(f"{status}: {said[:240].decode(errors='replace')}")
     first = True
     while True:
         size = int(await reader.readuntil(b"\r\n"), 16)
@@ -186,7 +234,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
     return {**told, "max": round(1e3 * ordered[-1], 2)}
 
 
-def _started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
+def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
     """A server of our own: its process, address, model's name and engine's process."""
     command = [sys.executable, "-m", "kvloom.cli", "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -200,44 +248,127 @@ def _started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int
         if time.monotonic() > end:
             break
     process.kill()
-    raise RuntimeError(f"the server did not start (exit code {process.wait()})")
+    raise ValueError(f"the server did not start (exit code {process.wait()}); it has said why above")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="kvloom bench serve", description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--url", help="a server that runs already (default: one is started on the embedded model)")
-    add("--model", help="the model's name there")
-    add("--key", help="an API key")
-    add("--streams", type=int, default=200)
-    add("--seconds", type=float, default=60.0)
-    add("--prompt-tokens", type=int, default=64)
-    add("--shared-tokens", type=int, default=32, help="of the prompt, the same for all")
-    add("--max-tokens", type=int, default=32)
-    add("--vocabulary", type=int, default=256, help="ids of prompts are below this")
-    add("--serve", nargs=argparse.REMAINDER, default=[], help="arguments for the server that is started")
-    add("--json", action="store_true")
-    options = parser.parse_args(arguments)
-    process, url, model, pids = None, options.url, options.model, []
-    if url is None:
-        process, url, model, engine = _started(options.serve)
-        pids = [process.pid, engine]
-    load = Load(
-        url, model or "", options.streams, options.seconds, options.prompt_tokens, options.shared_tokens,
-        options.max_tokens, options.vocabulary, options.key,
-    )  # fmt: skip
+def _served(url: str, key: str | None) -> str:
+    """The name of the model that a server has. Raises ValueError where it does not answer."""
+    request = Request(
+        f"{url.rstrip('/')}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {}
+    )
     try:
-        seen = asyncio.run(offer(load, pids)).summary()
-    finally:
-        if process is not None:
-            os.kill(process.pid, signal.SIGTERM)
-            process.wait(60)
+        with urlopen(request, timeout=30) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{url} does not answer as a server of models does ({error}): is it running, and does it need --key?"
+        ) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvloom bench serve",
+        description="Keep many streams open on a server for some time: rates, waiting times, errors, memory.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n"
+        "  kvloom bench serve --streams 200 --seconds 60 --json      a server of our own, on kvloom-llama\n"
+        "  kvloom bench serve --serve kvloom-hybrid --pool 2GiB      the same with other arguments for `kvloom serve`\n"
+        "  kvloom bench serve --url http://127.0.0.1:8000 --key KEY  any server with /v1/completions\n\n"
+        "The exit code is 1 where a stream met an error.",
+    )
+    add = parser.add_argument
+    add("--url", metavar="URL", help="a server that runs (default: one is started, and its memory watched)")
+    add("--model", metavar="NAME", help="the model's name there (default: the first it lists)")
+    add("--key", metavar="KEY", help="an API key for it")
+    add("--streams", type=whole(1), default=200, metavar="N", help="streams open at once (default: 200)")
+    add("--seconds", type=float, default=60.0, metavar="S", help="for how long (default: 60)")
+    add("--prompt-tokens", type=whole(1), default=64, metavar="N", help="tokens of a prompt (default: 64)")
+    shared = "of those, the same for all (default: half)"
+    add("--shared-tokens", type=whole(0), metavar="N", help=shared)
+    answer = "tokens of an answer at most; half of it at least (default: 32)"
+    add("--max-tokens", type=whole(1), default=32, metavar="N", help=answer)
+    ids = "ids of prompts are below this (default: 256)"
+    add("--vocabulary", type=whole(FIRST_ID + 1), default=256, metavar="N", help=ids)
+    own = "the rest of the line are arguments for the server that is started"
+    add("--serve", nargs=argparse.REMAINDER, default=[], metavar="...", help=own)
+    add("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        seen = _measured(options)
+    except ValueError as error:
+        print(f"kvloom bench serve: {error}", file=sys.stderr)
+        return 2
     if options.json:
         print(json.dumps(seen, indent=2))
     else:
-        for name, value in seen.items():
-            print(f"{name.replace('_', ' '):34} {value}")
+        _show(seen)
     return int(bool(seen["errors"]))
+
+
+def _measured(options: argparse.Namespace) -> dict[str, Any]:
+    if options.url is not None and options.serve:
+        raise ValueError(
+            "--serve is for a server that is started here, and --url for one that runs: give one"
+        )
+    shared = options.prompt_tokens // 2 if options.shared_tokens is None else options.shared_tokens
+
+    def load(url: str, model: str) -> Load:
+        return Load(
+            url, model, options.streams, options.seconds, options.prompt_tokens, shared, options.max_tokens,
+            options.vocabulary, options.key,
+        )  # fmt: skip
+
+    load(options.url or "http://127.0.0.1:8000", "")  # what makes no sense is told before a server is started
+    _raise_file_limit(options.streams)
+    process, pids, url, model = None, [], options.url, options.model
+    if url is None:
+        process, url, served, engine = started(options.serve)
+        pids, model = [process.pid, engine], model or served
+    try:
+        model = model or _served(url, options.key)
+        with progress_bar(f"{options.streams} streams", sys.stderr.isatty()) as progress:
+            return asyncio.run(offer(load(url, model), pids, progress)).summary()
+    finally:
+        if process is not None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def _raise_file_limit(streams: int) -> None:
+    """Each stream is an open file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = streams + 64
+    if needed > hard:
+        raise ValueError(
+            f"{streams} streams need {needed} open files, and this user may have {hard}: ask for fewer"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+
+
+def _show(seen: dict[str, Any]) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    table = Table(box=None, show_header=False)
+    for name in ("requests", "requests_per_second", "pieces_per_second"):
+        table.add_row(name.replace("_", " "), f"{seen[name]:,}")
+    for name, words in (("ttft_ms", "time to first token, ms"), ("between_pieces_ms", "between pieces, ms")):
+        table.add_row(
+            words, ", ".join(f"{at} {value:,.1f}" for at, value in seen[name].items()) or "none came"
+        )
+    table.add_row("first tokens, tenth by tenth", " ".join(map(str, seen["first_tokens_in_each_tenth"])))
+    table.add_row("longest without a first token, s", f"{seen['longest_without_a_first_token_s']:g}")
+    for name, grown in seen["memory_growth_mib"].items():
+        sizes = [round(at[name]) for at in seen["memory_mib"]]
+        table.add_row(
+            f"memory of the {name}, MiB", f"{' '.join(map(str, sizes))}; {grown:+g} in the second half"
+        )
+    table.add_row("errors", f"{sum(seen['errors'].values()):,}")
+    console.print(table)
+    for error, count in seen["errors"].items():
+        console.print(f"{count:,} times {error}", markup=False)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,20 @@
 The engine, the simulator and the router all import this, and only what is named here.
 """
 
+from .arrivals import Arrival
 from .cache import KVCache
 from .clock import Clock, VirtualClock, WallClock
 from .events import Dropped, Event, EventBus, Moved, Stored
 from .hints import Pin
-from .layers import DTYPE_BYTES, Field, LayerSpec, Span, attention_fields
+from .layers import DTYPE_BYTES, PROMPT, Field, LayerSpec, Span, attention_fields
 from .layout import GRAIN, MAX_WASTE, PageGroup, PoolLayout
 from .lookup import REASONS, Match, Stop
 from .media import Media
 from .names import NAME_BYTES, NameIndex, chain, root_name, tail_name
+from .parcels import Parcel
 from .policies import POLICIES, Cost, Entry, Policy, make_policy
 from .pool import PagePool
+from .prospect import Need, Prospect, Question
 from .room import CopyBatch
 from .sequence import Control, Retain, Sequence, Snapshots
 from .tenants import Tenant
@@ -24,7 +27,9 @@ __all__ = [
     "MAX_WASTE",
     "NAME_BYTES",
     "POLICIES",
+    "PROMPT",
     "REASONS",
+    "Arrival",
     "Clock",
     "Control",
     "CopyBatch",
@@ -40,11 +45,15 @@ __all__ = [
     "Media",
     "Moved",
     "NameIndex",
+    "Need",
     "PageGroup",
     "PagePool",
+    "Parcel",
     "Pin",
     "Policy",
     "PoolLayout",
+    "Prospect",
+    "Question",
     "Retain",
     "Sequence",
     "Snapshots",

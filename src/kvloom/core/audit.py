@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
 
+from .arrivals import Arrival
 from .columns import Columns
 from .hints import Pin
 from .media import MediaRun
 from .nodes import Node
+from .parcels import Parcel
 from .parts import Parts
 from .pool import Ids
 
 __all__ = ["audit"]
 
 
-def audit(cache: Parts, pins: Iterable[Pin]) -> None:
+def audit(
+    cache: Parts, pins: Iterable[Pin], arrivals: Iterable[Arrival] = (), lent: Iterable[Parcel] = ()
+) -> None:
     """Every page's holds and keeps equal what sequences, pins, pending copies and the cache name."""
     held = [np.zeros_like(c.held) for c in cache.room.pool.classes]
     kept = [np.zeros_like(c.held) for c in cache.room.pool.classes]
@@ -45,6 +50,21 @@ def audit(cache: Parts, pins: Iterable[Pin]) -> None:
             _count(held, cache.states, pin.states)
         for run in pin.runs:
             _count(held, cache.media, run.rows)
+    fixed: list[Counter[int]] = [Counter() for _ in cache.room.pool.classes]
+    for arrival in arrivals:
+        _count(held, cache.pages, arrival.rows)
+        written = [(cache.pages, np.where(arrival.fresh, arrival.rows, 0))]
+        if arrival.states is not None:
+            _count(held, cache.states, arrival.states)
+            written.append((cache.states, arrival.states))
+        for columns, pages in written:
+            _count_slabs(fixed, columns, pages)
+    for parcel in lent:
+        columns = cache.states if parcel.numbering == "state" else cache.pages
+        _count(held, columns, parcel.rows)
+        _count_slabs(fixed, columns, parcel.rows)
+    for c, slabs in zip(cache.room.pool.classes, fixed, strict=True):
+        assert c.fixed == slabs, f"class {c.index}: fixed slabs differ"
     for columns, pages in cache.room.copies.held_rows():
         _count(held, columns, pages)
     nodes = 0
@@ -110,6 +130,13 @@ def _check_node(cache: Parts, node: Node) -> None:
 def _count(counts: list[Ids], columns: Columns, rows: Ids) -> None:
     for cls, ids in columns.by_class(rows):
         np.add.at(counts[cls], ids[ids > 0], 1)
+
+
+def _count_slabs(counts: list[Counter[int]], columns: Columns, rows: Ids) -> None:
+    for cls, ids in columns.by_class(rows):
+        per_slab = columns.pool.classes[cls].per_slab
+        if per_slab > 1:
+            counts[cls].update((ids[ids > 0] // per_slab).tolist())
 
 
 def _check_accounts(cache: Parts) -> None:

@@ -7,17 +7,19 @@ decisions need are collected by `take_copies` and must run before the next step 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence as Many
+from collections.abc import Callable, Iterable, Sequence as Many
 
 import numpy as np
 import numpy.typing as npt
 
+from .arrivals import Arrival, Arrivals
 from .audit import audit
 from .clock import Clock, WallClock
 from .columns import Columns
 from .committing import Committing
 from .events import EventBus
 from .hints import Hints, Pin
+from .layers import PROMPT
 from .layout import PoolLayout
 from .lookup import Lookup, Match, Stop
 from .media import Media, MediaIds, MediaRun
@@ -25,15 +27,18 @@ from .names import TOKEN_BYTES, NameIndex, root_name, token_bytes
 from .naming import Teller
 from .nodes import Node
 from .opening import Opening
+from .parcels import Parcel, Parcels
 from .parts import Parts, Rows
 from .points import Points
 from .policies import Policy, make_policy
 from .pool import Ids, PagePool
 from .prefix import PrefixTree
+from .prospect import Prospect
 from .reserving import Reserving
 from .rollback import Rollback
 from .room import CopyBatch, Room
 from .sequence import Control, Sequence, SequenceRows, Snapshots
+from .spread import Spread
 from .tenants import Accounts, Tenant
 
 __all__ = ["KVCache"]
@@ -78,7 +83,10 @@ class KVCache:
         teller = Teller(layout, self.events, self.media_ids.digest_of)
         self.tree = PrefixTree(layout, self.pages, self.states, teller)
         self.accounts = Accounts(tenants, make_policy(policy), (slabs - 1) * layout.slab_bytes)
-        self.room = Room(self.pool, self.tree, self.media, self.accounts, self.clock, layout.slab_bytes)
+        lasts = any(group.spec.lifetime != PROMPT for group in layout.of("media"))
+        self.room = Room(
+            self.pool, self.tree, self.media, self.accounts, self.clock, layout.slab_bytes, lasts
+        )
         self.lookup = Lookup(self.tree, self.room)
         blocks, windows = -(-max_tokens // self.block_tokens), len(self.tree.windows)
         widths = self.pages.width, self.states.width
@@ -109,6 +117,7 @@ class KVCache:
         self._rollback = Rollback(parts)
         self._opening = Opening(parts, self._points, self._reserving)
         self._hints = Hints(parts)
+        self._arrivals = Arrivals(parts)
         self.room.renumber = self._renumber
         self.room.standing = self._standing
         self.room.release_expired = self._hints.release_expired
@@ -174,6 +183,9 @@ class KVCache:
         seq = self._opening.open(self, match)
         self.looked_up_tokens += match.length
         self.hit_tokens += match.resume
+        account = seq.root.account
+        account.looked_up_tokens += match.length
+        account.hit_tokens += match.resume
         self.misses[match.stop.reason] += 1
         return seq
 
@@ -225,6 +237,47 @@ class KVCache:
         node = self._opening.close(seq)
         if seq.control.session is not None:
             self._hints.remember(seq.control.session, node)
+        if self.tree.parcels is not None and self.tree.parcels.ends:
+            self.tree.parcels.ended(node)
+
+    # -- what lies below the pool ---------------------------------------------------------------
+
+    def offer(self, listener: Callable[[Parcel], None], ends: bool) -> None:
+        """Have pages offered to `listener` when they leave and, if `ends`, when a sequence that used them ends."""
+
+        def where(numbering: str, rows: Ids) -> Ids:
+            return self.room.copies.where(self.states if numbering == "state" else self.pages, rows)
+
+        self.tree.parcels = Parcels(self.tree.teller, self.block_tokens, where, listener, ends)
+
+    def lend(self, parcel: Parcel) -> None:
+        """Hold a parcel's pages where they are until `give_back`: someone reads them."""
+        self._arrivals.lend(parcel)
+
+    def give_back(self, parcel: Parcel) -> None:
+        """End a `lend`."""
+        self._arrivals.give_back(parcel)
+
+    def prospect(self, match: Match) -> Prospect:
+        """What a prompt could find below: see `Prospect`. Looked up again if the cache has changed."""
+        return Prospect(self.layout, self.lookup, self._fresh(match))
+
+    def expect(self, prospect: Prospect) -> Arrival | None:
+        """Pages for what a prompt lacks, to be filled by the caller; None where there is no room. Its match must be of
+        this moment: nothing may have changed since `prospect`."""
+        if prospect.match.version != self.tree.version:
+            raise ValueError("the cache has changed since this prospect was made: make it again")
+        return self._arrivals.expect(prospect)
+
+    def land(
+        self, arrival: Arrival, came: npt.NDArray[np.bool_] | None = None, states_came: bool = True
+    ) -> int:
+        """What came (all, if None) is as good as computed. Returns where a prompt can resume on it, 0 for nowhere."""
+        return self._arrivals.land(arrival, came, states_came)
+
+    def drop(self, arrival: Arrival) -> None:
+        """Give up an arrival. Nobody may write to its pages any more."""
+        self._arrivals.drop(arrival)
 
     # -- what users ask for ---------------------------------------------------------------------
 
@@ -240,6 +293,10 @@ class KVCache:
     def unpin(self, pin: Pin) -> None:
         """End a pin early. Ending it twice is harmless."""
         self._hints.unpin(pin)
+
+    def pins(self) -> list[Pin]:
+        """Those that have not ended."""
+        return self._hints.pins()
 
     def end_session(self, session: str) -> int:
         """A hint that a session will not come back: what only it used leaves first. Returns the tokens
@@ -287,7 +344,7 @@ class KVCache:
 
     def check(self) -> None:
         """Recount every page from scratch; raises AssertionError on the first lie. For tests and idle time."""
-        audit(self._parts, self._hints.pins())
+        audit(self._parts, self._hints.pins(), self._arrivals.open(), self._arrivals.lent())
 
     def stats(self) -> dict[str, float | int | dict[str, int]]:
         """Counters for people and dashboards. O(1)."""
@@ -309,10 +366,26 @@ class KVCache:
             "stops": dict(self.misses),
         }
 
+    @property
+    def reused(self) -> Spread:
+        """Seconds between hits and the uses before."""
+        return self._opening.reused
+
+    def hit_pages(self) -> dict[str, int]:
+        """Pages found in the cache so far, by the kind of layers they serve. O(groups)."""
+        return self._opening.hit_pages()
+
+    def unused_tokens(self) -> int:
+        """Tokens that open sequences have reserved blocks for and not computed: waste that is there to grow into.
+        O(max_sequences), in array operations."""
+        rows = self.rows
+        return int(rows.blocks.sum()) * self.block_tokens - int(rows.length.sum())
+
     def _standing(self) -> list[Node]:
         """The nodes that open sequences and pins stand on."""
         nodes = [seq.node for seq in self.rows.handles if seq is not None]
-        return nodes + [pin.node for pin in self._hints.pins() if pin.node is not None]
+        nodes += [pin.node for pin in self._hints.pins() if pin.node is not None]
+        return nodes + [arrival.node for arrival in self._arrivals.open()]
 
     def _renumber(self, cls: int, old: Ids, new: Ids) -> None:
         """Pages moved: every table that names them follows."""
@@ -347,5 +420,7 @@ class KVCache:
             follow(self.pages, pin.rows)
             if pin.states is not None:
                 follow(self.states, pin.states)
+        for arrival in self._arrivals.open():
+            follow(self.pages, arrival.rows)  # those it shares with the tree: what is written to stays
         for columns, held in self.room.copies.held_rows():
             follow(columns, held)

@@ -139,7 +139,7 @@ class Committing(Verbs):
             not seq.shared_tail
             and (not self.has_states or bool(self.rows.states[0, seq.row]))
             and all(
-                item.start >= stop or not self.has_run(item) or seq.root.name + item.digest in seq.runs
+                not self.needs_run(item, seq.length, stop) or seq.root.name + item.digest in seq.runs
                 for item in seq.media
             )
         )
@@ -154,15 +154,25 @@ class Committing(Verbs):
         return ids.tobytes()
 
     def _commit_runs(self, seq: Sequence, length: int) -> None:
-        """Runs whose placeholder is computed are real: the cache keeps them for the next prompt."""
-        if not seq.control.store:
-            return
+        """Runs whose placeholder is computed are real: the cache keeps them for the next prompt. Those that nothing behind
+        the image needs are let go."""
+        account, now = seq.root.account, self.clock.now()
         for item in seq.media:
             key = seq.root.name + item.digest
-            rows = seq.runs.get(key)
-            if item.stop <= length and isinstance(rows, np.ndarray) and key not in self.room.runs:
-                run = self.room.add_run(key, seq.root.account, rows, item.tokens, self.clock.now())
-                seq.runs[key] = run
+            run = seq.runs.get(key)
+            if item.stop > length or run is None:
+                continue
+            if seq.control.store and isinstance(run, np.ndarray) and key not in self.room.runs:
+                seq.runs[key] = run = self.room.add_run(key, account, run, item.tokens, now)
+            if self.room.runs_last or any(
+                later.digest == item.digest and later.stop > length for later in seq.media
+            ):
+                continue
+            del seq.runs[key]
+            if isinstance(run, np.ndarray):
+                self.let_go(account, self.media, run)
+            else:
+                self.room.let_run_go(run, now)
 
     def _leave_windows(self, seq: Sequence) -> None:
         """Pages that left a window go back: to the cache if published, else to the pool."""

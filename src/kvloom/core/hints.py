@@ -51,7 +51,8 @@ class Hints(Verbs):
 
     def pin(self, match: Match, ttl: float) -> Pin:
         now = self.clock.now()
-        root = self.tree.root(match.root_name, self.accounts[match.control.tenant])
+        tenant = match.control.tenant
+        root = self.tree.root(match.root_name, self.accounts[tenant], tenant)
         node: Node = root
         for passed in match.path:
             if passed.start >= match.resume:
@@ -66,7 +67,7 @@ class Hints(Verbs):
         if pin.checkpoint is not None:
             pin.checkpoint.locks += 1
         for item in match.media:
-            if self.has_run(item) and item.start < match.resume:
+            if self.room.runs_last and self.needs_run(item, match.resume, match.resume):
                 pin.runs.append(self.room.runs[match.root_name + item.digest])
                 self.room.hold_run(pin.runs[-1], now)
         pin.number = next(self._numbers)

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DTYPE_BYTES", "Field", "LayerSpec", "Span", "attention_fields"]
+__all__ = ["DTYPE_BYTES", "PROMPT", "Field", "LayerSpec", "Span", "attention_fields"]
 
 DTYPE_BYTES: dict[str, int] = {
     "fp64": 8,
@@ -111,6 +111,8 @@ class Span:
 
 
 FULL = Span("full")
+PROMPT = "prompt"
+"""The lifetime of what an image's tokens are computed from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ class LayerSpec:
 
     `unit` is "token" (fields per token) or "state" (fields once per sequence). `axis` is "text", or
     "media" for layers that keep the tokens of an image alone, named by its content (cross
-    attention). Layers of different `lifetime` never share a page (a draft model beside its target).
+    attention). Layers of different `lifetime` never share a page (a draft model beside its target); what
+    an image keeps with the lifetime "prompt" (its embeddings) is needed while its tokens are computed, not after.
     """
 
     unit: Unit
@@ -147,10 +150,12 @@ class LayerSpec:
 
     @property
     def kind(self) -> str:
-        """A word for people: full, sliding, chunked, cross, or state."""
+        """A word for people: full, sliding, chunked, cross, embeddings, or state."""
         if self.unit == "state":
             return "state"
-        return "cross" if self.axis == "media" else self.span.kind
+        if self.axis == "media":
+            return "embeddings" if self.lifetime == PROMPT else "cross"
+        return self.span.kind
 
 
 def attention_fields(

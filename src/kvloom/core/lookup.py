@@ -84,7 +84,7 @@ class Lookup:
                 run = self.room.runs.get(root_name + item.digest)
                 if run is not None and item.tokens not in (0, run.tokens):
                     raise ValueError(f"media {item.digest.hex()} has {run.tokens} tokens, not {item.tokens}")
-                if item.tokens and item.start < resume and run is None:
+                if item.tokens and item.start < resume and run is None and self.room.runs_last:
                     resume, reason = item.start, "media missing"
         checkpoint = None
         if tree.keeps_checkpoints and resume:
@@ -124,7 +124,11 @@ class Lookup:
         if resume < limit:
             reason = "window page missing" if broken is not None else reason or "snapshot missing"
             above = path[:-1]
-            if above and resume < above[-1].end <= limit and above[-1].end % tree.block:
+            while (
+                above and above[-1].end > resume and (above[-1].end > limit or not above[-1].end % tree.block)
+            ):
+                above = above[:-1]
+            if above and above[-1].end > resume:
                 # Where nodes meet inside a block, the upper one's page may be there though the lower's left.
                 upper = self._resume(above, above[-1].end, tree.rows(above, above[-1].end), reason)
                 if upper[1] > resume:
@@ -182,7 +186,7 @@ class Lookup:
 
         limit = match.limit
         for item in match.media:
-            if item.tokens and self.room.media.width and item.start < limit:
+            if item.tokens and self.room.media.width and self.room.runs_last and item.start < limit:
                 if media_name(match.root_name, item.digest) not in index:
                     limit = item.start
         return index.match(self.names(match), limit, root=match.root_name, tail=tail)

@@ -2,7 +2,8 @@
 
 Two images never match by their placeholders: each content digest gets an id of its own (negative,
 so that it is no token), good for this process; names use the digest itself. Layers on the media
-axis (cross attention) keep a run of pages per image, found by its digest alone.
+axis keep a run of pages per image, found by its digest alone: cross attention for as long as a sequence
+lives, embeddings until the image's tokens are computed (the cache keeps them for the next prompt).
 """
 
 from __future__ import annotations

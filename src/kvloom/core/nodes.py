@@ -24,6 +24,7 @@ class Node(Entry):
         "locks",
         "marks",
         "names",
+        "offered",
         "pages",
         "parent",
         "root",
@@ -50,6 +51,7 @@ class Node(Entry):
         self.names: list[bytes] = []  # of the grains that end in it, as far as anyone asked
         self.locks = 0
         self.spare = 0
+        self.offered = 0  # tokens whose pages were offered to whoever keeps copies below
 
     @property
     def tokens(self) -> int:
@@ -72,12 +74,13 @@ class Node(Entry):
 class Root(Node):
     """Where the names of one model, tenant and adapter begin."""
 
-    __slots__ = ("account", "name")
+    __slots__ = ("account", "name", "tenant")
 
-    def __init__(self, serial: int, name: bytes, account: Account, width: int) -> None:
+    def __init__(self, serial: int, name: bytes, account: Account, width: int, tenant: str) -> None:
         super().__init__(serial, 0.0, 0, bytearray(), np.empty((0, width), np.int32))
         self.name = name
-        self.account = account
+        self.account = account  # who pays: the tenant's own, or one that it shares with others
+        self.tenant = tenant
         self.parent = None
         self.root = self
 
@@ -85,7 +88,7 @@ class Root(Node):
 class Checkpoint(Entry):
     """A resume point at `position` in `node`, with its state snapshot where the model keeps states."""
 
-    __slots__ = ("locks", "node", "position", "reach", "row_bytes", "states")
+    __slots__ = ("locks", "node", "offered", "position", "reach", "row_bytes", "states")
 
     def __init__(self, serial: int, now: float, node: Node, position: int, states: Ids | None) -> None:
         super().__init__(serial, now, node.priority, node.expires)
@@ -95,6 +98,7 @@ class Checkpoint(Entry):
         self.states = states
         self.row_bytes = 0
         self.locks = 0  # pins that need it
+        self.offered = False  # its states were, as for a node
 
     @property
     def memo(self) -> Memo | None:

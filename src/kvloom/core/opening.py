@@ -14,6 +14,7 @@ from .policies import Memo
 from .pool import Ids
 from .reserving import Reserving
 from .sequence import Control, Owner, Sequence
+from .spread import Spread
 
 __all__ = ["Opening"]
 
@@ -23,17 +24,24 @@ class Opening(Verbs):
         super().__init__(parts)
         self.points = points
         self.reserving = reserving
+        self.reused = Spread()
+        """Seconds between a hit and the use before of what it hit deepest."""
+        self.hit_blocks = 0
+        self.hit_states = 0
+        self.hit_media_blocks = 0
+        self.left_behind = [0] * len(self.tree.windows)
+        """Of `hit_blocks`, those that a window had passed already."""
 
     def open(self, cache: Owner, match: Match) -> Sequence:
         runs = [
             self.room.runs[match.root_name + item.digest]
             for item in match.media
-            if self.has_run(item) and item.start < match.resume
+            if self.room.runs_last and self.needs_run(item, match.resume, match.resume)
         ]
         row = self.rows.take()
         now = self.clock.now()
         account = self.accounts[match.control.tenant]
-        root = self.tree.root(match.root_name, account)
+        root = self.tree.root(match.root_name, account, match.control.tenant)
         node = self._stand(match, root, now)
         self.tree.lock(node)
         seq = Sequence(cache, row, root, node, match.control)
@@ -49,12 +57,37 @@ class Opening(Verbs):
             self.tree.checkpoint(self._node_at(node, match.data, point), point, None, now)
         for run in runs:
             self.hold_run(seq, run, now)
+            self.hit_media_blocks += len(run.rows)
+        if point:
+            self._count(match, point, row)
         seq.wanted = self._wanted(match)
         self.rows.watched[row] = bool(seq.wanted)
         learner = account.queue.learner
         if learner is not None and match.control.store:
             seq.visit = learner.on_open(node, self._ghost(match), point, now)
         return seq
+
+    def _count(self, match: Match, point: int, row: int) -> None:
+        """A sequence resumed at `point`: what it found, for whoever reads the counts."""
+        self.hit_blocks += -(-point // self.block_tokens)
+        self.hit_states += match.checkpoint is not None and self.has_states
+        for window in range(len(self.left_behind)):
+            self.left_behind[window] += int(self.rows.first[window, row])
+
+    def hit_pages(self) -> dict[str, int]:
+        """Pages that sequences found in the cache so far, by the kind of layers they serve."""
+        found: dict[str, int] = {}
+        passed = iter(self.left_behind)
+        for group in self.layout.groups:
+            if group.spec.axis == "media":
+                blocks = self.hit_media_blocks
+            elif group.spec.unit == "state":
+                blocks = self.hit_states
+            else:
+                blocks = self.hit_blocks - (next(passed) if group.spec.span.windowed else 0)
+            kind = group.name.rsplit(" #", 1)[0]
+            found[kind] = found.get(kind, 0) + blocks * group.runs
+        return found
 
     def _ghost(self, match: Match) -> Memo | None:
         """What the policy remembers of the run that this prompt would have met next, had it not left."""
@@ -69,13 +102,18 @@ class Opening(Verbs):
         boundary = match.resume // self.block_tokens * self.block_tokens
         policy = self.accounts[match.control.tenant].queue.policy
         node = root
+        before = now
         for passed in match.path:
             if passed.start >= boundary:
                 if passed.start < match.resume:
+                    before = passed.last_used
                     passed.last_used = now
                 break
+            before = passed.last_used
             node = passed if passed.end <= boundary else self.tree.split(passed, boundary)
             node.hits += 1
+            if node.hits == 1:
+                node.offered = 0  # it was used again: whoever waits for that hears of it once more
             node.ended = False
             self._raise_priority(node, match.control, now)
             policy.on_hit(node, now)
@@ -83,6 +121,8 @@ class Opening(Verbs):
             if passed is not node:
                 passed.last_used = now if boundary < match.resume else passed.last_used
                 break
+        if match.resume:
+            self.reused.add(now - before)
         return node
 
     @staticmethod

@@ -106,9 +106,10 @@ class Verbs:
             self.room.hold_run(run, now)
             seq.runs[run.key] = run
 
-    def has_run(self, item: Media) -> bool:
-        """Whether an image has a run of pages of its own in this model."""
-        return bool(item.tokens and self.media.width)
+    def needs_run(self, item: Media, start: int, stop: int) -> bool:
+        """Whether computing tokens [start, stop) takes an image's run of pages of its own."""
+        has = bool(item.tokens and self.media.width)
+        return has and item.start < stop and (self.room.runs_last or item.stop > start)
 
     def mark_special(self, seq: Sequence) -> None:
         """Note whether a sequence must be served one by one: it has something to copy, to be given, or

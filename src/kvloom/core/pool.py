@@ -16,6 +16,7 @@ The pool knows no tokens, names or policies; it moves no bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -34,6 +35,7 @@ class SizeClass:
 
     __slots__ = (
         "cached_pages",
+        "fixed",
         "free_pages",
         "freed",
         "held",
@@ -61,6 +63,7 @@ class SizeClass:
         several = per_slab > 1
         self.used: Ids = np.zeros(slabs if several else 0, np.int32)
         self.partial: list[dict[int, None]] = [{} for _ in range(per_slab)] if several else []
+        self.fixed: Counter[int] = Counter()  # slabs with pages that must not move: someone writes to them
 
     def free_in(self, slab: int) -> Ids:
         start = slab * self.per_slab
@@ -260,10 +263,19 @@ class PagePool:
         """The partly used slab that is cheapest to empty into the class's other free pages, or None."""
         c = self.classes[cls]
         for free in range(c.per_slab - 1, 0, -1):
-            if c.partial[free]:
-                slab = next(iter(c.partial[free]))
+            slab = next((slab for slab in c.partial[free] if slab not in c.fixed), None)
+            if slab is not None:
                 return slab if c.free_pages - free >= c.per_slab - free else None
         return None
+
+    def fix(self, cls: int, ids: Ids, count: int) -> None:
+        """Pages that must not move (`count` 1), or may again (-1)."""
+        c = self.classes[cls]
+        if c.per_slab > 1:
+            for slab in (ids // c.per_slab).tolist():
+                c.fixed[slab] += count
+                if not c.fixed[slab]:
+                    del c.fixed[slab]
 
     def move_out(self, cls: int, slab: int, renumber: Callable[[Ids, Ids], None]) -> None:
         """Empty a slab: its pages get new ids elsewhere with the same holds, `renumber(old, new)` tells

@@ -23,6 +23,7 @@ from .layout import GRAIN, PoolLayout
 from .names import TOKEN_BYTES
 from .naming import Teller
 from .nodes import Checkpoint, Node, Root
+from .parcels import Parcels
 from .pool import Ids
 from .tenants import Account
 
@@ -51,6 +52,7 @@ class PrefixTree:
         self.pages = pages
         self.states = states
         self.teller = teller
+        self.parcels: Parcels | None = None  # for whoever keeps copies below the pool
         self.has_states = bool(states.width)
         windowed = [g for g in layout.of("token") if g.spec.span.windowed]
         self.windows: tuple[Span, ...] = tuple(g.spec.span for g in windowed)
@@ -64,10 +66,10 @@ class PrefixTree:
 
     # -- finding --------------------------------------------------------------------------------
 
-    def root(self, name: bytes, account: Account) -> Root:
+    def root(self, name: bytes, account: Account, tenant: str = "") -> Root:
         root = self.roots.get(name)
         if root is None:
-            root = self.roots[name] = Root(next(self._serials), name, account, self.pages.width)
+            root = self.roots[name] = Root(next(self._serials), name, account, self.pages.width, tenant)
         return root
 
     def walk(self, node: Node, data: bytes, limit: int) -> tuple[list[Node], int]:
@@ -278,7 +280,7 @@ class PrefixTree:
             next(self._serials), node.created, node.start, node.text[:offset], node.pages[:upper_rows].copy()
         )
         upper.parent, upper.root, upper.row_bytes = node.parent, node.root, node.row_bytes
-        for name in ("last_used", "hits", "priority", "expires", "ended", "value"):
+        for name in ("last_used", "hits", "priority", "expires", "ended", "value", "offered"):
             setattr(upper, name, getattr(node, name))
         if node.memo is not None:
             upper.memo = node.memo.split()
@@ -320,6 +322,9 @@ class PrefixTree:
             self.drop_checkpoint(node.checkpoints[-1], why)
         if self.teller.listening:
             self.teller.dropped(node, max(end, node.start), why)
+        if self.parcels is not None:
+            self.parcels.trimmed(node, end)
+            node.offered = min(node.offered, end)
         keep = 0 if end <= node.start else (end - 1) // self.block - node.start // self.block + 1
         gone = node.pages[keep : node.count]
         node.root.account.used -= self.pages.drop(gone)
@@ -467,6 +472,9 @@ class PrefixTree:
         """Forget a resume point and its snapshot; its window pages become spare."""
         if self.teller.listening:
             self.teller.forgotten(checkpoint, why)
+        if self.parcels is not None:
+            firsts = [span.first_visible(checkpoint.reach) // self.block for span in self.windows]
+            self.parcels.forgotten(checkpoint, list(zip(self.window_columns, firsts, strict=True)))
         self.version += 1
         checkpoint.node.checkpoints.remove(checkpoint)
         self._mark(checkpoint, -1)

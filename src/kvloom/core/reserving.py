@@ -153,7 +153,7 @@ class Reserving(Verbs):
         for item in seq.media:
             key = seq.root.name + item.digest
             run = self.room.runs.get(key) if seq.control.read else None
-            if run is not None and self.has_run(item) and item.start < stop and key not in seq.runs:
+            if run is not None and self.needs_run(item, seq.length, stop) and key not in seq.runs:
                 self.hold_run(seq, run, now)
                 held.append(run)
         return self._new_runs(seq, stop), held
@@ -164,7 +164,7 @@ class Reserving(Verbs):
         for item in seq.media:
             key = seq.root.name + item.digest
             known = key in seq.runs or (seq.control.read and key in self.room.runs)
-            if self.has_run(item) and item.start < stop and not known:
+            if self.needs_run(item, seq.length, stop) and not known:
                 new.setdefault(item.digest, item)
         return list(new.values())
 

@@ -7,7 +7,7 @@ happens here; the tree and the pool carry it out, and byte copies are left in `c
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from .nodes import Checkpoint, Node, Root
 from .policies import Entry, Memo
 from .pool import Ids, Index, PagePool
 from .prefix import PrefixTree
+from .spread import Spread
 from .tenants import Account, Accounts
 
 __all__ = ["Copies", "CopyBatch", "Ghost", "Ghosts", "Room"]
@@ -94,6 +95,21 @@ class Copies:
             slabs.update((batch.source // per_slab).tolist(), (batch.target // per_slab).tolist())
         return slabs
 
+    def where(self, columns: Columns, rows: Ids) -> Ids:
+        """Where the bytes of pages are now, while copies are still to be made; 0 where that cannot be said. It holds until
+        they are made, whatever is decided meanwhile."""
+        if not self._batches and not any(self._pending):
+            return rows
+        now = rows.copy()
+        for cls in columns.classes:
+            stride, pending = self._slab_bytes // self._per_slab[cls], self._pending[cls]
+            unsure = {t for b in self._batches if b.page_stride == stride for t in b.target.tolist()}
+            at = columns.columns_of(cls)
+            pages = now[:, at].ravel().tolist()
+            found = [pending.get(page, 0 if page in unsure else page) for page in pages]
+            now[:, at] = np.array(found, np.int32).reshape(len(rows), len(at))
+        return now
+
     def _close_batch(self) -> None:
         for cls, pending in enumerate(self._pending):
             if pending:
@@ -149,6 +165,9 @@ class Ghosts:
         return self._seen.get((place, hash(data[start : start + self.SEEN])))
 
 
+_KINDS: dict[type[Entry], str] = {Node: "blocks", Checkpoint: "snapshot", MediaRun: "media"}
+
+
 class Room:
     def __init__(
         self,
@@ -158,6 +177,7 @@ class Room:
         accounts: Accounts,
         clock: Clock,
         slab_bytes: int,
+        media_lasts: bool = True,
     ) -> None:
         self.pool = pool
         self.tree = tree
@@ -168,7 +188,13 @@ class Room:
         self.copies = Copies(pool, slab_bytes)
         self.ghosts = Ghosts()
         self.runs: dict[bytes, MediaRun] = {}
+        self.runs_last = media_lasts
+        """Whether tokens behind an image need its run, too (cross attention)."""
         self.evictions = 0
+        self.evicted: Counter[str] = Counter()
+        """Evictions by what left: blocks, window (pages that left every window), snapshot, media."""
+        self.idle = Spread()
+        """Seconds that evicted entries had not been used for."""
         self.evicted_bytes = 0
         self.moves = 0
         self.renumber: Callable[[int, Ids, Ids], None] = lambda cls, old, new: None
@@ -282,19 +308,25 @@ class Room:
         """Let the next thing of `account` leave, about `slabs` slabs of it; False if there is none."""
         queue = account.queue
         before = account.used
+        entry: Entry
         if queue.spares:
-            node, window = queue.spares.popleft()
-            assert isinstance(node, Node)
-            self.tree.drop_spares(node, window, self._rows(slabs), queue.policy.name)
+            entry, window = queue.spares.popleft()
+            assert isinstance(entry, Node)
+            kind = "window"
+            self.tree.drop_spares(entry, window, self._rows(slabs), queue.policy.name)
             if account.used < before:
-                self.tree.requeue(node, now)
+                self.tree.requeue(entry, now)
         else:
-            entry = queue.pop(now)
-            if entry is None:
+            found = queue.pop(now)
+            if found is None:
                 return False
+            entry, kind = found, _KINDS[type(found)]
             queue.policy.on_evict(entry, now)
             self._evict(entry, self._rows(slabs), now, queue.policy.name)
         self.evictions += 1
+        account.evictions += 1
+        self.evicted[kind] += 1
+        self.idle.add(now - entry.last_used)
         self.evicted_bytes += before - account.used
         return True
 

@@ -261,6 +261,10 @@ class Sequence:
         run = self.runs[self.root.name + digest]
         return run.rows if isinstance(run, MediaRun) else run
 
+    def media_kept(self, digest: bytes) -> bool:
+        """Whether the cache keeps an image's run, so that its pages have been written."""
+        return isinstance(self.runs[self.root.name + digest], MediaRun)
+
     def extend(self, n: int) -> int:
         return self.cache.extend(self, n)
 

@@ -39,15 +39,26 @@ class Tenant:
 
 
 class Account:
-    """Bytes of one tenant: `used` in all, of which `held` by its sequences and pins."""
+    """Bytes of one tenant: `used` in all, of which `held` by its sequences and pins. Beside them what it has looked up and
+    found so far, in tokens, and how many of its entries left."""
 
-    __slots__ = ("guaranteed", "held", "queue", "tenant", "used")
+    __slots__ = (
+        "evictions",
+        "guaranteed",
+        "held",
+        "hit_tokens",
+        "looked_up_tokens",
+        "queue",
+        "tenant",
+        "used",
+    )
 
     def __init__(self, tenant: Tenant, policy: Policy) -> None:
         self.tenant = tenant
         self.used = 0
         self.held = 0
         self.guaranteed = 0.0
+        self.looked_up_tokens = self.hit_tokens = self.evictions = 0
         self.queue: EvictionQueue[Entry] = EvictionQueue(policy)
 
     def charge(self, size: int) -> None:

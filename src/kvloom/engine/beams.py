@@ -12,18 +12,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Generic, Protocol, TypeVar
 
 from .logprobs import TokenLogprobs
-from .request import Finish, Request
+from .params import Finish, SamplingParams
 
-__all__ = ["BeamSearch", "Successor"]
+__all__ = ["BeamSearch", "Slot", "Successor"]
+
+
+class Slot(Protocol):
+    """What a beam is kept in: as much of a request as a search looks at and writes."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    cumulative_logprob: float
+    stop_reason: int | str | None
+
+    @property
+    def output(self) -> list[int]: ...
+
+    @property
+    def output_count(self) -> int: ...
+
+
+S = TypeVar("S", bound=Slot)
 
 
 @dataclass(frozen=True, slots=True)
-class Successor:
+class Successor(Generic[S]):
     """A beam that follows `slot` with one more token; `told` is what came into question there."""
 
-    slot: Request
+    slot: S
     token: int
     total: float
     told: TokenLogprobs
@@ -50,12 +71,12 @@ class _Ended:
 
 
 @dataclass(slots=True, eq=False)
-class BeamSearch:
+class BeamSearch(Generic[S]):
     """`slots[0]` is the request; `ends` are the tokens that end a text."""
 
-    slots: list[Request]
+    slots: list[S]
     ends: frozenset[int]
-    live: list[Request] = field(init=False)
+    live: list[S] = field(init=False)
     _told: dict[int, TokenLogprobs] = field(default_factory=dict)
     _ended: list[_Ended] = field(default_factory=list)
 
@@ -67,12 +88,12 @@ class BeamSearch:
         """How many of a beam's likeliest tokens must be known: enough that `width` of them end nothing."""
         return width + max(width, ends)
 
-    def offer(self, slot: Request, told: TokenLogprobs) -> bool:
+    def offer(self, slot: S, told: TokenLogprobs) -> bool:
         """A live beam's likeliest tokens; whether all have theirs now."""
         self._told[id(slot)] = told
         return len(self._told) == len(self.live)
 
-    def decide(self) -> list[Successor]:
+    def decide(self) -> list[Successor[S]]:
         """The next depth's beams; empty when the search is over."""
         params = self.slots[0].params
         width, length = params.beam_width, self.live[0].output_count + 1
@@ -85,7 +106,7 @@ class BeamSearch:
         ]
         ways.sort(key=lambda way: -way.total)
         self._told.clear()
-        found: list[Successor] = []
+        found: list[Successor[S]] = []
         for rank, way in enumerate(ways):
             if way.token in self.ends or length >= params.max_tokens:
                 if rank < width:
@@ -118,7 +139,7 @@ class BeamSearch:
         full = len(self._ended) >= params.beam_width
         return full and best / length**params.length_penalty <= self._ended[-1].score
 
-    def _end(self, way: Successor, why: Finish) -> None:
+    def _end(self, way: Successor[S], why: Finish) -> None:
         params = way.slot.params
         tokens = [*way.slot.output, way.token]
         score = way.total / len(tokens) ** params.length_penalty

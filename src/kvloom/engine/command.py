@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvloom.arguments import (
     BATCH_INVARIANT,
@@ -13,10 +14,15 @@ from kvloom.arguments import (
     KV_SCALES,
     MODEL,
     THREADS,
+    TIER,
     parse_size,
     token_ids,
     whole,
 )
+
+if TYPE_CHECKING:
+    from .llm import LLM
+    from .request import SamplingParams
 
 __all__ = ["arguments", "run"]
 
@@ -74,13 +80,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="random: MODEL may be a config or a name of `kvloom plan --list`; weights are made up (default: auto)",
     )
+    add("--tier", action="append", default=[], metavar="TIER", help=TIER)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add("--json", action="store_true", help="print results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from kvloom.engine.llm import LLM
     from kvloom.engine.request import SamplingParams
     from kvloom.models.catalog import folder_of
@@ -109,7 +114,16 @@ def run(args: argparse.Namespace) -> int:
         load_format=args.load_format,
         threads=args.threads,
         progress=sys.stderr.isatty(),
+        tiers=args.tier,
     )
+    try:
+        return _told(args, llm, prompts, params)
+    finally:
+        llm.close()
+
+
+def _told(args: argparse.Namespace, llm: LLM, prompts: list[str | list[int]], params: SamplingParams) -> int:
+    from dataclasses import asdict
 
     def shown(text: str, token_ids: list[int]) -> str:
         return text if llm.tokenizer is not None else " ".join(map(str, token_ids))

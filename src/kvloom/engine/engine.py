@@ -10,8 +10,8 @@ must be on the pool's device. Prompts are ids; text is made as it grows only whe
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence as Many
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,19 @@ from kvloom.core import Control, KVCache, PoolLayout, Tenant
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.views import allocate
 from kvloom.models.attention import install
+from kvloom.models.embeddings import Embeddings, with_embeddings
+from kvloom.models.fingerprint import model_fingerprint
 from kvloom.models.scales import fingerprint, load_scales
+from kvloom.models.sight import Sight
 from kvloom.models.specs import KVDtype, model_spec
-from kvloom.models.vision import Sight, Vision
+from kvloom.models.vision import Vision
+from kvloom.tiers.opening import Place
 
 from .beams import BeamSearch
+from .flight import Flight, told_prompts
 from .grammar import Grammars
-from .logprobs import Logprobs, TokenLogprobs
+from .logprobs import TokenLogprobs
+from .lower import Lower, LowerConfig, open_lower
 from .odds import send
 from .request import Finish, Request, SamplingParams
 from .runner import Runner
@@ -42,26 +48,8 @@ MAX_TOKENS = 131072
 """The longest sequence where the model names no limit."""
 TOKEN_BUDGET = {False: 2048, True: 8192}
 """Tokens of prompts a step where nobody says: a CPU is busy with fewer than a GPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A launched step: its work, and the tokens it chooses for `requests`, on their way to the host."""
-
-    work: list[Scheduled]
-    requests: list[Request]
-    tokens: torch.Tensor
-    logprobs: Logprobs | None
-    arrived: torch.cuda.Event | None
-
-    def land(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """The tokens, and by their places the log-probabilities that were asked for. Waits until they are here."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        told: dict[int, TokenLogprobs] = {}
-        if self.logprobs is not None:
-            told = dict(zip(self.logprobs.rows, self.logprobs.read(), strict=True))
-        return self.tokens.tolist(), told
+MAX_RUNNING = {False: 256, True: 512}
+"""Sequences at once where nobody says; the more of them share pages, the less often those are read."""
 
 
 class Engine:
@@ -69,8 +57,10 @@ class Engine:
     `kv_dtype` is what K and V are kept in (the model's own if None), and `kv_scales` where the scales of int8 and fp8 come
     from: "dynamic", "checkpoint", or a file of `kvloom calibrate`. `ahead` says
     whether steps are launched before the tokens of the one before are known; on a GPU they are, unless told otherwise.
-    A `tokenizer` is needed for stop texts and structured output alone. `image_bytes` bound the embeddings of images that are
-    kept, beside the pool. `batch_invariant`: on a GPU, too, what a request gets is the same bits whatever runs beside it."""
+    A `tokenizer` is needed for stop texts and structured output alone. `batch_invariant`: on a GPU, too, what a request gets is
+    the same bits whatever runs beside it. `tiers` are places for pages below the pool (`host:64GiB`, `disk:/path:1TiB`:
+    docs/tiers.md), nearest first; `lower` says how they are used, and `close` ends them. `max_context` are the tokens a sequence
+    may come to have, where the model could do more."""
 
     def __init__(
         self,
@@ -79,15 +69,17 @@ class Engine:
         kv_dtype: KVDtype | None = None,
         block_tokens: int = 16,
         token_budget: int | None = None,
-        max_running: int = 256,
+        max_running: int | None = None,
         ahead: bool | None = None,
         graphs: bool = True,
         tokenizer: Any = None,
         memory_fraction: float = 0.9,
         tenants: Iterable[Tenant] = (),
         kv_scales: str | os.PathLike[str] = "dynamic",
-        image_bytes: int = 256 << 20,
         batch_invariant: bool = False,
+        tiers: Many[str | Place] = (),
+        lower: LowerConfig | None = None,
+        max_context: int | None = None,
     ) -> None:
         weight = next(model.parameters())
         if batch_invariant and not weight.is_cuda and weight.dtype != torch.float32:
@@ -98,6 +90,8 @@ class Engine:
         self.model, self.device = model.eval(), weight.device
         if token_budget is None:
             token_budget = TOKEN_BUDGET[self.device.type == "cuda"]
+        if max_running is None:
+            max_running = MAX_RUNNING[self.device.type == "cuda"]
         spec = model_spec(
             {**model.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")},
             kv_dtype=kv_dtype,
@@ -105,7 +99,18 @@ class Engine:
         )
         scales = None if kv_scales == "dynamic" else load_scales(kv_scales, model, spec.layers)
         self.layout = PoolLayout.build(spec.layers, block_tokens)
-        install(model)
+        self.vision = None if Vision.refusal(model) else Vision(model)
+        if self.vision is not None:
+            self.layout = with_embeddings(spec.layers, self.layout)
+        self.limit = spec.max_context
+        if max_context is not None:
+            if not 1 <= max_context <= (self.limit or MAX_TOKENS):
+                raise ValueError(
+                    f"max_context {max_context} must lie in 1 to {self.limit or MAX_TOKENS}, what the model can do"
+                )
+            self.limit = max_context
+        self._whose = "the model's" if self.limit and max_context is None else "this engine's"
+        install(model, self.limit)
         self.room: Room | None = None
         """How the pool got its size, where it was left to find it."""
         if pool_bytes is None:
@@ -117,8 +122,9 @@ class Engine:
                 max_running,
                 graphs,
                 scales,
-                spec.max_context,
+                self.limit or MAX_TOKENS,
                 invariant,
+                self.vision,
             )
             pool_bytes = self.room.pool
         slabs = self.layout.slabs_in(pool_bytes)
@@ -127,20 +133,29 @@ class Engine:
                 f"a pool of {pool_bytes:,} bytes is too small: its unit is {self.layout.slab_bytes:,} and it needs two"
             )
         self.buffer = allocate(self.layout, slabs, self.device)
-        self.limit = spec.max_context
+        if self.vision is not None:
+            width = model.get_input_embeddings().weight.shape[1]
+            self.vision.embeddings = Embeddings(self.layout, self.buffer, width, weight.dtype)
+        name = spec.name
+        if tiers:  # who finds pages there must have computed just these
+            name = f"{model.config.model_type} {model_fingerprint(model)}{' invariant' * batch_invariant}"
         self.cache = KVCache(
             self.layout,
             slabs=slabs,
-            model=spec.name if scales is None else f"{spec.name}, scales {fingerprint(scales)}",
+            model=name if scales is None else f"{name}, scales {fingerprint(scales)}",
             max_sequences=max_running,
             max_tokens=self.limit or MAX_TOKENS,
             tenants=tenants,
         )
-        self.vision = None if Vision.refusal(model) else Vision(model, image_bytes)
         self.runner = Runner(
             model, self.cache, self.buffer, token_budget, max_running, graphs, scales, self.vision, invariant
         )
         self.scheduler = Scheduler(self.cache, token_budget, max_running)
+        self.lower: Lower | None = None
+        """What lies below the pool, where tiers were given."""
+        if tiers:
+            self.lower = open_lower(tiers, self.cache, self.buffer, self._copy, lower)
+            self.scheduler.lower = self.lower
         self.eos = _ids(getattr(model.generation_config, "eos_token_id", None))
         self.sampler = Sampler(self.eos)
         self.tokenizer = tokenizer
@@ -219,7 +234,9 @@ class Engine:
         """Launch one step, and take in the tokens of the last that was; the requests that got one, or ended for want of
         room. Where it raises (a device out of memory, an interrupt), the step has not been: requests wait to be computed
         anew, and may be cancelled."""
+        began = time.perf_counter()
         before, landed = self._flight, []
+        done = before
         if before is not None and any(request.waits for request in before.requests):
             self._flight = None
             landed = self._land(before, [])
@@ -228,10 +245,32 @@ class Engine:
         if before is not None:
             landed = self._land(before, [] if flight is None else flight.work)
         elif flight is not None and not self.ahead:
-            self._flight = None
+            self._flight, done = None, flight
             landed = self._land(flight, [])
+        if self.lower is not None:
+            self._look_at_clock(done, began)
         given_up, self.scheduler.given_up = self.scheduler.given_up, []
         return landed + given_up
+
+    def _look_at_clock(self, done: Flight | None, began: float) -> None:
+        """Tell how long a step took that was taken in; where there was none, and pages are on their way, wait for them."""
+        assert self.lower is not None
+        self.lower.take_offers()  # of who ended now: there may be no next step for long
+        if done is not None:
+            tokens = sum(len(part.tokens) for _, part in done.work if len(part.tokens) > 1)
+            self.lower.computed(tokens, time.perf_counter() - began)
+        elif self._flight is None and self.scheduler.loads:
+            self.lower.wait(0.002)
+
+    def close(self, seconds: float = 10.0) -> None:
+        """End every request, and the tiers: what they want is stored first, within so many seconds."""
+        for request in list(self.scheduler.open):
+            self.scheduler.cancel(request)
+        self._flight = None
+        if self.lower is not None:
+            self.lower.close(seconds)
+            self.lower = self.scheduler.lower = None
+            self.cache.tree.parcels = None
 
     def run(self) -> None:
         """Step until every request has ended."""
@@ -257,7 +296,11 @@ class Engine:
             for i, (request, part) in enumerate(work)
             if request.computed + len(part.tokens) == len(request.tokens) + request.unknown
         ]
-        logits = self.runner.run([part for _, part in work], ready)
+        whole = [i for i, (request, _) in enumerate(work) if request.telling]
+        logits = self.runner.run([part for _, part in work], ready, whole)
+        with self.runner.steady:
+            prompts = told_prompts([work[i] for i in whole], logits[len(ready) :])
+        logits = logits[: len(ready)]
         self.scheduler.launched(work)
         requests = [work[i][0] for i in ready]
         if any(request.children and not request.branched for request in requests):
@@ -271,9 +314,11 @@ class Engine:
                 len(requests), self.runner.rows
             )  # who comes after does not run, and has no next step
             self.runner.chosen[:running] = chosen.tokens[:running]
-        return Flight(work, requests, *self._fetched(chosen))
+        return Flight.of(work, requests, chosen, prompts)
 
     def _copy(self) -> None:
+        if self.lower is not None:
+            self.lower.take_offers()
         for copies in self.cache.take_copies():
             copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
 
@@ -292,18 +337,6 @@ class Engine:
         children.sort(key=lambda one: one[0].sequence is None)
         rows = [*range(len(requests)), *(row for _, row in children)]
         return [*requests, *(child for child, _ in children)], rows
-
-    def _fetched(self, chosen: Chosen) -> tuple[torch.Tensor, Logprobs | None, torch.cuda.Event | None]:
-        """Send the tokens and what is told of them on their way to the host."""
-        tokens, logprobs = chosen.tokens, chosen.logprobs
-        if not tokens.is_cuda:
-            return tokens, logprobs, None
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        logprobs = None if logprobs is None else logprobs.to_host()
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return host, logprobs, arrived
 
     def _land(self, flight: Flight, after: list[Scheduled]) -> list[Request]:
         """Take in a step's tokens; `after` is the work of the step that was launched since."""
@@ -342,7 +375,7 @@ class Engine:
         if ends or request.output_count >= params.max_tokens:
             self._finish(request, "stop" if ends else "length")
 
-    def _advance(self, beams: BeamSearch) -> None:
+    def _advance(self, beams: BeamSearch[Request]) -> None:
         """All beams of a depth are there: let the best go on, or end the search."""
         successors = beams.decide()
         if successors:
@@ -383,9 +416,8 @@ class Engine:
         if not tokens:
             raise ValueError("a prompt needs at least one token")
         if len(tokens) + params.max_tokens > self.cache.max_tokens:
-            whose = "the model's" if self.limit else "this engine's"
             raise ValueError(
-                f"{len(tokens)} prompt tokens and {params.max_tokens} new ones exceed {whose} {self.cache.max_tokens}"
+                f"{len(tokens)} prompt tokens and {params.max_tokens} new ones exceed {self._whose} {self.cache.max_tokens}"
             )
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < self._vocabulary:

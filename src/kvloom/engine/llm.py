@@ -49,12 +49,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a prompt led to. `num_cached_tokens` of it were found in the cache."""
+    """What a prompt led to. `num_cached_tokens` of it were found in the cache. `prompt_logprobs` has an entry for each of its
+    tokens, None for the first; it is None where nobody asked."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion]
     num_cached_tokens: int
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,9 @@ class LLM:
     what turns text and images into ids and tensors; that of the model's folder is taken when the first image comes.
     `load_format` "random" makes weights of a config; `threads` are torch's on a CPU, for the whole process (threads.py has the
     rule for None); `progress` shows bars while loading and preparing. `batch_invariant`: the same seed, the same tokens and
-    log-probabilities on a GPU, whatever runs beside."""
+    log-probabilities on a GPU, whatever runs beside. `tiers` are places for pages below the pool: `["host:64GiB",
+    "disk:/path:1TiB"]`; `close` brings them up to date and ends them.
+    `max_context` bounds sequences below what the model could do."""
 
     def __init__(
         self,
@@ -88,13 +92,15 @@ class LLM:
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         token_budget: int | None = None,
-        max_running: int = 256,
+        max_running: int | None = None,
         tokenizer: Any = None,
         processor: Any = None,
         load_format: LoadFormat = "auto",
         threads: int | None = None,
         progress: bool = False,
         batch_invariant: bool = False,
+        tiers: Sequence[str] = (),
+        max_context: int | None = None,
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = model if isinstance(model, str) else None
@@ -110,6 +116,8 @@ class LLM:
             tokenizer=self.tokenizer,
             kv_scales=kv_scales,
             batch_invariant=batch_invariant,
+            tiers=tiers,
+            max_context=max_context,
         )
         if threads is not None or self.engine.device.type == "cpu":
             use_threads(threads)
@@ -126,6 +134,10 @@ class LLM:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("compiling and capturing", total=None)
             self.engine.prepare(lambda done, total: bar.update(task, completed=done, total=total))
+
+    def close(self) -> None:
+        """End what still runs, and the tiers below the pool: what they want is stored first, within seconds."""
+        self.engine.close()
 
     def generate(
         self,
@@ -257,7 +269,11 @@ class LLM:
         outputs = [self._completion(i, one) for i, one in enumerate(request.best)]
         words = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
         text = words if isinstance(words, str) else None
-        return Result(text, list(request.prompt), outputs, request.cached_tokens or 0)
+        told: list[TokenLogprobs | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            # The first token follows nothing.
+            told = [None, *self._named([one for one in request.prompt_logprobs if one is not None])]
+        return Result(text, list(request.prompt), outputs, request.cached_tokens or 0, told)
 
     def _completion(self, index: int, one: Request) -> Completion:
         assert one.finish is not None

@@ -9,14 +9,28 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Literal
 
-__all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "SamplingParams", "StructureKind"]
+__all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "Finish", "SamplingParams", "StructureKind"]
 
 GREEDY_BELOW = 1e-5
 """A temperature below this takes the likeliest token."""
 MAX_LOGPROBS = 1024
 MAX_SAMPLES = 1024
-WHOLE = ("max_tokens", "min_tokens", "top_k", "seed", "n", "best_of", "beam_width", "logprobs")
+WHOLE = (
+    "max_tokens",
+    "min_tokens",
+    "top_k",
+    "seed",
+    "n",
+    "best_of",
+    "beam_width",
+    "logprobs",
+    "prompt_logprobs",
+)
 """Parameters that are whole numbers, or None."""
+
+Finish = Literal["stop", "length", "cancelled", "no_room", "grammar"]
+"""How a request ended; "no_room": the pool cannot hold it even alone; "grammar": the form it was asked for allows no
+token of this vocabulary."""
 
 StructureKind = Literal["json_schema", "regex", "grammar"]
 
@@ -32,7 +46,7 @@ class SamplingParams:
     | changed odds   | `presence_penalty`, `frequency_penalty` (over the output), `repetition_penalty` (prompt, too), `logit_bias` |
     | ends           | `stop` (texts, cut off unless `include_stop_str_in_output`), `stop_token_ids`, `ignore_eos`    |
     | many answers   | `n`, the best `n` of `best_of` by cumulative log-probability, or of `beam_width` beams (`length_penalty`) |
-    | what is told   | `logprobs`: of each token, and of so many likeliest ones beside it                             |
+    | what is told   | `logprobs`: of each token, and of so many likeliest ones beside it; `prompt_logprobs`: of the prompt's |
     | form           | one of `json_schema`, `regex`, `grammar` (Lark's notation)                                     |
 
     `seed` makes a request's draws its own: the same seed gives the same tokens, whatever else runs. Log-probabilities
@@ -60,6 +74,7 @@ class SamplingParams:
     beam_width: int = 1
     length_penalty: float = 1.0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -133,10 +148,12 @@ class SamplingParams:
             raise ValueError(f"stop {self.stops!r} must be texts of at least one character")
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids {self.stop_token_ids} must not be negative")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise ValueError(
-                f"logprobs {self.logprobs} must lie in 0 to {MAX_LOGPROBS}; 0 tells the chosen token's alone"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise ValueError(
+                    f"{name} {value} must lie in 0 to {MAX_LOGPROBS}; 0 tells the token's own alone"
+                )
 
     def _check_drawing(self) -> None:
         if not 0 <= self.temperature < math.inf:

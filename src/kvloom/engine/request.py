@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import Control, Sequence
-from kvloom.models.vision import Sight
+from kvloom.core import Control, Sequence, Stop
+from kvloom.models.sight import Sight
 
+from .beams import BeamSearch
 from .grammar import GrammarState
 from .logprobs import TokenLogprobs
 from .odds import Tally
-from .params import SamplingParams
+from .params import Finish, SamplingParams
 from .text import Text
 
-if TYPE_CHECKING:
-    from .beams import BeamSearch
-
 __all__ = ["Finish", "Request", "SamplingParams"]
-
-Finish = Literal["stop", "length", "cancelled", "no_room", "grammar"]
-"""How a request ended; "no_room": the pool cannot hold it even alone; "grammar": the form it was asked for allows no
-token of this vocabulary."""
 
 SEEDS = 1 << 64
 
@@ -34,13 +27,18 @@ SEEDS = 1 << 64
 class Request:
     """One text that grows. `tokens` are prompt and output; `sequence` holds its pages while it runs, and is None while it
     waits. `computed` tokens have been launched, `unknown` ones were chosen that the host has not seen; where `uncached`, it
-    leaves the cache alone: uses nothing of it, and adds nothing.
+    leaves the cache alone: uses nothing of it, and adds nothing. `looked_below`: tiers were asked for its pages since it last began.
 
     `priority`: larger runs first and is preempted last. `order` is the place in which requests came. `seed` is the one it
     was given, or any. `text` is its output as text where that is made as it grows, `structure` where it stands in its
     grammar. Where several answers are wanted the request is the first of them and `children` are the others: they begin
     (`branched`) where the prompt ends, or are the places of `beams`. One that `waits` must have its last token seen by the
-    host before its next can be chosen. `sight` is what the prompt shows, where it has images.
+    host before its next can be chosen. `sight` is what the prompt shows, where it has images. `prompt_logprobs` are those of
+    the prompt's tokens that are known by now, where they are wanted; the first token has none.
+
+    How it went: it was looked up at `looked_up`, on the cache's clock, and `began` when it got its first work: `hits` says
+    how many tokens it found in which tier, `stop` why the pool had no more then, and `elsewhere` that another tenant has more.
+    `loads` are tokens that came from below the pool for it: the tier, from when to when on the monotonic clock, how many.
     """
 
     order: int
@@ -54,11 +52,13 @@ class Request:
     computed: int = 0
     unknown: int = 0
     uncached: bool = False
+    looked_below: bool = False
     preemptions: int = 0
     finish: Finish | None = None
     stop_reason: int | str | None = None
     seed: int = -1
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     top_logprobs: int = 0
     text: Text | None = None
@@ -67,8 +67,13 @@ class Request:
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
     branched: bool = False
-    beams: BeamSearch | None = None
+    beams: BeamSearch[Request] | None = None
     sight: Sight | None = None
+    looked_up: float = 0.0
+    began: float = 0.0
+    stop: Stop | None = None
+    loads: list[tuple[str, float, float, int]] = field(default_factory=list)
+    elsewhere: bool = False
     waits: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """Sorts first what runs first."""
@@ -101,6 +106,34 @@ class Request:
         """It began with so many tokens found in the cache; what it finds when it comes back does not count."""
         if self.cached_tokens is None:
             self.cached_tokens = tokens
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted and not all known: every token of it must be computed."""
+        wanted = self.params.prompt_logprobs is not None and self.parent is None
+        return wanted and max(1, len(self.prompt_logprobs)) < len(self.prompt)
+
+    @property
+    def telling(self) -> bool:
+        """Whether what it computes next tells of its prompt."""
+        return self.computed < len(self.prompt) and self.tells_prompt
+
+    def tell_prompt(self, start: int, told: list[TokenLogprobs]) -> None:
+        """Take in the log-probabilities of the prompt's tokens from `start` on; what is known already stays."""
+        if not self.prompt_logprobs:
+            self.prompt_logprobs.append(None)
+        known = len(self.prompt_logprobs)
+        if start <= known:
+            self.prompt_logprobs += told[known - start :]
+
+    @property
+    def hits(self) -> dict[str, int]:
+        """Tokens that it found, by the tier that had them."""
+        found: dict[str, int] = {}
+        for tier, _, _, tokens in self.loads:
+            found[tier] = found.get(tier, 0) + tokens
+        here = (self.cached_tokens or 0) - sum(found.values())
+        return {"device": here, **found} if here > 0 else found
 
     @property
     def output_count(self) -> int:

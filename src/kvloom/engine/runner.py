@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from kvloom.core import Control, KVCache, Sequence
+from kvloom.kernels.shapes import upload
 from kvloom.kernels.sharing import SharedRun, find_shared
 from kvloom.models.attention import Cutter, Pages
 from kvloom.models.batch import Batch, Stage, Work
@@ -90,9 +92,10 @@ class Runner:
         self._shares = False
         self._pool: Any = None
         self._sizes = graph_sizes(rows) if graphs and buffer.is_cuda and self.pages.replayable else []
-        self._strips: Strips | None = None
+        self.strips: Strips | None = None
+        """Graphs of steps with prompts in them, where the model can be recorded so."""
         if self._sizes and not turns and not self.pages.keeps_states:
-            self._strips = Strips(self.pages, self.stage, self._forward, self.chosen, tokens + rows)
+            self.strips = Strips(self.pages, self.stage, self._forward, self.chosen, tokens + rows)
 
     def _refuse(self) -> None:
         """Raise ValueError for what has no batch-invariant way."""
@@ -105,27 +108,28 @@ class Runner:
                 "batch_invariant: the GPU's kernels do not take this model's heads; run it without"
             )
 
-    def run(self, works: Many[Work], wanted: Many[int] | None = None) -> torch.Tensor:
+    def run(self, works: Many[Work], wanted: Many[int] | None = None, whole: Many[int] = ()) -> torch.Tensor:
         """Compute a step; the logits ([works, vocabulary]) after each work's last token, or after those of the works
-        `wanted`. They are valid until the next step."""
-        single = all(len(work.tokens) == 1 and not _shows(work) for work in works)
+        `wanted`; behind them those after every token of the works `whole`. They are valid until the next step."""
+        single = not whole and all(len(work.tokens) == 1 and not _shows(work) for work in works)
         if (
             single
             and self._sizes
             and not (self.pages.keeps_states and any(w.sequence.state_length == 0 for w in works))
         ):
             return self._replay(works, wanted)
-        if self._strips is not None and not any(_shows(work) for work in works):
-            size = self._strips.size_for(works)
+        if self.strips is not None and not whole and not any(_shows(work) for work in works):
+            size = self.strips.size_for(works)
             if size:
-                return self._strips.run(works, size, wanted)
+                return self.strips.run(works, size, wanted)
         batch = self.stage.lay_out(works, self.chosen)
         if self.vision is not None:
             batch = self.vision.see(batch, works)
         last = batch.last
-        if wanted is not None and len(wanted) < len(works):
-            places = torch.tensor([batch.bounds[i + 1] - 1 for i in wanted], dtype=torch.int64)
-            last = places.to(self.device, non_blocking=True)
+        if whole or (wanted is not None and len(wanted) < len(works)):
+            ends = [batch.bounds[i + 1] - 1 for i in (range(len(works)) if wanted is None else wanted)]
+            each = [np.arange(batch.bounds[i], batch.bounds[i + 1]) for i in whole]
+            last = upload(np.concatenate([np.array(ends, dtype=np.int64), *each]), self.device)
         return self._forward(batch, last)
 
     def score(self, works: Many[Work]) -> torch.Tensor:
@@ -139,7 +143,8 @@ class Runner:
             return
         limit = min(self.tokens, self._cache.max_tokens // 2)
         self._try([[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit)
-        if self._strips is not None:
+        self._try([[limit // 16], [limit // 4]], limit)  # alone, and so few that their attention is cut
+        if self.strips is not None:
             torch.cuda.synchronize(self.device)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             began = time.perf_counter()
@@ -148,7 +153,7 @@ class Runner:
             host = time.perf_counter() - began
             end.record()
             end.synchronize()
-            self._strips.limit(limit, host, begin.elapsed_time(end) / 1e3)
+            self.strips.limit(limit, host, begin.elapsed_time(end) / 1e3)
         torch.cuda.synchronize(self.device)
 
     def _try(self, shapes: list[list[int]], limit: int) -> None:
@@ -178,12 +183,18 @@ class Runner:
             sequence.close()
         self._cache.take_copies()
 
+    def try_replay(self) -> None:
+        """Run, without a graph, the step of as many single tokens as there may be, all of nobody's."""
+        if self.pages.replayable:
+            self.stage.send([], self.rows)
+            self._forward(self.stage.replayed(self.rows, self.chosen), None)
+
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every graph now, the largest first, so that the others fit into its memory."""
         wanted = [(size, False) for size in reversed(self._sizes)]
         if self._shared_column is not None:
             wanted += [(size, True) for size in reversed(self._sizes) if size >= LEAST_SHARERS]
-        strips = [] if self._strips is None else self._strips.sizes
+        strips = [] if self.strips is None else self.strips.sizes
         for done, (size, shares) in enumerate(wanted):
             if shares:
                 self.pages.share([SharedRun(0, 256, (0, 1), 0)], size)
@@ -192,8 +203,13 @@ class Runner:
                 progress(done + 1, len(wanted) + len(strips))
         self._sharers = ()
         for done, size in enumerate(reversed(strips)):
-            assert self._strips is not None
-            self._strips.capture(size, self._memory())
+            assert self.strips is not None
+            try:
+                self.strips.capture(size, self._memory())
+            except RuntimeError as error:
+                warnings.warn(f"steps of prompts run without graphs, somewhat slower: {error}", stacklevel=2)
+                self.strips = None
+                return
             if progress is not None:
                 progress(len(wanted) + done + 1, len(wanted) + len(strips))
 

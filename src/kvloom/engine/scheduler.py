@@ -22,6 +22,7 @@ from kvloom.models.batch import Work
 
 from .beams import Successor
 from .logprobs import TokenLogprobs
+from .lower import Lower
 from .request import Finish, Request
 
 __all__ = ["Scheduled", "Scheduler"]
@@ -29,6 +30,10 @@ __all__ = ["Scheduled", "Scheduler"]
 Scheduled = tuple[Request, Work]
 RANK = attrgetter("rank")
 UNKNOWN = np.array([-1])
+MOST_ROOTS = 64
+"""Tenants and adapters up to which a miss is looked for among the others', too: each costs a walk."""
+MOST_TOLD = 256
+"""Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
 MOST_ASIDE = 32
 """Requests that a step may put aside because others compute what they need: looking at each costs a match."""
 
@@ -44,15 +49,29 @@ class Scheduler:
         self.running: list[Request] = []
         self.given_up: list[Request] = []
         """Requests that ended for want of room, until somebody tells of them."""
+        self.begun: list[Request] = []
+        """Requests that the last step gave their first work."""
+        self.lower: Lower | None = None
+        """What lies below the pool, if anything does."""
         self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._loading: list[tuple[Request, tuple[str, str, bytes] | None]] = []
+        self._told = MOST_TOLD  # of them, what is left in this step
 
     @property
     def waiting(self) -> int:
-        return sum(request.finish is None for _, request in self._waiting)
+        asides = (request for request, _ in self._loading)
+        return sum(r.finish is None for r in (*(request for _, request in self._waiting), *asides))
 
     @property
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
+
+    @property
+    def open(self) -> list[Request]:
+        """Requests that have not ended."""
+        asides = (request for request, _ in self._loading)
+        found = (*self.running, *(request for _, request in self._waiting), *asides)
+        return [request for request in found if request.finish is None]
 
     def add(self, request: Request) -> None:
         """Let a request wait. Raises ValueError where it could never run, with the numbers."""
@@ -61,10 +80,10 @@ class Scheduler:
         for whose, needed, there in (
             (
                 "pool has",
-                self._slabs_for(request.limit) * layout.slab_bytes,
+                self._slabs_of(request) * layout.slab_bytes,
                 (pool.slabs - 1) * layout.slab_bytes,
             ),
-            ("tenant's quota is", layout.slab_bytes_for(request.limit), quota),
+            ("tenant's quota is", self._bytes_of(request), quota),
         ):
             if there is not None and needed > there:
                 raise ValueError(
@@ -77,6 +96,9 @@ class Scheduler:
                 "tokens of a step: raise token_budget"
             )
         heapq.heappush(self._waiting, (request.rank, request))
+        if self.lower is not None:
+            patient = bool(self.running) or len(self._waiting) > 1
+            self.lower.foresee(request, self._match(request), patient)
 
     def cancel(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -87,8 +109,10 @@ class Scheduler:
         """The next step's work, its pages reserved; empty only where nothing is left to do, or to know first. `places`
         says where the unknown token of a request (by `id`) stands among those the step before chose."""
         places = places or {}
+        self.begun = []
         picked: list[Scheduled] = []
-        budget = self.token_budget
+        loading = self._look_below()
+        budget, self._told = self.token_budget, MOST_TOLD
         empty = not self.running
         alone = self.running[0] if len(self.running) == 1 else None
         decodes: list[Request] = []
@@ -100,34 +124,75 @@ class Scheduler:
         self._decode(decodes, picked, places)
         first = len(picked)
         for request in prompts:
-            if budget and request.sequence is not None:
+            if self.lower is not None and request.sequence is not None and self.lower.may_jump(request):
+                self._let_go(request)  # the rest of its prompt has come: it goes on behind it
+                alone = None
+                heapq.heappush(self._waiting, (request.rank, request))
+            elif budget and request.sequence is not None:
                 budget -= self._reserve(request, budget, picked, places)
-        if alone is not None and alone.sequence is None:
+        if alone is not None and alone.sequence is None and not self._freeing:
             self._give_up(alone)
-        fronts = {self._front(request, request.computed) for request, _ in picked[first:]}
+        fronts = {self._front(request, request.computed) for request, _ in picked[first:]} | loading
         aside: list[Request] = []
         while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
             waiting = self._next()
             if waiting is None:
                 break
+            looked_up = self.cache.clock.now()
             found = self._match(waiting)
             front = self._front(waiting, found.resume)
             if front is not None and front in fronts and len(aside) < MOST_ASIDE:
                 aside.append(waiting)  # someone computes what it needs next: it will find it
                 continue
             fronts.add(front)
+            if self.lower is not None:
+                if self.lower.holds(waiting, found):
+                    self._loading.append((waiting, front))
+                    continue
+                if picked and self.lower.lacks_room(waiting):
+                    aside.append(waiting)  # it would compute what it could load, and with as little room
+                    break
+                if found.version != self.cache.tree.version:  # what it needed has come
+                    found = self._match(waiting)
             self._admit(waiting, found)
             taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
             budget -= taken
             if taken:
-                waiting.count_cached(waiting.computed)
-            elif self.running or picked or not empty:  # (what gave way holds pages until its copies are made)
+                self._begin(waiting, found, looked_up)
+                if self.lower is not None:
+                    self.lower.began(waiting)
+            elif (
+                self.running or picked or not empty or self._freeing
+            ):  # (what gave way holds pages until its copies are made)
                 break
             else:
                 self._give_up(waiting)
         for request in aside:
             heapq.heappush(self._waiting, (request.rank, request))
         return picked
+
+    @property
+    def loads(self) -> int:
+        """Requests that wait for pages from below."""
+        return len(self._loading)
+
+    @property
+    def _freeing(self) -> bool:
+        """Whether pages that are in use below will be free by themselves."""
+        return self.lower is not None and self.lower.holding
+
+    def _look_below(self) -> set[tuple[str, str, bytes] | None]:
+        """Whose pages have come waits in line again; what the others load, nobody else need compute."""
+        if self.lower is None:
+            return set()
+        self.lower.poll()
+        loading, self._loading = self._loading, []
+        for request, front in loading:
+            if request.finish is None and self.lower.under_way(request):
+                self._loading.append((request, front))
+            elif request.finish is None:
+                heapq.heappush(self._waiting, (request.rank, request))
+        return {front for _, front in self._loading}
 
     def launched(self, work: Many[Scheduled]) -> None:
         """What was scheduled is on its way: tokens that are known are committed, and whoever reached the end of its
@@ -175,6 +240,8 @@ class Scheduler:
             if one.finish is None:
                 one.finish = why
                 one.unknown = 0
+                if self.lower is not None:
+                    self.lower.forget(one)
                 if one.sequence is not None:
                     self._let_go(one)
 
@@ -189,7 +256,7 @@ class Scheduler:
         child.computed = request.computed
         self.running.append(child)
 
-    def succeed(self, slots: Many[Request], successors: Many[Successor]) -> list[Request]:
+    def succeed(self, slots: Many[Request], successors: Many[Successor[Request]]) -> list[Request]:
         """Let beams go on as `successors` say, and in which slots: the first that follows a slot stays there, others fork
         from it into slots that nobody follows."""
         followed = {id(way.slot) for way in successors}
@@ -198,7 +265,7 @@ class Scheduler:
             if slot.sequence is not None:
                 self._let_go(slot)
         stays: set[int] = set()
-        seated: list[tuple[Request, list[TokenLogprobs], Successor]] = []
+        seated: list[tuple[Request, list[TokenLogprobs], Successor[Request]]] = []
         for way in successors:
             slot = way.slot
             if id(slot) in stays:
@@ -232,13 +299,16 @@ class Scheduler:
         control = request.control
         if request.uncached:
             control = replace(control, read=False, store=False)
+        elif request.tells_prompt:
+            control = replace(control, read=False)  # what is found is not computed, and then not known
         media = () if request.sight is None else request.sight.media
         return self.cache.match(request.ids(len(request.tokens)), control, media)
 
     def _front(self, request: Request, start: int) -> tuple[str, str, bytes] | None:
         """What a request that has `start` tokens computes next, up to the end of a block; None where nobody shares it."""
         end, control = start + self.cache.block_tokens, request.control
-        if end > len(request.tokens) or request.uncached or not (control.read and control.store):
+        alone = request.uncached or request.tells_prompt
+        if end > len(request.tokens) or alone or not (control.read and control.store):
             return None
         shown = b"" if request.sight is None else request.sight.content(end)
         return control.tenant, control.adapter, request.ids(end).tobytes() + shown
@@ -247,6 +317,16 @@ class Scheduler:
         request.sequence = self.cache.open(found)
         request.computed = request.sequence.length
         self.running.append(request)
+
+    def _begin(self, request: Request, found: Match, looked_up: float) -> None:
+        """A request got its first work: remember what it found, and why not more."""
+        if request.cached_tokens is None:
+            request.count_cached(request.computed)
+            request.stop = found.stop
+            if len(self.cache.tree.roots) <= MOST_ROOTS:
+                request.elsewhere = self.cache.explain(found).reason == "other tenant"
+            request.looked_up, request.began = looked_up, self.cache.clock.now()
+            self.begun.append(request)
 
     def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
         """Give one token each to requests that decode: all at once where there is room for all. They do not count
@@ -274,7 +354,10 @@ class Scheduler:
         count = min(request.pending, budget)
         if sequence.boundary is not None:
             count = min(count, sequence.boundary - sequence.length)
-        count = _fitting(request, count)
+        if self.lower is not None and (stop := self.lower.stop_at(request)) is not None:
+            count = min(count, stop - request.computed)
+        telling = request.telling
+        count = _fitting(request, min(count, self._told) if telling else count)
         if not count:
             return 0  # an image that must stay whole waits for a step with room for it
         while sequence.extend(count):
@@ -289,6 +372,7 @@ class Scheduler:
             else:
                 self._preempt(victim)
         picked.append((request, self._work(request, count, places)))
+        self._told -= count if telling else 0
         return count
 
     def _work(self, request: Request, count: int, places: dict[int, int]) -> Work:
@@ -327,13 +411,33 @@ class Scheduler:
             self.given_up.append(request)
         request.uncached = True
 
+    def _slabs_of(self, request: Request) -> int:
+        """The most slabs that a request fills: at its end, or while it computes the largest of its images."""
+        slabs, sight = self._slabs_for(request.limit), request.sight
+        if sight is None:
+            return slabs
+        blocks = max(-(-item.tokens // self.cache.block_tokens) for item in sight.media)
+        seeing = sum(
+            -(-blocks * group.runs // group.pages_per_slab) for group in self.cache.layout.of("media")
+        )
+        return max(slabs, self._slabs_for(sight.media[-1].stop) + seeing)
+
+    def _bytes_of(self, request: Request) -> int:
+        """The same in bytes, by the pages alone."""
+        layout, sight = self.cache.layout, request.sight
+        if sight is None:
+            return layout.slab_bytes_for(request.limit)
+        largest = max(item.tokens for item in sight.media)
+        seeing = layout.slab_bytes_for(sight.media[-1].stop, [largest])
+        return max(layout.slab_bytes_for(request.limit), seeing)
+
     def _slabs_for(self, length: int) -> int:
         """The most slabs that a sequence fills on its way to `length` tokens. (Windows are widest before its end.)"""
         layout = self.cache.layout
         windowed = any(group.spec.span.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)
         pages = [np.zeros(len(ends), np.int64) for _ in self.cache.pool.classes]
-        for group in layout.groups:
+        for group in (*layout.of("token"), *layout.of("state")):
             units = np.ones_like(ends)
             if group.spec.unit == "token":
                 left = group.spec.span.first_visible_each(ends - 1) // layout.block_tokens
@@ -345,13 +449,16 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         assert request.sequence is not None
         parked = request.parked
-        request.preemptions += request.computed > request.sequence.resumed  # else it had not begun
+        began = request.computed > request.sequence.resumed
+        request.preemptions += began
+        request.looked_below &= not began  # what it loses now may be found below
         self._let_go(request)
         if not parked:  # else it is nowhere until its successors are known
             heapq.heappush(self._waiting, (request.rank, request))
 
     def _let_go(self, request: Request) -> None:
         assert request.sequence is not None
+        request.sequence.ending = request.finish
         request.sequence.close()
         request.sequence = None
         request.computed = 0

@@ -1,7 +1,8 @@
 """How large the pool may be: what a device has, less what the model needs to run.
 
-On a GPU a trial finds out: the largest step that the scheduler may ask for runs on a pool of just its pages, and the peak of
-what was allocated is kept free, with the memory of graphs on top. Elsewhere there is no limit worth measuring, and the pool
+On a GPU a trial finds out: the largest step that the scheduler may ask for runs on a pool of just its pages, after a step of
+single tokens and, where the model sees, an image; the peak of what was allocated (tables and plans that stay among it) is kept
+free, with the memory of graphs on top. Elsewhere there is no limit worth measuring, and the pool
 is a part of what is free.
 """
 
@@ -17,6 +18,7 @@ from kvloom.core import KVCache, PoolLayout
 from kvloom.kernels.views import allocate
 from kvloom.models.batch import Work
 from kvloom.models.scales import Scales
+from kvloom.models.vision import Vision
 
 from .runner import Runner, graph_sizes
 
@@ -58,11 +60,12 @@ def room_for(
     rows: int,
     graphs: bool,
     scales: Scales | None = None,
-    longest: int | None = None,
+    longest: int = 131072,
     invariant: bool = False,
+    vision: Vision | None = None,
 ) -> Room:
     """What is left of the model's device for pages, of a `fraction` of its memory, when steps have up to `rows` rows
-    and `tokens` tokens of prompts, each of which has at most `longest`. Raises ValueError where nothing is."""
+    and `tokens` tokens of prompts, and sequences at most `longest` tokens. Raises ValueError where nothing is."""
     if not 0 < fraction <= 1:
         raise ValueError(f"a fraction of memory lies in (0, 1], got {fraction}")
     device = next(model.parameters()).device
@@ -71,7 +74,7 @@ def room_for(
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    step, logits = _trial(model, layout, tokens, rows, scales, longest or tokens, invariant)
+    step, logits = _trial(model, layout, tokens, rows, scales, longest, invariant, vision)
     held = sum(graph_sizes(rows)) * logits // rows if graphs else 0
     strips = step if graphs else 0  # what lies between the graphs of a step of prompts
     room = Room(total, int(total * fraction), total - free, step + SLACK, 2 * held + strips + SLACK // 2)
@@ -89,22 +92,27 @@ def _trial(
     rows: int,
     scales: Scales | None,
     longest: int,
-    invariant: bool = False,
+    invariant: bool,
+    vision: Vision | None,
 ) -> tuple[int, int]:
     """The peak of what the largest step allocates, and the bytes of its logits."""
     device = next(model.parameters()).device
     tokens = min(tokens, rows * longest)
     counts = [min(longest, tokens - start) for start in range(0, tokens, longest)]
     blocks = sum(-(-count // layout.block_tokens) for count in counts)
-    units = [(len(counts) if group.spec.unit == "state" else blocks) * group.runs for group in layout.groups]
+    each = {"token": blocks, "state": len(counts)}
+    units = [each[g.spec.unit] * g.runs if g.spec.axis == "text" else 0 for g in layout.groups]
     slabs = 2 + sum(
         1 + -(-count // group.pages_per_slab) for count, group in zip(units, layout.groups, strict=True)
     )
     buffer = allocate(layout, slabs, device)
-    cache = KVCache(layout, slabs=slabs, max_sequences=rows, max_tokens=counts[0])
+    cache = KVCache(layout, slabs=slabs, max_sequences=rows, max_tokens=longest)
+    before = torch.cuda.memory_allocated(device)
     runner = Runner(model, cache, buffer, tokens, rows, graphs=False, scales=scales, invariant=invariant)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    if vision is not None:
+        vision.embed(vision.sample())
+    runner.try_replay()  # whose plans stay
     works = [Work(cache.open(cache.match([])), np.zeros(count, dtype=np.int64)) for count in counts]
     if any(work.sequence.extend(len(work.tokens)) for work in works):
         raise ValueError(f"a trial of {tokens} tokens does not fit {slabs} slabs")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence as Many
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,8 +125,11 @@ class Strips:
             try:
                 batch = stage.packed(size, self._chosen)
                 logits = self._forward(batch, self._last, recording)
-            finally:
                 recording.close()
+            except BaseException:
+                with suppress(RuntimeError):  # what broke the recording may have ended it
+                    recording.close()
+                raise
         torch.cuda.current_stream(device).wait_stream(side)
         self._strips[size] = _Strip(batch, recording.graphs, recording.calls, _alias(logits))
         self._captured = sorted(self._strips)

@@ -19,7 +19,7 @@ from .reference import FULL, Mask
 from .shapes import Shape, check_call, check_results
 from .sharing import Sharing
 from .triton_worklist import plan_rows, plan_segments, plan_sources
-from .worklist import SPANS, Layer, Tile, WorkList, choose_tile
+from .worklist import SPANS, Layer, Tile, WorkList, choose_tile, walks
 
 __all__ = ["MOST_QUERIES", "DecodePlan"]
 
@@ -68,6 +68,7 @@ class DecodePlan:
         rows = queries * shape.group
         plain = tile or choose_tile(shape, rows, self.device)
         self.plain = self._list(plain, sequences, sequences, rows)
+        self._walks = walks(shape, plain.rows) and plain.rows >= rows and plain.toll == 0
         self.own, self.shared = self.plain, self.plain
         if sharing is not None:
             own = tile or choose_tile(shape, rows, self.device, beside=True)
@@ -92,6 +93,10 @@ class DecodePlan:
         for name, tensor in (("starts", starts), ("lengths", lengths)):
             if tensor.dtype != torch.int32 or not tensor.is_contiguous():
                 raise ValueError(f"{name} must be contiguous int32, got {tensor.dtype} {tuple(tensor.shape)}")
+            if tensor.device.type != self.device.type:
+                raise ValueError(
+                    f"{name} are on {tensor.device}, the plan is for {self.device}: move them there"
+                )
         if rows > self.sequences or starts.numel() != rows + 1:
             raise ValueError(
                 f"{rows} lengths and {starts.numel()} starts do not fit a plan for {self.sequences} sequences"
@@ -164,7 +169,10 @@ class DecodePlan:
         several = self.queries > 1
         bounds = (3 if self.span.windowed else 1) if several else 0
         if self.sharing is None or not self._shares:
-            layer.tiles(self.plain, bounds, direct=True)
+            if self._walks:
+                layer.line(self.plain, self.queries, bounds)
+            else:
+                layer.tiles(self.plain, bounds, direct=True)
             layer.merge_split(self.plain, self._starts, self.queries)
         else:
             layer.tiles(self.shared, 0, direct=False, members=self.sharing.members)

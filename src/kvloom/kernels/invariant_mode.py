@@ -63,6 +63,10 @@ ROWS = frozenset(
 that are there once, as those who call it here do."""
 
 
+SINGLE = frozenset(("complex", "floor_divide", "polar"))
+"""Operations that work number by number, though torch does not say so of them."""
+
+
 def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
     size = 1
     for place in _dims(x, dim):
@@ -139,7 +143,7 @@ def _harmless(operation: OpOverload) -> bool:
         torch.Tag.pointwise in operation.tags
         or operation.is_view
         or name in MOVES
-        or name.rstrip("_") in ROWS
+        or name.rstrip("_") in ROWS | SINGLE
     )
 
 

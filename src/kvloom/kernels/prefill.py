@@ -10,8 +10,9 @@ Does not know the cache. A call of `attend` can be captured in a CUDA graph once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,26 +21,30 @@ import torch
 from kvloom.core import Span
 
 from . import prefill_launch as launch
-from .dense import DEEP_TILE, GATHERED_TILE, cudnn_attend, cudnn_takes
+from .dense import DEEP_TILE, GATHERED_TILE, cudnn_takes
+from .libraries import Library, PagedCall, Result, Step, fastest, installed, size_class
 from .prefill_backends import (
+    DESCRIPTOR_WORK,
     SHORT,
     SMALL_ROWS,
     Backend,
     BlockTile,
-    Group,
     Ints,
     Rows,
     block_list,
     choose,
     choose_tile,
     copy_list,
-    groups_of,
     span_list,
 )
+from .prefill_batches import Batches, Call, room
 from .reference import FULL, Mask
 from .shapes import Shape, check_call, check_results, upload
 
 __all__ = ["PrefillPlan"]
+
+LIBRARY_PAIRS = DESCRIPTOR_WORK
+"""Pairs of query and key, over all heads, from which it may matter who computes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,47 +58,10 @@ class _Blocks:
     part_lse: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """One of cuDNN's batches: what is copied out of pages, and where its queries stand."""
-
-    group: Group
-    copies: torch.Tensor
-    places: torch.Tensor
-    longest: int
-    first: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One layer's call: what is read and where results go (None: wherever they come out)."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    tables: torch.Tensor
-    mask: Mask
-    scale: float
-    out: torch.Tensor | None
-    lse: torch.Tensor | None
-
-    def placed(self) -> _Call:
-        """The same call with somewhere to put its results."""
-        out, lse = self.results()
-        return replace(self, out=out, lse=lse)
-
-    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        q, out, lse = self.q, self.out, self.lse
-        if out is None:
-            out = torch.empty((*q.shape[:2], self.v.shape[-1]), dtype=q.dtype, device=q.device)
-        if lse is None:
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        return out, lse
-
-
 class PrefillPlan:
     """Attention of packed rows under one span. `backend`, `tile` (over pages) and `gathered_tile` (over gathered K and
-    V) replace the rules that choose them."""
+    V) replace the rules that choose them. `libraries` may compute steps in our place where they are measured to be faster:
+    those that are installed, unless a backend or tile is named."""
 
     def __init__(
         self,
@@ -103,11 +71,16 @@ class PrefillPlan:
         backend: Backend | None = None,
         tile: BlockTile | None = None,
         gathered_tile: BlockTile | None = None,
+        libraries: Sequence[Library] | None = None,
     ) -> None:
         shape.check()
         self.shape, self.span, self.backend, self.tile = shape, span, backend, tile
         self.device = torch.device(device)
         self.gathered_tile = gathered_tile or (GATHERED_TILE if shape.k_dim <= 128 else DEEP_TILE)
+        if libraries is None:
+            free = self.device.type == "cuda" and not (backend or tile or gathered_tile)
+            libraries = installed() if free else ()
+        self.libraries = tuple(libraries)
         self._rows: Rows | None = None
         self._forget()
 
@@ -118,7 +91,9 @@ class PrefillPlan:
         self._reach: Ints | None = None
         self._pages: dict[tuple[torch.dtype, int], list[_Blocks]] = {}
         self._gathered: tuple[torch.Tensor, torch.Tensor, int] | None = None
-        self._batches: dict[bool, list[_Batch]] = {}
+        self._batches = Batches(self.shape, self.device)
+        self._step: Step | None = None
+        self._owners: dict[tuple[torch.dtype, float | None], Library | None] = {}
         self._chosen: dict[tuple[torch.dtype, bool], tuple[Backend, Ints, Ints]] = {}
 
     def make(
@@ -159,17 +134,61 @@ class PrefillPlan:
         rows = self._check(q, mask, tables, scale)
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
         check_results(self.shape, q, out, lse)
-        call = _Call(q, k, v, tables, mask, self.shape.k_dim**-0.5 if scale is None else scale, out, lse)
+        call = Call(q, k, v, tables, mask, self.shape.k_dim**-0.5 if scale is None else scale, out, lse)
         if q.shape[0] == 0:
             return call.results()
+        ours = partial(self._ourselves, rows, call, k_scale, v_scale, scales, new_k, new_v)
+        library = self._library(rows, call, ours) if scales == 0 else None
+        return ours() if library is None else self._by(library, rows, call)
+
+    def _library(self, rows: Rows, call: Call, ours: Callable[[], Result]) -> Library | None:
+        """Who computes this step's layers of such a kind, if not we ourselves (None)."""
+        shape, mask, dtype = self.shape, call.mask, call.q.dtype
+        if (
+            mask.sinks is not None
+            or mask.spans is not None
+            or shape.latent
+            or rows.pairs < LIBRARY_PAIRS / shape.heads
+        ):
+            return None
+        if (rows.owns < 0).any():  # queries without any token: only the pages' kernel knows of them
+            return None
+        key = dtype, mask.softcap
+        if key not in self._owners:
+            span = FULL if self._whole else self.span
+            able = {x.name: x for x in self.libraries if x.takes(shape, dtype, span, mask.softcap)}
+            candidates = {name: partial(self._by, library, rows, call) for name, library in able.items()}
+            sizes = size_class(shape, dtype, span, mask.softcap, rows)
+            name = fastest(sizes, {"kvloom": ours, **candidates}, self.device) if able else ""
+            self._owners[key] = able.get(name)
+        return self._owners[key]
+
+    def _by(self, library: Library, rows: Rows, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._step is None:
+            self._step = Step(rows, self.device)
+        span = FULL if self._whole else self.span
+        paged = PagedCall(call.q, call.k, call.v, call.tables, call.scale, span, call.mask.softcap, call.out)
+        out, lse = library.attend(self._step, paged)
+        return out, lse if call.lse is None else call.lse.copy_(lse)
+
+    def _ourselves(
+        self,
+        rows: Rows,
+        call: Call,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+        scales: int,
+        new_k: torch.Tensor | None,
+        new_v: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         backend, short, long = self._choose(rows, call, k_scale is None)
         if backend == "cudnn" and not len(short):
-            return self._over_batches(rows, long, call, new_k, new_v)
+            return self._batches.attend(rows, long, call, new_k, new_v)
         call = call.placed()
         if len(short):
             self._over_pages(rows, short, call, k_scale, v_scale, scales)
         if backend == "cudnn":
-            return self._over_batches(rows, long, call, new_k, new_v)
+            return self._batches.attend(rows, long, call, new_k, new_v)
         if backend == "descriptors":
             return self._over_gathered(rows, long, call)
         return call.results()
@@ -201,7 +220,7 @@ class PrefillPlan:
             raise ValueError("image spans are a step's, the same in every layer: call make again for others")
         return rows
 
-    def _choose(self, rows: Rows, call: _Call, unscaled: bool) -> tuple[Backend, Ints, Ints]:
+    def _choose(self, rows: Rows, call: Call, unscaled: bool) -> tuple[Backend, Ints, Ints]:
         """The backend, the rows that go over pages, and those that go the backend's way."""
         plain = self._whole and call.mask.softcap is None and call.mask.spans is None and unscaled
         if self.backend not in (None, "pages") and not plain:
@@ -245,7 +264,7 @@ class PrefillPlan:
         self,
         rows: Rows,
         chosen: Ints,
-        call: _Call,
+        call: Call,
         k_scale: torch.Tensor | None,
         v_scale: torch.Tensor | None,
         scales: int,
@@ -291,7 +310,7 @@ class PrefillPlan:
             )
         return found
 
-    def _over_gathered(self, rows: Rows, some: Ints, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def _over_gathered(self, rows: Rows, some: Ints, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = call.results()
         shape, tile = self.shape, self.gathered_tile
         if self._gathered is None:
@@ -310,88 +329,13 @@ class PrefillPlan:
             copies = copy_list(some, np.zeros_like(some), lengths, bases, lengths)
             self._gathered = self._sent(copies), self._sent(blocks), int(lengths.sum())
         copies_, blocks_, tokens = self._gathered
-        k, v = self._room(call.q, tokens)
+        k, v = room(self.shape, call.q, tokens)
         launch.gather(call.k, call.v, call.tables, copies_, k, v)
         launch.attend_gathered(tile, blocks_, call.q, k, v, call.scale, True, call.mask.sinks, out, lse)
         return out, lse
 
-    def _over_batches(
-        self, rows: Rows, chosen: Ints, call: _Call, new_k: torch.Tensor | None, new_v: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        at_hand = new_k is not None and new_v is not None
-        if at_hand not in self._batches:
-            self._batches[at_hand] = [self._batch(rows, group, at_hand) for group in groups_of(rows, chosen)]
-        batches = self._batches[at_hand]
-        out, lse = call.out, call.lse
-        for batch in batches:
-            group, number = batch.group, len(batch.group.rows)
-            direct = group.exact and at_hand
-            tokens = group.whole + (0 if direct else group.causal)
-            k, v = (_split(x, number, tokens) for x in self._room(call.q, number * tokens))
-            if tokens:
-                launch.gather(call.k, call.v, call.tables, batch.copies, k, v)
-            part = slice(batch.first, batch.first + number * group.causal)
-            if group.exact:
-                q = _split(call.q[part], number, group.causal)
-            else:
-                q = call.q.new_empty((number, group.causal, *call.q.shape[1:]))
-                launch.place_queries(call.q, batch.places, batch.longest, q)
-            if direct and new_k is not None and new_v is not None:
-                own_k, own_v = (_split(x[part], number, group.causal) for x in (new_k, new_v))
-            else:
-                own_k, own_v = k[:, group.whole :], v[:, group.whole :]
-            a, a_lse = _batched(q, own_k, own_v, True, call.scale)
-            b = b_lse = None
-            if group.whole:
-                b, b_lse = _batched(q, k[:, : group.whole], v[:, : group.whole], False, call.scale)
-            elif group.exact and call.mask.sinks is None:
-                if out is None and lse is None and number * group.causal == call.q.shape[0]:
-                    return a.flatten(0, 1), a_lse.flatten(0, 1)
-                if out is None or lse is None:
-                    out, lse = call.results()
-                out[part].copy_(a.flatten(0, 1))
-                lse[part].copy_(a_lse.flatten(0, 1))
-                continue
-            if out is None or lse is None:
-                out, lse = call.results()
-            launch.merge_parts(a, a_lse, b, b_lse, batch.places, batch.longest, call.mask.sinks, out, lse)
-        assert out is not None
-        assert lse is not None
-        return out, lse
-
-    def _batch(self, rows: Rows, group: Group, at_hand: bool) -> _Batch:
-        tokens = group.whole + (0 if group.exact and at_hand else group.causal)
-        number = np.arange(len(group.rows))
-        size = np.full_like(number, tokens)
-        ends = np.minimum(rows.lengths[group.rows], tokens)
-        copies = copy_list(group.rows, np.zeros_like(number), ends, number * tokens, size)
-        queries, firsts = rows.queries[group.rows], rows.starts[group.rows]
-        places = np.stack((number, group.skips, queries, firsts), 1).astype(np.int32)
-        return _Batch(group, self._sent(copies), self._sent(places), int(queries.max()), int(firsts[0]))
-
-    def _room(self, q: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = self.shape
-        return q.new_empty((tokens, shape.kv_heads, shape.k_dim)), q.new_empty(
-            (tokens, shape.kv_heads, shape.v_dim)
-        )
-
     def _sent(self, listed: npt.NDArray[np.int32]) -> torch.Tensor:
         return upload(np.ascontiguousarray(listed), self.device)
-
-
-def _batched(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cuDNN over [batch, tokens, heads, dim], back in that order."""
-    out, lse = cudnn_attend(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, scale=scale
-    )
-    return out.transpose(1, 2), lse.transpose(1, 2)
-
-
-def _split(x: torch.Tensor, number: int, tokens: int) -> torch.Tensor:
-    """Packed tokens as a batch of equal rows; a view."""
-    return x.view(number, tokens, *x.shape[1:])
 
 
 def _processors(device: torch.device) -> int:

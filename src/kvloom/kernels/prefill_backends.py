@@ -91,6 +91,11 @@ class Rows:
     def owns(self) -> Ints:
         return self.lengths - self.queries
 
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a token that it sees, about, of one head."""
+        return int((self.queries * (self.owns + self.queries // 2)).sum())
+
     def whole(self, span: Span) -> bool:
         """Whether every query sees all before it: the span is full, or no sequence has outgrown it."""
         last = self.lengths[self.queries > 0]

@@ -6,7 +6,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import triton_prefill as kernels
+from . import triton_gathered as gathered, triton_prefill as kernels
 from .prefill_backends import COPY_TOKENS, BlockTile
 from .reference import Mask
 from .shapes import Shape, split_dim
@@ -86,7 +86,7 @@ def gather(
 ) -> None:
     """Pages' tokens to `k_out` and `v_out` ([tokens, heads, dim], contiguous), as `copies` say: one launch for both."""
     heads, each = k.shape[2], 1 if k.shape[2] % 2 else 2
-    kernels.gather_pages[(copies.shape[0], heads // each, 2)](
+    gathered.gather_pages[(copies.shape[0], heads // each, 2)](
         k, v, k_out, v_out, copies, tables, *k.stride()[:3], *v.stride(), heads * k.shape[3], heads * v.shape[3],
         tables.stride(0), DK=k.shape[3], DV=v.shape[3],
         COLUMNS=triton.next_power_of_2(max(k.shape[3], v.shape[3])), PAGE=k.shape[1], TOKENS=COPY_TOKENS, EACH=each,
@@ -110,7 +110,7 @@ def attend_gathered(
     heads, k_dim, v_dim = k.shape[1], k.shape[2], v.shape[2]
     dk0, dk1 = split_dim(k_dim)
     flat_k, flat_v = k.view(-1, heads * k_dim), v.view(-1, heads * v_dim)
-    kernels.attend_gathered[(blocks.shape[0] * heads,)](
+    gathered.attend_gathered[(blocks.shape[0] * heads,)](
         q, _descriptor(flat_k, tile.tokens, dk0), _descriptor(flat_k, tile.tokens, dk1 or dk0),
         _descriptor(flat_v, tile.tokens, v_dim), out, lse, blocks, q if sinks is None else sinks,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *lse.stride(), scale,
@@ -121,7 +121,7 @@ def attend_gathered(
 
 def place_queries(q: torch.Tensor, places: torch.Tensor, longest: int, into: torch.Tensor) -> None:
     """Packed queries into a batch [batch, tokens, heads, dim]; the places between stay as they are."""
-    kernels.place_queries[(triton.cdiv(longest * q.shape[1], MERGE_ROWS), places.shape[0])](
+    gathered.place_queries[(triton.cdiv(longest * q.shape[1], MERGE_ROWS), places.shape[0])](
         q, into, places, q.stride(0), q.stride(1), into.stride(0), into.stride(1), HEADS=q.shape[1], DK=q.shape[2],
         COLUMNS=triton.next_power_of_2(q.shape[2]), ROWS=MERGE_ROWS, num_warps=4,
     )  # fmt: skip
@@ -141,7 +141,7 @@ def merge_parts(
     """Join parts [batch, tokens, heads, dim] with log-sum-exps [batch, tokens, heads] into packed `out` and `lse`; of
     any strides, but dense in dim."""
     other, other_lse = (a, a_lse) if b is None or b_lse is None else (b, b_lse)
-    kernels.merge_parts[(triton.cdiv(longest * a.shape[2], MERGE_ROWS), places.shape[0])](
+    gathered.merge_parts[(triton.cdiv(longest * a.shape[2], MERGE_ROWS), places.shape[0])](
         a, a_lse, other, other_lse, out, lse, places, a if sinks is None else sinks,
         *a.stride()[:3], *a_lse.stride(), *other.stride()[:3], *other_lse.stride(),
         out.stride(0), out.stride(1), *lse.stride(),

@@ -19,7 +19,7 @@ import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,11 @@ import torch
 
 from kvloom.core import Span
 
+from .reference_write import SMALLEST_SCALE, Rotary, accumulator, copy_pages, largest, rotate, write
+
 FULL = Span("full")
 
-__all__ = ["Mask", "Rotary", "attend", "copy_pages", "largest", "rotate", "write"]
+__all__ = ["SMALLEST_SCALE", "Mask", "Rotary", "attend", "copy_pages", "largest", "rotate", "write"]
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -42,8 +44,6 @@ SMALL = 2 << 20
 FEWEST = 16
 """Queries that a piece of a long row has at least, whatever the budget."""
 LOG2E = 1 / math.log(2)
-SMALLEST_SCALE = 2.0**-100
-"""Scales stay above it, so that their inverse is finite; a row of zeros gets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,43 +60,6 @@ class Mask:
     sinks: torch.Tensor | None = None
     trees: torch.Tensor | None = None
     spans: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """A rotation of pairs of dims by angles given per token: `cos` and `sin` are [tokens, pairs], any strides.
-
-    | form     | pair i is         | and is written to   | as in                    |
-    |----------|-------------------|---------------------|--------------------------|
-    | halves   | x[i], x[i + n]    | the same places     | Llama, Qwen, Gemma       |
-    | pairs    | x[2i], x[2i + 1]  | the same places     | GPT-J, Cohere, GLM       |
-    | unpaired | x[2i], x[2i + 1]  | x[i], x[i + n]      | DeepSeek's modeling code |
-
-    with n pairs, so 2n dims turn: the first ones of a head, or its last ones with `tail` (latents). It is
-    computed in float32 (float64 for float64) and rounded once, to the dtype of what is turned.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    form: Literal["halves", "pairs", "unpaired"] = "halves"
-    tail: bool = False
-
-    @classmethod
-    def from_tables(
-        cls,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        form: Literal["halves", "pairs", "unpaired"] = "halves",
-        tail: bool = False,
-        repeated: Literal["halves", "pairs"] = "halves",
-    ) -> Rotary:
-        """Of tables [..., tokens, 2n] in which every angle stands twice: n apart, or (Cohere) side by side.
-
-        Views, no copies. M-RoPE's tables are such tables; complex ones are `Rotary(f.real, f.imag, "pairs")`.
-        """
-        size = cos.shape[-1]
-        part = slice(0, size // 2) if repeated == "halves" else slice(0, size, 2)
-        return cls(cos.reshape(-1, size)[:, part], sin.reshape(-1, size)[:, part], form, tail)
 
 
 def attend(
@@ -135,69 +98,6 @@ def attend(
         out.index_copy_(0, index, part.index_select(0, kept))
         lse.index_copy_(0, index, part_lse.index_select(0, kept))
     return _nothing(q, v, mask or Mask()) if out is None or lse is None else (out, lse)
-
-
-def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """`x` ([tokens, heads, dim]) with its rotary dims turned, as a new tensor of the same dtype."""
-    size = 2 * rotary.cos.shape[1]
-    before = x.shape[-1] - size if rotary.tail else 0
-    part = x[..., before : before + size].to(_accumulator(x))
-    cos, sin = rotary.cos.to(part.dtype)[:, None], rotary.sin.to(part.dtype)[:, None]
-    a, b = part.chunk(2, -1) if rotary.form == "halves" else (part[..., 0::2], part[..., 1::2])
-    a, b = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack((a, b), -1).flatten(-2) if rotary.form == "pairs" else torch.cat((a, b), -1)
-    if size == x.shape[-1]:
-        return turned.to(x.dtype)
-    return torch.cat((x[..., :before], turned.to(x.dtype), x[..., before + size :]), -1)
-
-
-def write(
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-    new: torch.Tensor,
-    scales: torch.Tensor | None = None,
-    rotary: Rotary | None = None,
-) -> None:
-    """Put `new` ([tokens, heads, dim]) at `slots` ([tokens]: page * tokens of a page + place; negative: skip).
-
-    Pages of int8 and fp8 are quantised on the way in. With `scales` as pages ([pages, b, heads]) each token
-    and head is scaled by its largest value, and the scale goes into the page with it; with `scales` per
-    head ([heads], or one value) by that, and what is too large is clamped. Fp8 without scales is scaled by 1.
-    """
-    if slots.shape[0] != new.shape[0]:
-        raise ValueError(f"{slots.shape[0]} slots for {new.shape[0]} tokens")
-    kept = (slots >= 0).nonzero().squeeze(1)
-    slots = slots[kept]
-    page, place = slots // pages.shape[1], slots % pages.shape[1]
-    new = (new if rotary is None else rotate(new, rotary))[kept]
-    if pages.dtype == new.dtype or largest(pages.dtype) is None:
-        pages[page, place] = new.to(pages.dtype)
-        return
-    if scales is not None and scales.dim() == 3:
-        size = (new.float().abs().amax(-1) * (1 / (largest(pages.dtype) or 1))).clamp_min(SMALLEST_SCALE)
-        scales[page, place] = size
-    else:
-        size = torch.ones((), device=new.device) if scales is None else scales.float()
-    pages[page, place] = _quantised(new.float() * size.reciprocal()[..., None], pages.dtype)
-
-
-def largest(dtype: torch.dtype) -> float | None:
-    """The largest value of a dtype that pages are quantised to; None for the others, which take values as they are."""
-    return {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}.get(dtype)
-
-
-def copy_pages(buffer: torch.Tensor, page_stride: int, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy whole pages inside the pool; no page is both a source and a target."""
-    pages = buffer[: buffer.numel() // page_stride * page_stride].view(-1, page_stride)
-    pages[target.long()] = pages[source.long()]
-
-
-def _quantised(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounded half to even; clamped first, for a conversion may turn what is too large into NaN."""
-    most = largest(dtype)
-    if dtype == torch.int8 and most is not None:
-        scaled = scaled.round()
-    return scaled.clamp(-most, most).to(dtype) if most is not None else scaled.to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +161,7 @@ def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
     """Every row with something to compute; a row whose scores would break the budget in several pieces."""
     row = ((rows.queries > 0) & (rows.lengths > 0)).nonzero()[0]
     count, position, query = rows.queries[row], rows.owns[row], rows.begins[row]
-    most = BUDGET // 2 // (rows.lengths[row] * layer.q.shape[1] * _accumulator(layer.q).itemsize)
+    most = BUDGET // 2 // (rows.lengths[row] * layer.q.shape[1] * accumulator(layer.q).itemsize)
     most = np.maximum(most, FEWEST)
     if (count > most).any():
         times = -(-count // most)
@@ -287,7 +187,7 @@ def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
     columns = (column[order].tolist() for column in (sizes, pieces.blocks, pieces.queries))
     for at, (its_size, blocks, its_queries) in enumerate(zip(*columns, strict=True)):
         queries, padding = max(queries, its_queries), padding + longest - blocks
-        block_bytes = k.shape[1] * _accumulator(q).itemsize * (gathered + queries * scored)
+        block_bytes = k.shape[1] * accumulator(q).itemsize * (gathered + queries * scored)
         full = (at - begin + 1) * longest * block_bytes > BUDGET
         if its_size != size or full or (blocks * 2 < longest and padding * block_bytes > SMALL):
             if at > begin:
@@ -407,7 +307,7 @@ def _page_ids(tables: torch.Tensor, pieces: _Pieces) -> torch.Tensor:
 def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A copy of the pages in the accumulator's dtype. Bytes are moved as bytes: not every index takes fp8."""
     kept = torch.uint8 if pages.dtype == torch.float8_e4m3fn else pages.dtype
-    shape, dtype = (len(ids), *pages.shape[1:]), _accumulator(like)
+    shape, dtype = (len(ids), *pages.shape[1:]), accumulator(like)
     found = _SCRATCH.empty(name if kept == dtype else "raw", shape, pages, kept)
     torch.index_select(pages if kept == pages.dtype else pages.view(kept), 0, ids, out=found)
     return (
@@ -428,14 +328,10 @@ def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) 
 
 def _nothing(q: torch.Tensor, v: torch.Tensor, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of queries that see no token: only sinks take part in their softmax."""
-    lse = torch.full(q.shape[:2], -math.inf, dtype=_accumulator(q), device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=accumulator(q), device=q.device)
     if mask.sinks is not None:
         lse[:] = mask.sinks.to(lse.dtype)
     return q.new_zeros((*q.shape[:2], v.shape[-1])), lse
-
-
-def _accumulator(q: torch.Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _check(

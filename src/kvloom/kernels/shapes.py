@@ -153,7 +153,12 @@ def check_call(
             f"tables must be int32 [sequences, blocks] with dense rows, got {tables.dtype} {tuple(tables.shape)}"
         )
     _check_mask(shape, q, mask)
-    return _check_scales(shape, k, v, k_scale, v_scale)
+    scales = _check_scales(shape, k, v, k_scale, v_scale)
+    given = {"k": k, "v": v, "tables": tables, "k_scale": k_scale, "v_scale": v_scale}
+    for name, tensor in (given | {"sinks": mask.sinks, "trees": mask.trees}).items():
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, the queries are on {q.device}; they must agree")
+    return scales
 
 
 def check_results(shape: Shape, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
@@ -178,6 +183,8 @@ def _check_mask(shape: Shape, q: torch.Tensor, mask: Mask) -> None:
         raise ValueError(
             f"sinks {tuple(mask.sinks.shape)} are not one for each of {shape.heads} heads, side by side"
         )
+    if mask.sinks is not None and not mask.sinks.is_floating_point():
+        raise ValueError(f"sinks are {mask.sinks.dtype}; they must be floating")
     if mask.softcap is not None and mask.softcap <= 0:
         raise ValueError(f"softcap {mask.softcap} must be positive")
     if mask.trees is not None and (mask.trees.dim() != 2 or mask.trees.shape[0] != q.shape[0]):
@@ -203,6 +210,8 @@ def _check_scales(
         if shape.dtype in QUANTISED:
             raise ValueError(f"pages of {shape.dtype} need k_scale and v_scale")
         return 0
+    if k_scale.dtype != torch.float32 or v_scale.dtype != torch.float32:
+        raise ValueError(f"scales are {k_scale.dtype} and {v_scale.dtype}; they must be float32")
     if k_scale.shape == v_scale.shape == (shape.kv_heads,):
         return 1
     if k_scale.shape == k.shape[:3] and v_scale.shape == v.shape[:3]:

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import (
     gdc_wait as wait_for_launcher,
 )
 
-from .triton_units import load_rows, step, step_8bit, two_parts
+from .triton_units import LOW_INT8, load_rows, step, step_8bit, two_parts
 from .triton_worklist import (
     BASE,
     COUNT,
@@ -30,6 +30,7 @@ from .triton_worklist import (
     UNITS,
     WIDTH,
     first_visible,
+    with_sink,
 )
 
 __all__ = ["attend_tiles"]
@@ -116,18 +117,20 @@ def attend_tiles(
         if HALF and not NATIVE:
             q0 = q0.to(tl.float16)
             q1 = q1.to(tl.float16)
-        q_size = tl.full([BM], 1.0, tl.float32)
+        q_size = scale * LOG2E
         if NATIVE:
+            # One size for all rows: what matters is a score's error, not its share of a small score.
             MOST: tl.constexpr = 127.0 if K.dtype.element_ty == tl.int8 else 256.0
+            LOW: tl.constexpr = LOW_INT8 if K.dtype.element_ty == tl.int8 else 1.0
             f0 = q0.to(tl.float32)
             f1 = q1.to(tl.float32)
-            q_size = tl.maximum(tl.maximum(tl.max(tl.abs(f0), 1), tl.max(tl.abs(f1), 1)), 1e-30) * (
-                1.0 / MOST
-            )
-            q0 = two_parts(f0 * (1.0 / q_size)[:, None], K.dtype.element_ty)
+            size = tl.maximum(tl.max(tl.max(tl.abs(f0), 1), 0), tl.max(tl.max(tl.abs(f1), 1), 0))
+            size = tl.maximum(size, 1e-30) * (1.0 / MOST)
+            q_size = q_size * size * (1.0 / LOW)
+            q0 = two_parts(f0 * (1.0 / size), K.dtype.element_ty)
             q0 = tl.reshape(tl.permute(q0, (1, 0, 2)), [DK0, 2 * BM]).to(K.dtype.element_ty)
             if DK1 > 0:
-                q1 = two_parts(f1 * (1.0 / q_size)[:, None], K.dtype.element_ty)
+                q1 = two_parts(f1 * (1.0 / size), K.dtype.element_ty)
                 q1 = tl.reshape(tl.permute(q1, (1, 0, 2)), [DK1, 2 * BM]).to(K.dtype.element_ty)
         elif SMALL:
             q0 = tl.trans(q0)
@@ -151,7 +154,7 @@ def attend_tiles(
         qk_scale = scale * LOG2E
         if SCALES == 1:
             qk_scale = qk_scale * tl.load(KS + head * ks_head)
-        q_size = q_size * qk_scale
+            q_size = q_size * tl.load(KS + head * ks_head)
         k_base = K + head.to(tl.int64) * k_head
         v_base = V + head.to(tl.int64) * v_head
         ks_base = KS + head * ks_head
@@ -200,23 +203,17 @@ def attend_tiles(
             acc0 = tl.trans(acc0)
             acc1 = tl.trans(acc1)
         whole = (here == 0) & (stop == units)
-        log = tl.where(weight > 0, peak + tl.log2(weight), float("-inf"))
         norm = tl.where(weight > 0, 1.0 / weight, 0.0)
+        if NATIVE:
+            norm = norm * (1.0 / LOW)
+            weight = weight * (1.0 / MOST)
+        log = tl.where(weight > 0, peak + tl.log2(weight), float("-inf"))
         if SCALES == 1:
             norm = norm * tl.load(VS + head * vs_head)
         column0 = tl.arange(0, DV0)
         if DIRECT and whole:
             if SINK:
-                sink = (
-                    tl.load(SINKS + head * GROUP + row % GROUP, mask=mine, other=0.0).to(tl.float32) * LOG2E
-                )
-                top = tl.maximum(log, sink)
-                safe = tl.where(top == float("-inf"), 0.0, top)
-                both = tl.where(
-                    top == float("-inf"), top, top + tl.log2(tl.exp2(log - safe) + tl.exp2(sink - safe))
-                )
-                norm = norm * tl.where(top == float("-inf"), 0.0, tl.exp2(log - both))
-                log = both
+                norm, log = with_sink(norm, log, SINKS, head * GROUP + row % GROUP, mine)
             into = token.to(tl.int64) * out_token + (head * GROUP + row % GROUP) * out_head
             tl.store(
                 OUT + into[:, None] + column0[None, :], (acc0 * norm[:, None]).to(OUT.dtype.element_ty),

@@ -17,8 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_prefill import page_step, rows_of, with_sink
-from .triton_worklist import LOG2E, first_visible
+from .triton_prefill import page_step
+from .triton_units import load_rows
+from .triton_worklist import LOG2E, first_visible, with_sink
 
 __all__ = [
     "attend_pieces",
@@ -195,10 +196,10 @@ def attend_whole(
     first = first_visible(last, SPAN, SIZE)
     head = (kv_head * GROUP + row % GROUP).to(tl.int64)
     q_at = token * q_token + head * q_head
-    q0 = rows_of(Q, q_at, mine, 0, DK0, False)
+    q0 = load_rows(Q, q_at, mine, DK0, 0, False)
     q1 = q0
     if DK1 > 0:
-        q1 = rows_of(Q, q_at, mine, DK0, DK1, False)
+        q1 = load_rows(Q, q_at, mine, DK1, DK0, False)
     if HALF:
         q0 = q0.to(tl.float16)
         q1 = q1.to(tl.float16)
@@ -279,10 +280,10 @@ def attend_pieces(
         last = row * 0 + hi - 1
         first = row * 0 + lo
         q_at = sequence.to(tl.int64) * q_token + head * q_head
-        q0 = rows_of(Q, q_at, mine, 0, DK0, False)
+        q0 = load_rows(Q, q_at, mine, DK0, 0, False)
         q1 = q0
         if DK1 > 0:
-            q1 = rows_of(Q, q_at, mine, DK0, DK1, False)
+            q1 = load_rows(Q, q_at, mine, DK1, DK0, False)
         if HALF:
             q0 = q0.to(tl.float16)
             q1 = q1.to(tl.float16)

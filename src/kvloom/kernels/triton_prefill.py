@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Prefill's kernels: attention of blocks of query rows over pages or over gathered K and V, and the copies beside it.
+"""Prefill over pages: attention of blocks of query rows, and the joining of blocks that were cut.
 
 A row is one query head of one query token; the rows of a sequence that read one KV head stand in line by token (row
 = token * GROUP + head in group), and a block is BM of them. Which blocks there are, which tokens each sees, and
@@ -9,9 +9,6 @@ which are cut into pieces, the host says in lists of int32. Knows no plans and n
 |---------|---------------------------------------------------------------------------------------------|
 | blocks  | table row, first token, end, first row, first query, queries, position of the first query, slot |
 | joins   | first slot, pieces, first row, first query, queries                                         |
-| spans   | first row, first query, queries, position of the first query, first token in K, tokens       |
-| copies  | table row, first token, tokens there, first token in the copy, tokens of the copy            |
-| places  | batch, row in the batch, queries, first query                                               |
 """
 
 from __future__ import annotations
@@ -19,60 +16,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_worklist import LOG2E, SMALLEST, first_visible
+from .triton_units import load_rows, load_values, product
+from .triton_worklist import LOG2E, SMALLEST, first_visible, with_sink
 
-__all__ = [
-    "attend_blocks",
-    "attend_gathered",
-    "gather_pages",
-    "join_blocks",
-    "merge_parts",
-    "page_step",
-    "place_queries",
-    "rows_of",
-    "with_sink",
-]
+__all__ = ["attend_blocks", "join_blocks", "page_step", "soften"]
 
 BLOCK_WIDTH: tl.constexpr = tl.constexpr(8)
 JOIN_WIDTH: tl.constexpr = tl.constexpr(5)
-SPAN_WIDTH: tl.constexpr = tl.constexpr(6)
-COPY_WIDTH: tl.constexpr = tl.constexpr(5)
-PLACE_WIDTH: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
-def _dot(left, right, acc, EXACT: tl.constexpr):
-    if EXACT:
-        return tl.dot(left, right, acc, input_precision="ieee")
-    return tl.dot(left, right, acc)
-
-
-@triton.jit
-def rows_of(base, offsets, ok, START: tl.constexpr, SIZE: tl.constexpr, CHECK: tl.constexpr):
-    column = START + tl.arange(0, SIZE)
-    if CHECK:
-        return tl.load(base + offsets[:, None] + column[None, :], mask=ok[:, None], other=0.0)
-    return tl.load(base + offsets[:, None] + column[None, :])
-
-
-@triton.jit
-def _values_of(
-    base, offsets, ok, v_column, START: tl.constexpr, SIZE: tl.constexpr, TURNED: tl.constexpr, CHECK: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """[tokens, SIZE]. TURNED: tokens are dense in memory and go as runs, so what was not written is put aside after
-    the load, not by its mask."""
-    if TURNED:
-        column = START + tl.arange(0, SIZE)
-        turned = tl.load(base + column[:, None] * v_column + offsets[None, :]).to(DTYPE)
-        if CHECK:
-            turned = tl.where(ok[None, :], turned, 0.0)
-        return tl.trans(turned)
-    return rows_of(base, offsets, ok, START, SIZE, CHECK).to(DTYPE)
-
-
-@triton.jit
-def _soften(scores, factor, peak, weight, SCALED: tl.constexpr, CHECK: tl.constexpr):
+def soften(scores, factor, peak, weight, SCALED: tl.constexpr, CHECK: tl.constexpr):
     """One step of a running softmax in powers of two: weights, the old sums' fade, the new peak and sum. `factor`
     (positive) is laid over the scores here, as part of the exponent's subtraction, unless SCALED."""
     if SCALED:
@@ -106,11 +60,11 @@ def page_step(
         page = tl.load(TABLE + t // PAGE).to(tl.int64)
     slot = t % PAGE
     k_at = page * k_page + slot * k_token
-    k0 = rows_of(K, k_at, ok, 0, DK0, CHECK).to(q0.dtype)
-    scores = _dot(q0, tl.trans(k0), tl.zeros([BM, BN], tl.float32), EXACT)
+    k0 = load_rows(K, k_at, ok, DK0, 0, CHECK).to(q0.dtype)
+    scores = product(q0, tl.trans(k0), tl.zeros([BM, BN], tl.float32), EXACT)
     if DK1 > 0:
-        k1 = rows_of(K, k_at, ok, DK0, DK1, CHECK).to(q0.dtype)
-        scores = _dot(q1, tl.trans(k1), scores, EXACT)
+        k1 = load_rows(K, k_at, ok, DK1, DK0, CHECK).to(q0.dtype)
+        scores = product(q1, tl.trans(k1), scores, EXACT)
     if SCALES == 2:
         k_size = tl.load(KS + page * ks_page + slot * ks_token, mask=ok, other=1.0) * qk_scale
         scores = scores * k_size[None, :]
@@ -132,37 +86,28 @@ def page_step(
         # Sizes of values enter the exponent, so that weights stay within [0, 1] whatever the sizes.
         v_size = tl.maximum(tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0), SMALLEST)
         scores = scores + tl.log2(v_size)[None, :]
-    p, fade, peak, weight = _soften(scores, qk_scale, peak, weight, SOFTCAP or SCALES == 2, CHECK)
+    p, fade, peak, weight = soften(scores, qk_scale, peak, weight, SOFTCAP or SCALES == 2, CHECK)
     if SCALES == 2:
         weight += tl.sum(p * (1.0 / v_size)[None, :], 1)
     else:
         weight += tl.sum(p, 1)
     p = p.to(q0.dtype)
     if LATENT:
-        acc0 = _dot(p, k0, acc0 * fade[:, None], EXACT)
+        acc0 = product(p, k0, acc0 * fade[:, None], EXACT)
     else:
         v_at = page * v_page + slot * v_token
         if TURNED:
             v_at = tl.max_contiguous(tl.multiple_of(v_at, 16), 16)  # steps begin at multiples of 16 tokens
-        acc0 = _dot(
-            p, _values_of(V, v_at, ok, v_column, 0, DV0, TURNED, CHECK, q0.dtype), acc0 * fade[:, None], EXACT
+        acc0 = product(
+            p,
+            load_values(V, v_at, ok, v_column, DV0, 0, TURNED, CHECK, False, q0.dtype),
+            acc0 * fade[:, None],
+            EXACT,
         )
         if DV1 > 0:
-            v1 = _values_of(V, v_at, ok, v_column, DV0, DV1, TURNED, CHECK, q0.dtype)
-            acc1 = _dot(p, v1, acc1 * fade[:, None], EXACT)
+            v1 = load_values(V, v_at, ok, v_column, DV1, DV0, TURNED, CHECK, False, q0.dtype)
+            acc1 = product(p, v1, acc1 * fade[:, None], EXACT)
     return peak, weight, acc0, acc1
-
-
-@triton.jit
-def with_sink(norm, log, SINKS, head, mine):
-    """The softmax's norm and logarithm once a logit without a value takes part."""
-    sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
-    top = tl.maximum(log, sink)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    both = top + tl.log2(tl.exp2(log - safe) + tl.exp2(sink - safe))
-    return norm * tl.where(top == float("-inf"), 0.0, tl.exp2(log - both)), tl.where(
-        top == float("-inf"), top, both
-    )
 
 
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["TABLES"])
@@ -195,10 +140,10 @@ def attend_blocks(
     first = first_visible(last, SPAN, SIZE)
     q_head_of = (head * GROUP + row % GROUP).to(tl.int64)
     q_at = token * q_token + q_head_of * q_head
-    q0 = rows_of(Q, q_at, mine, 0, DK0, False)
+    q0 = load_rows(Q, q_at, mine, DK0, 0, False)
     q1 = q0
     if DK1 > 0:
-        q1 = rows_of(Q, q_at, mine, DK0, DK1, False)
+        q1 = load_rows(Q, q_at, mine, DK1, DK0, False)
     if HALF:
         q0 = q0.to(tl.float16)
         q1 = q1.to(tl.float16)
@@ -316,200 +261,3 @@ def join_blocks(
     into = OUT + (token * out_token + q_head_of * out_head)[:, None] + column[None, :]
     tl.store(into, (acc * norm[:, None]).to(OUT.dtype.element_ty), mask=fits)
     tl.store(LSE + token * lse_token + q_head_of * lse_head, log / LOG2E, mask=mine)
-
-
-@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["TABLES"])
-def gather_pages(
-    K, V, K_OUT, V_OUT, COPIES, TABLES, k_page, k_token, k_head, v_page, v_token, v_head, v_column, ko_token, vo_token, table_row,
-    DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
-    """Tokens of pages, one after the other: K and V to [tokens, heads, dim]. Grid (copies, heads / EACH, 2: K, V).
-    The tokens of a copy that are not there become 0, so that a weight of 0 finds nothing to spread."""
-    copy = COPIES + tl.program_id(0) * COPY_WIDTH
-    table = TABLES + tl.load(copy).to(tl.int64) * table_row
-    t = tl.load(copy + 1) + tl.arange(0, TOKENS)
-    there = tl.arange(0, TOKENS) < tl.load(copy + 2)
-    into = tl.load(copy + 3).to(tl.int64) + tl.arange(0, TOKENS)
-    wanted = tl.arange(0, TOKENS) < tl.load(copy + 4)
-    page = tl.load(table + t // PAGE, mask=there, other=0).to(tl.int64)
-    slot = t % PAGE
-    column = tl.arange(0, COLUMNS)
-    for i in tl.static_range(EACH):
-        head = tl.program_id(1) * EACH + i
-        if tl.program_id(2) == 0:
-            fits = (column < DK)[None, :]
-            source = K + (page * k_page + slot * k_token)[:, None] + head * k_head + column[None, :]
-            found = tl.load(source, mask=there[:, None] & fits, other=0.0)
-            target = K_OUT + (into * ko_token)[:, None] + head * DK + column[None, :]
-            tl.store(target, found, mask=wanted[:, None] & fits)
-        else:
-            fits = (column < DV)[None, :]
-            source = (
-                V + (page * v_page + slot * v_token)[:, None] + head * v_head + column[None, :] * v_column
-            )
-            found = tl.load(source, mask=there[:, None] & fits, other=0.0)
-            target = V_OUT + (into * vo_token)[:, None] + head * DV + column[None, :]
-            tl.store(target, found, mask=wanted[:, None] & fits)
-
-
-@triton.jit
-def _gathered_step(
-    i, t0, k_at, v_at, q0, q1, peak, weight, acc, last, end, factor, K0, K1, V,
-    DK0: tl.constexpr, DK1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
-    scores = tl.dot(q0, K0.load([t0 + i, k_at]).T, tl.zeros([BM, BN], tl.float32))
-    if DK1 > 0:
-        scores = tl.dot(q1, K1.load([t0 + i, k_at + DK0]).T, scores)
-    t = i + tl.arange(0, BN)
-    if CHECK:
-        scores = tl.where((t[None, :] <= last[:, None]) & (t < end)[None, :], scores, float("-inf"))
-    p, fade, peak, weight = _soften(scores, factor, peak, weight, False, CHECK)
-    weight += tl.sum(p, 1)
-    values = V.load([t0 + i, v_at])
-    if CHECK:
-        # What follows a sequence is another's, or nothing: a weight of 0 does not silence a NaN.
-        values = tl.where((t < end)[:, None], values, 0.0)
-    acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None])
-    return peak, weight, acc
-
-
-@triton.jit
-def attend_gathered(
-    Q, K0, K1, V, OUT, LSE, LIST, SINKS, q_token, q_head, out_token, out_head, lse_token, lse_head, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Blocks over K and V that lie as [tokens, heads * dim], read by tensor descriptors: grid (blocks * HEADS)."""
-    head = tl.program_id(0) % HEADS
-    block = LIST + tl.program_id(0) // HEADS * SPAN_WIDTH
-    row0 = tl.load(block)
-    query = tl.load(block + 1)
-    queries = tl.load(block + 2)
-    own = tl.load(block + 3)
-    t0 = tl.load(block + 4)
-    end = tl.load(block + 5)
-    row = row0 + tl.arange(0, BM)
-    mine = row < queries * GROUP
-    at = tl.minimum(row // GROUP, queries - 1)
-    token = (query + at).to(tl.int64)
-    q_head_of = (head * GROUP + row % GROUP).to(tl.int64)
-    q_at = token * q_token + q_head_of * q_head
-    q0 = rows_of(Q, q_at, mine, 0, DK0, False)
-    q1 = q0
-    if DK1 > 0:
-        q1 = rows_of(Q, q_at, mine, DK0, DK1, False)
-    last = own + at
-    clear = end
-    if CAUSAL:
-        clear = tl.minimum(end, own + row0 // GROUP + 1)
-        end = tl.minimum(end, own + tl.minimum((row0 + BM - 1) // GROUP, queries - 1) + 1)
-    else:
-        last = at * 0 + end
-    clear = tl.maximum(clear, 0) // BN * BN
-    peak = tl.full([BM], float("-inf"), tl.float32)
-    weight = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, DV], tl.float32)
-    factor = scale * LOG2E
-    k_at = head * (DK0 + DK1)
-    v_at = head * DV
-    for i in tl.range(0, clear, BN, num_stages=STAGES):
-        peak, weight, acc = _gathered_step(
-            i,
-            t0,
-            k_at,
-            v_at,
-            q0,
-            q1,
-            peak,
-            weight,
-            acc,
-            last,
-            end,
-            factor,
-            K0,
-            K1,
-            V,
-            DK0,
-            DK1,
-            BM,
-            BN,
-            False,
-        )
-    for i in tl.range(clear, end, BN, num_stages=STAGES):
-        peak, weight, acc = _gathered_step(
-            i, t0, k_at, v_at, q0, q1, peak, weight, acc, last, end, factor, K0, K1, V, DK0, DK1, BM, BN, True
-        )
-    log = tl.where(weight > 0, peak + tl.log2(weight), float("-inf"))
-    norm = tl.where(weight > 0, 1.0 / weight, 0.0)
-    if SINK:
-        norm, log = with_sink(norm, log, SINKS, q_head_of, mine)
-    into = OUT + (token * out_token + q_head_of * out_head)[:, None] + tl.arange(0, DV)[None, :]
-    tl.store(into, (acc * norm[:, None]).to(OUT.dtype.element_ty), mask=mine[:, None])
-    tl.store(LSE + token * lse_token + q_head_of * lse_head, log / LOG2E, mask=mine)
-
-
-@triton.jit(do_not_specialize=["into_batch"])
-def place_queries(
-    Q, INTO, PLACES, q_token, q_head, into_batch, into_token,
-    HEADS: tl.constexpr, DK: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Packed queries to their places in a padded batch [batch, tokens, heads, dim]: grid (longest, places)."""
-    place = PLACES + tl.program_id(1) * PLACE_WIDTH
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = row // HEADS
-    head = row % HEADS
-    column = tl.arange(0, COLUMNS)
-    fits = (token < tl.load(place + 2))[:, None] & (column < DK)[None, :]
-    source = (tl.load(place + 3) + token).to(tl.int64) * q_token + head * q_head
-    target = (
-        tl.load(place).to(tl.int64) * into_batch
-        + (tl.load(place + 1) + token).to(tl.int64) * into_token
-        + head * DK
-    )
-    found = tl.load(Q + source[:, None] + column[None, :], mask=fits, other=0.0)
-    tl.store(INTO + target[:, None] + column[None, :], found, mask=fits)
-
-
-@triton.jit(do_not_specialize=["a_batch", "al_batch", "b_batch", "bl_batch"])
-def merge_parts(
-    A, A_LSE, B, B_LSE, OUT, LSE, PLACES, SINKS,
-    a_batch, a_token, a_head, al_batch, al_token, al_head, b_batch, b_token, b_head, bl_batch, bl_token, bl_head,
-    out_token, out_head, lse_token, lse_head,
-    HEADS: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BOTH: tl.constexpr, SINK: tl.constexpr,
-):  # fmt: skip
-    """Join attention over two sets of tokens by their natural log-sum-exps, from batches to packed queries: grid
-    (longest, places). Without BOTH there is one set, which is only put in place (and meets its sinks)."""
-    place = PLACES + tl.program_id(1) * PLACE_WIDTH
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    i = row // HEADS
-    head = row % HEADS
-    mine = i < tl.load(place + 2)
-    column = tl.arange(0, COLUMNS)
-    fits = mine[:, None] & (column < DV)[None, :]
-    batch = tl.load(place).to(tl.int64)
-    at = (tl.load(place + 1) + i).to(tl.int64)
-    log = tl.load(A_LSE + batch * al_batch + at * al_token + head * al_head, mask=mine, other=0.0) * LOG2E
-    found = A + (batch * a_batch + at * a_token + head * a_head)[:, None] + column[None, :]
-    acc = tl.load(found, mask=fits, other=0.0).to(tl.float32)
-    norm = tl.full([ROWS], 1.0, tl.float32)
-    if BOTH:
-        log_b = (
-            tl.load(B_LSE + batch * bl_batch + at * bl_token + head * bl_head, mask=mine, other=0.0) * LOG2E
-        )
-        found = B + (batch * b_batch + at * b_token + head * b_head)[:, None] + column[None, :]
-        values = tl.load(found, mask=fits, other=0.0).to(tl.float32)
-        top = tl.maximum(log, log_b)
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        share = tl.exp2(log - safe)
-        share_b = tl.exp2(log_b - safe)
-        total = share + share_b
-        acc = acc * share[:, None] + values * share_b[:, None]
-        norm = tl.where(total > 0, 1.0 / total, 0.0)
-        log = tl.where(total > 0, safe + tl.log2(total), float("-inf"))
-    if SINK:
-        norm, log = with_sink(norm, log, SINKS, head, mine)
-    token = (tl.load(place + 3) + i).to(tl.int64)
-    into = OUT + (token * out_token + head * out_head)[:, None] + column[None, :]
-    tl.store(into, (acc * norm[:, None]).to(OUT.dtype.element_ty), mask=fits)
-    tl.store(LSE + token * lse_token + head * lse_head, log / LOG2E, mask=mine)

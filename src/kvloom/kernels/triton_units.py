@@ -12,11 +12,33 @@ import triton.language as tl
 
 from .triton_worklist import LOG2E, SMALLEST
 
-__all__ = ["load_rows", "step", "step_8bit", "two_parts"]
+__all__ = ["INTERPRETED", "LOW_INT8", "load_rows", "load_values", "product", "step", "step_8bit", "two_parts"]
 
 MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it rounds half to even
 LOW_INT8: tl.constexpr = tl.constexpr(254.0)
 LOW_FP8: tl.constexpr = tl.constexpr(16.0)
+LOG2_127: tl.constexpr = tl.constexpr(6.988684686772166)
+INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _log2(x):
+    """The logarithm of normal numbers to 2^-22: one instruction, where `tl.log2` is twenty that wait for each other."""
+    if INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr):
+    """The scales of a unit's tokens; 1 where there is none."""
+    if CHECK:
+        return tl.load(S + page * page_stride + slot * token_stride, mask=ok, other=1.0)
+    else:
+        return tl.load(S + page * page_stride + slot * token_stride)
 
 
 @triton.jit
@@ -41,7 +63,7 @@ def _load_turned(base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.co
 
 
 @triton.jit
-def _load_values(
+def load_values(
     base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, TURNED: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +98,7 @@ def _seen(
 
 
 @triton.jit
-def _product(left, right, acc, EXACT: tl.constexpr):
+def product(left, right, acc, EXACT: tl.constexpr):
     if EXACT:
         return tl.dot(left, right, acc, input_precision="ieee")
     else:
@@ -107,18 +129,18 @@ def step(
     k_at = page * k_page + slot * k_token
     k0 = load_rows(K, k_at, ok, DK0, 0, CHECK)
     if SMALL:
-        scores = _product(k0.to(q0.dtype), q0, tl.zeros([BN, BM], tl.float32), EXACT)
+        scores = product(k0.to(q0.dtype), q0, tl.zeros([BN, BM], tl.float32), EXACT)
     else:
-        scores = _product(q0, tl.trans(k0.to(q0.dtype)), tl.zeros([BM, BN], tl.float32), EXACT)
+        scores = product(q0, tl.trans(k0.to(q0.dtype)), tl.zeros([BM, BN], tl.float32), EXACT)
     if DK1 > 0:
         k1 = load_rows(K, k_at, ok, DK1, DK0, CHECK)
         if SMALL:
-            scores = _product(k1.to(q1.dtype), q1, scores, EXACT)
+            scores = product(k1.to(q1.dtype), q1, scores, EXACT)
         else:
-            scores = _product(q1, tl.trans(k1.to(q1.dtype)), scores, EXACT)
+            scores = product(q1, tl.trans(k1.to(q1.dtype)), scores, EXACT)
     AXIS: tl.constexpr = 0 if SMALL else 1
     if SCALES == 2:
-        k_size = tl.load(KS + page * ks_page + slot * ks_token, mask=ok, other=1.0) * qk_scale
+        k_size = _sizes(KS, page, slot, ks_page, ks_token, ok, CHECK) * qk_scale
         scores = scores * tl.expand_dims(k_size, 1 - AXIS)
     else:
         scores = scores * qk_scale
@@ -131,8 +153,8 @@ def step(
         )
     if SCALES == 2:
         # Sizes of values enter the exponent, so that weights stay within [0, 1] whatever the sizes.
-        v_size = tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0)
-        v_size = tl.log2(tl.maximum(v_size, SMALLEST))
+        v_size = _sizes(VS, page, slot, vs_page, vs_token, ok, CHECK)
+        v_size = _log2(tl.maximum(v_size, SMALLEST))
         scores = scores + tl.expand_dims(v_size, 1 - AXIS)
     top = tl.maximum(peak, tl.max(scores, AXIS))
     safe = top
@@ -152,46 +174,51 @@ def step(
     fade = tl.expand_dims(fade, AXIS)
     if LATENT:
         if SMALL:
-            acc0 = _product(tl.trans(k0.to(q0.dtype)), p, acc0 * fade, EXACT)
+            acc0 = product(tl.trans(k0.to(q0.dtype)), p, acc0 * fade, EXACT)
         else:
-            acc0 = _product(p, k0.to(q0.dtype), acc0 * fade, EXACT)
+            acc0 = product(p, k0.to(q0.dtype), acc0 * fade, EXACT)
     else:
         v_at = page * v_page + slot * v_token
         if TURNED:
             # A unit begins with a page, so tokens stand in runs of 16.
             v_at = tl.max_contiguous(tl.multiple_of(v_at, 16), 16)
-        v0 = _load_values(V, v_at, ok, v_column, DV0, 0, TURNED, CHECK, SMALL, q0.dtype)
+        v0 = load_values(V, v_at, ok, v_column, DV0, 0, TURNED, CHECK, SMALL, q0.dtype)
         if SMALL:
-            acc0 = _product(v0, p, acc0 * fade, EXACT)
+            acc0 = product(v0, p, acc0 * fade, EXACT)
         else:
-            acc0 = _product(p, v0, acc0 * fade, EXACT)
+            acc0 = product(p, v0, acc0 * fade, EXACT)
         if DV1 > 0:
-            v1 = _load_values(V, v_at, ok, v_column, DV1, DV0, TURNED, CHECK, SMALL, q0.dtype)
+            v1 = load_values(V, v_at, ok, v_column, DV1, DV0, TURNED, CHECK, SMALL, q0.dtype)
             if SMALL:
-                acc1 = _product(v1, p, acc1 * fade, EXACT)
+                acc1 = product(v1, p, acc1 * fade, EXACT)
             else:
-                acc1 = _product(p, v1, acc1 * fade, EXACT)
+                acc1 = product(p, v1, acc1 * fade, EXACT)
     return top, weight, acc0, acc1
 
 
 @triton.jit
 def two_parts(x, DTYPE: tl.constexpr):
-    """`x` of at most MOST in 8 bits twice: x = high + low / LOW, which leaves no more error than 16 bits do."""
+    """`x` of at most MOST as two numbers of 8 bits, [..., 2], still to be cut to DTYPE: x = high + low / LOW, which leaves
+    no more error than 16 bits do."""
     if DTYPE == tl.int8:
-        high = (x + MAGIC) - MAGIC
-        low = ((x - high) * LOW_INT8 + MAGIC) - MAGIC
+        # What is added last leaves the integer in the sum's lowest bits: cutting it out is no conversion.
+        high = x + MAGIC
+        low = (x - (high - MAGIC)) * LOW_INT8 + MAGIC
+        return tl.join(high.to(tl.int32, bitcast=True), low.to(tl.int32, bitcast=True))
     else:
-        high = x.to(DTYPE).to(tl.float32)
-        low = (x - high) * LOW_FP8
-    return tl.join(high, low)
+        near = x.to(DTYPE).to(tl.float32)
+        return tl.join(near, (x - near) * LOW_FP8)
 
 
 @triton.jit
 def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """What products with both parts ([A, 2 * B], side by side) come to."""
+    """What products with both parts ([A, 2 * B], side by side) come to, times `LOW_INT8` in int8: there the sum is one of
+    integers, within 31 bits for 256 products."""
     high, low = tl.split(tl.reshape(x, [A, B, 2]))
-    LOW: tl.constexpr = LOW_INT8 if DTYPE == tl.int8 else LOW_FP8
-    return high.to(tl.float32) + low.to(tl.float32) * (1.0 / LOW)
+    if DTYPE == tl.int8:
+        return (high * 254 + low).to(tl.float32)
+    else:
+        return high + low * (1.0 / LOW_FP8)
 
 
 @triton.jit
@@ -225,7 +252,8 @@ def step_8bit(
     SCALES: tl.constexpr, CHECK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """`step` for few rows over pages of 8 bits whose tokens are dense in V: K and V go to the tensor cores as they
-    are, and queries and weights come in two parts of 8 bits each, side by side, so that nothing is lost by it."""
+    are, and queries and weights come in two parts of 8 bits each, side by side, so that nothing is lost by it. `q_size` is
+    what the products of queries and keys count for; `weight` grows MOST times too large, the sums MOST * LOW times."""
     if CHECK:
         page = tl.load(TABLE + t // PAGE, mask=ok, other=0).to(tl.int64)
     else:
@@ -235,10 +263,11 @@ def step_8bit(
     scores = _one_part(tl.dot(load_rows(K, k_at, ok, DK0, 0, CHECK), q0), DTYPE, BN, BM)
     if DK1 > 0:
         scores += _one_part(tl.dot(load_rows(K, k_at, ok, DK1, DK0, CHECK), q1), DTYPE, BN, BM)
-    scores = scores * q_size[None, :]
     if SCALES == 2:
-        k_size = tl.load(KS + page * ks_page + slot * ks_token, mask=ok, other=1.0)
+        k_size = _sizes(KS, page, slot, ks_page, ks_token, ok, CHECK) * q_size
         scores = scores * k_size[:, None]
+    else:
+        scores = scores * q_size
     if SOFTCAP:
         scores = (2.0 * tl.sigmoid(scores * (2.0 / (softcap * LOG2E))) - 1.0) * (softcap * LOG2E)
     if CHECK:
@@ -246,26 +275,26 @@ def step_8bit(
             _seen(t, ok, first, last, own, tree_rows, TREES, BOUNDS, TREE, True), scores, float("-inf")
         )
     if SCALES == 2:
-        v_size = tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0)
-        v_size = tl.log2(tl.maximum(v_size, SMALLEST))
+        v_size = _sizes(VS, page, slot, vs_page, vs_token, ok, CHECK)
+        v_size = _log2(tl.maximum(v_size, SMALLEST))
         scores = scores + v_size[:, None]
     top = tl.maximum(peak, tl.max(scores, 0))
     safe = top
     if CHECK:
         safe = tl.where(top == float("-inf"), 0.0, top)
     fade = tl.exp2(peak - safe)
-    p = tl.exp2(scores - safe[None, :])
+    # Weights come out times MOST, as their parts want them.
+    p = tl.exp2(scores - (safe - (LOG2_127 if DTYPE == tl.int8 else 8.0))[None, :])
     if SCALES == 2:
         weight = weight * fade[None, :] + p * tl.exp2(-v_size)[:, None]
     else:
         weight = weight * fade[None, :] + p
-    MOST: tl.constexpr = 127.0 if DTYPE == tl.int8 else 256.0
-    parts = tl.reshape(two_parts(p * MOST, DTYPE), [BN, 2 * BM]).to(DTYPE)
+    parts = tl.reshape(two_parts(p, DTYPE), [BN, 2 * BM]).to(DTYPE)
     v0 = _load_unit(V, TABLE, begin, t, page, ok, right, v_page, v_token, v_column, DV0, 0, PAGE, BN, CHECK)
-    acc0 = acc0 * fade[None, :] + _one_part(tl.dot(v0, parts), DTYPE, DV0, BM) * (1.0 / MOST)
+    acc0 = acc0 * fade[None, :] + _one_part(tl.dot(v0, parts), DTYPE, DV0, BM)
     if DV1 > 0:
         v1 = _load_unit(
             V, TABLE, begin, t, page, ok, right, v_page, v_token, v_column, DV1, DV0, PAGE, BN, CHECK
         )
-        acc1 = acc1 * fade[None, :] + _one_part(tl.dot(v1, parts), DTYPE, DV1, BM) * (1.0 / MOST)
+        acc1 = acc1 * fade[None, :] + _one_part(tl.dot(v1, parts), DTYPE, DV1, BM)
     return top, weight, acc0, acc1

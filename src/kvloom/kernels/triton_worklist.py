@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait as wait_for_launcher
 
-__all__ = ["merge_levels", "merge_split", "plan_rows", "plan_segments", "plan_sources"]
+__all__ = ["merge_levels", "merge_split", "plan_rows", "plan_segments", "plan_sources", "with_sink"]
 
 # What a segment is, as int32: one sector, read at once.
 ROW: tl.constexpr = tl.constexpr(0)  # table row
@@ -56,6 +56,16 @@ def first_visible(position, SPAN: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def with_sink(norm, log, SINKS, head, mine):
+    """The softmax's norm and logarithm (of two) once a logit without a value takes part."""
+    sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
+    top = tl.maximum(log, sink)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    both = tl.where(top == float("-inf"), top, top + tl.log2(tl.exp2(log - safe) + tl.exp2(sink - safe)))
+    return norm * tl.where(top == float("-inf"), 0.0, tl.exp2(log - both)), both
+
+
+@triton.jit
 def _lay_out(
     segments, places, firsts, totals, at, ok, row, lo, hi, count, first,
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
@@ -83,6 +93,7 @@ def _lay_out(
     tl.store(into + FIRST, first, mask=some)
     tl.store(totals, total)
     tl.store(totals + 1, stretch)
+    tl.store(totals + 2, tl.sum((ok & (count > 0) & ((hi > lo) == 0)).to(tl.int32), 0))
     for begin in range(0, LANES, STEP):
         lane = begin + tl.arange(0, STEP)
         passed = (end[None, :] <= (lane * stretch)[:, None]) & some[None, :]
@@ -192,7 +203,8 @@ def merge_split(
     SINK: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Join the tiles that were cut, one program for each cut, head and row: the first cut of a tile does it, others
-    leave at once. Sequences that saw nothing get zeros."""
+    leave at once. Sequences that saw nothing get zeros. Programs are small, so that all of them can wait beside the launch
+    whose pieces they join."""
     cut = tl.program_id(0) + 1
     head = tl.program_id(1)
     place = tl.program_id(2)
@@ -201,15 +213,16 @@ def merge_split(
     nothing = tl.zeros([COLUMNS], tl.float32)
     zero = tl.sum(nothing, 0)
     none = zero + float("-inf")
-    for s in range(tl.program_id(0), sequences, LANES):
-        if tl.load(PLACES + s) < 0:
-            first = tl.load(STARTS + s)
-            for i in range(tl.load(STARTS + s + 1) - first):
-                for row in range(place, GROUP, tl.num_programs(2)):
-                    _finish(
-                        OUT, LSE, SINKS, first + i, head * GROUP + row, none, zero, nothing, column, fits,
-                        out_token, out_head, lse_token, SINK,
-                    )  # fmt: skip
+    if tl.load(TOTALS + 2) > 0:
+        for s in range(tl.program_id(0), sequences, LANES):
+            if tl.load(PLACES + s) < 0:
+                first = tl.load(STARTS + s)
+                for i in range(tl.load(STARTS + s + 1) - first):
+                    for row in range(place, GROUP, tl.num_programs(2)):
+                        _finish(
+                            OUT, LSE, SINKS, first + i, head * GROUP + row, none, zero, nothing, column, fits,
+                            out_token, out_head, lse_token, SINK,
+                        )  # fmt: skip
     stretch = tl.load(TOTALS + 1)
     unit = cut * stretch
     if cut < LANES and unit < tl.load(TOTALS):

@@ -32,10 +32,12 @@ from kvloom.kernels.views import LayerView, layer_views
 from kvloom.kernels.write import write
 
 from .batch import Batch
+from .embeddings import EMBEDDINGS
 from .families import absorb, calls_registry, keeps_latents, settle
 from .mixers import Steps, is_mixer, wrap
 from .reading import ModelError
 from .scales import Scales, scale_sizes
+from .void import Void
 
 __all__ = ["ATTENTION", "Pages", "attend", "install"]
 
@@ -53,7 +55,7 @@ IGNORED = frozenset(
 _HANDLES = count()
 _OPEN: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 
-ROOMS = (16, 64, 256, 1024, 4096)
+ROOMS = (16, 64, 256, 512, 1024, 4096)
 """Rows that plans of replayed steps have room for: one plan serves graphs of several sizes."""
 
 
@@ -73,11 +75,8 @@ class Cutter(Protocol):
         ...
 
 
-class Pages:
+class Pages(Void):
     """What modeling code finds in `past_key_values`: the pool, seen by its layers, for the step that `begin` named."""
-
-    is_compileable = False
-    layers = ()
 
     def __init__(
         self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None, piece: int = 0
@@ -89,6 +88,8 @@ class Pages:
         self._states: dict[int, LayerView] = {}
         for name, view in layer_views(buffer, layout).items():
             spec = layout.groups[view.group].spec
+            if name == EMBEDDINGS:
+                continue
             found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
             if found is None or spec.axis != "text":
                 raise ModelError(
@@ -310,20 +311,6 @@ class Pages:
             return ReferencePlan(shape, span)
         return prefill_plan(shape, span, self.device)
 
-    # What modeling code asks of a cache; the packed row has no past of its own.
-
-    def get_seq_length(self, *_: Any) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: Any, *_: Any) -> tuple[Any, int]:
-        return query_length, 0
-
-    def get_query_offset(self, *_: Any) -> int:
-        return 0
-
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return False
-
 
 def _room(rows: int) -> int:
     return next(room for room in ROOMS if room >= rows)
@@ -407,9 +394,9 @@ def _attended(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
     return pages.attend(layer, *rest)
 
 
-def install(model: Any) -> None:
-    """Make a Hugging Face model's layers call `attend`, and its mixers take packed rows. Raises ModelError where some
-    layer never would."""
+def install(model: Any, context: int | None = None) -> None:
+    """Make a Hugging Face model's layers call `attend`, and its mixers take packed rows of sequences of up to `context` tokens
+    (the model's own limit if None). Raises ModelError where some layer never would."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
@@ -420,7 +407,7 @@ def install(model: Any) -> None:
         raise ModelError(
             f"{type(model).__name__} never calls the attention registry, so that its memory cannot be ours"
         )
-    settle(model)
+    settle(model, context)
     config = model.config
     text = config.get_text_config()
     parts = [name for name in config.sub_configs if getattr(config, name, None) is text]

@@ -6,6 +6,7 @@
 | Phi-3 and -4 (longrope)    | rotary frequencies follow the longest row of a step | chosen once for a model (`settle_rope`)   |
 | GPT-2, BERT, …             | look for padding in every step's tokens, and warn   | they do not look (`settle`)               |
 | Granite hybrids, windows   | make no mask for layers of that kind, and look it up | a void one for every kind (`name_masks`) |
+| Llama 3.2 Vision           | attends to images in layers of their own            | refused by field (`refused`)              |
 | RecurrentGemma, indexers   | nothing that looking at calls would explain well    | refused by name or field (`refused`)      |
 """
 
@@ -20,7 +21,10 @@ from .reading import ModelError
 
 __all__ = ["absorb", "calls_registry", "keeps_latents", "name_masks", "refused", "settle", "settle_rope"]
 
+SETTLED = "longrope, settled"
+"""A rope type that transformers does not act upon."""
 INDEXER = "it attends to tokens that an indexer of its own chooses, which is not supported yet"
+CROSS = "it has layers that attend to images alone (cross attention), which are not supported yet"
 REFUSED = {
     "recurrent_gemma": "it keeps its states in its modules and not in a cache, and begins them anew with every chunk",
     "deepseek_v4": INDEXER,
@@ -30,6 +34,8 @@ REFUSED = {
 def refused(config: Any) -> str | None:
     """Why a family is refused by name, where looking at what it calls (`probe.examine`) would not say it well."""
     text = config.get_text_config()
+    if getattr(text, "cross_attention_layers", None):
+        return CROSS
     return REFUSED.get(text.model_type) or (INDEXER if getattr(text, "index_topk", None) else None)
 
 
@@ -75,7 +81,7 @@ def settle_rope(model: Any, context: int | None = None) -> None:
     """Choose the frequencies of rotary positions that would change with the longest sequence in a batch: keys are kept, so
     a token's must not depend on who else is running. The long ones are chosen where `context` (the model's own limit if
     None) goes beyond the length it was first trained for; shorter requests then differ from `generate()`, which would use
-    the short ones. Harmless to repeat. Raises ModelError where there is no such choice (dynamic scaling)."""
+    the short ones. Harmless to repeat; with another `context` it chooses anew. Raises ModelError where there is no such choice (dynamic scaling)."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for module in model.modules():
@@ -85,20 +91,19 @@ def settle_rope(model: Any, context: int | None = None) -> None:
                 raise ModelError(
                     "its rotary frequencies change with the length of a batch (rope type dynamic): use yarn or linear"
                 )
-            if kind != "longrope":
+            if kind != "longrope" and not (kind == SETTLED and context is not None):
                 continue
             config = module.config
             parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
             first = int(parameters["original_max_position_embeddings"])
             long = (context or config.max_position_embeddings) > first
-            chosen, _ = ROPE_INIT_FUNCTIONS[kind](
+            chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](
                 config, seq_len=first + 1 if long else first, layer_type=layer_type
             )
             name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
             old = getattr(module, name)
             module.register_buffer(name, chosen.to(old.device, old.dtype), persistent=False)
-            settled = "longrope, settled"  # no name that transformers would act upon
-            module.rope_type = settled if layer_type is None else {**module.rope_type, layer_type: settled}
+            module.rope_type = SETTLED if layer_type is None else {**module.rope_type, layer_type: SETTLED}
 
 
 def keeps_latents(module: Any) -> bool:

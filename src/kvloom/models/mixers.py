@@ -21,6 +21,7 @@ from kvloom.kernels.views import LayerView
 
 from .batch import Batch
 from .scans import Packed, replace_functions, running, takes_packed_rows
+from .void import Void
 
 __all__ = ["Part", "States", "Steps", "is_mixer", "wrap"]
 
@@ -72,7 +73,7 @@ class Steps:
         ]
 
 
-class States:
+class States(Void):
     """The recurrent state of some rows at one layer, as a mixer that we have no kernel for asks for it (MiniMax)."""
 
     def __init__(self, pages: torch.Tensor, ids: torch.Tensor, fresh: bool) -> None:

@@ -19,6 +19,7 @@ from kvloom.core import LayerSpec
 from .attention import IGNORED, attend
 from .families import calls_registry
 from .reading import ModelError
+from .void import Void
 
 __all__ = ["examine"]
 
@@ -28,11 +29,8 @@ KNOWN = IGNORED | set(inspect.signature(attend).parameters)
 """Keywords of attention calls that `attend` understands or may ignore."""
 
 
-class Witness:
+class Witness(Void):
     """What modeling code finds in its cache argument while it is examined: everything is new, and noted by layer."""
-
-    is_compileable = False
-    layers = ()
 
     def __init__(self) -> None:
         self.written: dict[int, list[torch.Size]] = {}
@@ -77,32 +75,8 @@ class Witness:
     def set_linear_cache(self, layer_idx: int, new: torch.Tensor) -> None:
         self._state(layer_idx)["recurrent"] = new.shape[1:]
 
-    def get_linear_cache(self, *_: Any) -> None:
-        return None
-
     def _state(self, layer_idx: int) -> dict[str, torch.Size]:
         return self.states.setdefault(layer_idx, {})
-
-    def get_conv_state(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def get_recurrent_state(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    def is_recording_past(self, *_: Any) -> bool:
-        return False
-
-    def get_seq_length(self, *_: Any) -> int:
-        return 0
-
-    def get_query_offset(self, *_: Any) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: Any, *_: Any) -> tuple[Any, int]:
-        return query_length, 0
 
 
 def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:

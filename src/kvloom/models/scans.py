@@ -24,29 +24,19 @@ import torch
 
 from kvloom.kernels.state import Rows, causal_conv, delta_rule, mamba1_scan, mamba2_scan
 
+from .void import Void
+
 __all__ = ["Packed", "replace_functions", "running", "takes_packed_rows"]
 
 running: ContextVar[Packed | None] = ContextVar("the states a mixer is running on", default=None)
 SILU = {None: False, "silu": True, "swish": True}
 
 
-class Packed:
+class Packed(Void):
     """What a mixer finds in its cache argument: nothing has come before. The kernels know better."""
 
     def __init__(self, fields: dict[str, torch.Tensor], rows: Rows) -> None:
         self.fields, self.rows = fields, rows
-
-    def get_conv_state(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def get_recurrent_state(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    def is_recording_past(self, *_: Any) -> bool:
-        return False
 
     def update_conv_state(self, new: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return new

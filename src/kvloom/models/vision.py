@@ -3,17 +3,16 @@
     prompt   | text | image tokens … | text |          `Vision.look` finds whose they are; the cache names them by content
     a step          | a chunk of it  |                 `Vision.see` puts that chunk's embeddings into the step's row
 
-The vision tower is Hugging Face's own and runs once for each content: what it gives is kept, the least recently used leaving
-first. A family is taken only where merging embeddings is all it does; the others are refused by name. Knows no requests.
+The vision tower is Hugging Face's own and runs once for each content: what it gives lies in pages of the pool
+(`embeddings.py`) until they are needed for something else. A family is taken only where merging embeddings is all it does; the others are refused by name. Knows no requests.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,8 +24,10 @@ from kvloom.core import Media
 from kvloom.kernels.shapes import upload
 
 from .batch import Batch, Work
+from .embeddings import Embeddings
+from .sight import Image, Sight
 
-__all__ = ["FAMILIES", "Embeddings", "Image", "Sight", "Vision"]
+__all__ = ["FAMILIES", "Vision"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -50,85 +51,12 @@ GRID, SIZE = "image_grid_thw", "image_sizes"
 DIGEST_BYTES = 32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Image:
-    """One image as its model takes it, and the name of its content."""
-
-    inputs: Mapping[str, torch.Tensor]
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sight:
-    """What a prompt shows. Image `i` has the prompt's tokens `places[bounds[i] : bounds[i + 1]]`; `media` says the same to
-    the cache. `axes` ([3, tokens up to the last image's end]) are the positions that rotary embeddings turn by, where those
-    are not the tokens' places; what follows stands at its place plus `shift`. `whole`: no step may end inside an image."""
-
-    images: tuple[Image, ...]
-    media: tuple[Media, ...]
-    places: Ints
-    bounds: Ints
-    axes: Ints | None = None
-    shift: int = 0
-    whole: bool = False
-
-    def fitting(self, start: int, count: int) -> int:
-        """How many of the `count` tokens from `start` a step may take, so that it ends in no image that must stay whole; 0
-        where that leaves none."""
-        if self.whole:
-            for item in self.media:
-                if item.start < start + count < item.stop:
-                    return max(0, item.start - start)
-        return count
-
-    @property
-    def largest(self) -> int:
-        """Tokens that a step must have room for."""
-        return max(item.stop - item.start for item in self.media) if self.whole else 1
-
-    def concerns(self, start: int) -> bool:
-        """Whether a step from `start` on needs more than ids and shifted positions."""
-        return start < self.media[-1].stop
-
-    def content(self, end: int) -> bytes:
-        """What stands for the images that begin before `end`, where prompts are compared by their tokens."""
-        return b"".join(item.digest for item in self.media if item.start < end)
-
-
-class Embeddings:
-    """What the vision tower gave for each content, up to `limit` bytes; the least recently used leave first."""
-
-    def __init__(self, limit: int) -> None:
-        if limit < 0:
-            raise ValueError(f"image_bytes {limit} is negative; 0 keeps nothing")
-        self.limit, self.bytes, self.hits, self.misses = limit, 0, 0, 0
-        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def get(self, digest: bytes) -> torch.Tensor | None:
-        found = self._kept.get(digest)
-        self.hits += found is not None
-        self.misses += found is None
-        if found is not None:
-            self._kept.move_to_end(digest)
-        return found
-
-    def put(self, digest: bytes, made: torch.Tensor) -> None:
-        """Keep what was made, unless it alone is more than may be kept."""
-        if made.nbytes > self.limit:
-            return
-        self._kept[digest] = made
-        self.bytes += made.nbytes
-        while self.bytes > self.limit:
-            self.bytes -= self._kept.popitem(last=False)[1].nbytes
-
-
 class Vision:
-    """The eyes of one model. `image_bytes` bound the embeddings that are kept on its device, beside the pool."""
+    """The eyes of one model. Without `embeddings`, the pages where they are kept, the tower runs whenever one is needed."""
 
-    def __init__(self, model: Any, image_bytes: int = 256 << 20) -> None:
+    embeddings: Embeddings | None = None
+
+    def __init__(self, model: Any) -> None:
         reason = self.refusal(model)
         if reason is not None:
             raise ValueError(reason)
@@ -149,8 +77,10 @@ class Vision:
         text = config.get_text_config()
         slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
         self._window = int(text.sliding_window) if self.both_ways and slides else None
-        self.embeddings = Embeddings(image_bytes)
+        self.runs = 0
+        """How often the tower ran."""
         self._counts: dict[object, int] = {}
+        self._made: tuple[bytes, torch.Tensor] | None = None
 
     @staticmethod
     def refusal(model: Any) -> str | None:
@@ -180,7 +110,8 @@ class Vision:
         media = []
         for image, (begin, end) in zip(known, pairwise(bounds.tolist()), strict=True):
             start, stop = int(places[begin]), int(places[end - 1]) + 1
-            media.append(Media(start, stop, self._named(image, ids[start:stop])))
+            kept = 0 if self.embeddings is None else self.embeddings.tokens(end - begin)
+            media.append(Media(start, stop, self._named(image, ids[start:stop]), kept))
         if self.both_ways or self.turns:
             self._check_runs(media, bounds)
         axes, shift = self._axes(ids[: media[-1].stop], known) if self.turns else (None, 0)
@@ -203,12 +134,12 @@ class Vision:
             assert sight is not None
             start = batch.sizes[i] - len(work.tokens)
             first, last = np.searchsorted(sight.places, (start, batch.sizes[i])).tolist()
-            for image, (base, end) in zip(sight.images, pairwise(sight.bounds.tolist()), strict=True):
+            for place, (base, end) in enumerate(pairwise(sight.bounds.tolist())):
                 here, until = max(base, first), min(end, last)
                 if here < until:
                     at.append(sight.places[here:until] - start + batch.bounds[i])
                     spans[at[-1]] = len(parts)
-                    parts.append(self.embed(image)[here - base : until - base])
+                    parts.append(self._part(work, place, here - base, until - base))
         if self.turns:
             batch = replace(batch, rotary=upload(self._turned(batch, works), self._device))
         if not parts:
@@ -220,19 +151,47 @@ class Vision:
         return replace(batch, embeds=embeds, spans=joined)
 
     def embed(self, image: Image) -> torch.Tensor:
-        """An image's embeddings ([tokens, hidden]); the tower runs where they are not kept."""
-        kept = self.embeddings.get(image.digest)
-        if kept is None:
-            inputs = {
-                name: part.to(self._device, self._dtype if part.is_floating_point() else None)
-                for name, part in image.inputs.items()
-            }
-            with torch.inference_mode():
-                made = self._features(**inputs, return_dict=True).pooler_output
-                pieces = made if isinstance(made, list | tuple) else [made]
-                kept = torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]).to(self._dtype)
-            self.embeddings.put(image.digest, kept)
-        return kept
+        """An image's embeddings ([tokens, hidden]): the tower runs."""
+        if self._made is not None and self._made[0] == image.digest:
+            made, self._made = self._made[1], None
+            return made
+        inputs = {
+            name: part.to(self._device, self._dtype if part.is_floating_point() else None)
+            for name, part in image.inputs.items()
+        }
+        self.runs += 1
+        with torch.inference_mode():
+            given = self._features(**inputs, return_dict=True).pooler_output
+            pieces = given if isinstance(given, list | tuple) else [given]
+            return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]).to(self._dtype)
+
+    def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
+        """Some of the embeddings of a prompt's image, out of its pages; where nothing is there yet, they are filled."""
+        sight, sequence = work.sight, work.sequence
+        assert sight is not None
+        image, item = sight.images[place], sight.media[place]
+        if self.embeddings is None or not item.tokens:
+            return self.embed(image)[begin:end]
+        rows = sequence.media_rows(item.digest)
+        # A step that computes some of an image's tokens leaves all of its embeddings; what the cache found has them.
+        if not sequence.media_kept(item.digest) and sequence.length <= max(item.start, sequence.resumed):
+            self.embeddings.write(rows, self.embed(image))
+        return self.embeddings.read(rows, begin, end)
+
+    def sample(self) -> Image:
+        """An image of noise as large as the model's config names, or of 1024 tokens where it takes any size."""
+        config = self._model.config.vision_config
+        channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
+        if GRID in self.inputs:
+            side = 32 * int(config.spatial_merge_size)
+            width = channels * int(config.temporal_patch_size) * int(config.patch_size) ** 2
+            return self._image(
+                {"pixel_values": torch.zeros(side * side, width), GRID: torch.tensor([[1, side, side]])}
+            )
+        size = config.image_size
+        high, wide = (size, size) if isinstance(size, int) else size
+        pixels = {"pixel_values": torch.zeros(1, channels, high, wide)}
+        return self._image({**pixels, SIZE: torch.tensor([[high, wide]])} if SIZE in self.inputs else pixels)
 
     def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
         """The images apart that a processor put into one batch."""
@@ -288,7 +247,8 @@ class Vision:
         if key not in self._counts:
             shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in image.inputs.items())
             try:
-                count = len(self.embed(image))
+                made = self.embed(image)
+                count, self._made = len(made), (image.digest, made)  # its turn may come next
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise ValueError(
                     f"{type(self._model).__name__} cannot take an image of {shapes}: {error}"

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from .errors import ApiError, bad_request, no_room
+from .fields import StreamOptions
 from .messages import Delta, TokenTold
 from .prompts import PIECE, Prompt, Prompts
 
@@ -43,7 +44,7 @@ class Usage:
 
 class Form(ABC):
     """One HTTP request's answers. `ids` are its prompts, which have `n` answers each; `echo` repeats each prompt's text
-    before its answers; `usage` is counted here."""
+    before its answers; `usage` is counted here, and `finishes` says how answers ended, as they do."""
 
     prefix = ""
     whole_object = ""
@@ -59,14 +60,23 @@ class Form(ABC):
         echo: bool = False,
         token_ids: bool = False,
         top_logprobs: int = 0,
+        usage: StreamOptions | None = None,
+        prompt_logprobs: bool = False,
     ) -> None:
         self.usage = Usage(sum(len(prompt.tokens) for prompt in prompts))
-        self._texts = [(prompt.text or "") if echo else "" for prompt in prompts]
+        self._prompts, self._echo, self._of_prompts = prompts, echo, prompt_logprobs
+        self._told_of: dict[
+            int, list[list[TokenTold]]
+        ] = {}  # what is known of prompts' own tokens, by their ids
         self._places = {id_: place for place, id_ in enumerate(ids)}
         self._n, self._names, self._token_ids, self._top = n, names, token_ids, top_logprobs
+        self._usage_last = bool(usage and usage.include_usage)
+        self._usage_always = bool(self._usage_last and usage and usage.continuous_usage_stats)
+        self.finishes: list[str] = []
         self._lengths: dict[int, int] = {}  # characters of each choice that were told
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "id": self.id,
             "object": "",
             "created": int(time.time()),
             "model": model,
@@ -75,29 +85,56 @@ class Form(ABC):
     def whole(self, deltas: list[Delta]) -> bytes:
         """The complete answer. Raises ApiError where one of its texts could not be made."""
         choices = []
+        self._told_of = {delta.id: delta.prompt for delta in deltas if delta.prompt is not None}
         for delta in sorted(deltas, key=self._index):
             self._count(delta)
             choices.append(self._whole_choice(self._choice(delta), delta))
         return _encode(
-            {**self._head, "object": self.whole_object, "choices": choices, "usage": self.usage.shape()}
+            {
+                **self._head,
+                **self._more(),
+                "object": self.whole_object,
+                "choices": choices,
+                "usage": self.usage.shape(),
+            }
         )
+
+    def _more(self) -> dict[str, Any]:
+        """What a whole answer has beside its choices."""
+        return {}
+
+    def _prompt_places(self, id_: int) -> list[dict[str, Any] | None]:
+        """How likely a prompt's tokens were, as vLLM tells it."""
+        return [
+            None,
+            *(
+                {
+                    str(token): {"logprob": value, "rank": rank, "decoded_token": self._names.name(token)}
+                    for token, value, rank in place
+                }
+                for place in self._told_of.get(id_, [])
+            ),
+        ]
 
     def piece(self, delta: Delta) -> bytes:
         """One event of a stream. Raises ApiError where the text cannot be made."""
         self._count(delta)
         first = self._index(delta) not in self._lengths
         choice = self._piece_choice(self._choice(delta), delta, first)
-        return _event({**self._head, "object": self.piece_object, "choices": [choice]})
+        told = {**self._head, "object": self.piece_object, "choices": [choice]}
+        return _event({**told, "usage": self.usage.shape()} if self._usage_always else told)
 
-    def closing(self, usage: bool) -> bytes:
+    def closing(self) -> bytes:
         """The end of a stream, with what it used if that is wanted."""
         last = {**self._head, "object": self.piece_object, "choices": [], "usage": self.usage.shape()}
-        return (_event(last) if usage else b"") + b"data: [DONE]\n\n"
+        return (_event(last) if self._usage_last else b"") + b"data: [DONE]\n\n"
 
     def _index(self, delta: Delta) -> int:
         return self._places[delta.id] * self._n + delta.index
 
     def _count(self, delta: Delta) -> None:
+        if delta.finish is not None:
+            self.finishes.append(delta.finish)
         if delta.finish in _ENDS:
             raise _ENDS[delta.finish]
         self.usage.completion += len(delta.tokens)
@@ -106,7 +143,9 @@ class Form(ABC):
     def _choice(self, delta: Delta) -> dict[str, Any]:
         """What both kinds of choice have; its text still under "text"."""
         index = self._index(delta)
-        text = delta.text if index in self._lengths else self._texts[self._places[delta.id]] + delta.text
+        text = delta.text
+        if self._echo and index not in self._lengths:
+            text = (self._prompts[self._places[delta.id]].text or "") + text
         offset = self._lengths.get(index, 0)
         self._lengths[index] = offset + len(text)
         choice: dict[str, Any] = {
@@ -137,25 +176,38 @@ class CompletionForm(Form):
 
     def _logprobs(self, delta: Delta, offset: int) -> dict[str, Any]:
         assert delta.logprobs is not None
+        ids, places = delta.tokens, delta.logprobs
+        if self._echo and delta.id in self._told_of:
+            prompt = self._prompts[self._places[delta.id]].tokens
+            ids, places = (
+                [*prompt, *ids],
+                [[], *self._told_of[delta.id], *places],
+            )  # the first token follows nothing
         tokens, offsets = [], []
-        for token in delta.tokens:
+        for token in ids:
             tokens.append(self._names.name(token))
             offsets.append(offset)
             offset += len(tokens[-1])
         return {
             "tokens": tokens,
-            "token_logprobs": [place[0][1] for place in delta.logprobs],
+            "token_logprobs": [place[0][1] if place else None for place in places],
             "top_logprobs": [
-                {self._names.name(token): value for token, value, _ in place} for place in delta.logprobs
+                {self._names.name(token): value for token, value, _ in place} or None for place in places
             ],
             "text_offset": offsets,
         }
+
+    def _whole_choice(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
+        return {**choice, "prompt_logprobs": self._prompt_places(delta.id)} if self._of_prompts else choice
 
 
 class ChatForm(Form):
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     piece_object = "chat.completion.chunk"
+
+    def _more(self) -> dict[str, Any]:
+        return {"prompt_logprobs": self._prompt_places(next(iter(self._places)))} if self._of_prompts else {}
 
     def _whole_choice(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
         text = choice.pop("text")

@@ -1,8 +1,10 @@
-"""The HTTP interface: which address does what, and how errors are told. OpenAI's addresses, /health and /metrics."""
+"""The HTTP interface: which address does what, and how errors are told. OpenAI's addresses, those of other servers that
+clients ask for (/tokenize, /version, /ping), /health and /metrics."""
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -13,17 +15,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .errors import ApiError, not_found, unknown_model
+from .dashboard.routes import dashboard_routes
+from .dashboard.watch import Watch
+from .errors import ApiError, bad_request, not_found, unknown_model, unknown_request
 from .generation import Chats, Completions
 from .service import Service
+from .tokens import Detokenize, Tokenize
 
 __all__ = ["application"]
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+MOST_RECORDS = 1000
 
 
-def application(service: Service) -> ASGIApp:
-    """Everything that the server answers, as an ASGI application."""
+def application(service: Service, watch: Watch | None = None) -> ASGIApp:
+    """Everything that the server answers, as an ASGI application. `watch` is what the dashboard shows."""
 
     async def models(request: Request) -> Response:
         service.tenant_of(request)
@@ -44,6 +50,9 @@ def application(service: Service) -> ASGIApp:
         service.link.end_session(named, session)
         return _json({"id": session, "object": "session", "ended": True})
 
+    async def version(_: Request) -> Response:
+        return _json({"version": metadata.version("kvloom")})
+
     async def health(_: Request) -> Response:
         if service.gate.shut:
             return _json({"status": "draining"}, 503)
@@ -51,9 +60,26 @@ def application(service: Service) -> ASGIApp:
         return _json({"status": "ok"}) if loaded else _json({"status": "loading"}, 503)
 
     async def metrics(request: Request) -> Response:
-        given = "authorization" in request.headers
-        tenant = service.tenant_of(request) if given else None
-        return Response(service.metrics.text(tenant), media_type="text/plain; version=0.0.4; charset=utf-8")
+        open_ = not service.keys
+        tenant = service.sees(request) if "authorization" in request.headers else None
+        everyone = open_ or ("authorization" in request.headers and tenant is None)
+        told = service.metrics.text(tenant, everyone)
+        return Response(told, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def records(request: Request) -> Response:
+        tenant = service.sees(request)
+        given = request.query_params.get("limit", "50")
+        if not given.isdigit() or not 0 < int(given) <= MOST_RECORDS:
+            raise bad_request(f"limit {given!r} must be a number from 1 to {MOST_RECORDS}", "limit")
+        found = service.observer.records.last(int(given), tenant)
+        return _json({"requests": [record.shape(operator=tenant is None) for record in found]})
+
+    async def record(request: Request) -> Response:
+        tenant, id_ = service.sees(request), request.path_params["id"]
+        found = service.observer.records.find(id_, tenant)
+        if found is None:
+            raise unknown_request(id_)
+        return _json(found.shape(operator=tenant is None))
 
     routes = [
         Route("/v1/completions", Completions(service), methods=["POST"]),
@@ -61,8 +87,15 @@ def application(service: Service) -> ASGIApp:
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/sessions/{session:path}", end_session, methods=["DELETE"]),
+        Route("/tokenize", Tokenize(service), methods=["POST"]),
+        Route("/detokenize", Detokenize(service), methods=["POST"]),
+        Route("/version", version),
         Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
         Route("/metrics", metrics),
+        Route("/kvloom/requests", records),
+        Route("/kvloom/requests/{id}", record),
+        *dashboard_routes(service, watch or Watch(service)),
     ]
     handlers: dict[Any, Any] = {ApiError: _told, HTTPException: _http_error, Exception: _unexpected}
     return _Counted(Starlette(routes=routes, exception_handlers=handlers), service)
@@ -81,7 +114,7 @@ class _Counted:
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                self._service.metrics.requests.labels(path, str(message["status"])).inc()
+                self._service.metrics.requests[path, str(message["status"])] += 1
             await send(message)
 
         request = Request(scope)
@@ -101,6 +134,8 @@ def _model(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "kvloom",
+        "root": service.path,
+        "parent": None,
         "max_model_len": None if facts is None else facts.longest,
     }
 

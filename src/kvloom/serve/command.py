@@ -6,7 +6,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvloom.arguments import BATCH_INVARIANT, KV_DTYPE, KV_SCALES, MODEL, THREADS, device, parse_size, whole
+from kvloom.arguments import (
+    BATCH_INVARIANT,
+    KV_DTYPE,
+    KV_SCALES,
+    MODEL,
+    THREADS,
+    TIER,
+    device,
+    parse_size,
+    whole,
+)
 
 __all__ = ["arguments", "run"]
 
@@ -27,6 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--random-weights", action="store_true", help="no checkpoint: MODEL is a config or a known name")
     add("--pool", metavar="SIZE", help="memory for the cache (default: 1GiB, on a GPU what is left)")
+    add("--tier", action="append", default=[], metavar="TIER", help=TIER)
     fraction = "share of a GPU's memory that may be used, without --pool (default: 0.9)"
     add("--memory-fraction", type=float, default=0.9, metavar="F", help=fraction)
     add("--max-running", type=whole(1), default=256, metavar="N", help="answers made at once (default: 256)")
@@ -34,6 +45,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     budget = "tokens of prompts computed in one step (default: what suits the device)"
     add("--token-budget", type=whole(1), metavar="N", help=budget)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
+    connections = "connections that may be open at once (default: 4096)"
+    add("--max-connections", type=whole(1), default=4096, metavar="N", help=connections)
     add("--max-body", default="8MiB", metavar="SIZE", help="largest request body (default: 8MiB)")
     prompt = "longest prompt (default: what the model and the pool can hold)"
     add("--max-prompt-tokens", type=whole(1), metavar="N", help=prompt)
@@ -48,6 +61,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     step = "so is one that stays so long in one step, or says nothing for so long while it loads (default: 600; 0: never)"
     add("--step-seconds", type=float, default=600.0, metavar="S", help=step)
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+    record = "write names, lengths and times of requests (never text) to this file, for `kvloom replay`"
+    add("--record", metavar="FILE", help=record)
+    add("--otlp", metavar="URL", help="send traces to this OTLP/HTTP receiver, like http://127.0.0.1:4318")
+    add("--no-metrics", action="store_true", help="count nothing, remember no requests (for measuring)")
+    parser.epilog = (
+        "Metrics are at /metrics; the package has a Grafana dashboard for them, kvloom/serve/grafana.json "
+        "(docs/observability.md)."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from kvloom.serve.keys import Keys, exposed, read_keys
     from kvloom.serve.limits import Limits
     from kvloom.serve.messages import Start
+    from kvloom.serve.recorder import Recorder
     from kvloom.serve.server import Options, serve
     from kvloom.serve.watchdog import Patience
 
@@ -79,26 +101,40 @@ def run(args: argparse.Namespace) -> int:
         max_running=args.max_running,
         threads=args.threads,
         tenants=keys.tenants,
+        tiers=tuple(args.tier),
         progress=sys.stderr.isatty(),
+        observe=not args.no_metrics,
     )
     limits = Limits(
         body_bytes=parse_size(args.max_body),
+        connections=args.max_connections,
         prompt_tokens=args.max_prompt_tokens,
         answers=args.max_running + args.max_queue,
         request_seconds=args.request_seconds,
         read_seconds=args.read_seconds,
     )
     template = args.chat_template
+    name = args.name or (None if model == args.model else args.model)
+    if args.record is not None and args.no_metrics:
+        raise ValueError("--record writes down what --no-metrics does not look at: give one of them")
+    recorder = (
+        None
+        if args.record is None
+        else Recorder(args.record, block_tokens=16, model=name or Path(model).name)
+    )
     return serve(
         Options(
             start,
             host=args.host,
             port=args.port,
-            name=args.name or (None if model == args.model else args.model),
+            name=name,
             keys=keys,
             limits=limits,
             drain_seconds=args.drain_seconds,
             patience=Patience(args.silent_seconds, args.step_seconds),
             chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
+            writes_code=model != args.model,
+            recorder=recorder,
+            otlp=args.otlp,
         )
     )

@@ -1,30 +1,53 @@
-"""HTTP connections that do not wait for ever: clients that connect and say nothing, or say it too slowly, are cut off."""
+"""HTTP connections that do not wait for ever: clients that connect and say nothing, or say it too slowly, are cut off.
+
+What is no HTTP, or comes on one connection too many, is told in OpenAI's shape as everything else is.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .errors import ApiError
 
-__all__ = ["Connection", "close_idle"]
+__all__ = ["Connection", "at_most", "close_idle"]
 
 HEAD_BYTES = 1 << 16
 """A request's head may take so much, beyond what one read from the socket brings."""
-_TOLD = ApiError(431, f"the request's head is larger than this server takes, {HEAD_BYTES:,} bytes").body
-_HEAD_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-    b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_TOLD), _TOLD)
+
+
+def _farewell(error: ApiError) -> bytes:
+    """A whole answer after which the connection is closed, as bytes: there is no request that could be answered properly."""
+    head = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
+    head += [b"%s: %s" % header for header in error.headers]
+    return b"\r\n".join(
+        [*head, b"connection: close", b"content-length: %d" % len(error.body), b"", error.body]
+    )
+
+
+_HEAD_TOO_LARGE = _farewell(
+    ApiError(431, f"the request's head is larger than this server takes, {HEAD_BYTES:,} bytes")
+)
+_NO_HTTP = _farewell(ApiError(400, "this is no HTTP/1.1 request that this server understands"))
+_TOO_MANY = _farewell(
+    ApiError(
+        503,
+        "more connections are open than this server takes: close some, or raise --max-connections",
+        code="too_many_connections",
+        retry_after=1,
+    )
 )
 
 
 class Connection(HttpToolsProtocol):
     """One connection. A request's scope has `kvloom.abort`, which ends it without sending what waits."""
 
+    most = 1 << 30
     waits_since = 0.0
     _in_head = False
     _head_bytes = 0
@@ -32,6 +55,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.waits_since = time.monotonic()
+        if len(self.connections) > self.most:
+            self._leave(_TOO_MANY)
 
     def data_received(self, data: bytes) -> None:
         if self.timeout_keep_alive_task is not None:  # the first of another request
@@ -42,8 +67,16 @@ class Connection(HttpToolsProtocol):
             self._head_bytes = 0
             return
         self._head_bytes += len(data)
-        if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(_HEAD_TOO_LARGE)
+        if self._head_bytes > HEAD_BYTES:
+            self._leave(_HEAD_TOO_LARGE)
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's way out where it cannot parse what came."""
+        self._leave(_NO_HTTP)
+
+    def _leave(self, words: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(words)
             self.transport.close()
 
     def on_message_begin(self) -> None:
@@ -63,6 +96,11 @@ class Connection(HttpToolsProtocol):
         """Whether a request's head has not come: none was sent yet, or not all of it. Between requests uvicorn counts."""
         cycle: Any = self.cycle  # None before the first request, whatever its declaration says
         return (cycle is None or bool(cycle.response_complete)) and self.timeout_keep_alive_task is None
+
+
+def at_most(connections: int) -> type[Connection]:
+    """Connections of which so many may be open at once."""
+    return type("LimitedConnection", (Connection,), {"most": connections})
 
 
 def close_idle(connections: Iterable[Any], seconds: float) -> None:

@@ -1,7 +1,8 @@
 """The engine's process: loads the model, then steps while there is work. `python -m kvloom.serve.engine_process FD`.
 
 FD is its end of a pair of sockets; the first message says what to load. A thread reads: when the other end closes, the process
-ends at once, whatever it is doing, so that no engine outlives its server. Another beats, so that the server sees an engine
+ends at once, whatever it is doing, so that no engine outlives its server; with tiers below, a few seconds later, for what they
+are still to store. Another beats, so that the server sees an engine
 that hangs. Signals that are meant for the server are ignored.
 """
 
@@ -29,6 +30,7 @@ from .messages import (
     EndSession,
     Failed,
     FromEngine,
+    Look,
     Ready,
     Start,
     ToEngine,
@@ -44,7 +46,10 @@ if TYPE_CHECKING:
 
 __all__ = ["load_engine", "main"]
 
-Inbox = SimpleQueue[Add | Cancel | EndSession]
+Inbox = SimpleQueue[Add | Cancel | EndSession | Look | None]
+"""None: the server is gone."""
+GOODBYE = 4.0
+"""Seconds that tiers have to store what is on its way when the server ends."""
 _decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 
@@ -57,7 +62,8 @@ def main(fd: int) -> None:
     assert isinstance(start, Start), f"the first message must be Start, not {start!r}"
     inbox: Inbox = SimpleQueue()
     outbox = _Outbox(link)
-    threading.Thread(target=_read, args=(link, inbox), daemon=True).start()
+    grace = GOODBYE if start.tiers else 0.0
+    threading.Thread(target=_read, args=(link, inbox, grace), daemon=True).start()
     threading.Thread(target=outbox.beat, daemon=True).start()
     from kvloom.models.reading import ModelError
 
@@ -118,6 +124,7 @@ def load_engine(start: Start) -> Engine:
         memory_fraction=start.memory_fraction,
         kv_scales=start.kv_scales,
         batch_invariant=start.batch_invariant,
+        tiers=start.tiers,
         tenants=[Tenant(tenant.name, tenant.quota, tenant.weight) for tenant in start.tenants],
     )
     _prepare(engine, start.progress)
@@ -158,7 +165,7 @@ def _loaded(start: Start) -> tuple[Worker, Ready]:
         layout=layout.table(),
         seconds=time.monotonic() - began,
     )
-    return Worker(engine, start.tenants), ready
+    return Worker(engine, start.tenants, start.observe), ready
 
 
 def _longest(engine: Engine, pool_bytes: int) -> int:
@@ -177,24 +184,34 @@ def _serve(outbox: _Outbox, inbox: Inbox, worker: Worker) -> None:
             outbox.step = 0
             first = inbox.get()
             outbox.step = step
-            worker.take(first)
+            _take(worker, first)
         outbox.step = step
         with suppress(Empty):
             while True:
-                worker.take(inbox.get_nowait())
+                _take(worker, inbox.get_nowait())
         outputs = worker.step()
         if outputs is not None:
             outbox.send(outputs)
 
 
-def _read(link: socket.socket, inbox: Inbox) -> None:
+def _take(worker: Worker, message: Add | Cancel | EndSession | Look | None) -> None:
+    if message is None:
+        worker.engine.close(GOODBYE - 0.5)
+        os._exit(0)
+    worker.take(message)
+
+
+def _read(link: socket.socket, inbox: Inbox, grace: float) -> None:
     try:
         while True:
             message = _receive(link)
             assert not isinstance(message, Start)
             inbox.put(message)
     except (EOFError, OSError):
-        os._exit(0)  # the server is gone; there is nothing here that must be saved
+        if grace:  # what tiers are still to get
+            inbox.put(None)
+            time.sleep(grace)
+        os._exit(0)  # the server is gone; there is nothing else that must be saved
     finally:
         traceback.print_exc()
         os._exit(1)

@@ -20,6 +20,7 @@ __all__ = [
     "too_large",
     "too_long",
     "unknown_model",
+    "unknown_request",
 ]
 
 _TYPES = {
@@ -83,6 +84,14 @@ def invalid_key(given: bool) -> ApiError:
 def unknown_model(asked: str, served: str) -> ApiError:
     return ApiError(
         404, f"there is no model {asked!r} here; {served!r} is served", "model", "model_not_found"
+    )
+
+
+def unknown_request(asked: str) -> ApiError:
+    return ApiError(
+        404,
+        f"nothing is known of a request {asked!r} here: the last ones are remembered, and each tenant sees its own",
+        code="request_not_found",
     )
 
 

@@ -21,6 +21,7 @@ from .fields import ChatFields, CompletionFields, read_fields, sampling
 from .mailbox import Mailbox
 from .messages import Add, Delta, Ready
 from .prompts import Prompt, Prompts
+from .records import Record
 from .service import Service
 
 __all__ = ["Chats", "Completions", "Generation"]
@@ -53,7 +54,9 @@ class Generation(ABC):
         service.check_model(fields.model)
         tenant = service.tenant(request, fields)
         with service.gate.entered(_answers(fields)):
-            given = await self.prompts(fields, prompts, self._most(tenant, facts))
+            most = self._most(tenant, facts)
+            kept = _kept(fields, most)
+            given = [prompts.cut(one, kept) for one in await self.prompts(fields, prompts, most)]
             messages = self._messages(fields, given, tenant, facts)
             ids, n = [message.id for message in messages], messages[0].params.n
             stream = bool(fields.stream)
@@ -67,21 +70,30 @@ class Generation(ABC):
                 echo=bool(isinstance(fields, CompletionFields) and fields.echo),
                 token_ids=bool(fields.return_token_ids),
                 top_logprobs=messages[0].params.logprobs or 0,
+                usage=fields.stream_options,
+                prompt_logprobs=fields.prompt_logprobs is not None,
             )
+            service.link.check()
+            record = service.observer.begin(form.id, scope["path"], messages, began, request.headers)
             service.link.submit(messages, mailbox)
             watcher = asyncio.create_task(_watch(receive, mailbox))
             try:
                 if stream:
-                    events = _Events(service, mailbox, form, send, began)
-                    if not await events.run(fields.usage_in_stream) and "kvloom.abort" in scope:
+                    events = _Events(service, mailbox, form, send, record)
+                    if not await events.run() and "kvloom.abort" in scope:
                         scope["kvloom.abort"]()
                         await watcher
                 else:
                     await _whole(mailbox, form, send)
+            except ApiError as error:
+                record.failure = error.code or str(error.status)
+                raise
             finally:
                 watcher.cancel()
                 service.link.withdraw(mailbox)
-                self._count(mailbox, form, began)
+                record.output_tokens, record.finishes = form.usage.completion, form.finishes
+                record.gone = mailbox.gone
+                service.observer.end(record)
 
     def _messages(
         self, fields: CompletionFields | ChatFields, prompts: list[Prompt], tenant: str, facts: Ready
@@ -99,6 +111,8 @@ class Generation(ABC):
                 fields.ttl,
                 fields.store is not False,
                 fields.read is not False,
+                fields.cache_salt or "",
+                bool(fields.end_session),
             )
             for id_, prompt in zip(self.service.link.numbers(len(prompts)), prompts, strict=True)
         ]
@@ -136,15 +150,6 @@ class Generation(ABC):
         longest = facts.tenants_longest.get(tenant, facts.longest)
         return min(longest - 1, self.service.limits.prompt_tokens or longest)
 
-    def _count(self, mailbox: Mailbox, form: Form, began: float) -> None:
-        metrics, usage = self.service.metrics, form.usage
-        metrics.prompt_tokens.inc(usage.prompt)
-        metrics.cached_tokens.inc(sum(usage.cached.values()))
-        metrics.output_tokens.inc(usage.completion)
-        metrics.duration.observe(time.monotonic() - began)
-        if mailbox.gone:
-            metrics.gone.inc()
-
 
 class Completions(Generation):
     def read(self, body: bytes) -> CompletionFields:
@@ -171,13 +176,13 @@ class Chats(Generation):
 class _Events:
     """A stream of events to one client."""
 
-    def __init__(self, service: Service, mailbox: Mailbox, form: Form, send: Send, began: float) -> None:
+    def __init__(self, service: Service, mailbox: Mailbox, form: Form, send: Send, record: Record) -> None:
         self._service, self._mailbox, self._form, self._send = service, mailbox, form, send
         self._seconds = service.limits.read_seconds
-        self._last = began
-        self._first = True
+        self._record = record
+        self._last = 0.0
 
-    async def run(self, usage: bool) -> bool:
+    async def run(self) -> bool:
         """Send everything; False where the client reads too slowly, and what waits for it is of no use any more."""
         pieces = await self._mailbox.take()  # what is refused is told with a status of its own
         if not pieces:
@@ -190,8 +195,9 @@ class _Events:
                 pieces = await self._mailbox.take()
                 body = self._body(pieces)
             if not self._mailbox.gone:
-                await self._write(self._form.closing(usage), more=False)
+                await self._write(self._form.closing(), more=False)
         except ApiError as error:
+            self._record.failure = error.code or str(error.status)
             if error.code == "slow_reader":
                 return False
             await self._write(b"data: " + error.body + b"\n\n", more=False)
@@ -199,12 +205,13 @@ class _Events:
 
     def _body(self, pieces: list[Delta]) -> bytes:
         now, metrics = time.monotonic(), self._service.metrics
-        if self._first and pieces:
-            metrics.first_token.observe(now - self._last)
-            self._first = False
-        else:
+        if not self._last:
+            self._record.first = now
+        elif metrics.observe:
             for piece in pieces:
-                metrics.between_tokens.observe((now - self._last) / max(1, len(piece.tokens)))
+                count = len(piece.tokens)
+                if count:
+                    metrics.between_tokens.add((now - self._last) / count, count)
         self._last = now
         return b"".join([self._form.piece(piece) for piece in pieces])
 
@@ -233,6 +240,14 @@ async def _watch(receive: Receive, mailbox: Mailbox) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     mailbox.hang_up()
+
+
+def _kept(fields: CompletionFields | ChatFields, most: int) -> int | None:
+    """How many of a prompt's last tokens are enough, where it says so: -1 means as many as leave room for the answer."""
+    if fields.truncate_prompt_tokens != -1:
+        return fields.truncate_prompt_tokens
+    new = fields.max_tokens or (fields.max_completion_tokens if isinstance(fields, ChatFields) else None)
+    return max(1, most + 1 - (new or 1))
 
 
 def _answers(fields: CompletionFields | ChatFields) -> int:

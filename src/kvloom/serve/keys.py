@@ -1,8 +1,9 @@
 """API keys: which tenant a key speaks for. Keys are kept as digests, and compared in constant time.
 
 A file of keys is JSON, {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1}}, or lines of
-`KEY tenant [quota [weight]]` (# begins a comment, - is no quota). Several keys may name one tenant; then what they say of it
-must agree. Where no tenant has a weight there are no shares; where one has, those that name none count 1.
+`KEY tenant [quota [weight]] [admin]` (# begins a comment, - is no quota). Several keys may name one tenant; then what they say of it
+must agree. Where no tenant has a weight there are no shares; where one has, those that name none count 1. A key with
+"admin": true (in lines, the last word `admin`) is an operator's: it sees what is told of every tenant.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import hmac
 import math
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,15 @@ from .messages import TenantRules
 __all__ = ["Keys", "exposed", "read_keys"]
 
 SHORTEST = 8
-Row = tuple[str, str, str, int | None, float | None]
-"""Where it stands, the key, its tenant, and what was said of quota and weight."""
+Row = tuple[str, str, str, int | None, float | None, bool]
+"""Where it stands, the key, its tenant, what was said of quota and weight, and whether it is an operator's."""
 
 
 class Keys:
     """Keys by their SHA-256; none means that nobody is asked for one."""
 
-    def __init__(self, keys: dict[str, TenantRules]) -> None:
+    def __init__(self, keys: dict[str, TenantRules], admins: Collection[str] = ()) -> None:
+        self._admins = [_digest(key.encode()) for key in admins]
         self._digests = [(_digest(key.encode()), rules.name) for key, rules in keys.items()]
         self.tenants = tuple({rules.name: rules for rules in keys.values()}.values())
 
@@ -40,8 +43,7 @@ class Keys:
 
     def tenant(self, authorization: str | None) -> str:
         """The tenant that a request's Authorization header speaks for. Raises ApiError 401."""
-        scheme, _, key = (authorization or "").partition(" ")
-        given = key.strip() if scheme.lower() == "bearer" else ""
+        given = _given(authorization)
         digest = _digest(given.encode())
         found = None
         for known, name in self._digests:  # all of them, so that time tells nothing
@@ -50,6 +52,16 @@ class Keys:
         if found is None:
             raise invalid_key(bool(given))
         return found
+
+    def admin(self, authorization: str | None) -> bool:
+        """Whether a request's Authorization header has an operator's key."""
+        digest = _digest(_given(authorization).encode())
+        return sum(hmac.compare_digest(known, digest) for known in self._admins) > 0  # all of them, as above
+
+
+def _given(authorization: str | None) -> str:
+    scheme, _, key = (authorization or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def read_keys(path: str) -> Keys:
@@ -61,8 +73,8 @@ def read_keys(path: str) -> Keys:
     rows = _from_json(text, path) if text.lstrip().startswith("{") else _from_lines(text, path)
     keys: dict[str, TenantRules] = {}
     tenants: dict[str, TenantRules] = {}
-    unsaid = float(any(weight is not None for *_, weight in rows))
-    for where, key, name, quota, weight in rows:
+    unsaid = float(any(weight is not None for *_, weight, _ in rows))
+    for where, key, name, quota, weight, _ in rows:
         rules = TenantRules(name, quota, unsaid if weight is None else weight)
         if len(key) < SHORTEST:
             raise ValueError(f"{path}, {where}: a key needs at least {SHORTEST} characters")
@@ -77,7 +89,7 @@ def read_keys(path: str) -> Keys:
         keys[key] = rules
     if not keys:
         raise ValueError(f"{path} holds no keys")
-    return Keys(keys)
+    return Keys(keys, [key for _, key, *_, admin in rows if admin])
 
 
 def exposed(path: str) -> str | None:
@@ -95,11 +107,14 @@ def _from_lines(text: str, path: str) -> list[Row]:
         if not words:
             continue
         where = f"line {number}"
+        admin = len(words) > 2 and words[-1] == "admin"
+        words = words[:-1] if admin else words
         if not 2 <= len(words) <= 4:
-            raise ValueError(f"{path}, {where}: a line is `KEY tenant [quota [weight]]`")
+            raise ValueError(f"{path}, {where}: a line is `KEY tenant [quota [weight]] [admin]`")
         key, name, quota, weight, *_ = (*words, "-", "-")
         most = None if quota == "-" else _size(quota, f"{path}, {where}")
-        rows.append((where, key, name, most, None if weight == "-" else _weight(weight, f"{path}, {where}")))
+        share = None if weight == "-" else _weight(weight, f"{path}, {where}")
+        rows.append((where, key, name, most, share, admin))
     return rows
 
 
@@ -112,14 +127,16 @@ def _from_json(text: str, path: str) -> list[Row]:
     for number, (key, value) in enumerate(found.items(), 1):
         where = f"key {number}"
         told = {"tenant": value} if isinstance(value, str) else value
-        unknown = set(told) - {"tenant", "quota", "weight"}
+        unknown = set(told) - {"tenant", "quota", "weight", "admin"}
         name, quota, weight = told.get("tenant"), told.get("quota"), told.get("weight")
-        if unknown or not isinstance(name, str):
+        admin = told.get("admin", False)
+        if unknown or not isinstance(name, str) or not isinstance(admin, bool):
             raise ValueError(
-                f"{path}, {where}: a key names a tenant, or has tenant, quota (bytes) and weight (0 or more)"
+                f"{path}, {where}: a key names a tenant, or has tenant, quota (bytes), weight (0 or more) and admin (true)"
             )
         most = None if quota is None else _size(str(quota), f"{path}, {where}")
-        rows.append((where, key, name, most, None if weight is None else _weight(weight, f"{path}, {where}")))
+        share = None if weight is None else _weight(weight, f"{path}, {where}")
+        rows.append((where, key, name, most, share, admin))
     return rows
 
 

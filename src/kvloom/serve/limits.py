@@ -15,9 +15,12 @@ __all__ = ["Gate", "Limits"]
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`answers` may be made or wait at once; seconds are those a client may take to send a request's head, to send its body,
-    and to read what it is sent; `unread_characters` of a stream may wait for its reader."""
+    and to read what it is sent; `unread_characters` of a stream may wait for its reader; bodies that are being read may have
+    `bodies` times the bytes of one together."""
 
     body_bytes: int = 8 << 20
+    bodies: int = 32
+    connections: int = 4096
     prompt_tokens: int | None = None
     answers: int = 1280
     request_seconds: float = 30.0

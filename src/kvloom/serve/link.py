@@ -8,6 +8,7 @@ A first start that fails is final: there is nothing to serve. Later ones are tri
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import time
@@ -25,13 +26,16 @@ from .messages import (
     Add,
     Beat,
     Cancel,
+    Delta,
     EndSession,
     Failed,
     FromEngine,
+    Look,
     Outputs,
     Ready,
     Start,
     Stats,
+    Story,
     ToEngine,
     frame,
     length_of,
@@ -46,6 +50,9 @@ FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 8.0
 SOCKET_BYTES = 1 << 20
 STDERR = 2
+CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads of the engine that wait for others sleep: spinning, they take the cores from those they wait for, and from this
+process. Can only be said before torch is loaded."""
 
 
 class StartError(Exception):
@@ -70,7 +77,8 @@ class Backoff:
 
 
 class EngineLink:
-    """`say` gets a line for people when something happens; `on_ready` is called each time an engine is ready."""
+    """`say` gets a line for people when something happens; `on_ready` is called each time an engine is ready, `on_story` when
+    it tells how a prompt goes, `on_answer` (if set) with each piece of an answer that somebody waits for."""
 
     def __init__(
         self,
@@ -87,9 +95,12 @@ class EngineLink:
         self.pid: int | None = None
         self.stats = Stats()
         self._mailboxes: dict[int, Mailbox] = {}
+        self._looks: list[asyncio.Future[bytes]] = []
         self._writer: asyncio.StreamWriter | None = None
         self._closing = asyncio.Event()
         self._count = 0
+        self.on_story: Callable[[Story], None] = lambda story: None
+        self.on_answer: Callable[[Delta], None] | None = None
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
     def check(self) -> Ready:
@@ -121,6 +132,15 @@ class EngineLink:
         """A tenant's session will not come back."""
         self._send(EndSession(tenant, session))
 
+    async def look(self, seconds: float) -> bytes:
+        """A picture of the engine's cache, as JSON. Raises ApiError where there is no engine, TimeoutError where it does not
+        come within so long."""
+        self.check()
+        answer = asyncio.get_running_loop().create_future()
+        self._looks.append(answer)
+        self._send(Look())
+        return await asyncio.wait_for(answer, seconds)
+
     def close(self) -> None:
         """End the engine's process; `run` returns."""
         self._closing.set()
@@ -133,6 +153,10 @@ class EngineLink:
             mailbox.open.clear()
             mailbox.fail(error)
         self._mailboxes.clear()
+        looks, self._looks = self._looks, []
+        for look in looks:
+            if not look.done():
+                look.set_exception(error)
 
     async def run(self) -> None:
         """Keep an engine running until `close`. Raises StartError where the first cannot be started."""
@@ -157,7 +181,8 @@ class EngineLink:
         with theirs:
             fd = theirs.fileno()
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvloom.serve.engine_process", str(fd)), pass_fds=[fd], stdout=STDERR
+                *(sys.executable, "-m", "kvloom.serve.engine_process", str(fd)), pass_fds=[fd], stdout=STDERR,
+                env={**CALM, **os.environ},
             )  # fmt: skip
         self.pid = process.pid
         reader, self._writer = await asyncio.open_connection(sock=ours)
@@ -215,9 +240,13 @@ class EngineLink:
         return ""
 
     def _hand_out(self, outputs: Outputs) -> None:
+        for story in outputs.stories:  # before the answers that it is about
+            self.on_story(story)
         for delta in outputs.deltas:
             mailbox = self._mailboxes.get(delta.id)
             if mailbox is not None:
+                if self.on_answer is not None:
+                    self.on_answer(delta)
                 mailbox.put(delta)
                 if delta.id not in mailbox.open:
                     del self._mailboxes[delta.id]
@@ -228,6 +257,11 @@ class EngineLink:
                 mailbox.fail(explained(refused.why))
         if outputs.stats is not None:
             self.stats = outputs.stats
+        if outputs.picture is not None:
+            looks, self._looks = self._looks, []
+            for look in looks:
+                if not look.done():
+                    look.set_result(outputs.picture)
 
     def _send(self, message: ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():

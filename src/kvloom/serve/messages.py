@@ -1,6 +1,6 @@
 """What the API's process and the engine's process tell each other, and how it stands on the wire. Data; nothing is pickled.
 
-    API    ──▶ engine    Start (once, first), Add, Cancel, EndSession
+    API    ──▶ engine    Start (once, first), Add, Cancel, EndSession, Look
     engine ──▶ API       Ready or Failed (once), then Outputs: everything a step brought, in one message; Beat, all the time
 
 A message is msgpack behind its length, four bytes. Log-probabilities are triples of token, value and rank.
@@ -24,12 +24,16 @@ __all__ = [
     "EndSession",
     "Failed",
     "FromEngine",
+    "Look",
     "Outputs",
     "Ready",
     "Refused",
     "Start",
     "Stats",
+    "Story",
     "TenantRules",
+    "TenantUse",
+    "TierUse",
     "ToEngine",
     "TokenTold",
     "frame",
@@ -53,7 +57,8 @@ class TenantRules(msgspec.Struct, frozen=True, array_like=True):
 
 class Start(msgspec.Struct, frozen=True, tag=True):
     """What the engine is to be. `pool_bytes` None: what `memory_fraction` of the device leaves; `cpu_dtype` is what "auto"
-    means on a CPU, if not the checkpoint's own; `threads` None: as engine/threads.py has it; `progress` shows bars."""
+    means on a CPU, if not the checkpoint's own; `threads` None: as engine/threads.py has it; `progress` shows bars; without
+    `observe` the engine tells no stats and no stories."""
 
     model: str
     dtype: str = "auto"
@@ -61,6 +66,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     kv_dtype: str | None = None
     kv_scales: str = "dynamic"
     batch_invariant: bool = False
+    tiers: tuple[str, ...] = ()
     device: str | None = None
     random_weights: bool = False
     pool_bytes: int | None = None
@@ -70,10 +76,12 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     threads: int | None = None
     tenants: tuple[TenantRules, ...] = ()
     progress: bool = False
+    observe: bool = True
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended."""
+    """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended. What was
+    computed under one `salt` is found under that alone. `ends_session`: nothing more comes of its session."""
 
     id: int
     prompt: list[int]
@@ -85,6 +93,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     ttl: float | None = None
     store: bool = True
     read: bool = True
+    salt: str = ""
+    ends_session: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -100,9 +110,14 @@ class EndSession(msgspec.Struct, frozen=True, tag=True):
     session: str
 
 
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Somebody wants to see the cache: the next outputs have its picture."""
+
+
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What is new of the `index`th answer to prompt `id`. Text may lag behind tokens. `cached` is how many of the prompt's
-    tokens were found in the cache; `finish` comes with the last piece."""
+    tokens were found in the cache; `finish` comes with the last piece. `prompt` is told of the prompt's own tokens but the
+    first, where that was asked for, with the first answer."""
 
     id: int
     index: int
@@ -112,6 +127,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     finish: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[list[TokenTold]] | None = None
+    prompt: list[list[TokenTold]] | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
@@ -121,8 +137,64 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
     why: str
 
 
+class Story(msgspec.Struct, frozen=True, array_like=True):
+    """How a prompt went so far: told when it begins, when its first token is there, and when it has ended. Times are those
+    of the machine's monotonic clock, 0 where it has not come to that. `hits` are tokens found, by tier; `reason` (one of
+    the core's REASONS) says why they end at token `stop`: what had left did so at `left`, by `policy`. `elsewhere`: another
+    tenant has more of this prompt. `loads` are those from lower tiers: which, from when to when, how many tokens."""
+
+    id: int
+    looked_up: float
+    began: float
+    first: float
+    cached: int
+    hits: dict[str, int]
+    stop: int
+    reason: str
+    left: float | None = None
+    policy: str | None = None
+    elsewhere: bool = False
+    preemptions: int = 0
+    loads: list[tuple[str, float, float, int]] = []
+
+
+Counts = tuple[list[int], float]
+"""A core Spread's counts, and the sum of its values."""
+
+
+class TenantUse(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of the pool that a tenant uses, and of them holds; tokens it looked up and found; its entries that left; its
+    requests that run and wait."""
+
+    used: int = 0
+    held: int = 0
+    looked_up_tokens: int = 0
+    hit_tokens: int = 0
+    evictions: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+class TierUse(msgspec.Struct, frozen=True, array_like=True):
+    """A lower tier: what it holds, and objects and bytes that went through it. `breaker` is "closed" while it is used, "open"
+    while it is left alone after faults, "half-open" while it is tried again."""
+
+    name: str
+    objects: int = 0
+    bytes: int = 0
+    capacity: int = 0
+    reads: dict[str, int] = {}
+    writes: dict[str, int] = {}
+    bytes_read: int = 0
+    bytes_written: int = 0
+    evicted: int = 0
+    breaker: str = "closed"
+
+
 class Stats(msgspec.Struct, frozen=True):
-    """Counters of the engine and its cache; they begin again when it is restarted. `tenants` has used and held bytes."""
+    """Counters of the engine and its cache; they begin again when it is restarted. `fragmented_bytes` are free pages in slabs
+    that are lent, `unused_tokens` have room and are not computed. `stops` are lookups by why they ended, `evicted` evictions by what left, `hit_pages` pages found by kind of layers; `idle` and `reused`
+    are spreads of seconds. `lower` are counts of what was brought from tiers, `faults` what went wrong there: tier, verb, outcome."""
 
     running: int = 0
     waiting: int = 0
@@ -131,18 +203,38 @@ class Stats(msgspec.Struct, frozen=True):
     free_slabs: int = 0
     held_pages: int = 0
     cached_pages: int = 0
+    held_bytes: int = 0
+    cached_bytes: int = 0
     looked_up_tokens: int = 0
     hit_tokens: int = 0
     evictions: int = 0
-    tenants: dict[str, tuple[int, int]] = {}
+    evicted_bytes: int = 0
+    moved_pages: int = 0
+    nodes: int = 0
+    fragmented_bytes: int = 0
+    unused_tokens: int = 0
+    steps: int = 0
+    output_tokens: int = 0
+    stops: dict[str, int] = {}
+    evicted: dict[str, int] = {}
+    hit_pages: dict[str, int] = {}
+    idle: Counts = ([], 0.0)
+    reused: Counts = ([], 0.0)
+    tenants: dict[str, TenantUse] = {}
+    tiers: list[TierUse] = []
+    lower: dict[str, int] = {}
+    faults: list[tuple[str, str, str, int]] = []
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """What one step brought. `stats` come now and then, and whenever the engine falls idle."""
+    """What one step brought. `stats` come now and then, and whenever the engine falls idle; `picture` is JSON, for those who
+    asked to look."""
 
     deltas: list[Delta] = []
     refused: list[Refused] = []
     stats: Stats | None = None
+    picture: bytes | None = None
+    stories: list[Story] = []
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -174,7 +266,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     step: int = 0
 
 
-ToEngine = Start | Add | Cancel | EndSession
+ToEngine = Start | Add | Cancel | EndSession | Look
 FromEngine = Ready | Failed | Outputs | Beat
 
 _encoder = msgspec.msgpack.Encoder()

@@ -7,6 +7,7 @@ megabytes takes seconds. One that is plainly too long is not read to its end.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -107,10 +108,14 @@ class Prompts:
             raise bad_request("this model has no tokenizer: give prompts as token ids", "prompt")
         if not texts:
             return [Prompt(ids, self._text(ids) if fields.echo else None) for ids in many]
+        if fields.truncate_prompt_tokens is not None:
+            most = sys.maxsize  # the rest is cut off
+
+        how = {"add_special_tokens": fields.add_special_tokens is not False}
 
         def encode() -> list[Prompt]:
             return [
-                Prompt(self._encoded(item, most, "prompt"), item)
+                Prompt(self._encoded(item, most, "prompt", **how), item)
                 if isinstance(item, str)
                 else Prompt(item, self._text(item) if fields.echo else None)
                 for item in many
@@ -135,11 +140,20 @@ class Prompts:
                 "continue_final_message goes on with the last message, add_generation_prompt begins another: give one",
                 "continue_final_message",
             )
+        given = {
+            "tools": None if fields.tool_choice == "none" else fields.tools,
+            "documents": fields.documents,
+            "reasoning_effort": fields.reasoning_effort,
+            **(fields.chat_template_kwargs or {}),
+        }
         more = {
             name: value
-            for name, value in (fields.chat_template_kwargs or {}).items()
-            if name not in ("chat_template", "tokenize", "conversation")
+            for name, value in given.items()
+            if value is not None and name not in ("chat_template", "tokenize", "conversation")
         }
+        how = {"add_special_tokens": bool(fields.add_special_tokens)}
+        if fields.truncate_prompt_tokens is not None:
+            most = sys.maxsize
 
         def write() -> Prompt:
             from jinja2.exceptions import TemplateError
@@ -157,9 +171,24 @@ class Prompts:
                 )
             except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
                 raise bad_request(f"the chat template refuses these messages: {error}", "messages") from None
-            return Prompt(self._encoded(text, most, "messages", add_special_tokens=False), text)
+            return Prompt(self._encoded(text, most, "messages", **how), text)
 
         return await self._run(write, sum(len(message["content"]) + PER_MESSAGE for message in messages))
+
+    def cut(self, prompt: Prompt, keep: int | None) -> Prompt:
+        """A prompt's last `keep` tokens; None keeps all."""
+        if keep is None or len(prompt.tokens) <= keep:
+            return prompt
+        ids = prompt.tokens[len(prompt.tokens) - keep :]
+        return Prompt(ids, None if prompt.text is None else self._text(ids))
+
+    async def text(self, ids: list[int]) -> str:
+        """The text of token ids."""
+        return await self._run(lambda: self._text(ids), len(ids))
+
+    def spelled(self, ids: list[int]) -> list[str]:
+        """Tokens as the tokenizer spells them."""
+        return [] if self.tokenizer is None else list(self.tokenizer.convert_ids_to_tokens(ids))
 
     def name(self, token: int) -> str:
         """A token as text, for log-probabilities; part of a character is told as the tokenizer spells it."""
@@ -199,6 +228,8 @@ def _plain(place: int, message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise bad_request(f"{where}: role must be a text", "messages")
     content = message.get("content")
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": _calls(where, message["tool_calls"])}
     if content is None and message["role"] == "assistant":
         return {**message, "content": ""}
     if isinstance(content, str):
@@ -212,3 +243,20 @@ def _plain(place: int, message: dict[str, Any]) -> dict[str, Any]:
             raise bad_request(f"{where}: a part of type {kind!r} cannot be had here; text can", "messages")
         texts.append(part["text"])
     return {**message, "content": "".join(texts)}
+
+
+def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Tool calls as templates want them: arguments are an object, not the text of one."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise bad_request(f"{where}: tool_calls must be a list of objects", "messages")
+    found = []
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                read = msgspec.json.decode(function["arguments"] or "{}")
+            except (msgspec.DecodeError, RecursionError):
+                raise bad_request(f"{where}: the arguments of a tool call must be JSON", "messages") from None
+            call = {**call, "function": {**function, "arguments": read}}
+        found.append(call)
+    return found

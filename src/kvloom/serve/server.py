@@ -19,22 +19,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from kvloom.models.catalog import known_models, load_config
 
 from .api import application
-from .connection import Connection, close_idle
+from .connection import at_most, close_idle
+from .dashboard.watch import Watch
 from .errors import draining
 from .keys import Keys
 from .limits import Gate, Limits
 from .link import EngineLink, StartError
 from .messages import Ready, Start
 from .metrics import Metrics
+from .observer import Observer
 from .prompts import Prompts, load_tokenizer
+from .recorder import Recorder
 from .service import Service, is_loopback
 from .watchdog import Patience
+
+if TYPE_CHECKING:
+    from .traces import Traces
 
 __all__ = ["Options", "serve"]
 
@@ -47,7 +54,8 @@ LAST_WORDS_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to serve, where, to whom. Raises ValueError where no keys would leave an open door."""
+    """What to serve, where, to whom. `recorder` takes down traffic, `otlp` is where traces are sent. Raises ValueError where no
+    keys would leave an open door."""
 
     start: Start
     host: str = "127.0.0.1"
@@ -58,6 +66,10 @@ class Options:
     drain_seconds: float = 30.0
     patience: Patience = field(default_factory=Patience)
     chat_template: str | None = None
+    writes_code: bool = False
+    """The model goes on with code rather than with a chat: so does the line to try."""
+    recorder: Recorder | None = None
+    otlp: str | None = None
 
     def __post_init__(self) -> None:
         if not self.keys and not is_loopback(self.host):
@@ -89,11 +101,11 @@ def serve(options: Options) -> int:
     _check_model(options.start.model, options.start.random_weights)
     _raise_file_limit()
     config = uvicorn.Config(
-        _nothing, loop="auto", http=Connection, ws="none", lifespan="off", log_level="warning", access_log=False,
+        _nothing, loop="auto", http=at_most(options.limits.connections), ws="none", lifespan="off", log_level="warning", access_log=False,
         server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=2,
     )  # fmt: skip
     with (
-        _bound(options.host, options.port) as listener,
+        _bound(options.host, options.port, options.limits.read_seconds) as listener,
         asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,
     ):
         return runner.run(_Life(options, config, listener).run())
@@ -104,17 +116,26 @@ class _Life:
         self.options, self.listener = options, listener
         self.link = EngineLink(options.start, _say, self._engine_ready, options.patience)
         gate = Gate(options.limits.answers)
+        self.observer = Observer(
+            Metrics(self.link, gate, options.model_name, options.start.observe),
+            _traces(options),
+            options.recorder,
+        )
+        self.link.on_story = self.observer.tell
+        if options.recorder is not None:
+            self.link.on_answer = self.observer.answer
         self.service = Service(
             self.link,
             options.keys,
             options.limits,
             gate,
-            Metrics(self.link, gate),
+            self.observer,
             options.model_name,
             options.start.model,
             int(time.time()),
         )
-        config.app = application(self.service)
+        self.watch = Watch(self.service)
+        config.app = application(self.service, self.watch)
         self.server = _Server(config)
         self._began = time.monotonic()
         self._ready: Ready | None = None
@@ -130,6 +151,7 @@ class _Life:
         work = asyncio.create_task(self._work())
         http = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         idle = asyncio.create_task(self._close_idle())
+        watch = asyncio.create_task(self.watch.run())
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,7 +164,7 @@ class _Life:
             _say(f"error: {failed}")
             return BAD_START
         finally:
-            for task in (idle, stop):
+            for task in (idle, watch, stop):
                 task.cancel()
             self.link.fail_all(draining())
             await asyncio.sleep(LAST_WORDS_SECONDS)
@@ -150,6 +172,7 @@ class _Life:
             await http
             self.link.close()
             await asyncio.gather(work, return_exceptions=True)
+            await asyncio.to_thread(self.observer.close)
 
     async def _work(self) -> None:
         await asyncio.gather(self.link.run(), self._load_tokenizer())
@@ -180,6 +203,7 @@ class _Life:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         seconds = time.monotonic() - self._began
         has_chat = bool(getattr(self.service.prompts.tokenizer, "chat_template", None))
+        has_chat = has_chat and not self.options.writes_code
         welcome(
             self.service.model,
             url,
@@ -212,6 +236,14 @@ class _Life:
             close_idle(self.server.server_state.connections, seconds)
 
 
+def _traces(options: Options) -> Traces | None:
+    if options.otlp is None:
+        return None
+    from .traces import Traces
+
+    return Traces(options.otlp, options.model_name)
+
+
 def _check_model(model: str, random_weights: bool) -> None:
     """Raise ValueError for what is plainly no model: a folder without a config, or neither a folder nor a hub id."""
     path = Path(model)
@@ -232,11 +264,16 @@ def _requests(gate: Gate) -> str:
     return "1 request" if gate.requests == 1 else f"{gate.requests} requests"
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, read_seconds: float) -> socket.socket:
+    """A socket that listens there. The kernel ends connections whose other side takes nothing of what was sent for
+    `read_seconds`: answers that were handed over whole are waited for by nobody else."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        milliseconds = min(int(1e3 * read_seconds), (1 << 31) - 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     try:
         listener.bind(address)
     except OSError as error:

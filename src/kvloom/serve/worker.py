@@ -12,9 +12,24 @@ from dataclasses import dataclass, field
 
 from kvloom.core import Control, Retain
 from kvloom.engine.engine import Engine
+from kvloom.engine.logprobs import TokenLogprobs
 from kvloom.engine.request import Request
 
-from .messages import Add, Cancel, Delta, EndSession, Outputs, Refused, Stats, TenantRules, TokenTold
+from .dashboard.picture import Picture
+from .messages import (
+    Add,
+    Cancel,
+    Delta,
+    EndSession,
+    Look,
+    Outputs,
+    Refused,
+    Stats,
+    Story,
+    TenantRules,
+    TokenTold,
+)
+from .stats import engine_stats
 
 __all__ = ["Worker"]
 
@@ -23,12 +38,13 @@ STATS_SECONDS = 0.25
 
 @dataclass(slots=True)
 class _Open:
-    """A prompt that runs, and how many tokens of each of its answers were told."""
+    """A prompt that runs, how many tokens of each of its answers were told, and when the first was there."""
 
     message: Add
     request: Request
     claim: int
     told: list[int] = field(default_factory=list)
+    first: float = 0.0
 
 
 @dataclass(slots=True)
@@ -41,24 +57,31 @@ class _Gate:
 
 
 class Worker:
-    """One engine and the requests of its users. One thread calls it."""
+    """One engine and the requests of its users. One thread calls it. Without `observe` nothing is told but answers."""
 
-    def __init__(self, engine: Engine, tenants: tuple[TenantRules, ...] = ()) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, tenants: tuple[TenantRules, ...] = (), observe: bool = True) -> None:
+        self.engine, self._observe = engine, observe
         self._gates = {t.name: _Gate(t.quota) for t in tenants if t.quota is not None}
         self._open: dict[int, _Open] = {}
+        self._unheard: dict[int, _Open] = {}  # by request: those whose first token has not come
+        self._steps = 0
         self._refused: list[Refused] = []
-        self._preemptions = 0
+        self._preemptions = self._told_tokens = 0
+        self._picture: Picture | None = None  # made when somebody looks
+        self._looked = False
         self._stats_at = 0.0
         self._news = True  # whether something changed since the last stats
 
     @property
     def busy(self) -> bool:
         """Whether a step would do or tell something."""
-        return self.engine.busy or bool(self._refused) or self._news
+        return self.engine.busy or bool(self._refused) or self._news or self._looked
 
-    def take(self, message: Add | Cancel | EndSession) -> None:
+    def take(self, message: Add | Cancel | EndSession | Look) -> None:
         """Do as a message says. What is refused is told by the next step."""
+        if isinstance(message, Look):
+            self._looked = True
+            return
         self._news = True
         if isinstance(message, Cancel):
             self._cancel(message.id)
@@ -69,8 +92,12 @@ class Worker:
 
     def step(self) -> Outputs | None:
         """Let the engine make a step; what it brought, None where that is nothing."""
+        stories: list[Story] = []
         if self.engine.busy:
-            self.engine.step()
+            landed = self.engine.step()
+            self._steps += 1
+            if self._unheard:
+                stories = self._hear(landed)
         deltas: list[Delta] = []
         ended: list[_Open] = []
         for one in self._open.values():
@@ -78,9 +105,31 @@ class Worker:
                 ended.append(one)
         for one in ended:
             self._leave(one)
+            if self._observe:
+                stories.append(_story(one))
         refused, self._refused = self._refused, []
-        stats = self._stats()
-        return Outputs(deltas, refused, stats) if deltas or refused or stats is not None else None
+        stats, picture = self._stats(), self._looked_at()
+        told = deltas or refused or stories or stats is not None or picture is not None
+        return Outputs(deltas, refused, stats, picture, stories) if told else None
+
+    def _hear(self, landed: list[Request]) -> list[Story]:
+        """What can be told of prompts that have just begun, or have their first token now."""
+        heard = self._unheard
+        stories = [_story(heard[r.order]) for r in self.engine.scheduler.begun if r.order in heard]
+        for request in landed:
+            one = heard.pop(request.order, None)
+            if one is not None:
+                one.first = time.monotonic()
+                stories.append(_story(one))
+        return stories
+
+    def _looked_at(self) -> bytes | None:
+        """The picture, where somebody asked for it."""
+        if not self._looked:
+            return None
+        self._looked = False
+        self._picture = self._picture or Picture(self.engine)
+        return self._picture.json()
 
     def _enter(self, message: Add) -> None:
         gate = self._gates.get(message.tenant)
@@ -110,7 +159,12 @@ class Worker:
         retain = () if message.ttl is None else (Retain(ttl=message.ttl),)
         session = None if message.session is None else _session(message.tenant, message.session)
         control = Control(
-            tenant=message.tenant, store=message.store, read=message.read, session=session, retain=retain
+            tenant=message.tenant,
+            adapter=message.salt,  # as an adapter does, it has names of its own, and they count for its tenant
+            store=message.store,
+            read=message.read,
+            session=session,
+            retain=retain,
         )
         try:
             request = self.engine.add(
@@ -123,7 +177,9 @@ class Worker:
         except ValueError as error:
             self._refused.append(Refused(message.id, str(error)))
             return False
-        self._open[message.id] = _Open(message, request, claim, [0] * len(request.family))
+        one = self._open[message.id] = _Open(message, request, claim, [0] * len(request.family))
+        if self._observe:
+            self._unheard[request.order] = one
         return True
 
     def _cancel(self, id_: int) -> None:
@@ -137,8 +193,12 @@ class Worker:
 
     def _leave(self, one: _Open) -> None:
         del self._open[one.message.id]
+        self._unheard.pop(one.request.order, None)
         self._preemptions += sum(answer.preemptions for answer in one.request.family)
+        self._told_tokens += _output(one.request)
         self._news = True
+        if one.message.ends_session and one.message.session is not None:
+            self.engine.cache.end_session(_session(one.message.tenant, one.message.session))
         gate = self._gates.get(one.message.tenant)
         if gate is not None:
             gate.claimed -= one.claim
@@ -167,11 +227,11 @@ class Worker:
         return True
 
     def _delta(self, one: _Open, index: int, answer: Request, told: int) -> Delta:
-        logprobs: list[list[TokenTold]] | None = None
+        logprobs, prompt = None, None
         if answer.params.logprobs is not None:
-            logprobs = [
-                [(token, p.logprob, p.rank) for token, p in place.items()] for place in answer.logprobs[told:]
-            ]
+            logprobs = _triples(answer.logprobs[told:])
+        if answer.params.prompt_logprobs is not None and not index:
+            prompt = _triples(one.request.prompt_logprobs[1:])  # the first token follows nothing
         return Delta(
             one.message.id,
             index,
@@ -181,36 +241,57 @@ class Worker:
             answer.finish,
             answer.stop_reason,
             logprobs,
+            prompt,
         )
 
     def _stats(self) -> Stats | None:
+        if not self._observe:
+            self._settle()
+            return None
         now = time.monotonic()
         idle = not self.engine.busy
         if not (self._news and idle) and now < self._stats_at:
             return None
         self._stats_at = now + STATS_SECONDS
-        self._news = False if idle else self._news
-        cache, scheduler = self.engine.cache, self.engine.scheduler
-        found = cache.stats()
-        gated = sum(len(gate.waiting) for gate in self._gates.values())
-        names = (
-            "slabs",
-            "free_slabs",
-            "held_pages",
-            "cached_pages",
-            "looked_up_tokens",
-            "hit_tokens",
-            "evictions",
-        )
-        return Stats(
-            running=len(scheduler.running),
-            waiting=scheduler.waiting + gated,
-            preemptions=self._preemptions,
-            tenants={name: (account.used, account.held) for name, account in cache.accounts.accounts.items()},
-            **{name: int(found[name]) for name in names},  # type: ignore[arg-type]
-        )
+        self._settle()
+        gated = {name: len(gate.waiting) for name, gate in self._gates.items()}
+        inside = [(one.message.tenant, one.request.began > 0) for one in self._open.values()]
+        made = self._told_tokens + sum(_output(one.request) for one in self._open.values())
+        return engine_stats(self.engine, self._steps, made, self._preemptions, gated, inside)
+
+    def _settle(self) -> None:
+        """Nothing is new any more where the engine is idle."""
+        self._news = self._news and self.engine.busy
+
+
+def _story(one: _Open) -> Story:
+    request, stop = one.request, one.request.stop
+    return Story(
+        one.message.id,
+        request.looked_up,
+        request.began,
+        one.first,
+        request.cached_tokens or 0,
+        request.hits,
+        0 if stop is None else stop.position,
+        "" if stop is None else stop.reason,
+        None if stop is None else stop.when,
+        None if stop is None else stop.policy,
+        request.elsewhere,
+        sum(answer.preemptions for answer in request.family),
+        request.loads,
+    )
+
+
+def _output(request: Request) -> int:
+    """Tokens of all answers to a prompt so far."""
+    return sum(answer.output_count for answer in request.family)
 
 
 def _session(tenant: str, session: str) -> str:
     """A session's name in the cache: no tenant can write one that is another's."""
     return f"{len(tenant)}:{tenant}:{session}"
+
+
+def _triples(places: list[TokenLogprobs] | list[TokenLogprobs | None]) -> list[list[TokenTold]]:
+    return [[(token, p.logprob, p.rank) for token, p in (place or {}).items()] for place in places]

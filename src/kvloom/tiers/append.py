@@ -26,7 +26,8 @@ from .transfer import Outcome, Transfer
 
 __all__ = ["Appender"]
 
-_FRAME_BYTES = 16 << 20
+_FRAME_BYTES = 8 << 20  # sealed while the one before is written: the smaller, the less waits at either end
+_FIRST_BYTES = 1 << 20  # of a call's first frame, so that the disk begins soon
 _FRAME_RECORDS = 512
 _SYNC_BYTES = 128 << 20
 _AHEAD = 2  # sealed frames that wait for the disk
@@ -100,9 +101,11 @@ class Appender:
             if not isinstance(job, _Write):
                 self._sealed.put(job)
                 continue
-            step = max(1, min(_FRAME_RECORDS, self._frame_bytes // job.objects.form.page_bytes))
-            for at in range(0, len(job.which), step):
+            at, size = 0, min(_FIRST_BYTES, self._frame_bytes)
+            while at < len(job.which):
+                step = max(1, min(_FRAME_RECORDS, size // job.objects.form.page_bytes))
                 self._seal(job, job.which[at : at + step].tolist())
+                at, size = at + step, min(2 * size, self._frame_bytes)
             del job
         self._sealed.put(None)
 

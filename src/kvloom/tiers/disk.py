@@ -311,12 +311,17 @@ class _Read:
         pages, size = self.into.view, self.stop - self.start
         pieces = [pages[at : at + size] for _, _, at in self.items]
         got = tier._files.read(self.segment.fd, pieces, self.items[0][1].offset + self.start)
+        good = []
         for (index, record, _), piece in zip(self.items, pieces, strict=True):
             outcome = Outcome.SHORT
             if got >= size:
                 outcome = unseal(record.head, piece, self.start // record.head.run_bytes, piece, tools.codec)
             got -= size
-            tier._settle(self.transfer, index, record, outcome)
+            if outcome == Outcome.OK:
+                good.append(index)
+            else:
+                tier._settle(self.transfer, index, record, outcome)
+        self.transfer.settle(good, Outcome.OK)  # together: one by one costs as much as the checksums
 
     def scratch_read(self, tier: DiskTier, tools: Tools) -> None:
         pages = self.into.view

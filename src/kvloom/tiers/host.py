@@ -63,11 +63,12 @@ class Lease:
         self.offsets = np.array([-1 if e is None else e.offset for e in entries], np.int64)
         self.results = np.array(results, np.uint8)
 
-    def release(self, written: bool = True) -> None:
-        """Lets go. After `reserve`, `written` says that the bytes are there; without them the places are free
-        again. Twice is harmless."""
+    def release(self, written: bool | npt.NDArray[np.bool_] = True) -> None:
+        """Lets go. After `reserve`, `written` says that the bytes are there, of all or of each; without them the places
+        are free again. Twice is harmless."""
         entries, self._entries = self._entries, []
-        self._tier._release(self._objects, entries, written)
+        came = np.broadcast_to(np.asarray(written), len(entries)).tolist()
+        self._tier._release(self._objects, entries, came)
 
     def checks(self) -> list[bytes]:
         """The checksums of the held pages that are ready, in order; made now where the tier has none. For whoever
@@ -252,6 +253,15 @@ class HostTier(Tier):
     def _make_room(self, size: int) -> int:
         """A page where none is free: that of the least recently used object, if it has this size; else the whole slab
         that object lies in leaves. -1 when everything is held."""
+        for (
+            key,
+            entry,
+        ) in self._entries.items():  # the least recently used: mostly its place simply changes hands
+            if entry.size == size and not entry.held:
+                del self._entries[key], self._in_slab[entry.offset // self._arena.slab_bytes][entry.offset]
+                self._evicted += 1
+                return entry.offset
+            break
         tries = min(len(self._entries), _MOST_TRIES)
         for _ in range(tries):
             if taken := self._arena.take(size, 1):
@@ -284,14 +294,16 @@ class HostTier(Tier):
         del self._in_slab[entry.offset // self._arena.slab_bytes][entry.offset]
         self._arena.give(entry.size, entry.offset)
 
-    def _release(self, objects: Objects, entries: list[_Entry | None], written: bool) -> None:
-        if self._codec is not None and written:
+    def _release(self, objects: Objects, entries: list[_Entry | None], came: list[bool]) -> None:
+        if self._codec is not None:
             form, arena = objects.form, self._arena.view
-            for entry in entries:
-                if entry is not None and not entry.ready and not entry.checks:  # ours alone until it is ready
+            for entry, written in zip(entries, came, strict=True):
+                if (
+                    entry is not None and written and not entry.ready and not entry.checks
+                ):  # ours alone until then
                     entry.checks = checksums(arena[entry.offset : entry.offset + entry.size], form.run_bytes)
         with self._lock:
-            for key, entry in zip(objects.keys, entries, strict=False):
+            for key, entry, written in zip(objects.keys, entries, came, strict=False):
                 if entry is None:
                     continue
                 entry.held -= 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Literal, cast
 from urllib.parse import parse_qsl
 
@@ -29,8 +30,8 @@ WRITES: tuple[Write, ...] = ("through", "second-use", "back")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tier, and when pages are written to it: as soon as they are complete ("through"), when they are used a second
-    time, or when they have to leave the place above ("back")."""
+    """A tier, and when pages are written to it: when the sequence that made them ends ("through"), when one ends
+    that used them again, or when they have to leave the place above ("back")."""
 
     tier: Tier
     write: Write = "through"
@@ -69,12 +70,11 @@ def open_tier(text: str) -> Tier:
 
 
 def open_place(text: str) -> Place:
-    """`open_tier`, with the option that every scheme has: `write=through`, `second-use` or `back`. By default host memory
-    takes what has to leave the device, and every other tier all that is complete: what a restart should find."""
-    scheme = scheme_of(text)
+    """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`."""
+    scheme_of(text)
     found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
     if found is None:
-        return Place(open_tier(text), "back" if scheme == "host" else "through")
+        return Place(open_tier(text))
     if found[1] not in WRITES:
         raise ValueError(f"tier {text!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
     rest = (text[: found.start()] + text[found.end() :]).rstrip("?&")
@@ -96,7 +96,7 @@ def _open_host(text: str) -> Tier:
 
 
 def _open_disk(text: str) -> Tier:
-    plain, options = options_of(text, ("durable", "compression", "evict"))
+    plain, options = options_of(text, ("durable", "compression", "evict", "keys"))
     path, colon, size = plain.removeprefix("disk:").rpartition(":")
     if not colon or not path:
         raise ValueError(f"tier {text!r}: write it like disk:/path:1TiB")
@@ -108,9 +108,28 @@ def _open_disk(text: str) -> Tier:
             parse_size(size),
             durable=cast(Literal["power", "process"], durable),
             compression=cast(Compression, compression),
+            keys=options.get("keys"),
             evict=cast(Literal["oldest", "least-used"], evict),
         )
     )
 
 
-SCHEMES: dict[str, Callable[[str], Tier]] = {"host": _open_host, "disk": _open_disk}
+def _from(module: str) -> Callable[[str], Tier]:
+    """A store's own way to open it, imported when it is asked for."""
+
+    def opened(text: str) -> Tier:
+        tier: Tier = import_module(f"kvloom.tiers.{module}").open_from(text)
+        return tier
+
+    return opened
+
+
+SCHEMES: dict[str, Callable[[str], Tier]] = {
+    "host": _open_host,
+    "disk": _open_disk,
+    "redis": _from("redis"),
+    "rediss": _from("redis"),
+    "mooncake": _from("mooncake"),
+    "nixl": _from("nixl"),
+    "peer": _from("peer"),
+}

@@ -10,26 +10,13 @@ from dataclasses import replace
 from typing import Any, get_args
 from urllib.parse import parse_qsl
 
+from kvloom.core.sizes import parse_size
+
 from .codec import Compression
+from .disk import DiskConfig
 from .remote import RemoteConfig
 
-__all__ = ["Options", "parse_bytes"]
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-def parse_bytes(text: str) -> int:
-    """ "64GiB", "64G" (the same), "64GB" (decimal) or plain bytes."""
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)([kmgt]?)(ib|b)?", text.strip().lower())
-    if match is None or (match[3] == "ib" and not match[2]):
-        raise ValueError(f"{text!r} is no size: write it like 64GiB, 64GB or 1000000")
-    unit = _UNITS[match[2]]
-    if match[3] == "b" and match[2]:
-        unit = 1000 ** ("kmgt".index(match[2]) + 1)
-    size = int(float(match[1]) * unit)
-    if size <= 0:
-        raise ValueError(f"{text!r} is nothing: write a size like 64GiB")
-    return size
+__all__ = ["Options"]
 
 
 class Options:
@@ -58,7 +45,7 @@ class Options:
         """A size; without `otherwise` it must be given."""
         if otherwise is None and name not in self._left:
             raise ValueError(f"{self.told}: how large? Give ?{name}=64GiB")
-        return int(self._parsed(name, otherwise, parse_bytes))
+        return int(self._parsed(name, otherwise, parse_size))
 
     def compression(self) -> Compression:
         told = self.text("compression", "none")
@@ -78,6 +65,23 @@ class Options:
             readers=self.whole("readers", plain.readers),
             writers=self.whole("writers", plain.writers),
             timeout=self.seconds("timeout", plain.timeout),
+            pending_bytes=self.size("pending", plain.pending_bytes),
+        )
+        self.done()
+        return config
+
+    def disk(self, directory: str) -> DiskConfig:
+        """The options of a disk tier, and no others."""
+        plain = DiskConfig(directory, self.size("capacity"))
+        durable: Any = self.text("durable", plain.durable)
+        evict: Any = self.text("evict", plain.evict)
+        config = replace(
+            plain,
+            durable=durable,
+            evict=evict,
+            compression=self.compression(),
+            keys=self.text("keys", "") or None,
+            readers=self.whole("readers", plain.readers),
             pending_bytes=self.size("pending", plain.pending_bytes),
         )
         self.done()

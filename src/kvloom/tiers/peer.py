@@ -1,7 +1,8 @@
 """Another process's host memory as a tier: `peer://host:port`. Its pages are read where they lie.
 
-    same host     hold -> copy from the shared arena -> compare checksums -> release      no byte on a socket
-    elsewhere     read -> bytes on the connection, straight into the caller's memory -> compare checksums
+    shared       same host: hold -> copy from the shared arena -> compare checksums -> release     no byte on a socket
+    nixl         hold -> NIXL brings them (RDMA where there is any) -> compare checksums -> release
+    connection   read -> bytes on the connection, straight into the caller's memory -> compare checksums
 
 The other side is a `PeerServer`. Knows no stores.
 """
@@ -10,16 +11,19 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal, cast, get_args
 from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
 
-from .codec import Head, checksums, unseal
+from .codec import Head, checksum, checksums, unseal
 from .options import Options
+from .peer_nixl import NixlReach
 from .remote import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage
 from .shared import map_shared
 from .tier import TierError
@@ -27,16 +31,18 @@ from .transfer import Outcome
 from .wire import MOST_OBJECTS, Channel, Message, Verb, greet
 from .workers import Tools
 
-__all__ = ["PeerConnection", "open_from", "open_peer"]
+__all__ = ["By", "PeerConnection", "open_from", "open_peer"]
 
 _STEP_BYTES = 256 << 10  # copied, then compared while the processor still has it
+_LOST: list[Channel] = []  # connections that are kept for what they have reserved
 Address = tuple[str, int]
+By = Literal["auto", "shared", "nixl", "connection"]
 
 
 class PeerConnection(Connection):
-    """One connection to a PeerServer. `shared=False` sends pages on the connection even on one host."""
+    """One connection to a PeerServer. `by="auto"` is shared memory where it can be reached, else the connection."""
 
-    def __init__(self, address: Address, secret: bytes, timeout: float, shared: bool = True) -> None:
+    def __init__(self, address: Address, secret: bytes, timeout: float, by: By = "auto") -> None:
         try:
             self._channel = Channel(socket.create_connection(address, timeout), timeout)
         except OSError as error:
@@ -46,9 +52,18 @@ class PeerConnection(Connection):
             about = self._ask(Message(Verb.ABOUT))
             self.slab_bytes, self.capacity = about.a, about.b
             self.arena: npt.NDArray[np.uint8] | None = None
+            self.nixl: NixlReach | None = None
             where = json.loads(about.payload or b"{}")
-            if shared and where:
+            if by in ("auto", "shared") and "path" in where:
                 self.arena = map_shared(str(where["path"]), str(where["token"]), int(where["size"]))
+            if by == "shared" and self.arena is None:
+                raise StoreError(
+                    "the peer's memory cannot be mapped from here: another host, user or container"
+                )
+            if by == "nixl":
+                if "nixl" not in where:
+                    raise StoreError("the peer does not offer NIXL: start it with --nixl")
+                self.nixl = NixlReach(where, timeout)
         except BaseException:
             self._channel.close()
             raise
@@ -70,7 +85,10 @@ class PeerConnection(Connection):
         return Usage(answer.count, answer.a, answer.b)
 
     def close(self) -> None:
-        self._channel.close()
+        if self._channel not in _LOST:
+            self._channel.close()
+        if self.nixl is not None:
+            self.nixl.close()
 
     def _ask(self, message: Message, pieces: Sequence[memoryview] = ()) -> Message:
         self._channel.begin()
@@ -80,35 +98,85 @@ class PeerConnection(Connection):
     # --- pages
 
     def read(self, job: Job, tools: Tools) -> dict[int, Outcome]:
-        return self._read_shared(job, tools, self.arena) if self.arena is not None else self._read(job, tools)
+        if self.nixl is not None:
+            return self._read_nixl(job, tools, self.nixl)
+        return self._read_shared(job, self.arena) if self.arena is not None else self._read(job, tools)
 
     def write(self, job: Job) -> dict[int, Outcome]:
+        if self.nixl is not None:
+            return self._write_nixl(job, self.nixl)
         return self._write_shared(job, self.arena) if self.arena is not None else self._write(job)
 
-    def _read_shared(self, job: Job, tools: Tools, arena: npt.NDArray[np.uint8]) -> dict[int, Outcome]:
-        form, (start, stop) = job.objects.form, job.part
-        answer = self._ask(_about(Verb.HOLD, job.keys(), form.page_bytes, form.run_bytes))
-        count = len(job.which)
+    def _lease(self, verb: Verb, job: Job) -> tuple[Message, list[int], list[int], _Checks]:
+        """HOLD or RESERVE: the answer, with results, offsets and checksums."""
+        form, count = job.objects.form, len(job.which)
+        answer = self._ask(_about(verb, job.keys(), form.page_bytes, form.run_bytes))
         results = np.frombuffer(answer.payload, np.uint8, count).tolist()
         offsets = np.frombuffer(answer.payload, np.int64, count, count).tolist()
-        checks = _Checks(answer.payload, 9 * count, form.runs)
-        step = max(form.run_bytes, _STEP_BYTES // form.run_bytes * form.run_bytes)
-        into = job.ranges.bytes
-        starts = job.ranges.starts.tolist()
+        return answer, results, offsets, _Checks(answer.payload, 9 * count, form.runs)
+
+    def _read_nixl(self, job: Job, tools: Tools, nixl: NixlReach) -> dict[int, Outcome]:
+        form, (start, stop) = job.objects.form, job.part
+        answer, results, offsets, checks = self._lease(Verb.HOLD, job)
+        outcomes = {index: Outcome(result) for index, result in zip(job.which, results, strict=True)}
+        found = [number for number, result in enumerate(results) if result == Outcome.OK]
+        step = nixl.room(form.page_bytes)
+        for at in range(0, len(found), step):
+            some = found[at : at + step]
+            nixl.move("READ", [offsets[number] for number in some], form.page_bytes, start, stop)
+            for place, number in enumerate(some):
+                index = job.which[number]
+                head = Head(job.objects.keys[index], 0, form.run_bytes, checks.next())
+                came = nixl.page(place, form.page_bytes)[start:stop]
+                first = start // form.run_bytes
+                outcomes[index] = unseal(head, came, first, job.target(index), tools.codec)
+        self._channel.send(Message(Verb.RELEASE, a=answer.a))
+        return outcomes
+
+    def _write_nixl(self, job: Job, nixl: NixlReach) -> dict[int, Outcome]:
+        form = job.objects.form
+        answer, results, offsets, _ = self._lease(Verb.RESERVE, job)
+        outcomes = {index: Outcome(result) for index, result in zip(job.which, results, strict=True)}
+        fresh = [number for number, result in enumerate(results) if result == Outcome.PENDING]
+        checks = []
+        step = nixl.room(form.page_bytes)
+        for at in range(0, len(fresh), step):
+            some = fresh[at : at + step]
+            for place, number in enumerate(some):
+                source = job.target(job.which[number])
+                nixl.page(place, form.page_bytes)[:] = source
+                checks.append(checksums(source, form.run_bytes))
+                outcomes[job.which[number]] = Outcome.OK
+            try:
+                nixl.move("WRITE", [offsets[number] for number in some], form.page_bytes, 0, form.page_bytes)
+            except TimeoutError:
+                # It may still arrive: as long as the connection stays, those places are nobody else's.
+                _LOST.append(self._channel)
+                raise
+        self._ask(Message(Verb.COMMIT, a=answer.a, b=1, payload=b"".join(checks)))
+        return outcomes
+
+    def _read_shared(self, job: Job, arena: npt.NDArray[np.uint8]) -> dict[int, Outcome]:
+        form, (start, stop) = job.objects.form, job.part
+        answer, results, offsets, checks = self._lease(Verb.HOLD, job)
+        run, size, last = form.run_bytes, form.page_bytes, len(arena) - form.page_bytes
+        step = max(run, _STEP_BYTES // run * run)
+        into, view, starts = job.ranges.bytes, job.ranges.view, job.ranges.starts.tolist()
+        wanted = slice(start // run, stop // run)
         outcomes = {}
-        for index, key, result, offset in zip(job.which, job.keys(), results, offsets, strict=True):
+        for index, result, offset in zip(job.which, results, offsets, strict=True):
             outcome = Outcome(result)
             if outcome == Outcome.OK:
-                head = Head(key, 0, form.run_bytes, checks.next())
-                if not 0 <= offset <= len(arena) - form.page_bytes:
-                    outcome = Outcome.CORRUPT
+                sums = struct.unpack(f"<{size // run}Q", checks.next())[wanted]
+                at, number = starts[index], 0
+                outcome = Outcome.OK if 0 <= offset <= last else Outcome.CORRUPT
                 for low in range(start, stop, step) if outcome == Outcome.OK else ():
                     high = min(low + step, stop)
-                    piece = into[starts[index] + low : starts[index] + high]
-                    piece[:] = arena[offset + low : offset + high]
-                    outcome = unseal(head, piece.data, low // form.run_bytes, piece.data, tools.codec)
-                    if outcome != Outcome.OK:
-                        break
+                    into[at + low : at + high] = arena[offset + low : offset + high]
+                    for here in range(at + low, at + high, run):
+                        if checksum(view[here : here + run]) != sums[number]:
+                            outcome = Outcome.CORRUPT
+                        number += 1
             outcomes[index] = outcome
         self._channel.send(Message(Verb.RELEASE, a=answer.a))
         return outcomes
@@ -134,10 +202,7 @@ class PeerConnection(Connection):
     def _write_shared(self, job: Job, arena: npt.NDArray[np.uint8]) -> dict[int, Outcome]:
         form = job.objects.form
         size = form.page_bytes
-        answer = self._ask(_about(Verb.RESERVE, job.keys(), size, form.run_bytes))
-        count = len(job.which)
-        results = np.frombuffer(answer.payload, np.uint8, count).tolist()
-        offsets = np.frombuffer(answer.payload, np.int64, count, count).tolist()
+        answer, results, offsets, _ = self._lease(Verb.RESERVE, job)
         outcomes, checks = {}, []
         for index, result, offset in zip(job.which, results, offsets, strict=True):
             outcomes[index] = Outcome(result)
@@ -206,7 +271,7 @@ class _Write(Job):
 
 
 def open_peer(
-    address: Address, secret: bytes = b"", shared: bool = True, config: RemoteConfig | None = None
+    address: Address, secret: bytes = b"", by: By = "auto", config: RemoteConfig | None = None
 ) -> RemoteTier:
     """Another process's host tier. Its capacity is the peer's own; of `config` only how to ask counts."""
     asked = config or RemoteConfig(capacity=1)
@@ -215,7 +280,7 @@ def open_peer(
     name = f"peer://{address[0]}:{address[1]}"
 
     def connect() -> PeerConnection:
-        return PeerConnection(address, secret, asked.timeout, shared)
+        return PeerConnection(address, secret, asked.timeout, by)
 
     try:
         first = connect()
@@ -228,7 +293,7 @@ def open_peer(
 
 
 def open_from(text: str) -> RemoteTier:
-    """`peer://host:port?secret=FILE&shared=no&readers=2&writers=2&timeout=2`."""
+    """`peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`; by auto, shared, nixl or connection."""
     url = urlsplit(text)
     options = Options(text, url.query)
     try:
@@ -244,12 +309,12 @@ def open_from(text: str) -> RemoteTier:
         writers=options.whole("writers", plain.writers),
         timeout=options.seconds("timeout", plain.timeout),
     )
-    file, shared = options.text("secret", ""), options.text("shared", "yes")
+    file, by = options.text("secret", ""), options.text("by", "auto")
     options.done()
-    if shared not in ("yes", "no"):
-        raise ValueError(f"{options.told}: shared={shared!r} is neither yes nor no")
+    if by not in get_args(By):
+        raise ValueError(f"{options.told}: by={by!r} is none of {', '.join(get_args(By))}")
     try:
         secret = Path(file).read_bytes().strip() if file else b""
     except OSError as error:
         raise TierError(f"{options.told}: the secret cannot be read: {error.strerror}") from error
-    return open_peer((url.hostname, port), secret, shared == "yes", config)
+    return open_peer((url.hostname, port), secret, cast(By, by), config)

@@ -15,10 +15,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Any
 
 import numpy as np
 
 from .host import HostTier, Lease
+from .peer_nixl import NixlArena
 from .shared import SharedMemory
 from .tier import KEY_BYTES, Form, Objects
 from .transfer import Outcome
@@ -27,7 +29,6 @@ from .wire import Channel, Message, PeerError, Verb, welcome
 __all__ = ["PeerConfig", "PeerServer", "keyed"]
 
 _NAME_BYTES = 16
-_FORM_AT = _NAME_BYTES + 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,27 @@ def keyed(keys: list[bytes], page_bytes: int, run_bytes: int) -> Objects:
     form = Form("", "", page_bytes, run_bytes)
     form.__dict__["fingerprint"] = tail[4:]  # as its owner made it
     group = int.from_bytes(tail[:4], "little")
-    return Objects([key[:_NAME_BYTES] for key in keys], group, form)
+    objects = Objects([key[:_NAME_BYTES] for key in keys], group, form)
+    objects.__dict__["keys"] = keys  # known, too
+    return objects
 
 
 class PeerServer:
-    """Runs until `close`. The tier stays its owner's; OSError where the address cannot be had."""
+    """Runs until `close`. The tier stays its owner's; OSError where the address cannot be had. `memory` is its arena if
+    others on this host may map it, `nixl` if NIXL may reach it."""
 
-    def __init__(self, tier: HostTier, config: PeerConfig, memory: SharedMemory | None = None) -> None:
-        self._tier, self._config, self._memory = tier, config, memory
+    def __init__(
+        self,
+        tier: HostTier,
+        config: PeerConfig,
+        memory: SharedMemory | None = None,
+        nixl: NixlArena | None = None,
+    ) -> None:
+        self._tier, self._config = tier, config
+        self._about: dict[str, Any] = dict(nixl.about) if nixl is not None else {}
+        if memory is not None:
+            self._about |= {"path": memory.path, "token": memory.token, "size": memory.size}
+        self._kept = (memory, nixl)  # while guests may use them
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._socket = socket.create_server((config.host, config.port), family=family)
         self._lock = threading.Lock()
@@ -118,7 +132,7 @@ class PeerServer:
             threading.Thread(target=self._serve, args=(channel,), name="kvloom-peer", daemon=True).start()
 
     def _serve(self, channel: Channel) -> None:
-        guest = _Guest(self._tier, channel, self._memory)
+        guest = _Guest(self._tier, channel, self._about)
         try:
             if not welcome(channel, self._config.secret):
                 with self._lock:
@@ -141,8 +155,8 @@ class PeerServer:
 class _Guest:
     """One connection's requests and leases."""
 
-    def __init__(self, tier: HostTier, channel: Channel, memory: SharedMemory | None) -> None:
-        self._tier, self._channel, self._memory = tier, channel, memory
+    def __init__(self, tier: HostTier, channel: Channel, about: dict[str, Any]) -> None:
+        self._tier, self._channel, self._where = tier, channel, about
         self._leases: dict[int, Lease] = {}
         self._next = 1
         self._verbs: dict[Verb, Callable[[Message], None]] = {
@@ -182,12 +196,9 @@ class _Guest:
         return number
 
     def _about(self, message: Message) -> None:
-        about = {}
-        if self._memory is not None:
-            about = {"path": self._memory.path, "token": self._memory.token, "size": self._memory.size}
         slab = self._tier.slab_bytes
         self._channel.send(
-            Message(Verb.ABOUT, a=slab, b=self._tier.capacity, payload=json.dumps(about).encode())
+            Message(Verb.ABOUT, a=slab, b=self._tier.capacity, payload=json.dumps(self._where).encode())
         )
 
     def _lookup(self, message: Message) -> None:

@@ -24,6 +24,7 @@ from .values import Place, Store, Want, store_tier
 __all__ = ["RedisAddress", "RedisStore", "open_from", "open_redis"]
 
 _INDEX, _SIZES, _COUNTS = b"kvloom/1:used", b"kvloom/1:sizes", b"kvloom/1:counts"
+_BATCH_BYTES = 2 << 20  # what a processor's cache holds: 8 MiB at once are up to twice slower
 _INDEXES = (3, _INDEX, _SIZES, _COUNTS)
 
 _RESERVE = """
@@ -175,6 +176,7 @@ class RedisStore(Store):
 
 def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
     """A TierError when the server cannot be reached, or will not have us."""
+    config = replace(config, batch_bytes=min(config.batch_bytes, _BATCH_BYTES))
     return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout))
 
 

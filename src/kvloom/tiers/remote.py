@@ -9,6 +9,7 @@ another process's host memory.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -30,6 +31,7 @@ from .workers import Tools, Workers
 __all__ = ["Connection", "Job", "Link", "RemoteConfig", "RemoteTier", "StoreError", "Usage"]
 
 _MOST_BACKOFF = 10.0
+_MOST_OBJECTS = 4096  # of one call
 
 
 class StoreError(RuntimeError):
@@ -139,8 +141,9 @@ class RemoteTier(Tier):
         connect: Callable[[], Connection],
         jobs: tuple[type[Job], type[Job]],
         largest: int | None = None,
+        at_end: Callable[[], None] | None = None,
     ) -> None:
-        self._name, self._config = name, config
+        self._name, self._config, self._at_end = name, config, at_end
         self._read_job, self._write_job = jobs
         self._largest = largest or config.capacity // (2 * config.writers)
         keys = None if config.keys is None else Keyring.read(config.keys)
@@ -157,6 +160,7 @@ class RemoteTier(Tier):
         self._tally = Tally()
         self._lock = threading.Lock()
         self._closed = False
+        self._links: list[Link] = []
         self._under_way = {"read": 0, "write": 0}
         self._open: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._readers: Workers[Job] = Workers(config.readers, "kvloom-remote-read", self._worker)
@@ -212,8 +216,13 @@ class RemoteTier(Tier):
             left = list(self._open)
         for transfer in left:
             transfer.settle_rest(Outcome.FAILED, f"{self.name} was closed")
-        with self._control_lock:
-            self._control.close()
+        for link in (self._control, *self._links):
+            link.close()
+        if self._at_end is not None:
+            try:
+                self._at_end()
+            except Exception as error:  # noqa: BLE001  it goes with the process
+                logging.getLogger(__name__).warning("%s did not end well: %s", self.name, error)
 
     # --- inside
 
@@ -249,7 +258,7 @@ class RemoteTier(Tier):
                 self._open.add(transfer)
                 self._under_way[verb] += taken * size
                 # A small batch is shared by all threads, too.
-                step = max(1, min(config.batch // size, -(-taken // threads)))
+                step = max(1, min(config.batch // size, _MOST_OBJECTS, -(-taken // threads)))
                 for at in range(0, taken, step):
                     which = list(range(at, min(at + step, taken)))
                     workers.submit(kind(self.name, verb, transfer, objects, ranges, part, which))
@@ -261,6 +270,7 @@ class RemoteTier(Tier):
 
     def _worker(self) -> Callable[[Job], None]:
         tools, link = Tools(self._make_codec()), Link(self._connect)
+        self._links.append(link)
 
         def run(job: Job) -> None:
             try:
@@ -273,8 +283,6 @@ class RemoteTier(Tier):
                 job.transfer.settle(job.which, Outcome.FAILED, f"{self.name}: {error}")
             with self._lock:
                 self._under_way[job.verb] -= len(job.which) * (job.part[1] - job.part[0])
-            if self._closed:
-                link.drop()
 
         return run
 

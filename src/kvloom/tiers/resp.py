@@ -6,12 +6,12 @@ redis-py with hiredis. Knows commands and answers, no pages.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from .sockets import Bytestream
 
 __all__ = ["RefusedError", "Resp"]
 
@@ -31,25 +31,20 @@ class Resp:
     def __init__(
         self, address: tuple[str, int] | str, timeout: float, tls: ssl.SSLContext | None = None
     ) -> None:
-        self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
         if isinstance(address, str):
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.settimeout(timeout)
-            self._socket.connect(address)
+            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connected.settimeout(timeout)
+            connected.connect(address)
         else:
-            self._socket = socket.create_connection(address, timeout)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected = socket.create_connection(address, timeout)
             if tls is not None:
-                self._socket = tls.wrap_socket(self._socket, server_hostname=address[0])
-        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            with contextlib.suppress(OSError):
-                self._socket.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
+                connected = tls.wrap_socket(connected, server_hostname=address[0])
+        self._stream = Bytestream(connected, timeout)
         self._buffer = memoryview(bytearray(_AHEAD))
         self._at = self._end = 0
 
     def close(self) -> None:
-        self._socket.close()
+        self._stream.close()
 
     def ask(self, *command: Any) -> Any:
         """One command and its answer; raises RefusedError."""
@@ -62,39 +57,20 @@ class Resp:
     def send(self, commands: Sequence[Sequence[Any]]) -> None:
         """Commands, without waiting for answers. An argument is bytes, text, a number, or a list of pieces that are sent
         from where they are. The time for the whole exchange begins here."""
-        self._deadline = time.monotonic() + self._timeout
-        short: list[bytes] = []
+        self._stream.begin()
+        pieces: list[Any] = []
         for command in commands:
-            short.append(b"*%d\r\n" % len(command))
+            short = [b"*%d\r\n" % len(command)]
             for argument in command:
                 if isinstance(argument, list):
                     short.append(b"$%d\r\n" % sum(map(len, argument)))
-                    for piece in argument:
-                        if len(piece) < _AHEAD:
-                            short.append(bytes(piece))
-                            continue
-                        self._flush(short)
-                        self._push(piece)
-                    short.append(_END)
+                    pieces += [b"".join(short), *argument]
+                    short = [_END]
                 else:
                     data = argument if isinstance(argument, bytes) else str(argument).encode()
                     short.append(b"$%d\r\n%b\r\n" % (len(data), data))
-        self._flush(short)
-
-    def _flush(self, short: list[bytes]) -> None:
-        if short:
-            self._push(b"".join(short))
-            short.clear()
-
-    def _push(self, data: Any) -> None:
-        self._socket.settimeout(self._left())
-        self._socket.sendall(data)
-
-    def _left(self) -> float:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"no answer within {self._timeout} s")
-        return left
+            pieces.append(b"".join(short))
+        self._stream.send(pieces)
 
     # --- answers
 
@@ -152,27 +128,18 @@ class Resp:
             line += ahead
             if len(line) > _MOST_LINE:
                 raise ValueError("a line without an end")
-            self._at = 0
-            self._end = self._receive(self._buffer)
-
-    def _receive(self, into: memoryview) -> int:
-        self._socket.settimeout(self._left())
-        got = self._socket.recv_into(into)
-        if not got:
-            raise ConnectionError("the server closed the connection")
-        return got
+            self._at, self._end = 0, self._stream.receive_some(self._buffer)
 
     def _fill(self, into: memoryview) -> None:
         done = min(len(into), self._end - self._at)
         into[:done] = self._buffer[self._at : self._at + done]
         self._at += done
-        while done < len(into):
-            done += self._receive(into[done:])
+        self._stream.receive(into[done:])
 
     def _skip(self, count: int) -> None:
         while count:
             if self._at == self._end:
-                self._at, self._end = 0, self._receive(self._buffer)
+                self._at, self._end = 0, self._stream.receive_some(self._buffer)
             step = min(count, self._end - self._at)
             self._at += step
             count -= step

@@ -9,7 +9,10 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import threading
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +36,23 @@ class SharedMemory:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
 
+_mapped: weakref.WeakValueDictionary[str, np.ndarray[Any, Any]] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
 def map_shared(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
-    """Another process's shared memory; None where it cannot be reached from here (another host, user or container)."""
+    """Another process's shared memory, mapped once for all who ask; None where it cannot be reached from here (another
+    host, user or container)."""
+    with _lock:
+        found = _mapped.get(token)
+        if found is None:
+            found = _map(path, token, size)
+            if found is not None:
+                _mapped[token] = found
+        return found if found is None or len(found) == size else None
+
+
+def _map(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
     try:
         if not path.startswith("/proc/") or f"/memfd:kvloom-{token} " not in f"{Path(path).readlink()} ":
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -116,6 +117,7 @@ class Transfer:
         "_object_bytes",
         "_tally",
         "_verb",
+        "_watchers",
         "reason",
         "results",
     )
@@ -128,6 +130,7 @@ class Transfer:
         self._cancelled = False
         self._changed = threading.Condition()
         self._tally, self._verb, self._object_bytes = tally, verb, object_bytes
+        self._watchers: list[Callable[[], None]] = []
 
     # --- the caller's side
 
@@ -177,6 +180,22 @@ class Transfer:
         self.settle_rest(Outcome.LATE)
         return self.quiet
 
+    def when_quiet(self, call: Callable[[], None]) -> None:
+        """Has `call()` called once when it is `quiet`: at once, or from the tier's thread, so it must be short."""
+        with self._changed:
+            if self._left or self._inside:
+                self._watchers.append(call)
+                return
+        call()
+
+    def _tell(self) -> None:
+        with self._changed:
+            if self._left or self._inside or not self._watchers:
+                return
+            watchers, self._watchers = self._watchers, []
+        for call in watchers:
+            call()
+
     # --- the tier's side
 
     def enter(self) -> bool:
@@ -191,6 +210,7 @@ class Transfer:
         with self._changed:
             self._inside -= 1
             self._changed.notify_all()
+        self._tell()
 
     def settle(self, which: npt.ArrayLike, outcome: Outcome, reason: str = "") -> None:
         """Gives pending objects their outcome; those that have one keep it."""
@@ -207,6 +227,7 @@ class Transfer:
             self._left -= len(index)
             if not self._left:
                 self._changed.notify_all()
+        self._tell()
 
     def settle_rest(self, outcome: Outcome, reason: str = "") -> None:
         self.settle(np.flatnonzero(self.results == Outcome.PENDING), outcome, reason)

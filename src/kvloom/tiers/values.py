@@ -32,11 +32,13 @@ Place = Callable[[int, int], Sequence[memoryview] | None]
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Bytes [start, stop) of a value; `stop` 0 is all of it. Fewer come where the value is shorter."""
+    """Bytes [start, stop) of a value; `stop` 0 is all of it, `most` bytes if it is one of ours. Fewer come where the value
+    is shorter."""
 
     key: bytes
     start: int = 0
     stop: int = 0
+    most: int = 0
 
 
 class Store(Connection, Protocol):
@@ -91,9 +93,11 @@ class Counted:
             return Usage(len(self._sizes), self._bytes, self._evicted)
 
 
-def store_tier(name: str, config: RemoteConfig, connect: Callable[[], Store]) -> RemoteTier:
-    """A tier over a store. A TierError when it cannot be reached."""
-    return RemoteTier(name, config, lambda: _Named(connect()), (_Read, _Write))
+def store_tier(
+    name: str, config: RemoteConfig, connect: Callable[[], Store], at_end: Callable[[], None] | None = None
+) -> RemoteTier:
+    """A tier over a store; `at_end` is called when it is closed. A TierError when it cannot be reached."""
+    return RemoteTier(name, config, lambda: _Named(connect()), (_Read, _Write), at_end=at_end)
 
 
 class _Named(Connection):
@@ -191,7 +195,7 @@ class _Read(Job):
             scratch[number] = memoryview(bytearray(length))
             return (scratch[number],)
 
-        wants = [Want(PREFIX + key) for key in self.keys()]
+        wants = [Want(PREFIX + key, most=most) for key in self.keys()]
         outcomes = {}
         for number, length in enumerate(self._get(link, wants, place)):
             index = self.which[number]

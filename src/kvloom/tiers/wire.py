@@ -9,16 +9,16 @@ is sent afterwards is checked, not hidden. Every length is checked before memory
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import socket
 import struct
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
+
+from .sockets import Bytestream
 
 __all__ = ["MOST_OBJECTS", "Channel", "Message", "PeerError", "Verb", "greet", "welcome"]
 
@@ -28,7 +28,6 @@ _MOST_PAYLOAD = 64 << 20  # of keys, offsets and checksums; pages are not payloa
 _HELLO = struct.Struct("<6sH32s")
 _HEADER = struct.Struct("<4sBBHIIIQQQ")
 _MAGIC, _HELLO_MAGIC = b"KVPM", b"KVPEER"
-_MOST_PIECES = 512
 
 
 class PeerError(RuntimeError):
@@ -64,22 +63,13 @@ class Channel:
     """One connection; for one thread at a time. `timeout` bounds every exchange (`begin` starts one)."""
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:
-        self._socket, self._timeout = connected, timeout
-        self._deadline = 0.0
-        with contextlib.suppress(OSError):
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            with contextlib.suppress(OSError):
-                connected.setsockopt(socket.SOL_SOCKET, option, 4 << 20)
-        self.begin()
+        self._stream = Bytestream(connected, timeout)
 
     def begin(self) -> None:
-        self._deadline = time.monotonic() + self._timeout
+        self._stream.begin()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits on it
-        self._socket.close()
+        self._stream.close()
 
     def send(self, message: Message, pieces: Sequence[Any] = ()) -> None:
         """A message, and after it pieces of memory from where they are."""
@@ -98,29 +88,14 @@ class Channel:
         self.push([header + message.payload, *pieces])
 
     def push(self, pieces: Sequence[Any]) -> None:
-        waiting = [view for piece in pieces if len(view := memoryview(piece))]
-        while waiting:
-            self._socket.settimeout(self._left())
-            sent = self._socket.sendmsg(waiting[:_MOST_PIECES])
-            done = 0
-            while done < len(waiting) and sent >= len(waiting[done]):
-                sent -= len(waiting[done])
-                done += 1
-            del waiting[:done]
-            if sent:
-                waiting[0] = waiting[0][sent:]
+        self._stream.send(pieces)
 
     def receive(self, patient: bool = False) -> Message:
         """The next message; `patient` waits for its first byte as long as it takes."""
         if patient:
-            self._socket.settimeout(None)
-            first = self._socket.recv(1)
-            if not first:
-                raise ConnectionError("the peer has gone")
+            self._stream.wait_readable()
             self.begin()
-            data = first + bytes(self.take(_HEADER.size - 1))
-        else:
-            data = bytes(self.take(_HEADER.size))
+        data = bytes(self.take(_HEADER.size))
         magic, verb, status, _, count, page_bytes, run_bytes, a, b, size = _HEADER.unpack(data)
         if magic != _MAGIC or verb not in Verb.__members__.values():
             raise PeerError("what came is no message of a peer")
@@ -138,19 +113,7 @@ class Channel:
         return data
 
     def fill(self, into: memoryview) -> None:
-        done = 0
-        while done < len(into):
-            self._socket.settimeout(self._left())
-            got = self._socket.recv_into(into[done:])
-            if not got:
-                raise ConnectionError("the peer closed the connection")
-            done += got
-
-    def _left(self) -> float:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"the peer did not answer within {self._timeout} s")
-        return left
+        self._stream.receive(into)
 
 
 def _proof(secret: bytes, who: bytes, *nonces: bytes) -> bytes:

@@ -1,0 +1,262 @@
+"""The attention that `kvloom bench kernels` times: decode, quantised pages, shared prefixes, prefill and MLA's latents.
+
+One layer's work on bf16 pages of 16 tokens in random order, 32 query heads over 8 KV heads of 128, unless the row says
+otherwise. The clock is `gpu_timing`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvloom.core import Span
+
+from .gpu_peers import Call, decode_peers, prefill_peers, shared_peers
+from .gpu_timing import FLOP_RATE, READ_RATE, Row, agreement, timed
+
+__all__ = [
+    "decode_rows",
+    "latent_rows",
+    "layer_pool",
+    "prefill_rows",
+    "quantised_rows",
+    "shared_floor",
+    "shared_rows",
+]
+
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+LAYERS = 4
+"""A page holds more layers than the one that is read, as in a model: pages do not lie side by side in memory."""
+
+DECODE = (
+    (1, 640),
+    (16, 512),
+    (256, 315),
+    (1, 32768),
+    (8, 8192),
+    (64, 4096),
+    (256, 1024),
+    (128, 8192),
+    (16, 131072),
+)
+SHARED = ((64, 8192, 256), (256, 4096, 128), (32, 32768, 512))
+PREFILL = ((1, 8192, 0), (1, 16384, 0), (4, 2048, 6144), (16, 512, 4096))
+LATENT = ((32, 4096), (128, 2048))
+LATENT_HEADS, LATENT_DIM, LATENT_VALUES = 128, 576, 512
+"""DeepSeek-V3's: every head reads one latent of 512, and 64 more for positions."""
+
+
+def layer_pool(pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one layer of random pages, as [pages, tokens, heads, dim] views."""
+    pool = torch.empty((pages, LAYERS, 2, BLOCK, KV_HEADS, DIM), dtype=torch.bfloat16, device="cuda")
+    for part in torch.split(pool, 4096):
+        part.normal_()
+    return pool[:, 0, 0], pool[:, 0, 1]
+
+
+def _tables(lengths: Sequence[int], block: int = BLOCK) -> tuple[torch.Tensor, int]:
+    blocks = [-(-length // block) for length in lengths]
+    ids = torch.split((torch.randperm(sum(blocks)) + 1).int(), blocks)
+    tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+    for row, mine in enumerate(ids):
+        tables[row, : len(mine)] = mine
+    return tables.cuda(), sum(blocks) + 1
+
+
+def _queries(rows: int) -> torch.Tensor:
+    return torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+
+
+def _ints(values: Iterable[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device="cuda")
+
+
+def _mixed_lengths() -> list[int]:
+    spread = np.random.default_rng(0).uniform(math.log(128), math.log(32768), 64)
+    return [int(length) for length in np.exp(spread)]
+
+
+def decode_rows(rounds: int) -> Iterator[Row]:
+    from kvloom.kernels.decode import DecodePlan
+    from kvloom.kernels.shapes import Shape
+
+    shape = Shape(HEADS, KV_HEADS, DIM, DIM, BLOCK)
+    works: list[tuple[str, list[int], int | None]] = [
+        (f"{batch} x {length}", [length] * batch, None) for batch, length in DECODE
+    ]
+    works.append(("64, lengths log-uniform 128 to 32768", _mixed_lengths(), None))
+    works.append(("64 x 16384, window 1024", [16384] * 64, 1024))
+    for work, lengths, window in works:
+        tables, pages = _tables(lengths)
+        k, v = layer_pool(pages)
+        q, starts = _queries(len(lengths)), _ints(range(len(lengths) + 1))
+        span = Span("full") if window is None else Span("sliding", window)
+        plan = DecodePlan(shape, len(lengths), span=span)
+        plan.make(starts, _ints(lengths))
+        calls: dict[str, Call] = {"kvloom": partial(plan.attend, q, k, v, tables)}
+        calls |= decode_peers(q, k, v, tables, starts, lengths, window)
+        read = sum(min(length, window or length) for length in lengths) * KV_HEADS * DIM * 4
+        yield Row("decode", work, read / READ_RATE * 1e6, timed(calls, rounds), agreement(calls))
+        del k, v, calls
+
+
+def quantised_rows(rounds: int, batch: int = 128, length: int = 8192) -> Iterator[Row]:
+    from kvloom.kernels.decode import DecodePlan
+    from kvloom.kernels.shapes import Shape
+
+    lengths = [length] * batch
+    tables, pages = _tables(lengths)
+    q, starts = _queries(batch), _ints(range(batch + 1))
+    k, v = layer_pool(pages)
+    plain = DecodePlan(Shape(HEADS, KV_HEADS, DIM, DIM, BLOCK), batch)
+    plain.make(starts, _ints(lengths))
+    exact = plain.attend(q, k, v, tables)[0].float()
+    for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+        for block in (16, 64):
+            ids, keys, values, sizes = _quantised(k, v, tables, block, dtype)
+            plan = DecodePlan(Shape(HEADS, KV_HEADS, DIM, DIM, block, dtype), batch)
+            plan.make(starts, _ints(lengths))
+            attend = partial(plan.attend, q, keys, values, ids, k_scale=sizes[:, 0], v_scale=sizes[:, 1])
+            us = timed({"kvloom": attend, "kvloom, bf16": partial(plain.attend, q, k, v, tables)}, rounds)
+            found = attend()[0].float()
+            row = ids[0].long()
+            same = _dense(
+                q[:1].double(),
+                *(
+                    (x[row].double() * sizes[row, i][..., None]).reshape(-1, KV_HEADS, DIM)
+                    for i, x in enumerate((keys, values))
+                ),
+            )
+            note = (
+                f"{us['kvloom, bf16'] / us['kvloom']:.2f} times as fast as bf16; error "
+                f"{float((found[0] - same).norm() / same.norm()):.2%} of what the pages say, "
+                f"{float((found - exact).norm() / exact.norm()):.2%} of exact"
+            )
+            read = batch * length * KV_HEADS * (2 * DIM + 8)
+            work = f"{name}, pages of {block}, {batch} x {length}"
+            yield Row("quantised", work, read / READ_RATE * 1e6, us, note)
+            del keys, values, sizes, attend
+
+
+def _quantised(
+    k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, block: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same tokens in pages of 8 bits: tables, keys, values, and their sizes."""
+    from kvloom.kernels.write import write
+
+    rows, length = tables.shape[0], tables.shape[1] * BLOCK
+    ids, pages = _tables([length] * rows, block)
+    store = torch.empty((pages, LAYERS, 2, KV_HEADS, block, DIM), dtype=dtype, device="cuda")
+    sizes = torch.empty((pages, LAYERS, 2, KV_HEADS, block), device="cuda")[:, 0].transpose(-1, -2)
+    keys = store[:, 0, 0].transpose(1, 2)
+    shape, strides = (pages, block, KV_HEADS, DIM), (store.stride(0), 1, block * DIM, block)
+    values = store[:, 0, 1].as_strided(shape, strides)
+    place = torch.arange(block, device="cuda")
+    for row in range(rows):
+        slots = (ids[row].long()[:, None] * block + place).reshape(-1)
+        new = (x[tables[row].long()].reshape(-1, KV_HEADS, DIM) for x in (k, v))
+        write(keys, values, slots, *new, k_scale=sizes[:, 0], v_scale=sizes[:, 1])
+    return ids, keys, values, sizes
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention of one query over all keys, [heads, dim]."""
+    grouped = q.view(KV_HEADS, HEADS // KV_HEADS, DIM)
+    scores = torch.einsum("hgd,nhd->hgn", grouped, k) / math.sqrt(DIM)
+    return torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).reshape(HEADS, DIM)
+
+
+def shared_rows(rounds: int) -> Iterator[Row]:
+    from kvloom.kernels.decode import DecodePlan
+    from kvloom.kernels.shapes import Shape
+    from kvloom.kernels.sharing import Sharing, find_shared
+
+    shape = Shape(HEADS, KV_HEADS, DIM, DIM, BLOCK)
+    for batch, prefix, own in SHARED:
+        ids = (torch.randperm((prefix + batch * own) // BLOCK) + 1).int().cuda()
+        shared, rest = ids[: prefix // BLOCK], ids[prefix // BLOCK :].view(batch, -1)
+        tables = torch.cat([shared[None].expand(batch, -1), rest], 1).contiguous()
+        k, v = layer_pool(len(ids) + 1)
+        q, starts, lengths = _queries(batch), _ints(range(batch + 1)), _ints([prefix + own] * batch)
+        sharing = Sharing(batch)
+        settled = np.full(batch, prefix + own - 1)
+        sharing.set(find_shared(tables.cpu().numpy(), settled, BLOCK), np.arange(batch + 1))
+        plan, plain = DecodePlan(shape, batch, sharing=sharing), DecodePlan(shape, batch)
+        plan.make(starts, lengths)
+        plain.make(starts, lengths)
+        calls: dict[str, Call] = {"kvloom": partial(plan.attend, q, k, v, tables)}
+        calls |= shared_peers(q, k, v, shared, rest)
+        calls["kvloom, plain"] = partial(plain.attend, q, k, v, tables)
+        note = agreement({"kvloom": calls["kvloom"], "plain": calls["kvloom, plain"]})
+        work = f"{batch} rows, {prefix} shared, {own} own"
+        yield Row("shared prefix", work, shared_floor(batch, prefix, own), timed(calls, rounds), note)
+        del k, v, calls
+
+
+def shared_floor(batch: int, prefix: int, own: int) -> float:
+    """The larger of bytes and FLOPs of each part, one after the other."""
+
+    def part(tokens_read: int, pairs: int) -> float:
+        return max(tokens_read * KV_HEADS * DIM * 4 / READ_RATE, pairs * HEADS * DIM * 4 / FLOP_RATE) * 1e6
+
+    return part(prefix, batch * prefix) + part(batch * own, batch * own)
+
+
+def prefill_rows(rounds: int) -> Iterator[Row]:
+    from kvloom.kernels.libraries import installed
+    from kvloom.kernels.prefill import PrefillPlan
+    from kvloom.kernels.shapes import Shape
+
+    shape = Shape(HEADS, KV_HEADS, DIM, DIM, BLOCK)
+    for batch, new, cached in PREFILL:
+        lengths, starts = [new + cached] * batch, [row * new for row in range(batch + 1)]
+        tables, pages = _tables(lengths)
+        k, v = layer_pool(pages)
+        q = _queries(batch * new)
+        calls: dict[str, Call] = {}
+        ways: dict[str, dict[str, Any]] = {
+            "kvloom": {},
+            "kvloom, alone": {"libraries": ()},
+            "kvloom, pages": {"backend": "pages"},
+            "kvloom, descriptors": {"backend": "descriptors"},
+        }
+        if not installed():
+            del ways["kvloom, alone"]
+        for label, options in ways.items():
+            plan = PrefillPlan(shape, **options)
+            plan.make(starts, lengths)
+            calls[label] = partial(plan.attend, q, k, v, tables)
+        peers = prefill_peers(q, k, v, tables, starts, lengths)
+        flops = 4 * HEADS * DIM * batch * (new * cached + new * new / 2)
+        us = timed(calls | peers, rounds, 3)
+        note = ", ".join(f"{name} {flops / took / 1e6:.0f} TFLOP/s" for name, took in us.items())
+        if peers:
+            note += "; " + agreement({"kvloom": calls["kvloom"], **peers})
+        yield Row("prefill", f"{batch} x {new} after {cached}", flops / FLOP_RATE * 1e6, us, note)
+        del k, v, calls, peers
+
+
+def latent_rows(rounds: int) -> Iterator[Row]:
+    """Absorbed latents: few bytes, read by many heads; arithmetic is the floor as much as memory."""
+    from kvloom.kernels.decode import DecodePlan
+    from kvloom.kernels.shapes import Shape
+
+    shape = Shape(LATENT_HEADS, 1, LATENT_DIM, LATENT_VALUES, BLOCK)
+    for batch, length in LATENT:
+        tables, pages = _tables([length] * batch)
+        pool = torch.randn((pages, LAYERS, BLOCK, 1, LATENT_DIM), dtype=torch.bfloat16, device="cuda")
+        k = pool[:, 0]
+        q = torch.randn(batch, LATENT_HEADS, LATENT_DIM, dtype=torch.bfloat16, device="cuda")
+        plan = DecodePlan(shape, batch)
+        plan.make(_ints(range(batch + 1)), _ints([length] * batch))
+        us = timed({"kvloom": partial(plan.attend, q, k, k[..., :LATENT_VALUES], tables)}, rounds)
+        read = batch * length * LATENT_DIM * 2
+        flops = 2 * batch * length * LATENT_HEADS * (LATENT_DIM + LATENT_VALUES)
+        note = f"{read / us['kvloom'] / 1e6:.2f} TB/s, {flops / us['kvloom'] / 1e6:.0f} TFLOP/s"
+        yield Row("latents", f"{batch} x {length}", max(read / READ_RATE, flops / FLOP_RATE) * 1e6, us, note)
+        del pool, k

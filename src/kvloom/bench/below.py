@@ -1,0 +1,316 @@
+"""`kvloom bench below`: what tiers under an engine give and cost, from a prompt to pages that a step can use.
+
+| part      | what is measured                                                                                     |
+|-----------|------------------------------------------------------------------------------------------------------|
+| ttft      | a long prompt's first token: computed, from host memory, from disk; and the bytes a second of loading |
+| workloads | W1 to W6 with the host tier and without, in the same pool                                            |
+| hits      | W6 in a pool of all its pages, and in a tenth of that with the host tier below it                    |
+
+Each part says what it did beside its figures. Pages are evicted from the pool by taking its slabs away and giving them back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvloom.core import Control
+from kvloom.engine.engine import Engine
+from kvloom.engine.lower import Lower, LowerConfig
+from kvloom.engine.request import SamplingParams
+from kvloom.tiers import Objects
+
+from .engine import say
+from .engine_runners import Kvloom, Options
+from .shapes import SHAPES, build, hf_config
+from .workloads import Workload, chosen
+
+__all__ = ["main"]
+
+PARTS = ("ttft", "workloads", "hits")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvloom bench below",
+        description="Tiers under an engine: first tokens from host memory and disk against computing, whole workloads with the "
+        "tier on and off, hits in a pool that is too small.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n"
+        "  kvloom bench below                                     everything on the tiny Llama\n"
+        "  kvloom bench below --shape llama-3.1-8b --only ttft --prompt 16384 --host 32GiB --disk /nvme/kv:64GiB\n"
+        "  kvloom bench below --shape llama-3.1-8b --only workloads --pool 24GiB --host 64GiB --rounds 2",
+    )
+    add = parser.add_argument
+    add(
+        "--shape",
+        choices=list(SHAPES),
+        default="tiny",
+        metavar="NAME",
+        help="the model's shape (default: tiny)",
+    )
+    add(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        metavar="PART",
+        help=f"of {', '.join(PARTS)} (default: all)",
+    )
+    add("--prompt", type=int, default=2048, metavar="N", help="tokens of the long prompt (default: 2048)")
+    add("--pool", default="256MiB", metavar="SIZE", help="memory for pages (default: 256MiB)")
+    add("--host", default="1GiB", metavar="SIZE", help="the host tier (default: 1GiB)")
+    add("--disk", metavar="PATH:SIZE", help="the disk tier (default: 4GiB in a temporary folder)")
+    add("--works", nargs="+", metavar="W", help="workloads, of W1 to W6 (default: all)")
+    add("--scale", type=float, metavar="S", help="workloads times S (default: 1, tiny shapes 0.0625)")
+    add(
+        "--rounds",
+        type=int,
+        default=3,
+        choices=range(1, 51),
+        metavar="N",
+        help="rounds; the median counts (default: 3)",
+    )
+    add("--device", help="cuda or cpu (default: cuda where there is one)")
+    add("--json", action="store_true", help="print JSON instead of lines")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        if args.prompt < 64:
+            raise ValueError(f"a prompt of {args.prompt} tokens is too short to tell; give 64 or more")
+        report = _measure(args)
+    except ValueError as error:
+        print(f"kvloom bench below: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _show(report)
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    from kvloom.core.sizes import parse_size
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
+    report: dict[str, Any] = {
+        "shape": args.shape, "device": name, "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "pool": args.pool, "host": args.host, "rounds": args.rounds,
+    }  # fmt: skip
+    pool = parse_size(args.pool)
+    scale = SHAPES[args.shape].scale if args.scale is None else args.scale
+    with tempfile.TemporaryDirectory() as folder:
+        disk = f"disk:{args.disk or folder + ':4GiB'}"
+        if "ttft" in args.only:
+            report["ttft"] = ttft(
+                args.shape, device, pool, f"host:{args.host}", disk, args.prompt, args.rounds
+            )
+        if "workloads" in args.only:
+            works = chosen(args.works, scale)
+            report["workloads"] = workloads(args.shape, device, pool, f"host:{args.host}", works, args.rounds)
+        if "hits" in args.only:
+            report["hits"] = hits(args.shape, device, f"host:{args.host}", chosen(["W6"], scale)[0])
+    return report
+
+
+# -- first tokens -----------------------------------------------------------------------------------
+
+
+def ttft(
+    shape: str, device: str, pool: int, host: str, disk: str, prompt: int, rounds: int
+) -> dict[str, Any]:
+    """First tokens of prompts that are computed, lie in host memory, or on disk; medians of `rounds`, each its own prompt."""
+    model = build(hf_config(shape), SHAPES[shape].dtype, device)
+    vocabulary = hf_config(shape).vocab_size
+    engine = Engine(model, pool, tiers=[host, disk], lower=LowerConfig(load="always"))
+    engine.prepare()
+    lower = engine.lower
+    assert lower is not None
+    rng = np.random.default_rng(0)
+    seconds: dict[str, list[float]] = {"computed": [], "host": [], "disk": []}
+    loads: dict[str, list[float]] = {"host": [], "disk": []}
+    cached = {"host": 0, "disk": 0}
+    size = 0
+    for round_ in range(-1, rounds):  # the first warms up
+        tokens = rng.integers(3, vocabulary, prompt).tolist()
+        found = {"computed": first_token(engine, tokens, Control(store=True))}
+        _stored(lower)
+        for place in ("host", "disk"):
+            _empty_pool(engine)
+            if place == "disk":
+                _empty_host(engine, lower, tokens)
+            before = lower.counts["landed_bytes"]
+            began = time.perf_counter()
+            found[place] = first_token(engine, tokens, Control())
+            size = lower.counts["landed_bytes"] - before
+            cached[place] = found[place][1]
+            if round_ >= 0 and size:
+                took = lower.last_load if place == "host" else time.perf_counter() - began
+                loads[place].append(size / took)
+        if round_ >= 0:
+            for place, (took, _) in found.items():
+                seconds[place].append(took)
+        say(
+            f"round {round_ + 1}: "
+            + ", ".join(f"{p} {t * 1e3:.1f} ms ({c} cached)" for p, (t, c) in found.items())
+        )
+    auto = _auto(engine, lower, rng.integers(3, vocabulary, prompt).tolist())
+    engine.close()
+    middle = {place: statistics.median(times) for place, times in seconds.items()}
+    return {
+        "prompt": prompt, "bytes": size, "seconds": middle, "cached_tokens": cached, "auto_from_disk_s": auto,
+        "speedup": {place: middle["computed"] / middle[place] for place in ("host", "disk")},
+        "gb_per_s": {place: statistics.median(rates) / 1e9 for place, rates in loads.items() if rates},
+    }  # fmt: skip
+
+
+def _auto(engine: Engine, lower: Lower, tokens: list[int]) -> float:
+    """From disk again, where the engine decides what is loaded and what is computed."""
+    first_token(engine, tokens, Control())
+    _stored(lower)
+    lower.config = LowerConfig()
+    _empty_pool(engine)
+    _empty_host(engine, lower, tokens)
+    return first_token(engine, tokens, Control())[0]
+
+
+def first_token(engine: Engine, tokens: list[int], control: Control) -> tuple[float, int]:
+    """Seconds until a prompt's first token, and how many of its tokens were cached."""
+    began = time.perf_counter()
+    request = engine.add(tokens, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), control)
+    while request.finish is None:
+        engine.step()
+    took = time.perf_counter() - began
+    engine.run()
+    return took, request.cached_tokens or 0
+
+
+def _stored(lower: Lower, seconds: float = 120.0) -> None:
+    """Wait until everything is in host memory and on disk."""
+    ends = time.perf_counter() + seconds
+    while time.perf_counter() < ends:
+        lower.take_offers()
+        if not lower.holding and not any(lane.waiting_stores for lane in lower.mover.lanes):
+            return
+        time.sleep(0.005)
+
+
+def _empty_pool(engine: Engine) -> None:
+    """Everything cached leaves the pool."""
+    engine._copy()
+    slabs = engine.cache.shrink(engine.cache.pool.slabs - 2)
+    engine._copy()
+    engine.cache.grow(slabs.tolist())
+
+
+def _empty_host(engine: Engine, lower: Lower, tokens: list[int]) -> None:
+    """The prompt's pages leave host memory."""
+    prospect = engine.cache.prospect(engine.cache.match(np.array(tokens, np.int32)))
+    for group in engine.layout.groups:
+        for form in lower.forms[group.index]:
+            lower.host.drop(Objects(prospect.names, group.index, form))
+
+
+# -- workloads --------------------------------------------------------------------------------------
+
+
+def workloads(
+    shape: str, device: str, pool: int, host: str, works: Sequence[Workload], rounds: int
+) -> list[dict[str, Any]]:
+    """Each workload with the host tier and without, turn and turn about, so that both meet the same machine."""
+    vocabulary = hf_config(shape).vocab_size
+    options = Options(device=device, pool=pool)
+    runners = {
+        "off": Kvloom(shape, options),
+        "on": Kvloom(shape, Options(device=device, pool=pool, tiers=(host,))),
+    }
+    rows = []
+    for work in works:
+        times: dict[str, list[float]] = {"off": [], "on": []}
+        said: dict[str, Any] = {}
+        for round_ in range(rounds + 1):  # the first warms up
+            for which, runner in runners.items() if round_ % 2 else reversed(runners.items()):
+                found = runner.run(work.draw(vocabulary, 0, round_), work.output)
+                said[which] = found
+                if round_:
+                    times[which].append(found.seconds)
+        off, on = statistics.median(times["off"]), statistics.median(times["on"])
+        lower = runners["on"].engine.lower
+        assert lower is not None
+        rows.append(
+            {
+                "workload": work.name,
+                "off_s": off,
+                "on_s": on,
+                "ratio": on / off,
+                "rounds": times,
+                "same_tokens": said["off"].said == said["on"].said,
+                "hit_rate_off": said["off"].figures["hit_rate"],
+                "hit_rate_on": said["on"].figures["hit_rate"],
+                "counts": dict(lower.counts),
+            }
+        )
+        say(f"{work.name}: off {off:.3f} s, on {on:.3f} s, ratio {on / off:.3f}")
+    for runner in runners.values():
+        runner.close()
+    return rows
+
+
+def hits(shape: str, device: str, host: str, work: Workload) -> dict[str, Any]:
+    """How many tokens conversations find cached: in a pool that holds them all, and in a tenth of it, without and with the
+    host tier. Conversations take turns, so that each has left a small pool when it comes back."""
+    vocabulary = hf_config(shape).vocab_size
+    layout = Engine(build(hf_config(shape), SHAPES[shape].dtype, device), 64 << 20).layout
+    whole = work.requests * layout.slab_bytes_for(work.longest) + 8 * layout.slab_bytes
+    small = max(whole // 10, 2 * layout.slab_bytes_for(work.longest) + 4 * layout.slab_bytes)
+    found: dict[str, Any] = {"workload": work.name, "pool": whole, "small_pool": small}
+    for which, pool, tiers in (("large", whole, ()), ("small", small, ()), ("small + host", small, (host,))):
+        runner = Kvloom(shape, Options(device=device, pool=pool, tiers=tiers))
+        figures = runner.run(work.draw(vocabulary, 0, 1), work.output).figures
+        found[which] = figures["hit_rate"]
+        runner.close()
+        say(f"{work.name}, {which}: {figures['hit_rate']:.1%} of tokens were cached")
+    found["kept"] = found["small + host"] / found["large"] if found["large"] else 0.0
+    return found
+
+
+def _show(report: dict[str, Any]) -> None:
+    print(f"{report['shape']} on {report['device']}, pool {report['pool']}, host tier {report['host']}")
+    if "ttft" in report:
+        part = report["ttft"]
+        print(f"first token of {part['prompt']:,} tokens ({part['bytes'] / 2**20:,.0f} MiB of pages)")
+        for place, took in part["seconds"].items():
+            speedup = f"   {part['speedup'][place]:.2f} times sooner" if place in part["speedup"] else ""
+            rate = f"   {part['gb_per_s'][place]:.2f} GB/s" if place in part["gb_per_s"] else ""
+            print(f"  {place:10} {took * 1e3:10.1f} ms{speedup}{rate}")
+        print(f"  from disk, the engine deciding {part['auto_from_disk_s'] * 1e3:.1f} ms")
+    for row in report.get("workloads", ()):
+        print(
+            f"{row['workload']:8} off {row['off_s']:8.3f} s   on {row['on_s']:8.3f} s   ratio {row['ratio']:.3f}   "
+            f"cached {row['hit_rate_off']:.1%} / {row['hit_rate_on']:.1%}   tokens {'equal' if row['same_tokens'] else 'DIFFER'}"
+        )
+    if "hits" in report:
+        part = report["hits"]
+        print(
+            f"{part['workload']} cached: {part['large']:.1%} in a pool for all, {part['small']:.1%} in "
+            f"{part['small_pool'] / part['pool']:.0%} of it, {part['small + host']:.1%} there with the host tier: "
+            f"{part['kept']:.1%} kept"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""LMCache behind lines of JSON: the process that `kvloom bench tiers` starts in the interpreter that has LMCache.
+
+Each line names a backend, a page size and how many bytes; the answer has seconds to put them and to get them back. Knows
+nothing of kvloom and needs only LMCache and torch. What LMCache prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["main"]
+
+TOKENS = 16
+
+
+class _World:
+    """One backend of LMCache with its memory; `put` and `get` move all pages and are done when the bytes are."""
+
+    def __init__(self, page: int, total: int) -> None:
+        import torch
+        from lmcache.utils import CacheEngineKey
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.memory_management import MemoryFormat
+        from lmcache.v1.metadata import LMCacheMetadata
+        from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+        torch.set_num_threads(1)
+        self.torch, self.page, self.count = torch, page, total // page
+        width = page // (2 * TOKENS * 2)
+        self.shape, self.dtype = torch.Size([2, 1, TOKENS, width]), torch.bfloat16
+        self.format = MemoryFormat.KV_2LTD
+        self.metadata = LMCacheMetadata(
+            "bench", 1, 1, 0, 0, torch.bfloat16, (1, 2, TOKENS, 1, width), chunk_size=TOKENS
+        )
+        self.folder = tempfile.mkdtemp(dir=os.environ.get("KVLOOM_BENCH_DIR"))
+        self.config = LMCacheEngineConfig.from_defaults(
+            chunk_size=TOKENS,
+            local_cpu=True,
+            max_local_cpu_size=2 * total / 2**30 + 0.25,
+            local_disk=self.folder,
+            max_local_disk_size=8 * total / 2**30 + 1,
+            extra_config={"use_odirect": True},
+        )
+        self.cpu = LocalCPUBackend(self.config, self.metadata, "cpu")
+        self.source = torch.randint(0, 256, (self.count, page), dtype=torch.uint8)
+        self.target = torch.zeros_like(self.source)
+        self.keys: list[Any] = []
+        self.round = 0
+        self._make_key = CacheEngineKey
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.next_round()
+
+    def next_round(self) -> None:
+        self.round += 1
+        base = self.round << 32
+        self.keys = [self._make_key("bench", 1, 0, base + i, self.dtype) for i in range(self.count)]
+
+    def filled(self, number: int) -> Any:
+        """A page of LMCache's own memory with the bytes of ours: what its connector does with a layer's pages."""
+        page = self.cpu.allocate(self.shape, self.dtype, self.format)
+        page.tensor.view(self.torch.uint8).reshape(-1).copy_(self.source[number])
+        return page
+
+    def taken(self, number: int, page: Any) -> None:
+        self.target[number].copy_(page.tensor.view(self.torch.uint8).reshape(-1))
+        page.ref_count_down()
+
+    def check(self) -> None:
+        if not self.torch.equal(self.source, self.target):
+            raise RuntimeError("LMCache gave other bytes back")
+        self.target.zero_()
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _cpu(world: _World) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    def put() -> None:
+        for number, key in enumerate(world.keys):
+            page = world.filled(number)
+            world.cpu.submit_put_task(key, page)
+            page.ref_count_down()
+
+    def get() -> None:
+        for number, key in enumerate(world.keys):
+            world.taken(number, world.cpu.get_blocking(key))
+
+    return put, get, world.cpu.clear
+
+
+def _disk(world: _World) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+
+    disk = LocalDiskBackend(world.config, world.loop, world.cpu, "cpu", None, world.metadata)
+
+    def put() -> None:
+        for number, key in enumerate(world.keys):
+            page = world.filled(number)
+            disk.submit_put_task(key, page)
+            page.ref_count_down()
+        while any(not disk.contains(key) for key in world.keys):
+            time.sleep(0.0005)
+
+    def get() -> None:
+        step = max(1, (32 << 20) // world.page)
+        for at in range(0, world.count, step):
+            pages = disk.batched_get_blocking(world.keys[at : at + step])
+            for number, page in enumerate(pages, at):
+                world.taken(number, page)
+
+    def clear() -> None:
+        for key in world.keys:
+            disk.remove(key)
+        world.cpu.clear()
+
+    return put, get, clear
+
+
+def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    from lmcache.v1.storage_backend.connector.lm_connector import LMCServerConnector
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port), "cpu"],
+        stdout=sys.stderr,
+        stdin=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        except OSError:
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+    connector = LMCServerConnector("127.0.0.1", port, world.loop, world.cpu)
+
+    def run(task: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(task, world.loop).result(120)
+
+    def put() -> None:
+        for number, key in enumerate(world.keys):
+            page = world.filled(number)
+            run(connector.put(key, page))
+            page.ref_count_down()
+        if not run(connector.exists(world.keys[-1])):  # answered after all that was sent
+            raise RuntimeError("lmcache_server has lost a page")
+
+    def get() -> None:
+        for number, key in enumerate(world.keys):
+            world.taken(number, run(connector.get(key)))
+
+    def end() -> None:
+        server.terminate()
+        server.wait(10)
+
+    world.close = end  # type: ignore[method-assign]
+    return put, get, lambda: None
+
+
+BACKENDS = {"cpu": _cpu, "disk": _disk, "remote": _remote}
+
+
+def main() -> None:
+    """Answers every line of standard input on what was standard output."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+    key, world, verbs = None, None, None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            if asked["backend"] == "version":
+                from importlib.metadata import version
+
+                told: dict[str, Any] = {"version": version("lmcache")}
+            else:
+                wanted = (asked["backend"], asked["page"], asked["total"])
+                if wanted != key or world is None or verbs is None:
+                    if world is not None:
+                        world.close()
+                    key, world = wanted, _World(asked["page"], asked["total"])
+                    verbs = BACKENDS[asked["backend"]](world)
+                put, get, clear = verbs
+                world.next_round()
+                began = time.perf_counter()
+                put()
+                between = time.perf_counter()
+                get()
+                told = {"write": between - began, "read": time.perf_counter() - between}
+                world.check()
+                clear()
+        except Exception as error:  # noqa: BLE001  told to who asked
+            told = {"error": f"{type(error).__name__}: {error}"[:300]}
+        print(json.dumps(told), file=answers, flush=True)
+    if world is not None:
+        world.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

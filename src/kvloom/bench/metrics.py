@@ -1,0 +1,245 @@
+"""What being watched costs: counting, remembering requests, telling stats, being scraped. `python -m kvloom.bench.metrics`.
+
+Two answers. By parts: each thing that watching does is timed alone, and taken together as often as a load calls for it.
+Turn about: one load on two servers, one that is watched and scraped every second and one that is not (`--no-metrics`). Where
+other work disturbs the machine the second has an error of several percent, and the first is the one to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from .serve import Load, offer, started
+
+__all__ = ["Parts", "Turn", "main", "measure", "time_parts"]
+
+TICKS = os.sysconf("SC_CLK_TCK")
+STATS_A_SECOND = 4
+STORIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Microseconds of each part of watching: a token of a stream, a request from begin to end with what the engine tells of
+    it, one message of stats from the engine to the server, one scrape."""
+
+    token: float
+    request: float
+    stats: float
+    scrape: float
+
+    def share(self, cpu_us_a_token: float, tokens_a_request: float, tokens_per_second: float) -> float:
+        """Of the processor time that a load takes, the share that is watching, scraped every second."""
+        now_and_then = (STATS_A_SECOND * self.stats + self.scrape) / tokens_per_second
+        return (self.token + self.request / tokens_a_request + now_and_then) / cpu_us_a_token
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of load on one server: tokens a second, and microseconds of processor time a token in both of its processes."""
+
+    tokens_per_second: float
+    cpu_us_a_token: float
+
+
+def time_parts(engine: Any) -> Parts:
+    """Time each part of watching, with the counters of an engine that has worked. A second or two."""
+    import msgspec
+
+    from kvloom.engine.params import SamplingParams
+    from kvloom.serve.limits import Gate
+    from kvloom.serve.link import EngineLink
+    from kvloom.serve.messages import Add, FromEngine, Outputs, Ready, Start, Story
+    from kvloom.serve.metrics import Metrics
+    from kvloom.serve.observer import Observer
+    from kvloom.serve.stats import engine_stats
+
+    decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+    encode = msgspec.msgpack.Encoder().encode
+    inside = [("", True)] * 64
+    told = engine_stats(engine, 1, 1, 0, {}, inside)
+
+    def make() -> tuple[Metrics, Observer]:
+        link = EngineLink(Start(""), print, print)
+        link.stats = told
+        layout = engine.layout
+        link.facts = Ready(
+            "", "", 1, 1, {}, 1, layout.slab_bytes, layout.block_tokens, 1, layout.table(), 0.0
+        )
+        metrics = Metrics(link, Gate(1), "model")
+        return metrics, Observer(metrics)
+
+    async def made() -> tuple[Metrics, Observer]:
+        return make()
+
+    metrics, observer = asyncio.run(made())
+    story = Story(1, 1.0, 1.0, 1.0, 64, {"device": 64}, 64, "never seen")
+    add = Add(1, [0] * 64, SamplingParams(), True)
+
+    def request() -> None:
+        record = observer.begin("cmpl", "/v1/completions", [add], time.monotonic(), {})
+        for _ in range(STORIES):
+            message = decoder.decode(encode(Outputs(stories=[story])))
+            assert isinstance(message, Outputs)
+            observer.tell(message.stories[0])
+        record.first, record.output_tokens, record.finishes = record.began, 24, ["length"]
+        observer.end(record)
+
+    return Parts(
+        token=_timed(lambda: metrics.between_tokens.add(0.0123, 1), 20000),
+        request=_timed(request, 500),
+        stats=_timed(
+            lambda: decoder.decode(encode(Outputs(stats=engine_stats(engine, 1, 1, 0, {}, inside)))), 100
+        ),
+        scrape=_timed(lambda: metrics.text(None, everyone=True), 20),
+    )
+
+
+def _timed(what: Callable[[], object], times: int) -> float:
+    """Microseconds of processor time that one call takes: the least of several rounds, for the others were disturbed."""
+    rounds = []
+    for _ in range(5):
+        began = time.thread_time()
+        for _ in range(times):
+            what()
+        rounds.append((time.thread_time() - began) / times)
+    return 1e6 * min(rounds)
+
+
+def measure(load: Load, processes: list[int], scrape: bool) -> Turn:
+    """Put a load on a server and see what it takes. Raises RuntimeError where a request fails."""
+
+    async def run() -> tuple[int, float]:
+        scraper = asyncio.create_task(_scrape(load.url)) if scrape else None
+        seen = await offer(load)
+        if scraper is not None:
+            scraper.cancel()
+            with suppress(asyncio.CancelledError):
+                await scraper
+        if seen.errors:
+            raise RuntimeError(f"requests failed: {dict(seen.errors)}")
+        return seen.pieces, seen.seconds
+
+    before = sum(map(_cpu_seconds, processes))
+    pieces, seconds = asyncio.run(run())
+    spent = sum(map(_cpu_seconds, processes)) - before
+    return Turn(pieces / seconds, 1e6 * spent / max(1, pieces))
+
+
+async def _scrape(url: str) -> None:
+    while True:
+        await asyncio.to_thread(_get, f"{url}/metrics")
+        await asyncio.sleep(1.0)
+
+
+def _get(url: str) -> bytes:
+    with urlopen(url, timeout=10) as answer:
+        return bytes(answer.read())
+
+
+def _cpu_seconds(pid: int) -> float:
+    words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / TICKS
+
+
+def _turns(options: argparse.Namespace) -> list[tuple[Turn, Turn]]:
+    """Turns of a watched and an unwatched server."""
+    servers = []
+    turns = []
+    try:
+        for extra in ([], ["--no-metrics"]):
+            servers.append(started([*extra, *options.serve]))
+        load = Load(
+            "", "", options.streams, options.seconds, options.prompt_tokens,
+            options.prompt_tokens // 2, options.max_tokens,
+        )  # fmt: skip
+        for number in range(options.turns + 1):
+            pair: dict[int, Turn] = {}
+            for side in (0, 1) if number % 2 else (1, 0):
+                process, url, model, engine = servers[side]
+                one = replace(load, url=url, model=model, seconds=options.seconds if number else 2.0)
+                pair[side] = measure(one, [process.pid, engine], scrape=side == 0)
+            if number:  # the first warms both
+                turns.append((pair[0], pair[1]))
+    finally:
+        for process, *_ in servers:
+            os.kill(process.pid, signal.SIGTERM)
+            process.wait(60)
+    return turns
+
+
+def _summary(turns: list[tuple[Turn, Turn]], parts: Parts, tokens_a_request: float) -> dict[str, Any]:
+    """The middle of the turns, and of their ratios (above 1: being watched costs), beside what the parts come to."""
+    speed = sorted(off.tokens_per_second / on.tokens_per_second for on, off in turns)
+    cpu = sorted(on.cpu_us_a_token / off.cpu_us_a_token for on, off in turns)
+    middle = {
+        name: Turn(
+            statistics.median(t[i].tokens_per_second for t in turns),
+            statistics.median(t[i].cpu_us_a_token for t in turns),
+        )
+        for i, name in enumerate(("watched", "unwatched"))
+    }
+    off = middle["unwatched"]
+    return {
+        "parts_us": {name: round(getattr(parts, name), 2) for name in Parts.__slots__},
+        "share_by_parts": round(
+            parts.share(off.cpu_us_a_token, tokens_a_request, off.tokens_per_second), 5
+        ),
+        **{
+            name: {"tokens_per_second": round(t.tokens_per_second, 1), "cpu_us_a_token": round(t.cpu_us_a_token, 1)}
+            for name, t in middle.items()
+        },
+        "turns": len(turns),
+        "time_ratio": round(statistics.median(speed), 4),
+        "time_ratios": [round(value, 3) for value in speed],
+        "cpu_ratio": round(statistics.median(cpu), 4),
+        "cpu_ratios": [round(value, 3) for value in cpu],
+    }  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="kvloom bench metrics", description=(__doc__ or "").partition("\n\n")[0]
+    )
+    add = parser.add_argument
+    add("--turns", type=int, default=8, metavar="N", help="pairs of turns (default: 8)")
+    add("--seconds", type=float, default=6.0, metavar="S", help="of one turn (default: 6)")
+    add("--streams", type=int, default=16, metavar="N", help="streams at once (default: 16)")
+    add("--prompt-tokens", type=int, default=64, metavar="N", help="of a prompt (default: 64)")
+    add("--max-tokens", type=int, default=32, metavar="N", help="of an answer (default: 32)")
+    add("--serve", nargs=argparse.REMAINDER, default=[], help="arguments for both servers")
+    add("--json", action="store_true", help="print figures as JSON")
+    options = parser.parse_args(arguments)
+    from kvloom.models.catalog import folder_of
+    from kvloom.serve.engine_process import load_engine
+    from kvloom.serve.messages import Start
+
+    engine = load_engine(Start(folder_of("kvloom-llama"), cpu_dtype="float32", pool_bytes=64 << 20))
+    for seed in range(32):
+        engine.add([5 + (seed * i) % 200 for i in range(64)])
+    engine.run()
+    parts = time_parts(engine)
+    found = _summary(_turns(options), parts, 0.75 * options.max_tokens)
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        for name, value in found.items():
+            print(f"{name.replace('_', ' '):16} {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

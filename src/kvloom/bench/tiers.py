@@ -1,0 +1,291 @@
+"""`kvloom bench tiers`: every tier against what its medium does, and beside LMCache, over the same bytes in one run.
+
+Sides take turns, and each figure is the best of its rounds. What is missing on a machine is said and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvloom.core.sizes import parse_size
+from kvloom.plan import format_bytes
+from kvloom.tiers import TierError
+
+from .tiers_work import WORKS, Memory, Work, folder_in
+
+__all__ = ["Row", "main", "measure"]
+
+GOALS = {"host": 0.85, "disk (power)": 0.9, "disk (process)": 0.9}
+PEER_GOALS = {
+    ("host", 2 << 20): 1.0,
+    ("host", 64 << 10): 3.0,
+    ("peer, same host", 0): 3.0,
+    ("peer, by TCP", 0): 3.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """GB/s of one verb; ratios are ours to theirs."""
+
+    tier: str
+    page_bytes: int
+    verb: str
+    ours: float
+    medium: str
+    medium_speed: float
+    share: float
+    goal: float
+    lmcache: float | None = None
+    times_lmcache: float | None = None
+    lmcache_goal: float | None = None
+
+
+class LMCache:
+    """Its process, in the interpreter that has it."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        script = Path(__file__).parent / "lmcache_process.py"
+        environment = {**os.environ, "KVLOOM_BENCH_DIR": str(folder)}
+        environment.pop("PYTHONPATH", None)
+        self._process = subprocess.Popen(
+            [python, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=folder,
+            env=environment,
+        )
+        self._seen: dict[tuple[str, int], list[dict[str, float]]] = {}
+        self.version = str(self.ask({"backend": "version"})["version"])
+
+    def ask(self, what: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("LMCache's process has ended")
+        told: dict[str, Any] = json.loads(line)
+        if "error" in told:
+            raise RuntimeError(f"LMCache: {told['error']}")
+        return told
+
+    def moved(self, backend: str, page: int, total: int, rounds: int) -> dict[str, float]:
+        """Seconds by verb of its next round; the best ones again once it had `rounds` of them for another row."""
+        seen = self._seen.setdefault((backend, page), [])
+        if len(seen) < rounds:
+            told = self.ask({"backend": backend, "page": page, "total": total})
+            seen.append({"write": told["write"], "read": told["read"]})
+            return seen[-1]
+        return {verb: min(each[verb] for each in seen) for verb in ("write", "read")}
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def measure(work: Work, memory: Memory, rounds: int, lmcache: LMCache | None) -> list[Row]:
+    """One row for each verb. Every side's bytes are compared in every round."""
+    best: dict[tuple[str, str], float] = {}
+
+    def note(side: str, verb: str, seconds: float) -> None:
+        best[side, verb] = min(best.get((side, verb), seconds), seconds)
+
+    for _ in range(rounds):
+        memory.fresh()
+        for side, verbs in (("medium", work.medium), ("ours", work.ours)):
+            note(side, "write", _seconds(verbs.write))
+            note(side, "read", _seconds(verbs.read))
+            memory.check()
+        if lmcache is not None and work.lmcache:
+            for verb, seconds in lmcache.moved(work.lmcache, memory.page, memory.total, rounds).items():
+                note("lmcache", verb, seconds)
+    return [_row(work, memory, verb, best) for verb in ("write", "read")]
+
+
+def _row(work: Work, memory: Memory, verb: str, best: dict[tuple[str, str], float]) -> Row:
+    ours, medium = best["ours", verb], best["medium", verb]
+    theirs = best.get(("lmcache", verb))
+    goal = PEER_GOALS.get((work.tier, memory.page), PEER_GOALS.get((work.tier, 0)))
+    return Row(
+        work.tier,
+        memory.page,
+        verb,
+        memory.total / ours / 1e9,
+        work.medium_name,
+        memory.total / medium / 1e9,
+        medium / ours,
+        GOALS.get(work.tier, 0.85),
+        None if theirs is None else memory.total / theirs / 1e9,
+        None if theirs is None else theirs / ours,
+        None if theirs is None else goal or 1.0,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvloom bench tiers",
+        description="Host, disk and every store against what the medium itself does, in one run.",
+    )
+    add = parser.add_argument
+    add(
+        "--only",
+        nargs="+",
+        choices=list(WORKS),
+        default=list(WORKS),
+        metavar="TIER",
+        help="some of: " + ", ".join(WORKS),
+    )
+    add(
+        "--pages",
+        nargs="+",
+        default=["2MiB", "64KiB"],
+        metavar="SIZE",
+        help="page sizes (default: 2MiB 64KiB)",
+    )
+    add("--total", default="128MiB", metavar="SIZE", help="bytes of a round (default: 128MiB)")
+    add("--rounds", type=int, default=5, metavar="N", help="each figure is the best of N (default: 5)")
+    add(
+        "--dir",
+        type=Path,
+        metavar="PATH",
+        help="where files go: a folder on the disk to measure (default: the system's)",
+    )
+    add("--lmcache-python", metavar="PATH", help="an interpreter that has LMCache, to run it in turns")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what `argv` asks for: 0, or 2 on input that makes no sense."""
+    args = _parser().parse_args(argv)
+    try:
+        pages, total = [parse_size(text) for text in args.pages], parse_size(args.total)
+        wrong = [page for page in pages if page % 4096 or total % page]
+        if wrong or args.rounds < 1:
+            raise ValueError(
+                f"pages of {wrong} bytes must be whole blocks of 4096 and divide --total {total}; --rounds is 1 or more"
+            )
+        if args.dir is not None and not args.dir.is_dir():
+            raise ValueError(f"--dir {args.dir} is no folder")
+    except ValueError as error:
+        print(f"kvloom bench tiers: {error}", file=sys.stderr)
+        return 2
+    rows: list[Row] = []
+    missing: dict[str, str] = {}
+    with folder_in(args.dir) as place:
+        lmcache = LMCache(args.lmcache_python, Path(place)) if args.lmcache_python else None
+        try:
+            for name in args.only:
+                for page in pages:
+                    _measure(name, page, total, args, lmcache, Path(place), rows, missing)
+        finally:
+            if lmcache is not None:
+                lmcache.close()
+    _say("")
+    versions = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}
+    if lmcache is not None:
+        versions["lmcache"] = lmcache.version
+    if args.json:
+        told = {"rows": [asdict(row) for row in rows], "missing": missing, "versions": versions}
+        print(json.dumps(told, indent=2))
+    else:
+        _show(rows, missing, versions, total, args.rounds)
+    return 0
+
+
+def _measure(
+    name: str,
+    page: int,
+    total: int,
+    args: argparse.Namespace,
+    lmcache: LMCache | None,
+    place: Path,
+    rows: list[Row],
+    missing: dict[str, str],
+) -> None:
+    folder = place / f"{name}-{page}"
+    folder.mkdir()
+    memory = Memory(page, total)
+    try:
+        with WORKS[name](memory, folder) as works:
+            for work in works:
+                _say(f"{work.tier}, pages of {format_bytes(page)}")
+                rows += measure(work, memory, args.rounds, lmcache)
+    except TierError as error:
+        missing[name] = str(error)
+
+
+def _say(text: str) -> None:
+    """Progress, on a terminal only."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _show(
+    rows: Sequence[Row], missing: dict[str, str], versions: dict[str, Any], total: int, rounds: int
+) -> None:
+    title = f"Tiers, GB/s: {format_bytes(total)} a round, the best of {rounds}"
+    table = Table(title=title, title_justify="left")
+    for heading in (
+        "tier",
+        "page",
+        "verb",
+        "kvloom",
+        "medium",
+        "its GB/s",
+        "share",
+        "goal",
+        "LMCache",
+        "times",
+        "goal",
+    ):
+        table.add_column(heading, justify="left" if heading in ("tier", "verb", "medium") else "right")
+    for row in rows:
+        lmcache = (
+            ("", "", "")
+            if row.lmcache is None or row.times_lmcache is None
+            else (f"{row.lmcache:.2f}", f"{row.times_lmcache:.1f}", f"{row.lmcache_goal:g}")
+        )
+        table.add_row(
+            row.tier,
+            format_bytes(row.page_bytes),
+            row.verb,
+            f"{row.ours:.2f}",
+            row.medium,
+            f"{row.medium_speed:.2f}",
+            f"{row.share:.0%}",
+            f"{row.goal:.0%}",
+            *lmcache,
+        )
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+    console.print(table)
+    for name, why in missing.items():
+        print(f"{name}: not measured: {why}")
+    print(", ".join(f"{name} {value}" for name, value in versions.items()))

@@ -1,0 +1,346 @@
+"""What `kvloom bench tiers` measures: a tier and its medium over the same bytes, in turns.
+
+A Work has two sides, each with `write` and `read`, which are done when the bytes are where they belong. The medium is what
+the tier stands on without the tier: memcpy, raw O_DIRECT, the store's own client. Knows no tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Ranges, Tier, TierError
+from kvloom.tiers.files import aligned_bytes
+from kvloom.tiers.mooncake import MooncakeConfig, open_mooncake
+from kvloom.tiers.nixl import open_nixl
+from kvloom.tiers.peer import open_peer
+from kvloom.tiers.redis import RedisAddress, open_redis
+from kvloom.tiers.remote import RemoteConfig
+
+__all__ = ["WORKS", "Memory", "Side", "Work"]
+
+_WAIT_SECONDS = 120.0
+_IO_BYTES = 2 << 20
+_READ_THREADS = 4
+_DISK = 24  # rounds that a disk tier holds: what leaves, and is carried, is not what is measured
+_STORAGE = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[1]), 16 << 20, "tcp", "", sys.argv[2])
+print(code, flush=True)
+sys.stdin.read()
+store.close()
+"""
+_rounds = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    write: Callable[[], None]
+    read: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    tier: str
+    medium_name: str
+    ours: Side
+    medium: Side
+    lmcache: str = ""  # the backend of LMCache that does the same
+
+
+class Memory:
+    """Pages to write and room to read them into, aligned; and the batch of objects of this round."""
+
+    def __init__(self, page: int, total: int) -> None:
+        self.page, self.total, self.count = page, total, total // page
+        self.form = Form("bf16", "LKTHD", page, max(min(page, 64 << 10), page // 32))
+        self.source = np.frombuffer(aligned_bytes(total), np.uint8)
+        self.target = np.frombuffer(aligned_bytes(total), np.uint8)
+        self.source[:] = np.random.default_rng(0).integers(0, 256, total, dtype=np.uint8)
+        self.target[:] = 0
+        self.starts = np.arange(self.count) * page
+        self.objects = self.fresh()
+
+    def fresh(self) -> Objects:
+        """Names that no tier has seen."""
+        salt = f"{os.getpid()} {next(_rounds)}"
+        names = [blake2b(f"{salt} {i}".encode(), digest_size=16).digest() for i in range(self.count)]
+        self.objects = Objects(names, 0, self.form)
+        _ = self.objects.keys
+        return self.objects
+
+    def check(self) -> None:
+        """What was read is what was written. A RuntimeError would make every figure worthless."""
+        if not np.array_equal(self.source, self.target):
+            raise RuntimeError("the bytes that came back are not those that were written")
+        self.target[:] = 0
+
+
+def _of_tier(tier: Tier, memory: Memory) -> Side:
+    def done(transfer: Any) -> None:
+        if not transfer.wait(_WAIT_SECONDS) or transfer.failed:
+            raise RuntimeError(f"{tier.name}: {transfer}")
+
+    return Side(
+        lambda: done(tier.write(memory.objects, Ranges(memory.source, memory.starts))),
+        lambda: done(tier.read(memory.objects, Ranges(memory.target, memory.starts))),
+    )
+
+
+def _memcpy(memory: Memory) -> Side:
+    room = np.frombuffer(aligned_bytes(memory.total), np.uint8)
+    room[:] = 0
+
+    def write() -> None:
+        room[:] = memory.source
+
+    def read() -> None:
+        memory.target[:] = room
+
+    return Side(write, read)
+
+
+@contextlib.contextmanager
+def host(memory: Memory, folder: Path) -> Iterator[list[Work]]:
+    tier = HostTier(HostConfig(memory.total))
+    _of_tier(tier, memory).write()  # the arena's memory comes with its first use: a tier in service has it
+
+    def write() -> None:
+        ours.write()
+
+    ours = _of_tier(tier, memory)
+    yield [Work("host", "memcpy", Side(write, ours.read), _memcpy(memory), "cpu")]
+    tier.close()
+
+
+def _raw(memory: Memory, path: Path, sync: bool) -> Side:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    source, target, total = memory.source.data, memory.target.data, memory.total
+
+    def write() -> None:
+        os.ftruncate(fd, 0)
+        os.posix_fallocate(fd, 0, total)
+        for at in range(0, total, 16 << 20):
+            os.pwrite(fd, source[at : at + (16 << 20)], at)
+        if sync:
+            os.fdatasync(fd)
+
+    def read() -> None:
+        def some(first: int) -> None:
+            for at in range(first * _IO_BYTES, total, _READ_THREADS * _IO_BYTES):
+                os.preadv(fd, [target[at : at + _IO_BYTES]], at)
+
+        threads = [threading.Thread(target=some, args=(number,)) for number in range(_READ_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    return Side(write, read)
+
+
+@contextlib.contextmanager
+def disk(memory: Memory, folder: Path) -> Iterator[list[Work]]:
+    works, tiers = [], []
+    kinds: tuple[Literal["power", "process"], ...] = ("power", "process")
+    for durable in kinds:
+        config = DiskConfig(
+            folder / durable, _DISK * memory.total, segment_bytes=4 * memory.total, durable=durable
+        )
+        tiers.append(DiskTier(config))
+        raw = _raw(memory, folder / f"raw-{durable}", durable == "power")
+        name = "raw O_DIRECT + sync" if durable == "power" else "raw O_DIRECT"
+        lmcache = "" if durable == "power" else "disk"
+        works.append(Work(f"disk ({durable})", name, _of_tier(tiers[-1], memory), raw, lmcache))
+    yield works
+    for tier in tiers:
+        tier.close()
+
+
+@contextlib.contextmanager
+def nixl(memory: Memory, folder: Path) -> Iterator[list[Work]]:
+    config = DiskConfig(
+        folder / "nixl", _DISK * memory.total, segment_bytes=4 * memory.total, durable="process"
+    )
+    tier = open_nixl(config)
+    yield [Work("nixl POSIX", "raw O_DIRECT", _of_tier(tier, memory), _raw(memory, folder / "raw", False))]
+    tier.close()
+
+
+def _port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _server(command: list[str], port: int, log: Path) -> Iterator[None]:
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 0.5).close()
+                break
+            except OSError as error:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise TierError(f"{command[0]} does not start: see {log}") from error
+                time.sleep(0.05)
+        yield
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@contextlib.contextmanager
+def redis(memory: Memory, folder: Path) -> Iterator[list[Work]]:
+    binary = shutil.which("redis-server") or shutil.which("valkey-server")
+    if binary is None:
+        raise TierError("no redis-server: apt-get install redis-server")
+    try:
+        from redis import Redis
+    except ImportError:
+        raise TierError("its own client is missing: pip install 'redis[hiredis]'") from None
+    port = _port()
+    quiet = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
+    with _server([binary, "--port", str(port), *quiet], port, folder / "redis.log"):
+        tier = open_redis(RedisAddress(port=port), RemoteConfig(3 * memory.total, timeout=30))
+        client = Redis(port=port)
+        keys = [f"bench {number}" for number in range(memory.count)]
+        step = max(1, min(16, (8 << 20) // memory.page))
+        batches = [range(at, min(at + step, memory.count)) for at in range(0, memory.count, step)]
+
+        def write() -> None:
+            for batch in batches:
+                pipeline = client.pipeline(transaction=False)
+                for number in batch:
+                    at = number * memory.page
+                    pipeline.set(keys[number], memory.source[at : at + memory.page].tobytes())
+                pipeline.execute()
+
+        def read() -> None:
+            for batch in batches:
+                values = client.mget([keys[number] for number in batch])
+                for number, value in zip(batch, values, strict=True):
+                    at = number * memory.page
+                    memory.target[at : at + memory.page] = np.frombuffer(value, np.uint8)
+
+        yield [Work("redis", "redis-py, pipelines", _of_tier(tier, memory), Side(write, read))]
+        tier.close()
+
+
+@contextlib.contextmanager
+def _mooncake_storage(size: int, master: str) -> Iterator[None]:
+    """Another process that has the memory, as in a fleet."""
+    environment = {**os.environ, "MC_TCP_BIND_ADDRESS": "127.0.0.1", "GLOG_minloglevel": "2"}
+    with subprocess.Popen(
+        [sys.executable, "-c", _STORAGE, str(size), master],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != "0":
+            raise TierError("Mooncake's storage does not start")
+        try:
+            yield
+        finally:
+            process.communicate(timeout=30)
+
+
+@contextlib.contextmanager
+def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
+    binary = Path(sys.executable).parent / "mooncake_master"
+    if not binary.exists():
+        raise TierError("no mooncake_master: pip install mooncake-transfer-engine-non-cuda")
+    port = _port()
+    command = [str(binary), f"--rpc_port={port}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+    with (
+        _server([*command, f"--metrics_port={_port()}"], port, folder / "mooncake.log"),
+        _mooncake_storage(6 * memory.total, f"127.0.0.1:{port}"),
+    ):
+        tier = open_mooncake(MooncakeConfig(f"127.0.0.1:{port}"), RemoteConfig(2 * memory.total, timeout=30))
+        client: Any = tier._control._store.store._client  # type: ignore[union-attr]
+        for array in (memory.source, memory.target):
+            client.register_buffer(_address(array), memory.total)
+        keys = [f"bench-{number}" for number in range(memory.count)]
+        step = max(1, (8 << 20) // memory.page)
+        batches = [range(at, min(at + step, memory.count)) for at in range(0, memory.count, step)]
+
+        def each(verb: Any, array: npt.NDArray[np.uint8]) -> None:
+            for batch in batches:
+                pointers = [_address(array) + number * memory.page for number in batch]
+                codes = verb([keys[number] for number in batch], pointers, [memory.page] * len(batch))
+                if any(code < 0 for code in codes):
+                    raise RuntimeError(f"Mooncake says {min(codes)}")
+
+        def write() -> None:
+            each(client.batch_put_from, memory.source)
+
+        def read() -> None:
+            each(client.batch_get_into, memory.target)
+            client.batch_remove(keys, True)
+
+        yield [Work("mooncake", "its client, batches", _of_tier(tier, memory), Side(write, read))]
+        tier.close()
+
+
+def _address(array: npt.NDArray[np.uint8]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+@contextlib.contextmanager
+def peer(memory: Memory, folder: Path) -> Iterator[list[Work]]:
+    share = ["share", str(2 * memory.total), "--listen", "127.0.0.1:0", "--json"]
+    command = [sys.executable, "-m", "kvloom.cli", *share]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(json.loads(process.stdout.readline())["address"].rpartition(":")[2])
+        shared = open_peer(("127.0.0.1", port), config=RemoteConfig(1, timeout=30))
+        plain = open_peer(("127.0.0.1", port), by="connection", config=RemoteConfig(1, timeout=30))
+        _of_tier(shared, memory).write()  # once round its memory
+        memory.fresh()
+        _of_tier(shared, memory).write()
+        yield [
+            Work("peer, same host", "memcpy", _of_tier(shared, memory), _memcpy(memory), "remote"),
+            Work("peer, by TCP", "memcpy", _of_tier(plain, memory), _memcpy(memory), "remote"),
+        ]
+        shared.close()
+        plain.close()
+        process.terminate()
+
+
+WORKS: dict[str, Callable[[Memory, Path], contextlib.AbstractContextManager[list[Work]]]] = {
+    "host": host,
+    "disk": disk,
+    "nixl": nixl,
+    "redis": redis,
+    "mooncake": mooncake,
+    "peer": peer,
+}
+
+
+def folder_in(place: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """A folder of its own, gone at the end."""
+    return tempfile.TemporaryDirectory(prefix="kvloom-bench-", dir=place, ignore_cleanup_errors=True)

@@ -1,0 +1,219 @@
+"""Pages lent to what is on its way from below, and how it enters the tree when it has come, as if it had been computed.
+
+    expect(prospect) → Arrival: pages to fill     land(arrival, came) → how far the prompt can resume now     drop(arrival)
+
+Until it lands or is dropped an arrival holds its pages, its tenant pays for them, and none of them moves. It knows no
+bytes: who fills the pages says which came.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .layout import PageGroup
+from .names import TOKEN_BYTES
+from .nodes import Node, Root
+from .parcels import Parcel
+from .parts import Parts, Verbs
+from .pool import Ids
+from .prospect import Prospect
+from .resume import longest_resume
+
+__all__ = ["Arrival", "Arrivals"]
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Arrival:
+    """Pages on their way for one prompt: row b is block b's, `fresh` says which of them must be filled."""
+
+    __slots__ = (
+        "data",
+        "end",
+        "fresh",
+        "names",
+        "node",
+        "point",
+        "root",
+        "rows",
+        "state_name",
+        "states",
+    )
+
+    def __init__(self, prospect: Prospect, root: Root, node: Node, rows: Ids, fresh: Mask) -> None:
+        self.data, self.root, self.node = prospect.match.data, root, node
+        self.point, self.end = prospect.point, prospect.end
+        self.rows, self.fresh = rows, fresh
+        self.names = [prospect.block_name(b) for b in range(len(rows))]
+        self.state_name = prospect.name_at(prospect.point)
+        self.states: Ids | None = None
+
+    def pages(self, group: PageGroup) -> list[tuple[list[bytes], Ids]]:
+        """The names and pages to fill of each run of a group."""
+        if group.spec.unit == "state":
+            if self.states is None:
+                return []
+            return [([self.state_name], self.states[:, c].copy()) for c in _columns(group)]
+        found = []
+        for column in _columns(group):
+            at = np.flatnonzero(self.fresh[:, column])
+            found.append(([self.names[b] for b in at.tolist()], self.rows[at, column]))
+        return found
+
+
+def _columns(group: PageGroup) -> range:
+    return range(group.columns.start, group.columns.stop)
+
+
+class Arrivals(Verbs):
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._open: dict[int, Arrival] = {}
+        self._lent: dict[int, Parcel] = {}
+
+    def open(self) -> list[Arrival]:
+        return list(self._open.values())
+
+    def lent(self) -> list[Parcel]:
+        return list(self._lent.values())
+
+    def lend(self, parcel: Parcel) -> None:
+        """Hold the pages of a parcel, and keep them where they are."""
+        columns = self.states if parcel.numbering == "state" else self.pages
+        self.accounts[parcel.tenant].held += columns.retain(parcel.rows)
+        for cls, ids in columns.by_class(parcel.rows):
+            columns.pool.fix(cls, ids[ids > 0], 1)
+        self._lent[id(parcel)] = parcel
+
+    def give_back(self, parcel: Parcel) -> None:
+        del self._lent[id(parcel)]
+        columns = self.states if parcel.numbering == "state" else self.pages
+        for cls, ids in columns.by_class(parcel.rows):
+            columns.pool.fix(cls, ids[ids > 0], -1)
+        self.let_go(self.accounts[parcel.tenant], columns, parcel.rows)
+
+    def expect(self, prospect: Prospect) -> Arrival | None:
+        """Reserve the pages of `prospect.needs()`; None where there is no room. The match must be fresh."""
+        match = prospect.match
+        account = self.accounts[match.control.tenant]
+        root = self.tree.root(match.root_name, account, match.control.tenant)
+        node = match.path[-1] if match.path else root
+        self.tree.lock(node)  # what it hangs below must stay
+        blocks = -(-prospect.end // self.block_tokens)
+        rows = np.zeros((blocks, self.pages.width), np.int32)
+        fresh = np.zeros(rows.shape, bool)
+        here = self.tree.rows(match.path, match.matched)[:blocks]
+        rows[: len(here)] = here
+        if prospect.point > match.matched:
+            rows[match.matched // self.block_tokens :] = 0  # a block that only begins like the prompt's
+        rows = self.in_view(rows, prospect.point)
+        states = 0
+        for need in prospect.needs():
+            if need.group.spec.unit == "state":
+                states = 1
+            else:
+                fresh[np.ix_(need.blocks, list(_columns(need.group)))] = True
+        rows[fresh] = 0
+        account.held += self.pages.retain(rows)
+        needs = self._needs(fresh, states)
+        if self.room.make(account, needs):
+            self.let_go(account, self.pages, rows)
+            self.tree.unlock(node, self.clock.now())
+            return None
+        account.charge(self.room.bytes_of(needs))
+        for cls in self.pages.classes:
+            columns = self.pages.columns_of(cls)
+            wanted = fresh[:, columns]
+            part = rows[:, columns]
+            ids = self.pages.pool.allocate(cls, int(wanted.sum()))
+            assert ids is not None
+            part[wanted] = ids
+            rows[:, columns] = part
+        arrival = Arrival(prospect, root, node, rows, fresh)
+        if states:
+            arrival.states = self.states.allocate(1)
+        self._fix(arrival, 1)
+        self._open[id(arrival)] = arrival
+        return arrival
+
+    def _needs(self, fresh: Mask, states: int) -> list[int]:
+        needs = self.states.needs(states)
+        for cls in self.pages.classes:
+            needs[cls] += int(fresh[:, self.pages.columns_of(cls)].sum())
+        return needs
+
+    def _fix(self, arrival: Arrival, count: int) -> None:
+        """Pages that someone is writing to must not move."""
+        pool = self.pages.pool
+        for cls, ids in self.pages.by_class(np.where(arrival.fresh, arrival.rows, 0)):
+            pool.fix(cls, ids[ids > 0], count)
+        if arrival.states is not None:
+            for cls, ids in self.states.by_class(arrival.states):
+                pool.fix(cls, ids, count)
+
+    def land(self, arrival: Arrival, came: Mask | None, states_came: bool = True) -> int:
+        """The pages of `arrival` that came (all of them if None) enter the tree as far as a prompt can resume on them;
+        the others are free again. Returns that point, 0 for none."""
+        now = self.clock.now()
+        came = arrival.fresh if came is None else arrival.fresh & came
+        rows = self._along(arrival, np.where(arrival.fresh & ~came, 0, arrival.rows))
+        end, point = self._end(arrival, rows, came, states_came)
+        if point:
+            node, _ = self.tree.publish(
+                arrival.root,
+                arrival.data[: end * TOKEN_BYTES],
+                rows[: -(-end // self.block_tokens)],
+                now,
+                standing=arrival.node,
+                last=True,
+            )
+            self.tree.version += 1
+            if self.tree.keeps_checkpoints:
+                self.tree.checkpoint(node, end, arrival.states, now)
+        self._let_go(arrival, now)
+        return point
+
+    def drop(self, arrival: Arrival) -> None:
+        """Nothing came, or nobody waits: the pages are free again. Nobody may write to them any more."""
+        self._let_go(arrival, self.clock.now())
+
+    def _end(self, arrival: Arrival, rows: Ids, came: Mask, states_came: bool) -> tuple[int, int]:
+        """Where the text ends that `rows` have all pages for, and where one can resume on it."""
+        block = self.block_tokens
+        lost = arrival.fresh & ~came
+        if not lost.any() and (arrival.states is None or states_came):
+            return arrival.end, arrival.point
+        if self.has_states:
+            return 0, 0
+        windowed = {c for columns in self.tree.window_columns for c in range(columns.start, columns.stop)}
+        full = [c for c in range(self.pages.width) if c not in windowed]
+        lacking = (lost[:, full] & (rows[:, full] == 0)).any(1)
+        reach = int(np.flatnonzero(lacking)[0]) if lacking.any() else len(rows)
+        point = min(arrival.end, reach * block) // block * block
+        while point:
+            deepest = longest_resume(point, self.tree.presence(rows), block)[0] // block * block
+            if deepest == point:
+                break
+            point = deepest
+        return point, point
+
+    def _along(self, arrival: Arrival, rows: Ids) -> Ids:
+        """The rows of an arrival, and where it has none, those of the tree, which may have grown meanwhile."""
+        path, matched = self.tree.walk(arrival.root, arrival.data, arrival.end)
+        known = self.tree.rows(path, matched)[: matched // self.block_tokens]
+        part = rows[: len(known)]
+        np.copyto(part, known[: len(part)], where=part == 0)
+        return rows
+
+    def _let_go(self, arrival: Arrival, now: float) -> None:
+        del self._open[id(arrival)]
+        account = arrival.root.account
+        self._fix(arrival, -1)
+        self.let_go(account, self.pages, arrival.rows)
+        if arrival.states is not None:
+            self.let_go(account, self.states, arrival.states)
+        for window in range(len(self.tree.windows)):
+            last = max(0, arrival.node.end - 1) // self.block_tokens
+            self.tree.offer_range(arrival.node, window, 0, last)
+        self.tree.unlock(arrival.node, now)

@@ -1,0 +1,127 @@
+"""Pages offered to whoever keeps copies below the pool: with their names, when they leave, or when a sequence ends.
+
+A page is offered under the name of the prefix that ends where its tokens do. Nothing is named unless someone listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from .layout import GRAIN
+from .naming import Teller
+from .nodes import Checkpoint, Node
+from .pool import Ids
+
+__all__ = ["Parcel", "Parcels"]
+
+
+class Parcel(NamedTuple):
+    """Rows of page ids, one a name, in the columns of one numbering ("token" or "state"); 0 where there is no page.
+
+    The bytes of `rows` are those of the pages `at` (0: nobody can say where) until the next `take_copies`. `leaving`: the bytes will be overwritten soon; else their sequence has ended, and they stay for now. `used`: someone
+    came back to them. `tenant` is whose they are.
+    """
+
+    numbering: str
+    names: list[bytes]
+    rows: Ids
+    at: Ids
+    tenant: str
+    leaving: bool
+    used: bool
+
+
+class Parcels:
+    """Makes parcels of what the tree holds, for one listener. A listener must not call the cache back."""
+
+    def __init__(
+        self,
+        teller: Teller,
+        block: int,
+        where: Callable[[str, Ids], Ids],
+        listener: Callable[[Parcel], None],
+        ends: bool,
+    ) -> None:
+        self.teller, self.block, self.where, self.listener = teller, block, where, listener
+        self.ends = ends
+        """Whether the listener wants to hear of sequences that end, too."""
+
+    def trimmed(self, node: Node, end: int) -> None:
+        """The pages of a run from `end` on are about to leave; a block that `end` cuts is offered whole, too."""
+        first = max(end, node.start) // self.block - node.start // self.block
+        self._offer(node, first, node.count, leaving=True)
+
+    def forgotten(self, checkpoint: Checkpoint, columns: list[tuple[slice, int]]) -> None:
+        """A resume point leaves: its states, the partial block it stands in, and of each window (its columns, the first
+        block it sees) the pages that nothing else may protect."""
+        node, position = checkpoint.node, checkpoint.position
+        self._offer_states(checkpoint, leaving=True)
+        if position % self.block:
+            self._offer_end(node, position, leaving=True)
+        for at, first in columns:
+            current: Node | None = node
+            while current is not None and current.parent is not None:
+                base = current.start // self.block
+                stop = min(position // self.block - base, current.count)
+                if stop > max(0, first - base):
+                    self._offer(current, max(0, first - base), stop, leaving=True, columns=at)
+                if base <= first:
+                    break
+                current = current.parent
+
+    def ended(self, node: Node) -> None:
+        """A sequence ended at `node`: what is on its path and was not offered before."""
+        current: Node | None = node
+        while current is not None and current.parent is not None:
+            base = current.start // self.block
+            if current.offered < current.end:
+                first = max(current.offered, current.start) // self.block - base
+                self._offer(current, first, current.count, leaving=False)
+                current.offered = current.end
+            for checkpoint in current.checkpoints:
+                if not checkpoint.offered:
+                    checkpoint.offered = True
+                    self._offer_states(checkpoint, leaving=False)
+                    if checkpoint.position % self.block and checkpoint.position < current.end:
+                        self._offer_end(current, checkpoint.position, leaving=False)
+            current = current.parent
+
+    def _offer(self, node: Node, first: int, last: int, leaving: bool, columns: slice | None = None) -> None:
+        if last <= first:
+            return
+        rows = node.pages[first:last].copy()
+        if columns is not None:
+            kept = rows[:, columns].copy()
+            rows[:] = 0
+            rows[:, columns] = kept
+        if rows.any():
+            names = self._row_names(node, first, last)
+            self._tell("token", names, rows, node, leaving)
+
+    def _offer_end(self, node: Node, position: int, leaving: bool) -> None:
+        row = node.pages[(position - 1) // self.block - node.start // self.block][None].copy()
+        if row.any():
+            self._tell("token", [self.teller.name_at(node, position)], row, node, leaving)
+
+    def _offer_states(self, checkpoint: Checkpoint, leaving: bool) -> None:
+        if checkpoint.states is not None:
+            name = self.teller.name_at(checkpoint.node, checkpoint.position)
+            self._tell("state", [name], checkpoint.states.copy(), checkpoint.node, leaving)
+
+    def _tell(self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool) -> None:
+        tenant = node.root.tenant
+        at = self.where(numbering, rows)
+        self.listener(Parcel(numbering, names, rows, at, tenant, leaving, node.hits > 0))
+
+    def _row_names(self, node: Node, first: int, last: int) -> list[bytes]:
+        """The names of the prefixes that end where some of the node's rows do."""
+        base = node.start // self.block
+        grains, before = self.teller.names(node), node.start // GRAIN
+        ends = np.minimum((np.arange(first, last) + base + 1) * self.block, node.end).tolist()
+        return [
+            grains[end // GRAIN - before - 1] if end % GRAIN == 0 else self.teller.name_at(node, end)
+            for end in ends
+        ]

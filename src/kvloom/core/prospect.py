@@ -1,0 +1,235 @@
+"""How far a prompt could resume with pages that lie below the pool, and which pages that takes.
+
+    prospect = cache.prospect(match)
+    while (questions := prospect.questions()): prospect.answer([found(q.group, q.names) for q in questions])
+    prospect.point, prospect.needs(first)
+
+A page below is known by the name of the prefix that ends where its tokens do: the end of its block, or of a partial tail.
+The rule is that of every resume point (`resume.py`); who answers, and how long that takes, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .layers import Span
+from .layout import GRAIN, PageGroup, PoolLayout
+from .lookup import Lookup, Match
+from .names import TOKEN_BYTES, tail_name
+from .resume import longest_resume, missing_unit
+
+__all__ = ["Need", "Prospect", "Question"]
+
+Mask = npt.NDArray[np.bool_]
+MOST_TAILS = 4096
+"""Positions at which a snapshot is looked for, at the most; each costs a hash."""
+LAST_ROUND = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Which of these names have a page of `group` below?"""
+
+    group: int
+    names: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Pages of one group to bring: of block `blocks[i]` under `names[i]`; of a state group one, its block is -1."""
+
+    group: PageGroup
+    blocks: list[int]
+    names: list[bytes]
+
+
+class Prospect:
+    """See the module. Changes nothing; made for one match, and good while the tree holds what that found."""
+
+    def __init__(self, layout: PoolLayout, lookup: Lookup, match: Match) -> None:
+        self.match, self.block = match, layout.block_tokens
+        self._lookup = lookup
+        self._tokens, self._states = layout.of("token"), layout.of("state")
+        self._grains = lookup.names(match)
+        per_block = self.block // GRAIN
+        self.names = self._grains[per_block - 1 :: per_block]
+        """The name of every whole block of the prompt."""
+        self.point = match.resume
+        """The resume point found so far."""
+        blocks = len(self.names)
+        self._rows = rows = lookup.tree.rows(match.path, match.matched)
+        whole = match.matched // self.block
+        self._have: dict[int, Mask] = {}
+        for group in self._tokens:
+            have = np.zeros(blocks, bool)
+            have[:whole] = rows[:whole, group.column] > 0
+            self._have[group.index] = have
+        self.limit = match.limit
+        room = lookup.room
+        for item in match.media:
+            wanted = item.tokens and room.media.width and room.runs_last
+            if wanted and match.root_name + item.digest not in room.runs:
+                self.limit = min(self.limit, item.start)  # runs of images are not looked for below
+        self._reach = blocks
+        self._below = 0
+        self._round = 0
+        self._asked: list[tuple[int, list[int]]] = []
+        self._spots: list[int] = []
+        self._tails = 0
+        self._tail_below = False
+
+    def name_at(self, position: int) -> bytes:
+        """The name of the prompt's prefix of `position` tokens."""
+        grains = position // GRAIN
+        parent = self._grains[grains - 1] if grains else self.match.root_name
+        if position % GRAIN == 0:
+            return parent
+        text = self.match.data[grains * GRAIN * TOKEN_BYTES : position * TOKEN_BYTES]
+        return tail_name(parent, text, self._lookup.tree.teller.resolve)
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def questions(self) -> list[Question]:
+        """What to look up next; nothing: `point` is final. Give `answer` one line of truth values each."""
+        self._round += 1
+        if self.limit <= self.match.resume or not self.match.control.read:
+            return []
+        if self._round == 1 and self._tokens:
+            return self._ask_blocks()
+        if self._states and self._round < LAST_ROUND:
+            return self._ask_snapshots()
+        return []
+
+    def answer(self, found: Sequence[Mask]) -> None:
+        if self._round == 1 and self._tokens:
+            for (group, blocks), here in zip(self._asked, found, strict=True):
+                self._have[group][blocks] |= np.asarray(here, bool)
+            self._settle_blocks()
+        else:
+            self._settle_snapshots(found)
+
+    def _ask_blocks(self) -> list[Question]:
+        self._asked = []
+        for group in self._tokens:
+            lacking = np.flatnonzero(~self._have[group.index]).tolist()
+            self._asked.append((group.index, lacking))
+        return [Question(group, [self.names[b] for b in blocks]) for group, blocks in self._asked]
+
+    def _settle_blocks(self) -> None:
+        for group in self._tokens:
+            if not group.spec.span.windowed:
+                missing = np.flatnonzero(~self._have[group.index][: self._reach])
+                self._reach = int(missing[0]) if missing.size else self._reach
+        if self._states:
+            return
+        point = min(self.limit, max(self._reach * self.block, self.match.matched))
+        while point > self.match.resume:
+            if not self._has_end(point, {}):
+                point -= point % self.block
+                continue
+            deepest = longest_resume(point, self._units(point), self.block)[0]
+            if deepest == point:
+                self.point, self._tail_below = point, not self._is_here(point)
+                return
+            point = deepest
+
+    def _units(self, point: int) -> list[tuple[Span, Mask]]:
+        """Of every window which blocks before `point` have their page, here or below; the last, if partial, has."""
+        whole, part = divmod(point, self.block)
+        more = np.ones(int(part > 0), bool)
+        return [
+            (g.spec.span, np.append(self._have[g.index][:whole], more))
+            for g in self._tokens
+            if g.spec.span.windowed
+        ]
+
+    def _is_here(self, point: int) -> bool:
+        """Whether the block that `point` cuts needs nothing from below: every group has its page in the tree."""
+        whole, part = divmod(point, self.block)
+        if not part:
+            return True
+        return point <= self.match.matched and bool((self._rows[whole] > 0).all())
+
+    def _has_end(self, point: int, tails: dict[int, set[int]]) -> bool:
+        """Whether the block that `point` cuts has its pages: all in the tree, or all below, where a page that goes on
+        behind `point` serves too unless states are to stand there."""
+        if self._is_here(point):
+            return True
+        whole = point // self.block
+        if self._states:
+            return all(point in tails.get(g.index, ()) for g in self._tokens)
+        return whole < len(self.names) and all(self._have[g.index][whole] for g in self._tokens)
+
+    def _ask_snapshots(self) -> list[Question]:
+        """Snapshots stand anywhere: their places are tried from the deepest up, more each time."""
+        if not self._below:
+            top = max(self._reach * self.block + self.block - 1, self.match.matched)
+            self._below = min(self.limit, top) + 1
+        size = min(self.block << 2 * min(self._round, 6), MOST_TAILS - self._tails)
+        first = max(self.match.resume + 1, self._below - size)
+        self._spots = list(range(self._below - 1, first - 1, -1))
+        if not self._spots:
+            return []
+        self._tails += len(self._spots)
+        self._below = first
+        names = [self.name_at(p) for p in self._spots]
+        self._asked = [(g.index, []) for g in self._states]
+        asked = [Question(g.index, names) for g in self._states]
+        for group in self._tokens:
+            own = [i for i, p in enumerate(self._spots) if not self._is_here(p)]
+            self._asked.append((group.index, own))
+            asked.append(Question(group.index, [names[i] for i in own]))
+        return asked
+
+    def _settle_snapshots(self, found: Sequence[Mask]) -> None:
+        kinds = len(self._states)
+        states = np.logical_and.reduce([np.asarray(here, bool) for here in found[:kinds]])
+        tails: dict[int, set[int]] = {}
+        for (group, own), here in zip(self._asked[kinds:], found[kinds:], strict=True):
+            tails[group] = {self._spots[i] for i, there in zip(own, here, strict=True) if there}
+        for i in np.flatnonzero(states).tolist():
+            point = self._spots[i]
+            whole = point // self.block
+            if (whole <= self._reach or point <= self.match.matched) and self._has_end(point, tails):
+                if missing_unit(point, self._units(point), self.block) is None:
+                    self.point, self._tail_below = point, not self._is_here(point)
+                    self._round = LAST_ROUND
+                    return
+
+    # -- what it takes --------------------------------------------------------------------------
+
+    @property
+    def end(self) -> int:
+        """Where the text ends that the pages will be for: the end of `point`'s block, where its page below goes so far."""
+        if self._tail_below and not self._states:
+            return -(-self.point // self.block) * self.block
+        return self.point
+
+    def needs(self, first: int = 0) -> list[Need]:
+        """The pages that the tree lacks for resuming at `point`. Of the text that it lacks altogether only what comes
+        from `first` on (a multiple of the block), the rest being computed meanwhile."""
+        if self.point <= self.match.resume:
+            return []
+        needed = []
+        whole, blocks = self.match.matched // self.block, self.point // self.block
+        gap = range(whole, first // self.block)
+        for group in self._tokens:
+            start = group.spec.span.first_visible(self.point) // self.block
+            lacking = [
+                b
+                for b in range(start, blocks)
+                if b not in gap and (b >= whole or not self._rows[b, group.column])
+            ]
+            if self._tail_below:
+                lacking.append(blocks)
+            if lacking:
+                needed.append(Need(group, lacking, [self.block_name(b) for b in lacking]))
+        return needed + [Need(group, [-1], [self.name_at(self.point)]) for group in self._states]
+
+    def block_name(self, block: int) -> bytes:
+        """The name of the page of one block, as far as `end`."""
+        return self.names[block] if (block + 1) * self.block <= self.end else self.name_at(self.end)

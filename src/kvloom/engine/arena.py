@@ -1,0 +1,88 @@
+"""Pages between the pool and host memory: where each page size lies in the host tier's arena, and how it is copied.
+
+    pool, pages of one stride  <── Copier ──>  arena, rows of that stride  <── lanes ──>  disk, stores, peers
+
+On a GPU the arena is pinned and copies run on streams of their own; on a CPU they are done when the call returns.
+Knows page ids and places in the arena; not what the pages are.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core import PageGroup, PoolLayout
+from kvloom.kernels.copy import Copier, Done
+from kvloom.tiers import Form, HostConfig, HostTier
+
+__all__ = ["Event", "HostPages", "form_of", "open_host"]
+
+Event = torch.cuda.Event | Done
+Ids = npt.NDArray[np.integer[Any]]
+_SLAB = 8 << 20
+_CHECKED_RUN = 32 * 1024
+"""Layers below this size are checked together: a checksum each would cost more than it is worth."""
+
+
+def form_of(group: PageGroup, run: int) -> Form:
+    """How the bytes of a group's pages lie. Whatever differs between two layouts that could be mistaken is in it."""
+    layers = group.layers[run * group.run_layers : (run + 1) * group.run_layers]
+    fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
+    single = group.page_stride % group.layer_bytes or group.layer_bytes < _CHECKED_RUN
+    return Form(
+        dtype="+".join(dict.fromkeys(f.dtype for f in group.spec.fields)),
+        order="LFHTD",
+        page_bytes=group.page_stride,
+        run_bytes=group.page_stride if single else group.layer_bytes,
+        shard=f"run {run} of {group.runs}",
+        layout=f"{group.spec.kind} {group.spec.span}, blocks of {group.block_tokens}: {', '.join(layers)}: {fields}",
+    )
+
+
+def open_host(layout: PoolLayout, capacity: int, checked: bool, device: torch.device) -> HostTier:
+    """A host tier whose slabs are cut as the pool's are; pinned where a GPU copies from it."""
+    unit = math.lcm(layout.slab_bytes, mmap.PAGESIZE)
+    if capacity < unit:
+        raise ValueError(f"a host tier of {capacity:,} bytes is too small: its unit is {unit:,}")
+    slab = unit * max(1, min(_SLAB, capacity // 32) // unit)
+    tier = HostTier(HostConfig(capacity, slab, checked))
+    if device.type == "cuda":
+        arena = tier.arena
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = runtime.cudaHostRegister(int(arena.ctypes.data), arena.nbytes, 0)
+        if int(code):
+            raise ValueError(
+                f"the system does not pin {capacity:,} bytes of host memory (CUDA error {int(code)}): ask for less"
+            )
+    return tier
+
+
+class HostPages:
+    """Copies between one pool and one host tier."""
+
+    def __init__(self, layout: PoolLayout, buffer: torch.Tensor, host: HostTier) -> None:
+        self.buffer = buffer
+        arena = torch.from_numpy(host.arena)
+        self._copiers: dict[int, Copier] = {}
+        self._rows: dict[int, torch.Tensor] = {}
+        for stride in {group.page_stride for group in layout.groups}:
+            self._copiers[stride] = Copier(buffer, stride)
+            count = arena.numel() // stride
+            self._rows[stride] = arena[: count * stride].view(count, stride)
+
+    def wait(self, event: Event) -> None:
+        """What is launched from now on begins after `event`, on the device."""
+        event.wait(torch.cuda.current_stream(self.buffer.device))
+
+    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
+        """Pages to places in the arena; begins after what the current stream has still to do."""
+        return self._copiers[stride].gather(pages, self._rows[stride], offsets // stride)
+
+    def up(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
+        """Places in the arena to pages; begins after what the current stream has still to do."""
+        return self._copiers[stride].scatter(self._rows[stride], pages, offsets // stride)

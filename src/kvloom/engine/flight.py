@@ -1,0 +1,80 @@
+"""A launched step on its way: which requests it chooses tokens for, and what comes back of it while the next one computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .logprobs import Logprobs, TokenLogprobs
+from .odds import send
+from .request import Request
+from .sampler import Chosen
+from .scheduler import Scheduled
+
+__all__ = ["Flight", "PromptLogprobs", "told_prompts"]
+
+PromptLogprobs = tuple[Request, int, Logprobs]
+"""Whose prompt, from which of its tokens on, and how likely those were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched step: its work, and the tokens it chooses for `requests`, on their way to the host."""
+
+    work: list[Scheduled]
+    requests: list[Request]
+    tokens: torch.Tensor
+    logprobs: Logprobs | None
+    prompts: tuple[PromptLogprobs, ...]
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def of(
+        cls,
+        work: list[Scheduled],
+        requests: list[Request],
+        chosen: Chosen,
+        prompts: Sequence[PromptLogprobs] = (),
+    ) -> Flight:
+        """Send what was chosen, and what is told of it, on its way to the host. Does not wait."""
+        tokens, logprobs = chosen.tokens, chosen.logprobs
+        if not tokens.is_cuda:
+            return cls(work, requests, tokens, logprobs, tuple(prompts), None)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        logprobs = None if logprobs is None else logprobs.to_host()
+        told = tuple((request, start, every.to_host()) for request, start, every in prompts)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return cls(work, requests, host, logprobs, told, arrived)
+
+    def land(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """The tokens, and by their places the log-probabilities that were asked for; those of prompts go to their requests.
+        Waits until they are here."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        told: dict[int, TokenLogprobs] = {}
+        if self.logprobs is not None:
+            told = dict(zip(self.logprobs.rows, self.logprobs.read(), strict=True))
+        for request, start, every in self.prompts:
+            request.tell_prompt(start, every.read())
+        return self.tokens.tolist(), told
+
+
+@torch.inference_mode()
+def told_prompts(work: Sequence[Scheduled], logits: torch.Tensor) -> list[PromptLogprobs]:
+    """How likely the tokens of prompts were that follow those of `work`, by the logits after each ([tokens, vocabulary])."""
+    found, at = [], 0
+    for request, part in work:
+        start, count = request.computed, len(part.tokens)
+        following = np.array(request.prompt[start + 1 : start + count + 1], dtype=np.int64)
+        asked = request.params.prompt_logprobs
+        if len(following) and asked is not None:
+            rows = logits[at : at + len(following)]
+            every = Logprobs.of(rows, send(following, logits.device), range(len(rows)), [asked] * len(rows))
+            found.append((request, start + 1, every))
+        at += count
+    return found

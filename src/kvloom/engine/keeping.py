@@ -1,0 +1,147 @@
+"""Pages on their way down: what the cache offers is copied to host memory, and the tiers below hear of it.
+
+    offer (the cache)  →  take: reserve places in the arena, copy  →  finish: the copies are made, the mover is told
+
+Nothing waits for a copy. While a stream still reads a page, the page is held, or, where it leaves the pool, later steps wait
+on the device. Knows pages and names; what is offered, and when, is the cache's (`core.Parcel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.core import KVCache, Parcel
+from kvloom.kernels.copy import Done
+from kvloom.tiers import Form, Lease, Objects, Outcome
+from kvloom.tiers.mover import Mover
+
+from .arena import Event, HostPages
+
+__all__ = ["Keeping"]
+
+Moment = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Down:
+    """Pages being copied to host memory: where, and what is still to be told of them."""
+
+    event: Event
+    lease: Lease
+    objects: Objects
+    fresh: npt.NDArray[np.bool_]
+    parcel: Parcel
+    lent: Parcel | None = None
+
+
+class Keeping:
+    """`writes` are the policies of all tiers together: what any of them wants passes through host memory."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        pages: HostPages,
+        mover: Mover,
+        forms: dict[int, list[Form]],
+        writes: AbstractSet[str],
+    ) -> None:
+        self.cache, self.mover = cache, mover
+        self.kept_pages = self.kept_bytes = 0
+        self._pages, self._forms, self._writes = pages, forms, writes
+        self._offers: dict[tuple[object, ...], list[Parcel]] = {}
+        self._moment: Moment | None = None
+        self._downs: list[_Down] = []
+        cache.offer(self._offered, ends=bool(writes & {"through", "second-use"}))
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way."""
+        return bool(self._downs)
+
+    def _offered(self, parcel: Parcel) -> None:
+        wanted = "through" in self._writes or (parcel.used and "second-use" in self._writes)
+        if wanted or (parcel.leaving and "back" in self._writes):
+            key = parcel.numbering, parcel.tenant, parcel.leaving, parcel.used
+            self._offers.setdefault(key, []).append(parcel)
+            self._moment = self._moment or self._now()
+
+    def _now(self) -> Moment:
+        """What changes whenever pages left or moved."""
+        return self.cache.room.evictions, self.cache.room.moves
+
+    def take(self) -> None:
+        """Copy what was offered. Called before the copies that the cache has decided are made: until then bytes are where
+        the parcels say."""
+        if self._offers:
+            offers, calm = self._offers, self._moment == self._now()
+            self._offers, self._moment = {}, None
+            for alike in offers.values():
+                self._keep(alike[0] if len(alike) == 1 else _joined(alike), calm)
+        self.finish()
+
+    def _keep(self, parcel: Parcel, calm: bool) -> None:
+        for group in self.cache.layout.of(parcel.numbering):
+            for run, form in enumerate(self._forms[group.index]):
+                column = group.column + run
+                at = np.flatnonzero(parcel.at[:, column])
+                if not at.size:
+                    continue
+                pages = parcel.at[at, column]
+                objects = Objects([parcel.names[i] for i in at.tolist()], group.index, form, parcel.tenant)
+                lease = self.mover.host.reserve(objects)
+                fresh = lease.results == Outcome.PENDING
+                event: Event = Done()
+                if fresh.any():
+                    event = self._pages.down(group.page_stride, pages[fresh], lease.offsets[fresh])
+                down = _Down(event, lease, objects, fresh, parcel)
+                self._downs.append(down)
+                if event.query():
+                    continue
+                if parcel.leaving or not calm or (pages != parcel.rows[at, column]).any():
+                    self._pages.wait(
+                        event
+                    )  # the pages may be someone else's by now: later steps wait on the device
+                else:
+                    rows = np.zeros_like(parcel.rows)
+                    rows[:, column] = parcel.rows[:, column]
+                    down.lent = parcel._replace(rows=rows)
+                    self.cache.lend(down.lent)
+
+    def finish(self) -> None:
+        """Tell of the copies that are made."""
+        if not self._downs:
+            return
+        waiting = []
+        for down in self._downs:
+            if down.event.query():
+                self._finish(down)
+            else:
+                waiting.append(down)
+        self._downs = waiting
+
+    def _finish(self, down: _Down) -> None:
+        down.lease.release(True)
+        if down.lent is not None:
+            self.cache.give_back(down.lent)
+        kept = int(down.fresh.sum())
+        self.kept_pages += kept
+        self.kept_bytes += kept * down.objects.form.page_bytes
+        objects, again = down.objects, down.parcel.used and "second-use" in self._writes
+        if not again and not down.fresh.all():  # what was in host memory before was told of before
+            names = [objects.names[i] for i in np.flatnonzero(down.fresh).tolist()]
+            objects = Objects(names, objects.group, objects.form, objects.tenant)
+        if len(objects):
+            self.mover.kept(objects, down.parcel.used)
+
+
+def _joined(parcels: list[Parcel]) -> Parcel:
+    """Parcels that differ in their pages alone as one: its copies are fewer."""
+    return parcels[0]._replace(
+        names=[name for parcel in parcels for name in parcel.names],
+        rows=np.concatenate([parcel.rows for parcel in parcels]),
+        at=np.concatenate([parcel.at for parcel in parcels]),
+    )

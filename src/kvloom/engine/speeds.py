@@ -1,0 +1,41 @@
+"""How long things take, learned from how long they took: a line through what was seen lately."""
+
+from __future__ import annotations
+
+__all__ = ["Line"]
+
+
+class Line:
+    """seconds = a + b * amount, by least squares over what was seen, older sights fading. Both are at least 0."""
+
+    FADE = 0.9
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._n > 0
+
+    def see(self, amount: float, seconds: float) -> None:
+        """So much took so long."""
+        fade = self.FADE
+        self._n = self._n * fade + 1
+        self._x = self._x * fade + amount
+        self._y = self._y * fade + seconds
+        self._xx = self._xx * fade + amount * amount
+        self._xy = self._xy * fade + amount * seconds
+
+    def seconds(self, amount: float) -> float:
+        """How long so much would take; 0 while nothing is known."""
+        if not self._n:
+            return 0.0
+        spread = self._n * self._xx - self._x * self._x
+        through_zero = self._y / self._x if self._x else 0.0
+        if spread <= 1e-9 * self._xx * self._n:
+            return through_zero * amount
+        slope = (self._n * self._xy - self._x * self._y) / spread
+        if slope <= 0:
+            return self._y / self._n
+        base = (self._y - slope * self._x) / self._n
+        return base + slope * amount if base >= 0 else through_zero * amount

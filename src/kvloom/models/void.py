@@ -1,0 +1,38 @@
+"""What modeling code asks of a cache, answered as if nothing had come before: its packed row has no past of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Void"]
+
+
+class Void:
+    """The answers that everything has in common that stands in a cache's place. What is written is its heirs' business."""
+
+    is_compileable = False
+    layers = ()
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, *_: Any) -> tuple[Any, int]:
+        return query_length, 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        return 0
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def get_linear_cache(self, *_: Any) -> Any:
+        return None
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def is_recording_past(self, *_: Any) -> bool:
+        return False

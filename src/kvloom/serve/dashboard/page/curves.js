@@ -1,0 +1,148 @@
+// The past ten minutes: four cards, each a figure and a curve. Pointer and arrow keys read values off it.
+
+import { byId, compact, h, percent, s, seconds, table, tip, noTip } from "./dom.js";
+
+const WIDTH = 320, HEIGHT = 92, TOP = 8, BOTTOM = 76;
+const FEWEST = 60, MOST = 300; // samples across
+
+const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
+const last = (values, n) => values.slice(-n).filter((v) => v !== null);
+
+/** Of the prompts' tokens in the `n` samples before `end`, the share that was found. */
+function hitRate(series, n, end = series.prompt_rate.length) {
+  const asked = series.prompt_rate.slice(Math.max(0, end - n), end), hits = series.hit_rate.slice(Math.max(0, end - n), end);
+  const total = asked.reduce((a, b) => a + b, 0);
+  return total ? asked.reduce((sum, x, i) => sum + x * (hits[i] ?? 0), 0) / total : null;
+}
+
+const CARDS = [
+  { id: "hit", title: "Hit rate", top: 1, lines: [["hit_rate", "green", "of prompt tokens"]], show: (x) => percent(x),
+    figure: (x, raw) => percent(hitRate(raw, 30)), unit: () => "of prompt tokens" },
+  { id: "ttft", title: "Time to first token", lines: [["ttft", "orange", "first token"]], show: seconds,
+    figure: (x, raw) => seconds(mean(last(raw.ttft, 30))), unit: () => "mean of a minute" },
+  { id: "rate", title: "Throughput", lines: [["output_rate", "blue", "made"]], beside: [["prompt_rate", "", "of prompts"]], show: (x) => `${compact(x)}/s`,
+    figure: (x) => compact(mean(last(x.output_rate, 5))), unit: (x) => `tokens/s · ${compact(mean(last(x.prompt_rate, 5)))} of prompts` },
+  { id: "load", title: "Requests", lines: [["running", "pink", "running"], ["waiting", "red", "waiting"]], show: compact,
+    figure: (x) => compact(x.running.at(-1)), unit: (x) => `running · ${compact(x.waiting.at(-1))} waiting` },
+];
+
+export class Curves {
+  constructor() {
+    this.cards = CARDS.map((card) => {
+      const node = byId(`curve-${card.id}`);
+      const figure = h("strong", {}, "–"), unit = h("span");
+      const svg = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: 0 });
+      node.append(h("h2", {}, card.title), h("p", { class: "figure" }, figure, unit), svg);
+      svg.addEventListener("pointermove", (event) => this.read(card, svg, event.offsetX / svg.clientWidth, event.clientX, event.clientY));
+      svg.addEventListener("pointerleave", () => this.leave(svg));
+      svg.addEventListener("blur", () => this.leave(svg));
+      svg.addEventListener("keydown", (event) => this.key(card, svg, event));
+      return { card, figure, unit, svg, at: null };
+    });
+  }
+
+  draw(raw) {
+    const series = { ...raw.series, hit_rate: raw.series.hit_rate.map((_, i) => hitRate(raw.series, 5, i + 1)),
+      ttft: raw.series.ttft.map((_, i) => mean(raw.series.ttft.slice(Math.max(0, i - 4), i + 1).filter((v) => v !== null))) };
+    const history = (this.history = { ...raw, series });
+    this.across = Math.min(MOST, Math.max(FEWEST, series.running.length));
+    if (!series.running.length) return;
+    for (const one of this.cards) {
+      const { card, svg } = one;
+      one.figure.textContent = card.figure(series, raw.series);
+      one.unit.textContent = card.unit(series);
+      const most = card.top ?? niceTop(Math.max(0, ...card.lines.flatMap(([name]) => series[name].filter((v) => v !== null))));
+      const parts = [
+        s("line", { class: "grid", x1: 0, x2: WIDTH, y1: TOP, y2: TOP }), s("line", { class: "grid", x1: 0, x2: WIDTH, y1: BOTTOM, y2: BOTTOM }),
+      ];
+      for (const [place, [name, hue]] of card.lines.entries()) parts.push(...curve(series[name], this.across, most, hue, place === 0));
+      svg.replaceChildren(...parts, one.cursor ?? "");
+      svg.dataset.most = most;
+      svg.setAttribute("aria-label", `${card.title}: ${one.figure.textContent} ${one.unit.textContent}. Arrow keys read the curve; it goes up to ${card.show(most)}.`);
+      labels(one, card.show(most), history.seconds * this.across);
+    }
+    const rows = [];
+    for (let i = series.running.length - 1; i >= 0 && rows.length < 60; i -= Math.max(1, Math.round(10 / history.seconds))) {
+      const key = Math.round(history.until - (series.running.length - 1 - i) * history.seconds);
+      rows.push({ key, print: String(key), cells: () => [
+        new Date(key * 1000).toLocaleTimeString(), percent(series.hit_rate[i]), seconds(series.ttft[i]), compact(series.output_rate[i]),
+        compact(series.prompt_rate[i]), compact(series.running[i]), compact(series.waiting[i]), percent(series.used[i]),
+      ] });
+    }
+    if (byId("past").open) {
+      table(byId("past-table"), "The past ten minutes", [["time"], ["hit rate", 1], ["first token", 1], ["made/s", 1], ["of prompts/s", 1], ["running", 1], ["waiting", 1], ["pool used", 1]], rows);
+    }
+  }
+
+  read(card, svg, share, x, y) {
+    const { series, seconds: step } = this.history ?? {};
+    if (!series?.running.length) return;
+    const n = series.running.length, first = this.across - n;
+    const at = Math.min(n - 1, Math.max(0, Math.round(share * (this.across - 1)) - first));
+    const one = this.cards.find((c) => c.svg === svg);
+    one.at = at;
+    const place = ((first + at) / (this.across - 1)) * WIDTH;
+    one.cursor?.remove();
+    one.cursor = s("line", { class: "cursor", x1: place, x2: place, y1: TOP, y2: BOTTOM });
+    svg.append(one.cursor);
+    const then = (n - 1 - at) * step;
+    const values = [...card.lines, ...(card.beside ?? [])].map(([name, , label]) => `${card.show(series[name][at])} ${label}`);
+    const text = `${values.join("\n")}\n${then ? `${seconds(then)} ago` : "now"}`;
+    tip(text, x, y);
+    byId("said").textContent = document.activeElement === svg ? text.replaceAll("\n", ", ") : byId("said").textContent;
+  }
+
+  key(card, svg, event) {
+    const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -15, PageDown: 15, Home: -1e9, End: 1e9 }[event.key];
+    if (event.key === "Escape") this.leave(svg);
+    if (steps === undefined || !this.history?.series.running.length) return;
+    event.preventDefault();
+    const n = this.history.series.running.length, one = this.cards.find((c) => c.svg === svg);
+    const at = Math.min(n - 1, Math.max(0, (one.at ?? n) + steps));
+    const box = svg.getBoundingClientRect(), share = (this.across - n + at) / (this.across - 1);
+    this.read(card, svg, share, box.left + share * box.width, box.top + 20);
+  }
+
+  leave(svg) {
+    const one = this.cards.find((c) => c.svg === svg);
+    one.cursor?.remove();
+    one.cursor = one.at = null;
+    noTip();
+  }
+}
+
+/** The row of values as a path whose right edge is now; broken where there was nothing to measure. */
+function curve(values, across, most, hue, area) {
+  const first = across - values.length;
+  const x = (i) => (((first + i) / (across - 1)) * WIDTH).toFixed(1);
+  const y = (v) => (BOTTOM - (BOTTOM - TOP) * Math.min(1, v / (most || 1))).toFixed(1);
+  const runs = [];
+  let run = [];
+  for (const [i, v] of values.entries()) {
+    if (v === null) { if (run.length) runs.push(run); run = []; } else run.push([i, v]);
+  }
+  if (run.length) runs.push(run);
+  const line = runs.map((r) => r.length === 1
+    ? `M${x(r[0][0])} ${y(r[0][1])}h1.5` : r.map(([i, v], k) => `${k ? "L" : "M"}${x(i)} ${y(v)}`).join("")).join("");
+  const shade = runs.filter((r) => r.length > 1).map((r) => `M${x(r[0][0])} ${BOTTOM}${r.map(([i, v]) => `L${x(i)} ${y(v)}`).join("")}L${x(r.at(-1)[0])} ${BOTTOM}Z`).join("");
+  const parts = [];
+  if (area) parts.push(s("path", { d: shade, style: { fill: `var(--${hue})`, "fill-opacity": "0.16" } }));
+  parts.push(s("path", { d: line, fill: "none", "vector-effect": "non-scaling-stroke", "stroke-width": area ? 2 : 1.5, "stroke-linejoin": "round",
+    "stroke-linecap": "round", "stroke-dasharray": area ? null : "1 3.5", style: { stroke: `var(--${hue})` } }));
+  return parts;
+}
+
+function labels(one, top, span) {
+  one.foot ??= one.svg.parentNode.appendChild(h("p", { class: "feet quiet", "aria-hidden": "true" }, h("span"), h("span"), h("span")));
+  const [left, middle, right] = one.foot.children;
+  left.textContent = `${Math.round(span / 60)} min ago`;
+  middle.textContent = `top ${top}`;
+  right.textContent = "now";
+}
+
+/** The next of 1, 2, 5, 10 … at or above a value, so that the scale does not tremble. */
+function niceTop(value) {
+  if (!(value > 0)) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10, 20].find((k) => k * power >= value * 1.05) * power;
+}

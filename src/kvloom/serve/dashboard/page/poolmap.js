@@ -1,0 +1,244 @@
+// The pool as a map: a tile is a slab, or a run of slabs where there are more than fit. What a tile holds is stacked in it.
+
+import { byId, bytes, calm, colour, count, groupColours, h, noTip, percent, plural, STATES, table, tenantColour, tenantName, tip } from "./dom.js";
+
+const RANK = { pinned: 0, held: 1, cached: 2, unknown: 3, absent: 4 };
+const GLOW_MS = 900;
+
+export class PoolMap {
+  constructor() {
+    this.canvas = byId("map");
+    this.brush = this.canvas.getContext("2d");
+    this.mode = "kind";
+    this.only = null; // what the legend was pressed for
+    this.marked = null; // cells of a chosen branch
+    this.prints = [];
+    this.glow = new Map();
+    this.at = null;
+    for (const input of document.querySelectorAll('input[name="mode"]')) {
+      input.addEventListener("change", () => { this.mode = input.value; this.only = null; this.legend(); this.paint(); });
+    }
+    this.canvas.addEventListener("pointermove", (event) => this.point(this.tileAt(event), event.clientX, event.clientY));
+    this.canvas.addEventListener("pointerleave", () => { this.at = null; noTip(); this.paint(); });
+    this.canvas.addEventListener("keydown", (event) => this.key(event));
+    this.canvas.addEventListener("blur", () => { this.at = null; noTip(); this.paint(); });
+    new ResizeObserver(([{ contentRect }]) => { this.width = contentRect.width; this.paint(); }).observe(this.canvas.parentNode);
+  }
+
+  draw(engine) {
+    this.engine = engine;
+    const { map } = engine;
+    const hues = groupColours(engine.groups);
+    this.kinds = map.legend.map((row) => {
+      const group = row.group === null ? null : engine.groups[row.group];
+      return {
+        ...row, rank: RANK[row.state],
+        names: { kind: group ? group.name : row.state, state: row.state, tenant: row.state === "absent" ? "absent" : tenantName(engine.tenants, row.tenant) },
+        hues: { kind: group ? hues[row.group] : STATES[row.state], state: STATES[row.state], tenant: row.state === "absent" ? "line" : tenantColour(row.tenant) },
+        per: group ? group.pages_per_slab : 1,
+        bytes: row.state === "absent" ? 0 : row.pages * (group ? engine.pool.slab_bytes / group.pages_per_slab : engine.pool.slab_bytes),
+      };
+    });
+    const tiles = Array.from({ length: map.cells }, () => []);
+    for (let i = 0; i < map.at.length; i++) tiles[map.at[i]].push([map.what[i], map.share[i]]);
+    for (const tile of tiles) if (tile.length > 1) tile.sort((a, b) => this.kinds[a[0]].rank - this.kinds[b[0]].rank);
+    const now = performance.now();
+    const prints = tiles.map((tile) => tile.map(([what, share]) => `${map.legend[what].group}${map.legend[what].state}${share}`).join());
+    if (this.prints.length === prints.length && !calm()) {
+      for (const [i, print] of prints.entries()) if (print !== this.prints[i]) this.glow.set(i, now);
+    }
+    this.prints = prints;
+    this.tiles = tiles;
+    this.about();
+    this.legend();
+    this.paint();
+    if (byId("map-table").closest("details").open) this.tabled();
+  }
+
+  about() {
+    const { pool } = this.engine;
+    const lent = pool.slabs - pool.free_slabs;
+    const idle = this.engine.groups.length ? pool.free_pages_in_lent_slabs : 0;
+    byId("pool-about").textContent = `${bytes(lent * pool.slab_bytes)} of ${bytes(pool.slabs * pool.slab_bytes)} lent in ${plural(pool.slabs, "slab")} · `
+      + `${plural(pool.held_pages, "page")} held, ${count(pool.cached_pages)} cached${idle ? `, ${count(idle)} idle in lent slabs` : ""}`;
+  }
+
+  legend() {
+    if (!this.kinds) return;
+    const { pool } = this.engine;
+    const rows = new Map();
+    for (const kind of this.kinds) {
+      const name = kind.names[this.mode];
+      const row = rows.get(name) ?? { name, hue: kind.hues[this.mode], pages: 0, bytes: 0 };
+      row.pages += kind.pages;
+      row.bytes += kind.bytes;
+      rows.set(name, row);
+    }
+    const total = pool.slabs * pool.slab_bytes;
+    const used = [...rows.values()].reduce((sum, row) => sum + row.bytes, 0);
+    const items = [...rows.values()].sort((a, b) => b.bytes - a.bytes);
+    items.push({ name: "free", hue: "free", bytes: Math.max(0, total - used) });
+    const list = byId("legend");
+    const focused = document.activeElement?.closest("#legend button")?.dataset.name;
+    list.replaceChildren(...items.map((row) => h("li", {}, h("button", {
+      type: "button", "data-name": row.name, "aria-pressed": String(this.only === row.name), disabled: row.name === "free",
+      onclick: () => { this.only = this.only === row.name ? null : row.name; this.legend(); this.paint(); },
+    }, h("i", { class: "swatch", style: { background: `var(--${row.hue})` } }), row.name, h("small", {}, `${percent(row.bytes / total)} · ${bytes(row.bytes)}`)))));
+    if (focused) list.querySelector(`button[data-name="${CSS.escape(focused)}"]`)?.focus();
+  }
+
+  mark(ranges) {
+    this.marked = null;
+    if (ranges?.length) {
+      this.marked = new Set();
+      for (let i = 0; i < ranges.length; i += 2) for (let cell = ranges[i]; cell <= ranges[i + 1]; cell++) this.marked.add(cell);
+    }
+    this.paint();
+  }
+
+  paint() {
+    if (!this.tiles || this.pending) return;
+    this.pending = requestAnimationFrame(() => { this.pending = null; this.now(); });
+  }
+
+  /** Lay tiles out so that all fit: squares of one size, at most 34 pixels. */
+  lay() {
+    const width = this.width || this.canvas.parentNode.clientWidth, n = this.tiles.length;
+    const tall = Math.max(190, Math.min(420, width * 0.44));
+    let size = Math.max(4, Math.min(34, Math.floor(Math.sqrt((width * tall) / n))));
+    while (size > 4 && Math.ceil(n / Math.floor(width / size)) * size > tall) size -= 1;
+    const columns = Math.max(1, Math.floor(width / size)), rows = Math.ceil(n / columns);
+    if (n > columns) size = width / columns; // to the edge
+    return { size, columns, rows, width, height: Math.ceil(rows * size) };
+  }
+
+  now() {
+    const began = performance.now();
+    const { canvas, brush, tiles } = this;
+    const plan = (this.plan = this.lay());
+    const scale = devicePixelRatio || 1;
+    if (canvas.width !== Math.round(plan.width * scale) || canvas.height !== Math.round(plan.height * scale)) {
+      canvas.width = Math.round(plan.width * scale);
+      canvas.height = Math.round(plan.height * scale);
+      canvas.style.setProperty("height", `${plan.height}px`);
+    }
+    brush.setTransform(scale, 0, 0, scale, 0, 0);
+    brush.clearRect(0, 0, plan.width, plan.height);
+    const hues = this.kinds.map((kind) => colour(kind.hues[this.mode]));
+    const seen = this.kinds.map((kind) => this.only === null || kind.names[this.mode] === this.only);
+    const gap = plan.size >= 12 ? 2 : plan.size >= 6 ? 1 : 0.5, inner = plan.size - gap;
+    const free = colour("free"), light = colour("ink"), fresh = colour("card"), ring = colour("accent");
+    const one = this.engine.map.slabs === tiles.length; // a tile is a slab: its pages can be shown
+    for (let i = 0; i < tiles.length; i++) {
+      const x = (i % plan.columns) * plan.size, y = Math.floor(i / plan.columns) * plan.size;
+      const faded = this.marked !== null && !this.marked.has(i);
+      brush.globalAlpha = faded ? 0.3 : 1;
+      brush.fillStyle = free;
+      brush.fillRect(x, y, inner, inner);
+      const tile = tiles[i];
+      if (!tile.length) continue;
+      const per = this.kinds[tile[0][0]].per, across = Math.ceil(Math.sqrt(per));
+      if (one && per > 1 && inner / across >= 3) this.pages(tile, x, y, inner, per, across, hues, seen, faded);
+      else this.stack(tile, x, y, inner, hues, seen, faded);
+      const since = this.glow.get(i);
+      if (since !== undefined) {
+        const left = 1 - (began - since) / GLOW_MS;
+        if (left <= 0) this.glow.delete(i);
+        else { brush.globalAlpha = 0.75 * left; brush.fillStyle = fresh; brush.fillRect(x, y, inner, inner); }
+      }
+    }
+    brush.globalAlpha = 1;
+    if (this.marked) {
+      brush.strokeStyle = ring;
+      brush.lineWidth = plan.size >= 10 ? 2 : 1;
+      for (const i of this.marked) brush.strokeRect((i % plan.columns) * plan.size + 0.5, Math.floor(i / plan.columns) * plan.size + 0.5, inner - 1, inner - 1);
+    }
+    if (this.at !== null) {
+      brush.strokeStyle = light;
+      brush.lineWidth = 2;
+      brush.strokeRect((this.at % plan.columns) * plan.size - 0.5, Math.floor(this.at / plan.columns) * plan.size - 0.5, inner + 1, inner + 1);
+    }
+    performance.measure("kvloom map", { start: began, end: performance.now() });
+    if (this.glow.size) this.paint();
+  }
+
+  /** How strong a kind is drawn: in colours of kind and tenant, what is cached only is paler than what is held. */
+  strength(kind, seen, faded) {
+    const base = this.mode !== "state" && kind.state === "cached" ? 0.5 : 1;
+    return base * (seen ? 1 : 0.12) * (faded ? 0.3 : 1);
+  }
+
+  stack(tile, x, y, inner, hues, seen, faded) {
+    let bottom = y + inner;
+    for (const [what, share] of tile) {
+      const high = Math.max(0.6, (inner * share) / 1000);
+      this.brush.globalAlpha = this.strength(this.kinds[what], seen[what], faded);
+      this.brush.fillStyle = hues[what];
+      bottom -= high;
+      this.brush.fillRect(x, Math.max(y, bottom), inner, Math.min(high, bottom + high - y));
+      if (this.kinds[what].state === "pinned" && inner >= 7) this.stud(x, bottom, inner);
+    }
+  }
+
+  pages(tile, x, y, inner, per, across, hues, seen, faded) {
+    const step = inner / across, side = Math.max(1, step - 1);
+    let place = 0;
+    for (const [what, share] of tile) {
+      this.brush.globalAlpha = this.strength(this.kinds[what], seen[what], faded);
+      this.brush.fillStyle = hues[what];
+      for (let n = Math.round((share * per) / 1000); n > 0 && place < per; n--, place++) {
+        this.brush.fillRect(x + (place % across) * step, y + Math.floor(place / across) * step, side, side);
+      }
+    }
+  }
+
+  stud(x, y, inner) {
+    this.brush.fillStyle = colour("card");
+    this.brush.fillRect(x + inner / 2 - 1.5, y + 2, 3, 3);
+  }
+
+  tileAt(event) {
+    if (!this.plan) return null;
+    const column = Math.floor(event.offsetX / this.plan.size), row = Math.floor(event.offsetY / this.plan.size);
+    const i = row * this.plan.columns + column;
+    return column < this.plan.columns && i >= 0 && i < this.tiles.length ? i : null;
+  }
+
+  words(i) {
+    const { slabs, cells } = this.engine.map;
+    const first = 1 + Math.floor((i * slabs) / cells), last = Math.floor(((i + 1) * slabs) / cells);
+    const head = first === last ? `slab ${count(first)}` : `slabs ${count(first)} to ${count(last)}`;
+    const parts = this.tiles[i].map(([what, share]) => {
+      const kind = this.kinds[what];
+      const whose = this.engine.tenants.length > 1 && kind.state !== "absent" ? `, ${kind.names.tenant}` : "";
+      return `${percent(share / 1000)} ${kind.state === "absent" ? "absent" : `${kind.names.kind} ${kind.state}${whose}`}`;
+    });
+    return `${head}\n${parts.join("\n") || "free"}`;
+  }
+
+  point(i, x, y) {
+    if (i === null) { this.at = null; noTip(); this.paint(); return; }
+    if (i !== this.at) { this.at = i; this.paint(); }
+    tip(this.words(i), x, y);
+  }
+
+  key(event) {
+    if (!this.plan) return;
+    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.plan.columns, ArrowDown: this.plan.columns, Home: -1e9, End: 1e9 }[event.key];
+    if (event.key === "Escape") { this.at = null; noTip(); this.paint(); }
+    if (by === undefined) return;
+    event.preventDefault();
+    const to = this.at === null ? 0 : Math.max(0, Math.min(this.tiles.length - 1, this.at + by));
+    const box = this.canvas.getBoundingClientRect();
+    this.point(to, box.left + (to % this.plan.columns) * this.plan.size, box.top + Math.floor(to / this.plan.columns) * this.plan.size + 10);
+    byId("map-said").textContent = this.words(to).replaceAll("\n", ", ");
+  }
+
+  tabled() {
+    const rows = [...this.kinds].sort((a, b) => b.bytes - a.bytes).map((kind) => ({
+      key: `${kind.group} ${kind.tenant} ${kind.state}`, print: String(kind.pages),
+      cells: () => [kind.names.kind, kind.state, kind.names.tenant, count(kind.pages), bytes(kind.bytes)],
+    }));
+    table(byId("map-table"), "Pages of the pool", [["group"], ["state"], ["tenant"], ["pages", 1], ["bytes", 1]], rows);
+  }
+}

@@ -1,0 +1,45 @@
+"""The engine's side of the dashboard: one look at an engine, as JSON. Numbers and names; knows no HTTP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import asdict
+
+from kvloom.core.survey import Survey
+from kvloom.serve.stats import lower_tiers
+
+if TYPE_CHECKING:
+    from kvloom.engine.engine import Engine
+
+__all__ = ["Picture"]
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Picture:
+    """Pictures of one engine. Costs nothing until the first."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._survey = Survey(engine.cache)
+
+    def json(self) -> bytes:
+        """What a viewer is shown; milliseconds, however large the pool."""
+        scheduler = self._engine.scheduler
+        seen: dict[str, Any] = self._survey.look()
+        seen["running"], seen["waiting"] = len(scheduler.running), scheduler.waiting
+        seen["tiers"] = self._tiers()
+        return _encode(seen)
+
+    def _tiers(self) -> list[dict[str, Any]]:
+        """Tiers from the nearest down. What moves between pool and host passes by no tier's verbs: it is counted where it is
+        decided."""
+        lower = self._engine.lower
+        if lower is None:
+            return []
+        (host, *below), counts = lower_tiers(lower), lower.counts
+        passed = {"bytes_read": counts["landed_bytes"], "bytes_written": lower.kept_bytes}
+        told = {**asdict(host), **passed, "tokens_back": counts["landed_tokens"]}
+        return [told, *map(asdict, below)]

@@ -1,0 +1,314 @@
+"""The dashboard in a terminal: a server's state as rich renderables that fill the room they are given. Knows no HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.layout import Layout
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["MODES", "screen"]
+
+MODES = ("kind", "state", "tenant")
+KINDS = {"full": "blue", "sliding": "yellow", "state": "magenta", "latent": "green", "chunked": "red", "cross": "cyan"}  # fmt: skip
+STATES = {"held": "red", "cached": "cyan", "pinned": "yellow", "absent": "bright_black"}
+TENANTS = ("blue", "yellow", "green", "magenta", "cyan", "red")
+GLYPHS = {"held": "█", "pinned": "▓", "cached": "▒", "unknown": "▒", "absent": "x"}
+BARS = "▁▂▃▄▅▆▇█"
+State = dict[str, Any]
+Series = Sequence[float | None]
+
+
+def screen(state: State, requests: list[State] | None, mode: str = "kind", note: str = "") -> Layout:
+    """Everything, for a terminal of any size; `note` stands at the end of the last line."""
+    whole = Layout()
+    whole.split_column(
+        Layout(_head(state), size=2),
+        Layout(_Curves(state["history"]["series"]), size=4),
+        Layout(name="middle", ratio=3, minimum_size=6),
+        Layout(name="below", ratio=4, minimum_size=6),
+        Layout(_foot(mode, note), size=1),
+    )
+    engine = state["engine"]
+    if engine is None:
+        whole["middle"].update(Panel("no picture of the cache yet", border_style="bright_black"))
+        whole["below"].visible = False
+        return whole
+    whole["middle"].split_row(
+        Layout(_titled("pool", _Map(engine, mode), _pool(engine)), ratio=2),
+        Layout(_titled("tiers, and where lookups stopped", _tiers(engine), "")),
+    )
+    whole["below"].split_row(
+        Layout(_titled("prefix tree", _Tree(engine), f"{engine['tree']['nodes']:,} branches"), ratio=1),
+        Layout(_titled("requests", _Requests(requests), ""), ratio=1),
+    )
+    return whole
+
+
+def _titled(title: str, inside: Any, subtitle: str) -> Panel:
+    about = Text(subtitle, style="bright_black") if subtitle else None
+    return Panel(
+        inside, title=f"[b]{title}[/b]", subtitle=about, title_align="left", subtitle_align="right", border_style="bright_black", padding=(0, 1)
+    )  # fmt: skip
+
+
+def _head(state: State) -> Table:
+    server = state["server"]
+    facts = [server["device"], server["dtype"], server["pool_bytes"] and f"{_bytes(server['pool_bytes'])} of pool", f"up {_seconds(state['now'] - server['since'])}"]  # fmt: skip
+    late = 0.0 if state["engine_at"] is None else state["now"] - state["engine_at"]
+    ok = server["status"] == "ok" and late < 5
+    word = "live" if ok else server["status"] if server["status"] != "ok" else f"busy for {_seconds(late)}"
+    table = Table.grid(expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    title = Text.assemble(("kvloom", "bold"), (" / ", "bright_black"), (str(server["model"]), "bold"))
+    table.add_row(title, Text(f"● {word}", style="green" if ok else "yellow"))
+    table.add_row(Text(" · ".join(fact for fact in facts if fact), style="bright_black"), "")
+    return table
+
+
+def _foot(mode: str, note: str) -> Text:
+    keys = f" q quit   m colours by {mode}   "
+    return Text.assemble((keys, "bright_black"), (note, "yellow"), no_wrap=True, overflow="ellipsis")
+
+
+@dataclass(frozen=True, slots=True)
+class _Curves:
+    """Four figures, each with a line of what it was."""
+
+    series: dict[str, Series]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        series = self.series
+        hits = [_hit_rate(series, i) for i in range(len(series["hit_rate"]))]
+        minute = _known(series["ttft"][-30:])
+        rate = _known(series["output_rate"][-5:])
+        last = [series[name][-1] if series[name] else 0 for name in ("running", "waiting")]
+        found = (
+            ("hit rate", _percent(hits[-1] if hits else None), hits, "green", 1.0),
+            ("first token", _seconds(sum(minute) / len(minute)) if minute else "-", series["ttft"], "yellow", None),
+            ("tokens/s", f"{sum(rate) / len(rate):,.0f}" if rate else "-", series["output_rate"], "blue", None),
+            ("running", f"{last[0]:,.0f}, {last[1]:,.0f} waiting", series["running"], "magenta", None),
+        )  # fmt: skip
+        width = max(8, options.max_width // len(found) - 2)
+        table = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        for _ in found:
+            table.add_column(ratio=1, no_wrap=True)
+        table.add_row(
+            *(Text.assemble((name + " ", "bright_black"), (figure, "bold")) for name, figure, *_ in found)
+        )
+        curves = [_curve(values, width, top, 2) for _, _, values, _, top in found]
+        for line in range(2):
+            table.add_row(*(Text(curve[line], style=one[3]) for curve, one in zip(curves, found, strict=True)))  # fmt: skip
+        yield table
+
+
+def _curve(values: Series, width: int, top: float | None, high: int) -> list[str]:
+    """The last values as bars, `high` lines of them."""
+    shown = list(values[-width:])
+    most = top or max(_known(shown), default=0.0) or 1.0
+    eighths = [0 if value is None else min(8 * high, round(8 * high * value / most)) for value in shown]
+    lines = []
+    for line in range(high - 1, -1, -1):
+        rest = [min(8, max(0, n - 8 * line)) for n in eighths]
+        lowest = BARS[0] if line == 0 else " "
+        lines.append("".join(BARS[n - 1] if n else lowest for n in rest).rjust(width))
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Map:
+    """The pool: a sign is a run of cells, coloured by what most of it is; its shape says whether that is held."""
+
+    engine: State
+    mode: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, height = options.max_width, max(2, (options.height or 8) - 1)
+        cells = self.engine["map"]["cells"]
+        wide = max(1, min(4, width * height // cells))  # columns of a sign, where there are few
+        width //= wide
+        signs = min(cells, width * height)
+        shares: list[dict[int, float]] = [{} for _ in range(signs)]
+        found = self.engine["map"]
+        for at, what, share in zip(found["at"], found["what"], found["share"], strict=True):
+            one = shares[at * signs // cells]
+            one[what] = one.get(what, 0.0) + share
+        text = Text(no_wrap=True, overflow="crop")
+        for i, one in enumerate(shares):
+            if i and i % width == 0:
+                text.append("\n")
+            sign, style = self._sign(one, 1000 * cells / signs)
+            text.append(sign * wide, style)
+        yield text
+        yield self._legend()
+
+    def _sign(self, one: dict[int, float], full: float) -> tuple[str, str]:
+        if sum(one.values()) < full / 8:
+            return "·", "bright_black"
+        row = self.engine["map"]["legend"][max(one, key=lambda what: one[what])]
+        return GLYPHS[row["state"]], self._colour(row)
+
+    def _name(self, row: State) -> str:
+        if self.mode == "state" or row["state"] == "absent":
+            return str(row["state"])
+        if self.mode == "tenant":
+            return _tenant(self.engine, row["tenant"])
+        return "unknown" if row["group"] is None else str(self.engine["groups"][row["group"]]["name"])
+
+    def _colour(self, row: State) -> str:
+        if self.mode == "state" or row["state"] == "absent":
+            return STATES.get(row["state"], "white")
+        if self.mode == "tenant":
+            return "white" if row["tenant"] is None else TENANTS[row["tenant"] % len(TENANTS)]
+        group = None if row["group"] is None else self.engine["groups"][row["group"]]
+        return "white" if group is None else KINDS.get(group["kind"], "white")
+
+    def _legend(self) -> Text:
+        pool, sums = self.engine["pool"], dict[str, tuple[str, float]]()
+        for row in self.engine["map"]["legend"]:
+            per = 1 if row["group"] is None else self.engine["groups"][row["group"]]["pages_per_slab"]
+            name = self._name(row)
+            before = sums.get(name, ("", 0.0))[1]
+            sums[name] = self._colour(row), before + row["pages"] / per / max(1, pool["slabs"])
+        text = Text(no_wrap=True, overflow="ellipsis")
+        for name, (style, share) in sorted(sums.items(), key=lambda one: -one[1][1]):
+            text.append("■ ", style)
+            text.append(f"{name} {share:.0%}  ")
+        return text.append("█ held ▒ cached · free", "bright_black")
+
+
+def _pool(engine: State) -> str:
+    pool = engine["pool"]
+    lent = pool["slabs"] - pool["free_slabs"]
+    size = pool["slab_bytes"]
+    return f"{_bytes(lent * size)} of {_bytes(pool['slabs'] * size)} lent, {pool['held_pages']:,} pages held, {pool['cached_pages']:,} cached"
+
+
+def _tiers(engine: State) -> Group:
+    lines: list[Any] = []
+    for tier in engine["tiers"]:
+        of = f" of {_bytes(tier['capacity'])}" if tier["capacity"] else ""
+        moved = f"↓ {_bytes(tier['bytes_written'])} ↑ {_bytes(tier['bytes_read'])}"
+        lines.append(
+            Text.assemble((f"{tier['name']} ", "bold"), f"{_bytes(tier['bytes'])}{of}  ", (moved, "cyan"))
+        )
+    if not lines:
+        lines.append(Text("no lower tier", style="bright_black"))
+    table = Table.grid(padding=(0, 1, 0, 0))
+    stops = engine["pool"]["stops"]
+    most = max(stops.values(), default=1)
+    for why, count in sorted(stops.items(), key=lambda one: -one[1]):
+        table.add_row(why, Text("█" * max(1, round(12 * count / most)), style="blue"), f"{count:,}")
+    return Group(*lines, Text(""), table)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    engine: State
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        branches = self.engine["tree"]["branches"]
+        below: dict[str | None, list[State]] = {}
+        for branch in branches:
+            below.setdefault(branch["parent"], []).append(branch)
+        table = Table.grid(padding=(0, 1, 0, 0), expand=True)
+        table.add_column(no_wrap=True, ratio=1)
+        for _ in range(3):
+            table.add_column(justify="right", no_wrap=True)
+        heads = ("branch", "tokens", "hits", "used")
+        table.add_row(*(Text(word, style="bright_black") for word in heads))
+        for depth, branch in list(_walk(below, None, 0))[: max(1, (options.height or 10) - 1)]:
+            idle = branch["idle"]
+            style = "red" if branch["users"] or idle < 3 else "yellow" if idle < 15 else "blue"
+            bar = "━" * min(24, 1 + branch["hits"].bit_length() * 2)
+            name = Text.assemble("  " * min(depth, 8), (f"{branch['id']} ", "bright_black"), (bar, style))
+            if branch["parent"] is None and len(self.engine["tenants"]) > 1:
+                name.append(f" {_tenant(self.engine, branch['tenant'])}", "bright_black")
+            table.add_row(name, f"{branch['tokens']:,}", f"{branch['hits']:,}", _ago(idle))
+        yield table
+
+
+def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> Iterable[tuple[int, State]]:
+    """Branches in the order of a tree, the hottest first. A run that goes on alone is no deeper."""
+    children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))
+    for child in children:
+        yield depth, child
+        yield from _walk(below, child["id"], depth + (len(children) > 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Requests:
+    records: list[State] | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.records is None:
+            yield Text("this server keeps no records of requests", style="bright_black")
+            return
+        table = Table.grid(padding=(0, 1, 0, 0), expand=True)
+        table.add_column(no_wrap=True)
+        for _ in range(3):
+            table.add_column(justify="right", no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        heads = ("request", "prompt", "cached", "first", "stopped by")
+        table.add_row(*(Text(word, style="bright_black") for word in heads))
+        for record in self.records[: max(1, (options.height or 10) - 1)]:
+            prompt, cached = record["prompt_tokens"], record["cached_tokens"] or 0
+            name = record["id"] if len(record["id"]) < 13 else f"…{record['id'][-8:]}"
+            why = (record["stopped"] or {}).get("reason", "").replace("_", " ")
+            style = "yellow" if record["state"] in ("running", "waiting") else ""
+            share = _percent(cached / prompt if prompt else None)
+            table.add_row(Text(name, style=style), f"{prompt:,}", share, _seconds(record["ttft_s"]), why)
+        yield table
+
+
+def _hit_rate(series: dict[str, Series], end: int) -> float | None:
+    """Of the prompts' tokens in the ten seconds until a sample, the share that was found."""
+    at = range(max(0, end - 4), end + 1)
+    asked = sum(series["prompt_rate"][i] or 0.0 for i in at)
+    found = sum((series["prompt_rate"][i] or 0.0) * (series["hit_rate"][i] or 0.0) for i in at)
+    return found / asked if asked else None
+
+
+def _known(values: Series) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _tenant(engine: State, place: int | None) -> str:
+    if place is None:
+        return "not seen yet"
+    return "others" if place >= len(engine["tenants"]) else engine["tenants"][place]["name"] or "everyone"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.3g} {unit}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if value < 1:
+        return f"{1000 * value:.0f} ms"
+    if value < 60:
+        return f"{value:.3g} s"
+    return time.strftime(
+        "%H:%M:%S" if value < 86400 else f"{int(value // 86400)} d %H:%M", time.gmtime(value)
+    )
+
+
+def _ago(value: float) -> str:
+    return "now" if value < 1.5 else _seconds(round(value))

@@ -1,0 +1,130 @@
+"""`kvloom explain`: what a server remembers of a request, as sentences. Asks over HTTP; decides nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+
+__all__ = ["arguments", "fetch", "run", "sentences"]
+
+SECONDS = 10
+KEY = "KVLOOM_API_KEY"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "request",
+        nargs="?",
+        metavar="REQUEST_ID",
+        help="the id of an answer (cmpl-…, chatcmpl-…); without it the last requests are listed",
+    )
+    add("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
+    add("--api-key", metavar="KEY", help=f"where the server wants one (default: ${KEY})")
+    add("--json", action="store_true", help="print what the server answered")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print why a request hit or missed. Raises ValueError where nothing is known of it, OSError where no server is."""
+    key = args.api_key or os.environ.get(KEY)
+    if args.request is None:
+        found = fetch(args.url, "/kvloom/requests?limit=20", key)
+        print(json.dumps(found, indent=2) if args.json else _listed(found["requests"]))
+        return 0
+    record = fetch(args.url, f"/kvloom/requests/{quote(args.request, safe='')}", key)
+    print(json.dumps(record, indent=2) if args.json else "\n".join(sentences(record)))
+    return 0
+
+
+def fetch(url: str, path: str, key: str | None = None) -> dict[str, Any]:
+    """What a server answers at `path`. Raises ValueError with what it said, OSError where it cannot be reached."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"--url {url!r} is no address of a server; give one like http://127.0.0.1:8000")
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        with urlopen(Request(url.rstrip("/") + path, headers=headers), timeout=SECONDS) as answer:
+            return dict(json.loads(answer.read()))
+    except HTTPError as error:
+        said = error.read()
+        try:
+            raise ValueError(json.loads(said)["error"]["message"]) from None
+        except (KeyError, TypeError, json.JSONDecodeError):
+            raise ValueError(f"{url} answered with status {error.code}: is it a kvloom server?") from None
+    except URLError as error:
+        raise OSError(f"no server answers at {url}: {error.reason}") from None
+    except (HTTPException, json.JSONDecodeError, TypeError):
+        raise ValueError(f"{url} does not answer as a kvloom server does") from None
+
+
+def sentences(record: Mapping[str, Any]) -> list[str]:
+    """How a request went, for people."""
+    tenant = f" of tenant {record['tenant']}" if record["tenant"] else ""
+    several = f" in {record['prompts']} prompts" if record["prompts"] > 1 else ""
+    lines = [f"{record['id']}{tenant}: {_state(record)}."]
+    prompt, cached = record["prompt_tokens"], record["cached_tokens"]
+    stopped = record["stopped"]
+    if stopped is None:
+        lines.append(f"It has {prompt:,} prompt tokens{several}, which have not been looked up yet.")
+    else:
+        where = " and ".join(f"{hit['tokens']:,} from {hit['tier']}" for hit in record["hits"])
+        share = f" ({cached / prompt:.0%}): {where}" if cached else ""
+        lines.append(f"Of its {prompt:,} prompt tokens{several} {cached:,} were found{share}.")
+        lines.append(stopped["text"])
+    times = [
+        f"{word} {_seconds(record[key])}"
+        for word, key in (("waited", "queue_s"), ("had its first token after", "ttft_s"))
+        if record[key] is not None
+    ]
+    if times:
+        lines.append(f"It {' and '.join(times)}; in all it {_took(record)} {_seconds(record['total_s'])}.")
+    if record["preemptions"]:
+        times_ = "once" if record["preemptions"] == 1 else f"{record['preemptions']} times"
+        lines.append(f"It gave its pages up {times_} for others, and computed on later.")
+    return lines
+
+
+def _state(record: Mapping[str, Any]) -> str:
+    made = f"{record['output_tokens']:,} tokens made"
+    if record["state"] == "finished":
+        return f"finished ({record['finish_reason']}), {made}"
+    if record["state"] == "failed":
+        return f"failed ({record['finish_reason']}), {made}"
+    return str(record["state"])
+
+
+def _took(record: Mapping[str, Any]) -> str:
+    return "took" if record["state"] in ("finished", "failed") else "has taken"
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _listed(records: list[Mapping[str, Any]]) -> str:
+    if not records:
+        return "no requests yet"
+    rows = [("request", "state", "prompt", "cached", "output", "stopped")]
+    for r in records:
+        reason = "" if r["stopped"] is None else f"at {r['stopped']['at_token']:,}: {r['stopped']['reason']}"
+        rows.append(
+            (
+                r["id"],
+                r["state"],
+                f"{r['prompt_tokens']:,}",
+                f"{r['cached_tokens']:,}",
+                f"{r['output_tokens']:,}",
+                reason,
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,75 @@
+"""Calls into a client that has no timeouts: they run in a thread of their own, and who waits gives up in time.
+
+A call that was given up goes on in its thread; what it was lent must be its alone. Knows no stores.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Bounded"]
+
+_MOST_STUCK = 16
+
+
+class Bounded:
+    """One thread for the calls of one connection. After a TimeoutError it is of no further use."""
+
+    _stuck = 0  # threads of this process that wait for a call that was given up
+    _lock = threading.Lock()
+
+    def __init__(self, timeout: float, what: str) -> None:
+        if Bounded._stuck >= _MOST_STUCK:
+            raise TimeoutError(f"{Bounded._stuck} calls to {what} hang")
+        self._timeout, self._what = timeout, what
+        self._ended = False
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], _Answer] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, name="kvloom-bounded", daemon=True).start()
+
+    def call(self, function: Callable[[], Any], timeout: float | None = None) -> Any:
+        if self._ended:
+            raise TimeoutError(f"{self._what} did not answer before")
+        answer = _Answer()
+        self._calls.put((function, answer))
+        limit = self._timeout if timeout is None else timeout
+        if not answer.come.wait(limit):
+            with Bounded._lock:
+                given_up = answer.give_up()
+                Bounded._stuck += given_up
+            if given_up:
+                self.close()
+                raise TimeoutError(f"{self._what} did not answer within {limit} s")
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
+
+    def close(self) -> None:
+        self._ended = True
+        self._calls.put(None)
+
+    def _loop(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            function, answer = asked
+            try:
+                answer.value = function()
+            except BaseException as error:  # noqa: BLE001  told to who asked
+                answer.error = error
+            with Bounded._lock:
+                answer.come.set()
+                Bounded._stuck -= answer.given_up
+            del asked, function, answer
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.come = threading.Event()
+        self.given_up = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def give_up(self) -> bool:
+        self.given_up = not self.come.is_set()
+        return self.given_up

@@ -1,0 +1,121 @@
+"""When a tier is left alone, and how it is tried again; and faults, counted and told once a burst.
+
+    closed ── failures in a row ──> open ── after a while ──> one try ── ok ──> closed
+                                     ^                          │
+                                     └──────── failed ──────────┘  and a longer while
+
+Knows no tiers: someone tells it what went well and what did not. Safe from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+__all__ = ["Breaker", "BreakerConfig", "Faults"]
+
+log = logging.getLogger("kvloom.tiers")
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerConfig:
+    """Opens after `failures` in a row, for `first` seconds; each try that fails doubles that, up to `most`. A try whose
+    end nobody hears of within `try_seconds` has failed."""
+
+    failures: int = 3
+    first: float = 0.5
+    most: float = 30.0
+    try_seconds: float = 5.0
+
+
+class Breaker:
+    """See the module."""
+
+    def __init__(self, config: BreakerConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._in_a_row = 0
+        self._until: float | None = None  # while open: when it may be tried
+        self._tried: float | None = None  # since when a try is under way
+        self._pause = config.first
+        self.opened = 0
+        """How often it opened, or stayed open after a try."""
+
+    @property
+    def closed(self) -> bool:
+        return self._until is None
+
+    @property
+    def state(self) -> str:
+        """For people: closed, open, or half-open while the one try is under way."""
+        with self._lock:
+            return "closed" if self._until is None else "open" if self._tried is None else "half-open"
+
+    def allows(self, now: float) -> bool:
+        """Whether to ask the tier now. Where that is the one try, the next answer is no until its end is told."""
+        with self._lock:
+            if self._until is None:
+                return True
+            if self._tried is not None and now - self._tried < self._config.try_seconds:
+                return False
+            if self._tried is not None:
+                self._stay_open(now)
+                return False
+            if now < self._until:
+                return False
+            self._tried = now
+            return True
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._in_a_row, self._until, self._tried = 0, None, None
+            self._pause = self._config.first
+
+    def undecided(self) -> None:
+        """The one try told nothing: another may follow at once."""
+        with self._lock:
+            self._tried = None
+
+    def failed(self, now: float) -> None:
+        with self._lock:
+            self._in_a_row += 1
+            if self._tried is not None:
+                self._stay_open(now)
+            elif self._until is None and self._in_a_row >= self._config.failures:
+                self._until = now + self._pause
+                self.opened += 1
+
+    def _stay_open(self, now: float) -> None:
+        self._pause = min(2 * self._pause, self._config.most)
+        self._until, self._tried = now + self._pause, None
+        self.opened += 1
+
+
+class Faults:
+    """Counts faults by (tier, what, outcome); of a burst the first is logged, the rest are counted."""
+
+    QUIET = 30.0
+    """Seconds without a fault after which the next begins a burst."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.counts: Counter[tuple[str, str, str]] = Counter()
+        self._last: dict[str, float] = {}
+        self._untold: Counter[str] = Counter()
+
+    def add(self, tier: str, verb: str, outcome: str, count: int, reason: str, now: float) -> None:
+        with self._lock:
+            self.counts[tier, verb, outcome] += count
+            burst = now - self._last.get(tier, -self.QUIET) < self.QUIET
+            self._last[tier] = now
+            before = self._untold.pop(tier, 0) if not burst else 0
+            if burst:
+                self._untold[tier] += count
+                return
+        more = f"; {before} more since the last line" if before else ""
+        log.warning(
+            "tier %s: %s of %d pages %s%s%s: they are computed instead, further faults are counted",
+            tier, verb, count, outcome, f" ({reason})" if reason else "", more,
+        )  # fmt: skip

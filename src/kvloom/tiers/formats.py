@@ -1,0 +1,126 @@
+"""Pages to and from the memory formats of other systems, byte for byte. numpy only; every conversion is a copy of views.
+
+    a page of ours      [layer][field: keys, values, …][heads, tokens, dims]    order HND
+                        [layer][field: keys, values, …][tokens, heads, dims]    order NHD
+
+| format | one block of theirs                 | who                                                    |
+|--------|-------------------------------------|--------------------------------------------------------|
+| 2LTD   | [2, layers, tokens, heads·dims]     | LMCache's chunks (KV_2LTD)                             |
+| T2D    | [layers, tokens, 2, heads·dims]     | a layer at a time, keys beside values (KV_T2D)         |
+| 2TD    | [layers, 2, tokens, heads·dims]     | a layer at a time (KV_2TD)                             |
+| NHD    | [layers, 2, tokens, heads, dims]    | FlashInfer and vLLM: tokens whole                      |
+| HND    | [layers, 2, heads, tokens, dims]    | FlashInfer and vLLM: heads whole                       |
+| MLA    | [layers, tokens, dims]              | one latent a token, not keys and values apart (KV_MLA) |
+
+Values are moved, never converted: any element type of 1, 2, 4 or 8 bytes does. Knows no tiers and no names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Format", "Order", "PageShape", "from_format", "to_format"]
+
+Format = Literal["2LTD", "T2D", "2TD", "NHD", "HND", "MLA"]
+Order = Literal["HND", "NHD"]
+_ELEMENTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """A page of ours. `fields` is 2 for keys and values, 1 for a latent (MLA)."""
+
+    layers: int
+    tokens: int
+    heads: int
+    dims: int
+    element_bytes: int
+    order: Order = "HND"
+    fields: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "tokens", "heads", "dims"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+        if self.element_bytes not in _ELEMENTS:
+            raise ValueError(
+                f"element_bytes={self.element_bytes} is none of {', '.join(map(str, _ELEMENTS))}"
+            )
+        if self.order not in get_args(Order):
+            raise ValueError(f"order={self.order!r} is none of {get_args(Order)}")
+        if self.fields not in (1, 2):
+            raise ValueError(f"fields={self.fields}: 2 for keys and values, 1 for a latent")
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layers * self.fields * self.tokens * self.heads * self.dims * self.element_bytes
+
+    def view(self, page: Any) -> npt.NDArray[Any]:
+        """The page as [layers, fields, tokens, heads, dims], whatever its order; a view."""
+        data = np.frombuffer(memoryview(page).cast("B"), np.uint8)
+        if len(data) != self.page_bytes:
+            raise ValueError(f"a page of {len(data)} bytes is none of {self.page_bytes}: {self}")
+        inner = (self.tokens, self.heads) if self.order == "NHD" else (self.heads, self.tokens)
+        shaped = data.view(_ELEMENTS[self.element_bytes]).reshape(self.layers, self.fields, *inner, self.dims)
+        return shaped if self.order == "NHD" else shaped.swapaxes(2, 3)
+
+
+# The axes (layers, fields, tokens, heads, dims) in the order in which each format lays them down.
+_AXES: dict[Format, tuple[int, ...]] = {
+    "2LTD": (1, 0, 2, 3, 4),
+    "T2D": (0, 2, 1, 3, 4),
+    "2TD": (0, 1, 2, 3, 4),
+    "NHD": (0, 1, 2, 3, 4),
+    "HND": (0, 1, 3, 2, 4),
+    "MLA": (0, 1, 2, 3, 4),
+}
+
+
+def _theirs(shape: PageShape, kind: Format) -> tuple[int, ...]:
+    """The shape of a block in that format."""
+    layers, tokens, width = shape.layers, shape.tokens, shape.heads * shape.dims
+    return {
+        "2LTD": (2, layers, tokens, width),
+        "T2D": (layers, tokens, 2, width),
+        "2TD": (layers, 2, tokens, width),
+        "NHD": (layers, 2, tokens, shape.heads, shape.dims),
+        "HND": (layers, 2, shape.heads, tokens, shape.dims),
+        "MLA": (layers, tokens, width),
+    }[kind]
+
+
+def _check(shape: PageShape, kind: Format) -> None:
+    if kind not in _AXES:
+        raise ValueError(f"format {kind!r} is none of {', '.join(_AXES)}")
+    if (kind == "MLA") != (shape.fields == 1):
+        raise ValueError(
+            f"format {kind} has {1 if kind == 'MLA' else 2} fields, this page {shape.fields}: "
+            "MLA is for latents, the others for keys and values"
+        )
+
+
+def to_format(page: Any, shape: PageShape, kind: Format) -> npt.NDArray[Any]:
+    """A page in another format: a new array of unsigned elements, to be viewed as the type they are."""
+    _check(shape, kind)
+    return np.ascontiguousarray(shape.view(page).transpose(_AXES[kind])).reshape(_theirs(shape, kind))
+
+
+def from_format(block: npt.NDArray[Any], shape: PageShape, kind: Format, page: Any) -> None:
+    """Fills a page from a block of another format. A ValueError, before anything is written, if they do not fit."""
+    _check(shape, kind)
+    if block.shape != _theirs(shape, kind) or block.dtype.itemsize != shape.element_bytes:
+        raise ValueError(
+            f"a block of shape {block.shape} and {block.dtype.itemsize} bytes an element is no {kind} of "
+            f"{_theirs(shape, kind)} and {shape.element_bytes}"
+        )
+    ours = shape.view(page)
+    if not ours.flags.writeable:
+        raise ValueError("the page is read-only")
+    axes = _AXES[kind]
+    plain = np.ascontiguousarray(block).view(_ELEMENTS[shape.element_bytes])
+    laid = plain.reshape([ours.shape[axis] for axis in axes])
+    ours[...] = laid.transpose(np.argsort(axes))

@@ -1,0 +1,108 @@
+"""Bytes over a connected socket: many pieces in one call, long ones straight into the caller's memory, in bounded time.
+
+The system itself keeps the time of a call, so that none of them needs a second one to wait. Knows no protocols.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Bytestream"]
+
+_MOST_PIECES = 512  # of one call; Linux takes 1024
+_BUFFER_BYTES = 4 << 20
+
+
+class Bytestream:
+    """For one thread at a time. An exchange begins with `begin` and has `timeout` seconds, within one timeout more; None
+    waits for ever. Raises TimeoutError, ConnectionError or another OSError: it is of no further use then."""
+
+    def __init__(self, connected: socket.socket, timeout: float) -> None:
+        self.socket, self._timeout = connected, timeout
+        self._plain = not isinstance(connected, ssl.SSLSocket)
+        self._deadline = 0.0
+        with contextlib.suppress(OSError):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            with contextlib.suppress(OSError):
+                connected.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        if self._plain:
+            connected.settimeout(None)
+            limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6) or (0 if timeout >= 1 else 1000))
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        else:
+            connected.settimeout(timeout)
+        self.begin()
+
+    def begin(self) -> None:
+        self._deadline = time.monotonic() + self._timeout
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits on it
+        self.socket.close()
+
+    def wait_readable(self) -> None:
+        """Waits for the next byte, for as long as it takes."""
+        while True:
+            try:
+                if not self.socket.recv(1, socket.MSG_PEEK):
+                    raise ConnectionError("the other side has gone")
+                return
+            except BlockingIOError:
+                continue
+
+    def send(self, pieces: Sequence[Any]) -> None:
+        """All of the pieces, from where they are."""
+        waiting = [view for piece in pieces if len(view := memoryview(piece))]
+        if not self._plain:
+            for view in waiting:
+                self._check()
+                self.socket.sendall(view)
+            return
+        first = 0
+        while first < len(waiting):
+            self._check()
+            try:
+                sent = self.socket.sendmsg(waiting[first : first + _MOST_PIECES])
+            except BlockingIOError as error:
+                raise self._late() from error
+            while first < len(waiting) and sent >= len(waiting[first]):
+                sent -= len(waiting[first])
+                first += 1
+            if sent:
+                waiting[first] = waiting[first][sent:]
+
+    def receive_some(self, into: memoryview) -> int:
+        """What there is, one byte at least."""
+        return self._receive(into, 0)
+
+    def receive(self, into: memoryview) -> None:
+        """Exactly as many bytes as there is room for."""
+        done, flags = 0, socket.MSG_WAITALL if self._plain else 0
+        while done < len(into):
+            done += self._receive(into[done:], flags)
+
+    def _receive(self, into: memoryview, flags: int) -> int:
+        self._check()
+        try:
+            got = self.socket.recv_into(into, len(into), flags) if flags else self.socket.recv_into(into)
+        except BlockingIOError as error:
+            raise self._late() from error
+        if not got:
+            raise ConnectionError("the other side closed the connection")
+        return got
+
+    def _check(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise self._late()
+
+    def _late(self) -> TimeoutError:
+        return TimeoutError(f"no answer within {self._timeout} s")

@@ -1,0 +1,239 @@
+"""What the cache tells whoever keeps pages below it, and takes back from there: with labels for bytes, so that every page that
+is resumed on can be checked for what it holds."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvloom.core import (
+    Control,
+    Field,
+    KVCache,
+    LayerSpec,
+    Match,
+    Parcel,
+    PoolLayout,
+    Sequence,
+    Span,
+    Tenant,
+    attention_fields,
+)
+
+FULL = LayerSpec("token", attention_fields(2, 16, "fp32"))
+WINDOW = LayerSpec("token", attention_fields(2, 16, "fp32"), Span("sliding", 20))
+CHUNK = LayerSpec("token", attention_fields(2, 16, "fp32"), Span("chunked", 24))
+STATE = LayerSpec("state", (Field("ssm", (3, 40), "fp32"),))
+KINDS = {
+    "full": [FULL] * 2,
+    "sliding": [FULL, *[WINDOW] * 3],
+    "chunked": [FULL, *[CHUNK] * 2],
+    "window alone": [WINDOW] * 2,
+    "hybrid": [FULL, *[STATE] * 3],
+    "states alone": [STATE] * 2,
+    "all": [FULL, *[WINDOW] * 2, *[STATE] * 2],
+}
+
+
+class World:
+    """A cache, a label for every page's bytes, and a store below it. A page of tokens is labelled with the text it was
+    written for, a state with the text it stands at."""
+
+    def __init__(self, kind: str, slabs: int, block: int = 16, ends: bool = True, **options: object) -> None:
+        layers = {f"layer {i}": spec for i, spec in enumerate(KINDS[kind])}
+        self.layout = PoolLayout.build(layers, block)
+        self.cache = KVCache(self.layout, slabs, max_tokens=1024, **options)  # type: ignore[arg-type]
+        self.bytes: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.store: dict[tuple[int, int, bytes], tuple[int, ...]] = {}
+        self.parcels: list[Parcel] = []
+        self.cache.offer(self.parcels.append, ends)
+
+    def classes(self, numbering: str) -> list[tuple[int, int, int, int]]:
+        """(column, class, group, run) of every column."""
+        return [
+            (g.column + r, self.cache.pool.class_of[g.index], g.index, r)
+            for g in self.layout.of(numbering)
+            for r in range(g.runs)
+        ]
+
+    def settle(self) -> None:
+        """Copy what was offered, then make the copies that the cache decided."""
+        for parcel in self.parcels:
+            for column, cls, group, run in self.classes(parcel.numbering):
+                for name, page in zip(parcel.names, parcel.at[:, column].tolist(), strict=True):
+                    if page:
+                        self.store.setdefault((group, run, name), self.bytes[cls, page])
+        self.parcels.clear()
+        strides = {self.layout.slab_bytes // c.per_slab: c.index for c in self.cache.pool.classes}
+        for batch in self.cache.take_copies():
+            cls = strides[batch.page_stride]
+            moved = [self.bytes.get((cls, page), ()) for page in batch.source.tolist()]
+            self.bytes.update(zip([(cls, page) for page in batch.target.tolist()], moved, strict=True))
+
+    def compute(self, sequence: Sequence, text: list[int]) -> bool:
+        """Write and commit tokens up to the end of `text`, in steps; False where there is no room."""
+        while sequence.length < len(text):
+            stop = min(len(text), sequence.boundary or len(text), sequence.length + 40)
+            if sequence.extend(stop - sequence.length):
+                return False
+            self.settle()
+            rows, block = self.cache.rows, self.cache.block_tokens
+            for b in range(sequence.length // block, -(-stop // block)):
+                for column, cls, _, _ in self.classes("token"):
+                    page = int(rows.tables[column, sequence.row, b])
+                    assert page
+                    self.bytes[cls, page] = tuple(text[: min(stop, (b + 1) * block)])
+            for column, cls, _, _ in self.classes("state"):
+                self.bytes[cls, int(rows.states[column, sequence.row])] = tuple(text[:stop])
+            sequence.commit(text[sequence.length : stop])
+        return True
+
+    def load(self, match: Match, rng: random.Random, fails: float = 0.0) -> int:
+        """Bring what is below, some of which fails; where the prompt can resume then."""
+        prospect = self.cache.prospect(match)
+        while questions := prospect.questions():
+            prospect.answer(
+                [np.array([(q.group, 0, n) in self.store for n in q.names], bool) for q in questions]
+            )
+        needs = prospect.needs()
+        if not needs:
+            return 0
+        arrival = self.cache.expect(prospect)
+        if arrival is None:
+            return 0
+        self.settle()
+        self.cache.check()
+        came = np.zeros_like(arrival.fresh)
+        states = True
+        for group in self.layout.groups:
+            for run, (names, pages) in enumerate(arrival.pages(group)):
+                for name, page in zip(names, pages.tolist(), strict=True):
+                    label = self.store.get((group.index, run, name))
+                    if label is None or rng.random() < fails:
+                        states &= group.spec.unit != "state"
+                        continue
+                    self.bytes[self.cache.pool.class_of[group.index], page] = label
+                    if group.spec.unit == "token":
+                        column = group.column + run
+                        came[(arrival.rows[:, column] == page) & arrival.fresh[:, column], column] = True
+        return self.cache.land(arrival, came, states)
+
+    def resumed(self, sequence: Sequence, text: list[int]) -> None:
+        """Every page that a resumed sequence will read holds what it should."""
+        point, block, rows = sequence.length, self.cache.block_tokens, self.cache.rows
+        for group in self.layout.of("token"):
+            for b in range(group.spec.span.first_visible(point) // block, -(-point // block)):
+                for run in range(group.runs):
+                    page = int(rows.tables[group.column + run, sequence.row, b])
+                    stop = min(point, (b + 1) * block)
+                    held = self.bytes[self.cache.pool.class_of[group.index], page]
+                    assert held[:stop] == tuple(text[:stop]), (group.name, b)
+        if point and sequence.state_source is not None:
+            for column, cls, _, _ in self.classes("state"):
+                assert self.bytes[cls, int(sequence.state_source[0, column])] == tuple(text[:point])
+
+
+def texts(rng: random.Random, count: int) -> list[list[int]]:
+    """Texts that part from each other anywhere."""
+    made: list[list[int]] = [[rng.randrange(50) for _ in range(rng.randrange(1, 120))]]
+    while len(made) < count:
+        stem = rng.choice(made)
+        made.append(
+            [*stem[: rng.randrange(len(stem) + 1)], *(rng.randrange(50) for _ in range(rng.randrange(1, 90)))]
+        )
+    return made
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_comes_back_from_below_is_what_was_there(kind: str, block: int, ends: bool) -> None:
+    loaded = 0
+    for seed in range(6):
+        rng = random.Random(f"{kind} {block} {ends} {seed}")
+        world = World(kind, slabs=rng.randrange(24, 60), block=block, ends=ends)
+        cache = world.cache
+        for text in texts(rng, 14):
+            prompt = text[: rng.randrange(1, len(text) + 1)]
+            match = cache.match(prompt)
+            world.settle()
+            before = cache.match(prompt).resume
+            point = world.load(cache.match(prompt), rng, rng.choice([0.0, 0.0, 0.1]))
+            cache.check()
+            sequence = cache.open(cache.match(prompt))
+            assert sequence.length >= max(before, min(point, match.limit))
+            loaded += max(0, sequence.length - before)
+            world.settle()
+            world.resumed(sequence, text)
+            world.compute(sequence, text)
+            sequence.close()
+            if rng.random() < 0.3:
+                cache.grow(cache.shrink(cache.pool.slabs - 2).tolist())  # what is cached leaves
+            world.settle()
+            cache.check()
+        assert cache.stats()["held_pages"] == 0
+    assert loaded
+
+
+def test_a_window_loads_its_window_and_a_state_group_one_snapshot() -> None:
+    world = World("all", slabs=200)
+    text = list(range(160))
+    sequence = world.cache.open(world.cache.match(text))
+    world.compute(sequence, text)
+    sequence.close()
+    world.settle()
+    other = World("all", slabs=200)
+    other.store = world.store
+    prospect = other.cache.prospect(other.cache.match([*text, 5]))
+    while questions := prospect.questions():
+        prospect.answer([np.array([(q.group, 0, n) in other.store for n in q.names]) for q in questions])
+    assert prospect.point == 160
+    full, window, state = prospect.needs()
+    assert full.blocks == list(range(10))
+    assert window.blocks == [8, 9]  # of its 20 tokens
+    assert state.blocks == [-1]
+    assert [n.blocks for n in prospect.needs(first=96)][:2] == [[6, 7, 8, 9], [8, 9]]
+
+
+def test_where_there_is_no_room_nothing_changes_and_quotas_hold() -> None:
+    world = World("full", slabs=12, tenants=[Tenant("small", quota=4 * 4096 * 16)])
+    layout = world.layout
+    world.cache = KVCache(layout, 12, max_tokens=1024, tenants=[Tenant("small", quota=4 * layout.slab_bytes)])
+    world.cache.offer(world.parcels.append, True)
+    text = list(range(120))
+    sequence = world.cache.open(world.cache.match(text))
+    assert world.compute(sequence, text)
+    small = Control(tenant="small")
+    mine = world.cache.open(world.cache.match(text[:60], small))
+    world.parcels.clear()
+    mine.close()
+    prospect = world.cache.prospect(world.cache.match(text, small))
+    for questions in iter(prospect.questions, []):
+        prospect.answer([np.ones(len(q.names), bool) for q in questions])
+    held = world.cache.stats()["held_pages"]
+    assert world.cache.expect(prospect) is None  # seven blocks, of a quota of four
+    assert world.cache.stats()["held_pages"] == held
+    world.cache.check()
+    world.cache.tree.version += 1
+    with pytest.raises(ValueError, match="make it again"):
+        world.cache.expect(prospect)
+    sequence.close()
+
+
+def test_pages_that_are_written_to_do_not_move() -> None:
+    world = World("hybrid", slabs=40)
+    pool = world.cache.pool
+    several = next((c for c in pool.classes if c.per_slab > 1), None)
+    if several is None:
+        pytest.skip("every slab of this layout is one page")
+    ids = pool.allocate(several.index, 1)
+    assert ids is not None
+    more = pool.allocate(several.index, 2 * several.per_slab)
+    assert more is not None
+    pool.release(several.index, more[several.per_slab :])
+    pool.fix(several.index, ids, 1)
+    assert pool.movable(several.index) != int(ids[0]) // several.per_slab
+    pool.fix(several.index, ids, -1)
+    assert not several.fixed

@@ -1,0 +1,439 @@
+"""Tiers under the engine: what was computed once is found again, below the pool and after a restart, and nothing that goes
+wrong in a tier changes a token."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvloom.core import Control, Tenant
+from kvloom.engine import lower as lower_module
+from kvloom.engine.arena import HostPages
+from kvloom.engine.engine import Engine
+from kvloom.engine.lower import Lower, LowerConfig
+from kvloom.engine.request import Request, SamplingParams
+from kvloom.tiers import DiskConfig, DiskTier
+from kvloom.tiers.breaker import BreakerConfig
+from kvloom.tiers.faulty import Faults, FaultyTier
+from kvloom.tiers.lane import LaneConfig
+from kvloom.tiers.mover import MoverConfig
+from kvloom.tiers.opening import Place
+from tests.models.zoo import expected, tiny
+
+POOL = 1 << 22
+KINDS = ["llama", "gemma3_text", "qwen3_next", "bamba", "mamba", "deepseek_v3", "llama4_text"]
+QUICK = LowerConfig(
+    load="always",
+    seconds=(0.2, 0.2),
+    mover=MoverConfig(
+        lookup_seconds=0.2, lane=LaneConfig(breaker=BreakerConfig(first=0.05, most=0.1, try_seconds=0.3))
+    ),
+)
+
+
+def greedy(new: int) -> SamplingParams:
+    return SamplingParams(max_tokens=new, temperature=0)
+
+
+def drawn(seed: object, *sizes: int) -> list[list[int]]:
+    rng = random.Random(str(seed))
+    return [[rng.randrange(3, 64) for _ in range(size)] for size in sizes]
+
+
+def served(engine: Engine, prompts: list[list[int]], new: int = 8) -> list[Request]:
+    requests = [engine.add(prompt, greedy(new)) for prompt in prompts]
+    engine.run()
+    return requests
+
+
+def lower_of(engine: Engine) -> Lower:
+    assert engine.lower is not None
+    return engine.lower
+
+
+def closed(engine: Engine) -> None:
+    """No page is lost or held, and the tiers end."""
+    engine.lower.poll() if engine.lower is not None else None
+    engine.cache.take_copies()
+    engine.cache.check()
+    assert engine.cache.stats()["held_pages"] == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_restart_on_the_same_disk_answers_from_it(family: str, tmp_path: Path) -> None:
+    prompts = drawn(family, 70, 50, 33, 90)
+    wanted = expected(tiny(family), prompts, 8)
+    turns = [[*tokens, 5, 6, 7] for tokens in wanted]
+    again = expected(tiny(family), turns, 8)
+    found = []
+    for round_ in range(2):
+        engine = Engine(
+            tiny(family), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], lower=LowerConfig("always")
+        )
+        requests = served(engine, turns if round_ else prompts)
+        assert [request.tokens for request in requests] == (again if round_ else wanted)
+        found.append([request.cached_tokens for request in requests])
+        closed(engine)
+    states = bool(engine.layout.of("state"))
+    for first, cached, tokens in zip(found[0], found[1], wanted, strict=True):
+        computed = len(tokens) - 1  # the last one was never computed
+        assert first == 0
+        assert cached == (computed if states else computed // 16 * 16)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_pages_come_back_with_their_scales(kv_dtype: Any, tmp_path: Path) -> None:
+    prompts = drawn(kv_dtype, 70, 50)
+    plain = served(Engine(tiny("llama"), POOL, kv_dtype=kv_dtype), prompts)
+    turns = [[*request.tokens, 5, 6] for request in plain]
+    wanted = [request.tokens for request in served(Engine(tiny("llama"), POOL, kv_dtype=kv_dtype), turns)]
+    for round_ in range(2):
+        engine = Engine(
+            tiny("llama"), POOL, kv_dtype, tiers=[f"disk:{tmp_path}:64MiB"], lower=LowerConfig("always")
+        )
+        requests = served(engine, turns if round_ else prompts)
+        closed(engine)
+    assert [request.cached_tokens for request in requests] == [64, 48]
+    assert [request.tokens for request in requests] == wanted
+
+
+def test_other_weights_layouts_tenants_and_dtypes_never_meet_on_one_disk(tmp_path: Path) -> None:
+    prompt = drawn("meet", 80)
+
+    def cached(model: Any, control: Control | None = None, **options: Any) -> int:
+        engine = Engine(model, POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=LowerConfig("always"), **options)
+        request = engine.add(prompt[0], greedy(1), control)
+        engine.run()
+        closed(engine)
+        assert request.cached_tokens is not None
+        return request.cached_tokens
+
+    def changed() -> Any:
+        model = tiny("llama")
+        model.model.layers[2].mlp.down_proj.weight.data[3, 5] += 0  # the same
+        model.model.layers[2].input_layernorm.weight.data[0] += 0.5
+        return model
+
+    assert cached(tiny("llama")) == 0
+    assert cached(tiny("llama")) == 64 + 15
+    assert cached(changed()) == 0
+    assert cached(tiny("llama"), Control(tenant="other")) == 0
+    assert cached(tiny("llama"), kv_dtype="int8") == 0
+    assert cached(tiny("llama"), block_tokens=32) == 0
+    assert cached(tiny("llama", rope_theta=5000.0)) == 0
+    assert cached(tiny("llama")) == 64 + 15
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_a_pool_far_too_small_keeps_its_hits_in_host_memory(family: str, write: str) -> None:
+    """Conversations of a few turns; the pool holds about a tenth of them."""
+    model = tiny(family, max_position_embeddings=512)
+    layout = Engine(model, POOL).layout
+    talks, turns, more = 8, 3, 24
+    prompts = drawn(family, *[48] * talks)
+    later = [drawn((family, turn), *[more] * talks) for turn in range(turns - 1)]
+    whole = 48 + turns * 8 + (turns - 1) * more
+    small = int(1.6 * layout.slab_bytes_for(whole)) + 4 * layout.slab_bytes
+    hits, said = [], []
+    for pool, tiers in ((POOL * 4, []), (small, [f"host:32MiB?write={write}"])):
+        engine = Engine(
+            tiny(family, max_position_embeddings=512), pool, tiers=tiers, lower=LowerConfig("always")
+        )
+        talk = [list(prompt) for prompt in prompts]
+        for turn in range(turns):
+            for i in range(talks):
+                request = engine.add(talk[i], greedy(8))
+                engine.run()
+                talk[i] = [*request.tokens, *(later[turn][i] if turn < turns - 1 else [])]
+        hits.append(int(engine.cache.stats()["hit_tokens"]))  # type: ignore[call-overload]
+        said.append(talk)
+        closed(engine)
+    assert said[0] == said[1]
+    assert hits[1] >= 0.9 * hits[0] > 0
+
+
+def faulty(tmp_path: Path, faults: Faults) -> tuple[Place, FaultyTier]:
+    tier = FaultyTier(DiskTier(DiskConfig(tmp_path, 64 << 20, segment_bytes=1 << 20)), faults)
+    return Place(tier), tier
+
+
+def spoil(tier: FaultyTier, path: Path) -> None:
+    """Change a byte in the middle of every page that lies on the disk."""
+    for segment in path.glob("*.seg"):
+        data = bytearray(segment.read_bytes())
+        for at in range(4096 + 64, len(data), 4096):
+            data[at] ^= 4
+        segment.write_bytes(data)
+
+
+def go_wrong(wrong: str, faults: Faults, tier: FaultyTier, path: Path) -> None:
+    if wrong == "flipped":
+        spoil(tier, path)
+    elif wrong == "lying":
+        faults.tamper = lambda objects: tier.inner.drop(objects) and None  # it says yes, and has nothing
+    else:
+        setattr(faults, wrong, 0.3 if wrong == "slow" else True)
+
+
+def stored(engine: Engine) -> None:
+    """Wait until nothing is to be stored any more."""
+    ends = time.monotonic() + 5
+    while any(lane.waiting_stores for lane in lower_of(engine).mover.lanes) and time.monotonic() < ends:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("wrong", ["failing", "hung", "full", "slow", "lying", "flipped"])
+def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
+    family: str, wrong: str, tmp_path: Path
+) -> None:
+    prompts = drawn((family, wrong), 70, 50, 33)
+    wanted = expected(tiny(family), prompts, 8)
+    turns = [[*tokens, 5, 6, 7] for tokens in wanted]
+    again = expected(tiny(family), turns, 8)
+    engine = Engine(tiny(family), POOL, tiers=[Place(DiskTier(DiskConfig(tmp_path, 64 << 20)))], lower=QUICK)
+    served(engine, prompts)
+    closed(engine)
+
+    faults = Faults()
+    place, tier = faulty(tmp_path, faults)
+    engine = Engine(tiny(family), POOL, tiers=[place], lower=QUICK)
+    lower = lower_of(engine)
+    go_wrong(wrong, faults, tier, tmp_path)
+    first = served(engine, turns)
+    assert [request.tokens for request in first] == again
+    if wrong != "hung":
+        stored(engine)
+    assert wrong == "slow" or lower.mover.faults.counts
+
+    faults.release()
+    faults.failing = faults.full = False
+    faults.slow, faults.tamper = 0.0, None
+    fresh = drawn((family, wrong, "after"), 60, 40)
+    after = expected(tiny(family), fresh, 4)
+    ends = time.monotonic() + 5
+    while not lower.mover.lanes[0].breaker.closed and time.monotonic() < ends:
+        time.sleep(0.05)
+        assert [r.tokens for r in served(engine, drawn(ends + time.monotonic(), 20))]
+    assert [request.tokens for request in served(engine, fresh, 4)] == after
+    assert lower.mover.lanes[0].breaker.closed
+    closed(engine)
+    engine = Engine(tiny(family), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=LowerConfig("always"))
+    requests = served(engine, fresh, 4)  # what was stored after the fault is there
+    assert [request.tokens for request in requests] == after
+    assert all(request.cached_tokens for request in requests) or bool(engine.layout.of("state"))
+    closed(engine)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+def test_storms_in_a_pool_far_too_small_with_a_faulty_disk(family: str, tmp_path: Path) -> None:
+    rng = random.Random(family)
+    roots = drawn((family, "roots"), 40, 33, 20)
+    prompts = [
+        [*rng.choice(roots)[: rng.randrange(10, 40)], *tail]
+        for tail in drawn((family, "tails"), *range(1, 31))
+    ]
+    wanted = expected(tiny(family), prompts, 6)
+    slab = Engine(tiny(family), POOL).layout.slab_bytes
+    faults = Faults()
+    place, _ = faulty(tmp_path, faults)
+    engine = Engine(
+        tiny(family), 24 * slab, token_budget=24, max_running=6, tiers=["host:1MiB", place], lower=QUICK
+    )
+    requests = [engine.add(prompt, greedy(6)) for prompt in prompts]
+    extra = [engine.add(prompt, greedy(6)) for prompt in prompts[::5]]
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+        assert steps < 5000
+        if rng.random() < 0.1:
+            faults.failing = rng.random() < 0.3
+            faults.slow = rng.choice([0, 0, 0.01, 0.3])
+        if steps % 40 == 5:
+            engine.cancel(rng.choice(extra))
+        if steps % 7 == 0:
+            engine.cache.check()
+    assert [request.tokens for request in requests] == wanted
+    faults.failing, faults.slow = False, 0.0
+    closed(engine)
+
+
+def test_quotas_hold_for_what_comes_from_below(tmp_path: Path) -> None:
+    model = tiny("llama", max_position_embeddings=512)
+    layout = Engine(model, POOL).layout
+    tenant = Tenant("small", quota=layout.slab_bytes_for(120))
+    prompts = drawn("quota", 100, 100, 100)
+    engine = Engine(
+        tiny("llama", max_position_embeddings=512), POOL, tenants=(tenant,), tiers=["host:16MiB"],
+        lower=LowerConfig("always"),
+    )  # fmt: skip
+    control = Control(tenant="small")
+    for _ in range(2):
+        for prompt in prompts:
+            request = engine.add(prompt, greedy(4), control)
+            engine.run()
+            engine.cache.check()  # no account is over its quota
+    assert request.cached_tokens == 96
+    closed(engine)
+
+
+def test_a_request_that_loads_holds_nobody_up(tmp_path: Path) -> None:
+    prompts = drawn("aside", 60, 30)
+    engine = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=QUICK)
+    wanted = [request.tokens for request in served(engine, prompts)]
+    closed(engine)
+    faults = Faults(slow=0.15)
+    place, _ = faulty(tmp_path, faults)
+    engine = Engine(tiny("llama"), POOL, tiers=[place], lower=QUICK)
+    slow = engine.add(prompts[0], greedy(8))
+    quick = engine.add(prompts[1][:14], greedy(2))  # nothing of it can be below
+    while quick.finish is None:
+        engine.step()
+    assert slow.output_count == 0
+    engine.run()
+    assert slow.tokens == wanted[0]
+    assert slow.cached_tokens == 48
+    closed(engine)
+
+
+def test_cancelling_a_request_that_loads_leaves_nothing_behind(tmp_path: Path) -> None:
+    prompts = drawn("cancel", 60)
+    engine = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=QUICK)
+    served(engine, prompts)
+    closed(engine)
+    faults = Faults(hung=True)
+    place, _ = faulty(tmp_path, faults)
+    engine = Engine(tiny("llama"), POOL, tiers=[place], lower=QUICK)
+    request = engine.add(prompts[0], greedy(8))
+    for _ in range(5):
+        engine.step()
+    assert request.output_count == 0
+    engine.cancel(request)
+    engine.run()
+    assert request.finish == "cancelled"
+    faults.release()
+    closed(engine)
+
+
+def test_what_makes_no_sense_is_refused_and_nothing_is_left_open(tmp_path: Path) -> None:
+    for tiers in (["host:1MiB", "host:2MiB"], [f"disk:{tmp_path}:64MiB", "tape:1"], ["host:16"]):
+        with pytest.raises(ValueError, match=r"host tiers were asked for|no known kind|too small"):
+            Engine(tiny("llama"), POOL, tiers=tiers)
+    engine = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])  # its lock is free
+    assert np.isfinite(served(engine, drawn("x", 5))[0].tokens).all()
+    closed(engine)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+def test_the_head_is_computed_while_the_tail_loads_and_they_meet(family: str, tmp_path: Path) -> None:
+    model = tiny(family, max_position_embeddings=512)
+    prompts = drawn((family, "both"), 200)
+    wanted = expected(model, prompts, 8)[0]
+    turn = [*wanted, 5, 6]
+    again = expected(model, [turn], 4)[0]
+    engine = Engine(
+        tiny(family, max_position_embeddings=512), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=QUICK
+    )
+    served(engine, prompts)
+    closed(engine)
+    place, tier = faulty(tmp_path, Faults(slow=0.1))
+    engine = Engine(
+        tiny(family, max_position_embeddings=512),
+        POOL,
+        tiers=[place],
+        token_budget=16,
+        lower=LowerConfig(seconds=(1.0, 1.0)),
+    )
+    lower = lower_of(engine)
+    for tokens in (16, 32):
+        lower.computed(tokens, tokens * 0.001)
+    full = sum(g.unit_bytes for g in engine.layout.of("token") if not g.spec.span.windowed)
+    lower.mover.lanes[0].speed = 16 * full / 0.012  # a block comes in 12 ms, and is computed in 16
+    request = engine.add(turn, greedy(4))
+    seen = []
+    while request.finish is None:
+        engine.step()
+        seen.append(request.computed)
+        time.sleep(0.01)
+    assert request.tokens == again
+    assert lower.counts["landed_tokens"] == request.cached_tokens == sum(request.hits.values()) > 32
+    seen = [count for count in seen if count]
+    assert seen[0] == 16, "it did not begin at once"
+    jump = max(b - a for a, b in itertools.pairwise(seen))
+    assert jump > 32, "it computed what it could have loaded"
+    closed(engine)
+    tier.close()
+
+
+class LateCopy:
+    """A copy that is made after it was asked about a few times, or when someone must wait: as a GPU's streams would."""
+
+    def __init__(self, copy: Callable[[], object], polls: int) -> None:
+        self._copy, self._polls = copy, polls
+
+    def query(self) -> bool:
+        self._polls -= 1
+        if self._polls == 0:
+            self._copy()
+        return self._polls <= 0
+
+    def synchronize(self) -> None:
+        while not self.query():
+            pass
+
+    wait = synchronize
+
+
+class LatePages(HostPages):
+    rng = random.Random(0)
+
+    def wait(self, event: Any) -> None:
+        event.synchronize()
+
+    def down(self, stride: int, pages: Any, offsets: Any) -> Any:
+        return LateCopy(lambda: HostPages.down(self, stride, pages, offsets), self.rng.randrange(1, 9))
+
+    def up(self, stride: int, pages: Any, offsets: Any) -> Any:
+        return LateCopy(lambda: HostPages.up(self, stride, pages, offsets), self.rng.randrange(1, 9))
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba", "qwen3_next"])
+def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
+    family: str, write: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lower_module, "HostPages", LatePages)
+    rng = random.Random(family)
+    roots = drawn((family, "late roots"), 40, 33, 20)
+    tails = drawn((family, "late"), *range(1, 25))
+    prompts = [[*rng.choice(roots)[: rng.randrange(10, 40)], *tail] for tail in tails]
+    wanted = expected(tiny(family), prompts, 6)
+    slab = Engine(tiny(family), POOL).layout.slab_bytes
+    engine = Engine(
+        tiny(family), 24 * slab, token_budget=24, max_running=5, tiers=[f"host:4MiB?write={write}"],
+        lower=LowerConfig("always"),
+    )  # fmt: skip
+    for _ in range(2):
+        requests = [engine.add(prompt, greedy(6)) for prompt in prompts]
+        steps = 0
+        while engine.busy:
+            engine.step()
+            steps += 1
+            assert steps < 20000
+            if steps % 7 == 0:
+                engine.cache.check()
+        assert [request.tokens for request in requests] == wanted
+    assert lower_of(engine).counts["landed_tokens"] or engine.layout.of("state")
+    while lower_of(engine).holding:
+        lower_of(engine).poll()
+    closed(engine)

@@ -1,0 +1,88 @@
+"""An engine on each store, real servers beside it: a restart answers from it, and a store that dies changes no token."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvloom.engine.engine import Engine
+from kvloom.engine.lower import LowerConfig
+from kvloom.tiers import HostConfig, HostTier
+from kvloom.tiers.peer_server import PeerConfig, PeerServer
+from kvloom.tiers.shared import SharedMemory
+from tests.models.zoo import expected, tiny
+from tests.tiers.servers import mooncake_master, redis_server
+
+from .test_lower import POOL, QUICK, closed, drawn, served
+
+pytestmark = pytest.mark.server
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def redis_text(folder: Path) -> Iterator[str]:
+    keys = folder / "keys.json"
+    keys.write_text('{"*": "' + "5c" * 32 + '"}')
+    keys.chmod(0o600)
+    with redis_server(folder) as (port, _):
+        yield f"redis://127.0.0.1:{port}/0?capacity=64MiB&compression=lz4&keys={keys}"
+
+
+@contextlib.contextmanager
+def peer_text(folder: Path) -> Iterator[str]:
+    memory = SharedMemory(64 * MIB)
+    server = PeerServer(HostTier(HostConfig(memory.size, MIB), buffer=memory.buffer), PeerConfig(), memory)
+    yield "peer://{}:{}".format(*server.address)
+    server.close()
+
+
+@contextlib.contextmanager
+def nixl_text(folder: Path) -> Iterator[str]:
+    pytest.importorskip("nixl._api", reason="pip install --no-deps nixl nixl-cu12", exc_type=ImportError)
+    yield f"nixl://{folder}/kv?capacity=64MiB&durable=process"
+
+
+@contextlib.contextmanager
+def mooncake_text(folder: Path) -> Iterator[str]:
+    """What a process put into its own segment goes with it: someone else's has to be there."""
+    with mooncake_master(folder) as (port, _):
+        from kvloom.tiers.mooncake import MooncakeConfig, _Client
+
+        storage = _Client(MooncakeConfig(f"127.0.0.1:{port}", segment=128 * MIB), 5.0)
+        storage.get()
+        yield f"mooncake://127.0.0.1:{port}?capacity=64MiB&timeout=5"
+        storage.close()
+
+
+@pytest.mark.parametrize("text_of", [redis_text, peer_text, nixl_text, mooncake_text])
+@pytest.mark.parametrize("family", ["gemma3_text", "bamba"])
+def test_a_restarted_engine_answers_from_the_store(family: str, text_of: object, tmp_path: Path) -> None:
+    prompts = drawn(family, 70, 50, 90)
+    wanted = expected(tiny(family), prompts, 8)
+    turns = [[*tokens, 5, 6, 7] for tokens in wanted]
+    again = expected(tiny(family), turns, 8)
+    with text_of(tmp_path) as text:  # type: ignore[operator]
+        for round_ in range(2):
+            engine = Engine(tiny(family), POOL, tiers=[text], lower=LowerConfig("always", seconds=(2.0, 5.0)))
+            assert engine.lower is not None
+            requests = served(engine, turns if round_ else prompts)
+            assert [request.tokens for request in requests] == (again if round_ else wanted)
+            if round_:
+                assert all(request.cached_tokens >= 32 for request in requests)
+            closed(engine)
+
+
+def test_a_store_that_dies_in_between_changes_no_token(tmp_path: Path) -> None:
+    prompts = drawn("dies", 70, 50, 90)
+    wanted = expected(tiny("llama"), prompts, 8)
+    with redis_server(tmp_path) as (port, _):
+        text = f"redis://127.0.0.1:{port}/0?capacity=64MiB&timeout=0.3"
+        first = Engine(tiny("llama"), POOL, tiers=[text], lower=QUICK)
+        assert [r.tokens for r in served(first, prompts)] == wanted
+        closed(first)
+        engine = Engine(tiny("llama"), POOL, tiers=[text], lower=QUICK)
+    assert [r.tokens for r in served(engine, prompts)] == wanted
+    closed(engine)

@@ -1,0 +1,133 @@
+"""What the dashboard is told: /kvloom/state, its headers, what it never says, and what happens when the engine is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom.serve.dashboard.routes import page_files
+from tests.serve.running import MODEL, Running, running
+
+
+def state(server: Running) -> dict[str, Any]:
+    status, _, found = server.send("GET", "/kvloom/state")
+    assert status == 200
+    return dict(found)
+
+
+def strings(found: Any) -> set[str]:
+    """Every text in a JSON, names of fields left out."""
+    if isinstance(found, dict):
+        return set().union(*map(strings, found.values())) if found else set()
+    if isinstance(found, list):
+        return set().union(*map(strings, found)) if found else set()
+    return {found} if isinstance(found, str) else set()
+
+
+def test_the_state_is_what_the_cache_has(server: Running) -> None:
+    server.complete(prompt="the state of a cache, once more " * 4, max_tokens=8, ignore_eos=True)
+    server.wait_for(server.idle)
+    time.sleep(1.1)
+    found = state(server)
+    metrics = server.metrics()
+    engine = found["engine"]
+    assert found["server"]["status"] == "ok"
+    assert found["server"]["model"] == MODEL
+    assert engine["pool"]["cached_pages"] == metrics["kvloom_cached_pages"] > 0
+    assert (
+        sum(row["pages"] for row in engine["map"]["legend"] if row["state"] == "cached")
+        == engine["pool"]["cached_pages"]
+    )
+    assert [group["kind"] for group in engine["groups"]] == ["full"]
+    assert engine["tree"]["nodes"] == len(engine["tree"]["branches"]) > 0
+    assert engine["tiers"] == []
+    assert engine["running"] == engine["waiting"] == 0
+
+
+def test_all_viewers_share_one_picture(server: Running) -> None:
+    time.sleep(1.1)
+    with ThreadPoolExecutor(16) as viewers:
+        began = time.monotonic()
+        found = list(viewers.map(lambda _: state(server)["engine_at"], range(64)))
+        took = time.monotonic() - began
+    assert len(set(found)) <= 2 + int(took)
+
+
+def test_the_past_is_kept_for_who_comes_later(server: Running) -> None:
+    server.complete(prompt="for the history", max_tokens=16, ignore_eos=True)
+    server.wait_for(lambda: max(state(server)["history"]["series"]["output_rate"] or [0]) > 0)
+    history = state(server)["history"]
+    assert len({len(row) for row in history["series"].values()}) == 1
+    assert any(rate is not None for rate in history["series"]["hit_rate"])
+
+
+def test_neither_text_nor_keys_nor_ids_are_told(server: Running) -> None:
+    secret = "plugh-xyzzy"
+    server.complete(prompt=f"{secret} " * 6, max_tokens=4, session_id="session-plugh", ignore_eos=True)
+    time.sleep(1.1)
+    found = state(server)
+    text = json.dumps(found)
+    assert "plugh" not in text
+    assert "xyzzy" not in text
+    branches = {
+        value for row in found["engine"]["tree"]["branches"] for value in (row["id"], row["parent"]) if value
+    }
+    known = {"ok", MODEL, "cpu", "float32", "full", "", "cached", "held", "device"}
+    assert strings(found) - branches <= known
+
+
+def test_the_page_and_its_files_come_with_their_policy(server: Running) -> None:
+    files = page_files()
+    assert {"index.html", "style.css", "main.js"} <= set(files)
+    for path, kind in (
+        ("/dashboard", "html"),
+        ("/dashboard/main.js", "javascript"),
+        ("/dashboard/style.css", "css"),
+        ("/kvloom/state", "json"),
+    ):
+        status, headers, _ = server.send("GET", path)
+        assert status == 200
+        assert kind in headers["content-type"]
+        assert headers["x-content-type-options"] == "nosniff"
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "script-src 'self'" in policy
+        assert "unsafe" not in policy
+        assert "http" not in policy
+    for path in (
+        "/dashboard/none.js",
+        "/dashboard/../routes.py",
+        "/dashboard/%2e%2e/routes.py",
+        "/dashboard/page/main.js",
+    ):
+        assert server.send("GET", path)[0] == 404
+    assert server.send("GET", "/dashboard/")[0] in (200, 307)
+    assert server.send("GET", "/kvloom/state", headers={"Host": "evil.example"})[0] == 403
+
+
+@pytest.mark.parametrize("name", sorted(page_files()))
+def test_no_file_of_the_page_names_another_place(name: str) -> None:
+    text = page_files()[name].decode()
+    for found in ("http://", "https://", "//cdn", "@import", "eval(", "innerHTML"):
+        assert found not in text.replace("http://www.w3.org/2000/svg", ""), f"{name} has {found}"
+
+
+def test_a_picture_outlives_its_engine(folder: Path) -> None:
+    with running(folder, "--pool", "16MiB") as server:
+        server.complete(prompt="before the end", max_tokens=4, ignore_eos=True)
+        server.wait_for(server.idle)
+        time.sleep(1.1)
+        before = state(server)
+        assert before["engine"] is not None
+        os.kill(server.engine, signal.SIGKILL)
+        time.sleep(1.1)
+        after = state(server)
+        assert after["server"]["status"] == "loading"
+        assert after["engine"] == before["engine"]

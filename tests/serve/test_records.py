@@ -1,0 +1,233 @@
+"""What a server remembers of requests: why they hit or missed, for those who may know, in words and numbers alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvloom.core import REASONS
+from kvloom.serve.explain_command import sentences
+from kvloom.serve.messages import Story
+from kvloom.serve.records import Record, Records, stop_text
+from tests.serve.receiver import Receiver
+from tests.serve.running import MODEL, Running
+
+RED, BLUE, ADMIN = "key-of-red-1", "key-of-blue-1", "key-of-admin-1"
+FIELDS = {
+    "id", "tenant", "state", "arrived", "queue_s", "ttft_s", "total_s", "prompts", "answers", "prompt_tokens", "output_tokens",
+    "cached_tokens", "hits", "stopped", "preemptions", "finish_reason",
+}  # fmt: skip
+
+Observed = tuple[Running, Receiver]
+
+
+def prompt(seed: int, length: int = 100) -> list[int]:
+    return [5 + (seed * 37 + i * (1 + seed % 7)) % 300 for i in range(length)]
+
+
+def record_of(server: Running, id_: str, key: str | None = None) -> dict[str, Any]:
+    status, _, found = server.send("GET", f"/kvloom/requests/{id_}", key=key)
+    assert status == 200, found
+    assert set(found) == FIELDS
+    return dict(found)
+
+
+def test_a_hit_and_a_miss_are_explained(observed: Observed) -> None:
+    server, _ = observed
+    first = server.complete(RED, prompt=prompt(1), max_tokens=5, ignore_eos=True)
+    again = server.complete(RED, prompt=[*prompt(1), 7, 8, 9], max_tokens=5, ignore_eos=True)
+    miss, hit = record_of(server, first["id"], RED), record_of(server, again["id"], RED)
+    assert (miss["cached_tokens"], miss["hits"]) == (0, [])
+    assert (miss["stopped"]["reason"], miss["stopped"]["at_token"]) == ("never_seen", 0)
+    assert hit["hits"] == [{"tier": "device", "tokens": 100}]
+    assert hit["cached_tokens"] == again["usage"]["prompt_tokens_details"]["cached_tokens"] == 100
+    assert hit["stopped"]["at_token"] == 100
+    assert "The first 100 of its 103 tokens were cached" in hit["stopped"]["text"]
+    for record in (miss, hit):
+        assert record["state"] == "finished"
+        assert (record["tenant"], record["finish_reason"], record["output_tokens"]) == ("red", "length", 5)
+        assert 0 < record["queue_s"] <= record["ttft_s"] <= record["total_s"] < 60
+
+
+def test_what_was_evicted_is_called_so_with_its_age(observed: Observed) -> None:
+    server, _ = observed
+    server.complete(RED, prompt=prompt(50), max_tokens=2, ignore_eos=True)
+    for seed in range(60, 82):  # 22 times 7 blocks: more than the pool has
+        server.complete(RED, prompt=prompt(seed), max_tokens=2, ignore_eos=True)
+    late = server.complete(RED, prompt=prompt(50), max_tokens=2, ignore_eos=True)
+    stopped = record_of(server, late["id"], RED)["stopped"]
+    assert stopped["reason"] == "evicted"
+    assert "to make room, chosen by the policy lru" in stopped["text"]
+
+
+def test_the_newest_come_first_and_as_many_as_asked_for(observed: Observed) -> None:
+    server, _ = observed
+    ids = [server.complete(RED, prompt=[9, 9, i + 5], max_tokens=1)["id"] for i in range(4)]
+    status, _, found = server.send("GET", "/kvloom/requests?limit=3", key=RED)
+    assert status == 200
+    assert [one["id"] for one in found["requests"]] == ids[:0:-1]
+    assert len(server.send("GET", "/kvloom/requests", key=RED)[2]["requests"]) >= 4
+    for wrong in ("0", "-1", "1001", "many"):
+        status, _, told = server.send("GET", f"/kvloom/requests?limit={wrong}", key=RED)
+        assert (status, told["error"]["param"]) == (400, "limit")
+
+
+def test_a_tenant_sees_its_own_and_an_operator_all(observed: Observed) -> None:
+    server, _ = observed
+    mine = server.complete(RED, prompt=prompt(5), max_tokens=2)["id"]
+    theirs = server.complete(BLUE, prompt=prompt(5), max_tokens=2)["id"]
+    assert server.send("GET", f"/kvloom/requests/{theirs}", key=RED)[0] == 404
+    assert server.send("GET", "/kvloom/requests")[0] == 401
+    assert server.send("GET", f"/kvloom/requests/{mine}")[0] == 401
+    seen = {
+        key: {
+            one["tenant"] for one in server.send("GET", "/kvloom/requests?limit=50", key=key)[2]["requests"]
+        }
+        for key in (RED, BLUE, ADMIN)
+    }
+    assert (seen[RED], seen[BLUE]) == ({"red"}, {"blue"})
+    assert seen[ADMIN] >= {"red", "blue"}
+    # That another tenant has this prompt is the operator's to know.
+    assert record_of(server, theirs, BLUE)["stopped"]["reason"] == "never_seen"
+    assert record_of(server, theirs, ADMIN)["stopped"]["reason"] == "other_tenant"
+
+
+def test_an_operators_key_sees_every_tenants_numbers(observed: Observed) -> None:
+    server, _ = observed
+    server.complete(RED, prompt=prompt(6), max_tokens=2)
+    server.wait_for(
+        lambda: server.metrics(ADMIN)['kvloom_tenant_looked_up_tokens_total{tenant="red"}'] >= 100
+    )
+    assert 'kvloom_tenant_bytes{tenant="blue",state="used"}' in server.metrics(ADMIN)
+    assert 'kvloom_tenant_bytes{tenant="blue",state="used"}' not in server.metrics(RED)
+
+
+def test_a_request_can_be_seen_while_it_runs_and_when_it_was_left(observed: Observed) -> None:
+    server, _ = observed
+    stream = server.client(BLUE).chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=400,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    id_ = next(iter(stream)).id
+    assert id_.startswith("chatcmpl-")
+    running = record_of(server, id_, BLUE)
+    assert running["state"] == "running"
+    assert running["ttft_s"] > 0
+    assert running["finish_reason"] is None
+    stream.close()
+    server.wait_for(lambda: record_of(server, id_, BLUE)["state"] == "finished")
+    assert record_of(server, id_, BLUE)["finish_reason"] == "cancelled"
+
+
+def test_several_prompts_and_answers_are_one_record(observed: Observed) -> None:
+    server, _ = observed
+    found = server.complete(BLUE, prompt=[prompt(7, 40), prompt(8, 70)], n=2, max_tokens=3, ignore_eos=True)
+    record = record_of(server, found["id"], BLUE)
+    assert (record["prompts"], record["answers"]) == (2, 4)
+    assert (record["prompt_tokens"], record["output_tokens"]) == (110, 12)
+
+
+def test_nothing_that_was_said_is_remembered(observed: Observed) -> None:
+    server, receiver = observed
+    word, session = "xylophonequark", "sessionquark"
+    chat = server.client(RED).chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": word}],
+        max_tokens=8,
+        extra_body={"session_id": session},
+    )
+    server.wait_for(lambda: bool(receiver.of(chat.id)))
+    told = [
+        server.send("GET", "/metrics", key=ADMIN)[2],
+        json.dumps(server.send("GET", "/kvloom/requests?limit=50", key=ADMIN)[2]),
+        repr(receiver.raw),
+    ]
+    answer = chat.choices[0].message.content or ""
+    for text in told:
+        assert not [secret for secret in (word, session, RED, ADMIN) if secret in text]
+        assert len(answer) < 3 or answer not in text
+
+
+def explain(server: Running, *arguments: str, key: str | None = RED) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvloom.cli", "explain", *arguments, "--url", server.url]
+    env = {**os.environ, **({} if key is None else {"KVLOOM_API_KEY": key})}
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=env)
+
+
+def test_the_command_explains_a_request_in_sentences(observed: Observed) -> None:
+    server, _ = observed
+    id_ = server.complete(RED, prompt=prompt(9), max_tokens=2, ignore_eos=True)["id"]
+    done = explain(server, id_)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:3] == [
+        f"{id_} of tenant red: finished (length), 2 tokens made.",
+        "Of its 100 prompt tokens 0 were found.",
+        "Nothing was cached: no earlier request began with its tokens.",
+    ]
+    assert json.loads(explain(server, id_, "--json").stdout) == record_of(server, id_, RED)
+    listed = explain(server)
+    assert listed.stdout.splitlines()[1].startswith(id_)
+
+
+def test_the_command_says_what_is_wrong(observed: Observed) -> None:
+    server, _ = observed
+    for arguments, key, said in ((("cmpl-none",), RED, "nothing is known of a request 'cmpl-none'"), ((), None, "an API key is needed")):  # fmt: skip
+        done = explain(server, *arguments, key=key)
+        assert done.returncode == 2
+        assert said in done.stderr
+    command = [sys.executable, "-m", "kvloom.cli", "explain", "x", "--url", "http://127.0.0.1:9"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "no server answers at http://127.0.0.1:9" in done.stderr
+
+
+def made(id_: str, tenant: str = "") -> Record:
+    return Record(id_, tenant, {1: 100}, 1, 16, False, 1000.0, 50.0)
+
+
+def test_the_ring_is_bounded_and_forgets_the_oldest() -> None:
+    records = Records(most=3)
+    for i in range(5):
+        records.add(made(f"r{i}", "red" if i % 2 else "blue"))
+    assert len(records) == 3
+    assert records.find("r1", None) is None
+    assert [one.id for one in records.last(10, None)] == ["r4", "r3", "r2"]
+    assert [one.id for one in records.last(10, "red")] == ["r3"]
+    assert records.find("r3", "blue") is None
+
+
+def test_a_record_that_waits_says_so() -> None:
+    shape = made("r").shape(operator=True)
+    assert (shape["state"], shape["stopped"], shape["ttft_s"]) == ("waiting", None, None)
+    assert sentences(shape)[1] == "It has 100 prompt tokens, which have not been looked up yet."
+
+
+@pytest.mark.parametrize("at", [0, 64])
+@pytest.mark.parametrize("reason", REASONS)
+def test_every_reason_has_its_sentence(reason: str, at: int) -> None:
+    story = Story(1, 51.0, 51.0, 52.0, at, {"device": at} if at else {}, at, reason, 45.0, "lru")
+    word, text = stop_text(story, 100, operator=True)
+    assert word == reason.replace(" ", "_")
+    assert text.endswith(".")
+    assert text != f"{reason}."
+    if reason == "evicted":
+        assert "6.0 s before" in text
+
+
+def test_preemptions_are_told() -> None:
+    record = made("r")
+    record.stories[1] = Story(
+        1, 51.0, 51.0, 52.0, 64, {"device": 48, "host": 16}, 64, "evicted", preemptions=2
+    )
+    record.ended, record.finishes = 60.0, ["stop"]
+    lines = sentences(record.shape(operator=False))
+    assert "48 from device and 16 from host" in lines[1]
+    assert lines[-1] == "It gave its pages up 2 times for others, and computed on later."

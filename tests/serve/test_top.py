@@ -1,0 +1,159 @@
+"""`kvloom top`: once, as JSON, and live in a terminal that changes its size."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvloom.cli import main
+from kvloom.serve.dashboard.terminal import MODES, screen
+from tests.serve.running import MODEL, Running
+
+
+def test_once_it_prints_what_the_page_shows(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    server.complete(prompt="for the terminal, " * 8, max_tokens=4, ignore_eos=True)
+    time.sleep(1.1)
+    assert main(["top", "--url", server.url, "--once"]) == 0
+    shown = capsys.readouterr().out
+    for word in (
+        MODEL,
+        "hit rate",
+        "first token",
+        "pool",
+        "prefix tree",
+        "never seen",
+        "no lower tier",
+        "full",
+    ):
+        assert word in shown
+    assert "for the terminal" not in shown
+    assert main(["top", "--url", server.url, "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert state["engine"]["pool"]["cached_pages"] > 0
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "ftp://127.0.0.1", "nothing"])
+def test_where_no_server_is_it_says_so(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", url, "--once"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kvloom top: ")
+    assert url in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("width", "height"), [(200, 60), (110, 40), (80, 24), (40, 12), (12, 5)])
+@pytest.mark.parametrize("mode", MODES)
+def test_it_fits_any_terminal(server: Running, width: int, height: int, mode: str) -> None:
+    _, _, state = server.send("GET", "/kvloom/state")
+    console = Console(width=width, height=height)
+    with console.capture() as shown:
+        console.print(screen(state, [], mode), height=height)
+    lines = shown.get().splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+def test_before_the_first_picture_it_says_that_there_is_none(server: Running) -> None:
+    _, _, state = server.send("GET", "/kvloom/state")
+    console = Console(width=100, height=30)
+    with console.capture() as shown:
+        console.print(screen({**state, "engine": None, "engine_at": None}, None))
+    assert "no picture of the cache yet" in shown.get()
+
+
+class Terminal:
+    """A real terminal with `kvloom top` in it."""
+
+    def __init__(self, url: str) -> None:
+        self._mine, theirs = pty.openpty()
+        self.resize(30, 100)
+        env = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvloom.cli", "top", "--url", url], stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
+        )  # fmt: skip
+        os.close(theirs)
+        self.seen = ""
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self._mine, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def press(self, key: bytes) -> None:
+        os.write(self._mine, key)
+
+    def until(self, words: str) -> list[str]:
+        """The lines of the last whole picture once it has these words; colours left out."""
+        end = time.monotonic() + 30
+        while True:
+            frames = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", frame) for frame in self.seen.split("\x1b[H")]
+            if words in frames[-1]:
+                return frames[-1].replace("\r", "").splitlines()
+            assert time.monotonic() < end, f"{words!r} did not come; it wrote {self.seen[-2000:]!r}"
+            self.read()
+
+    def read(self) -> None:
+        if select.select([self._mine], [], [], 0.2)[0]:
+            with suppress(OSError):  # the other end is closed
+                self.seen += os.read(self._mine, 1 << 16).decode(errors="replace")
+
+
+def test_in_a_terminal_it_lives_follows_its_size_and_ends_by_a_key(server: Running) -> None:
+    terminal = Terminal(server.url)
+    try:
+        first = terminal.until("colours by kind")
+        assert 90 < max(map(len, first)) <= 100
+        terminal.press(b"m")
+        terminal.until("colours by state")
+        terminal.resize(20, 60)
+        terminal.press(b"m")
+        narrow = terminal.until("colours by tenant")
+        assert 50 < max(map(len, narrow)) <= 60
+        terminal.press(b"q")
+        assert terminal.process.wait(10) == 0
+    finally:
+        terminal.process.kill()
+
+
+def test_ctrl_c_ends_it_quietly(server: Running) -> None:
+    terminal = Terminal(server.url)
+    try:
+        terminal.until("q quit")
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(10) == 0
+        terminal.read()
+        assert "Traceback" not in terminal.seen
+    finally:
+        terminal.process.kill()
+
+
+def test_a_key_is_taken_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def answer(url: str, path: str, key: str | None = None) -> dict[str, Any]:
+        asked.append(key)
+        raise ValueError("an API key is needed")
+
+    monkeypatch.setattr("kvloom.serve.dashboard.command.fetch", answer)
+    monkeypatch.setenv("KVLOOM_API_KEY", "from-the-environment")
+    assert main(["top", "--once"]) == 2
+    assert main(["top", "--once", "--api-key", "given"]) == 2
+    monkeypatch.delenv("KVLOOM_API_KEY")
+    assert main(["top", "--once"]) == 2
+    assert asked == ["from-the-environment", "given", None]
+    assert "KVLOOM_API_KEY" in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,57 @@
+"""`kvloom share`: memory of a process of its own, that outlives who uses it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvloom.cli import main
+from kvloom.tiers.opening import open_tier
+
+from .conformance import get, put
+
+
+def test_memory_is_shared_with_who_has_the_secret_until_it_is_ended(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("sixteen bytes or more\n")
+    command = [sys.executable, "-m", "kvloom.cli", "share", "16MiB", "--listen", "127.0.0.1:0", "--json"]
+    with subprocess.Popen(
+        [*command, "--slab", "1MiB", "--secret", str(secret)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            told = json.loads(process.stdout.readline())
+            assert told["bytes"] == 16 << 20
+            for numbers in (range(8), range(4, 12)):  # one after the other, as servers come and go
+                tier = open_tier(f"{told['address']}?secret={secret}")
+                assert put(tier, numbers).ok.all()
+                tier.close()
+            tier = open_tier(f"{told['address']}?secret={secret}&by=connection")
+            assert get(tier, range(12)).ok.all()
+            assert tier.stats().objects == 12
+            tier.close()
+        finally:
+            process.terminate()
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["64GiB", "--listen", "here"], "write HOST:PORT"),
+        (["64GiB", "--listen", "127.0.0.1:70000"], "write HOST:PORT"),
+        (["1MiB"], "less than one slab"),
+        (["much"], "'much' is not understood"),
+        (["64MiB", "--listen", "0.0.0.0:0"], "can be reached from elsewhere"),
+        (["64MiB", "--secret", "/nonexistent"], "No such file"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["share", *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""Memory formats: there and back is the same, and every value is where the format says."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from kvloom.tiers.formats import Format, Order, PageShape, from_format, to_format
+
+SIZES = [(1, 1, 1, 1), (3, 5, 7, 11), (2, 16, 8, 64), (5, 1, 3, 2), (1, 17, 1, 9)]
+FORMATS: list[Format] = ["2LTD", "T2D", "2TD", "NHD", "HND"]
+
+
+def random_page(shape: PageShape) -> np.ndarray:
+    return np.random.default_rng(shape.page_bytes).integers(0, 256, shape.page_bytes, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_there_and_back_is_the_same_at_every_size(kind: Format, order: Order) -> None:
+    for (layers, tokens, heads, dims), element in product(SIZES, (1, 2, 4, 8)):
+        shape = PageShape(layers, tokens, heads, dims, element, order)
+        page = random_page(shape)
+        block = to_format(page, shape, kind)
+        back = np.zeros_like(page)
+        from_format(block, shape, kind, back)
+        assert np.array_equal(back, page), shape
+        other = PageShape(layers, tokens, heads, dims, element, "NHD" if order == "HND" else "HND")
+        turned = np.zeros_like(page)
+        from_format(block, other, kind, turned)
+        assert np.array_equal(to_format(turned, other, kind), block), "their bytes know nothing of our order"
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_every_value_is_where_the_format_says(order: Order) -> None:
+    layers, tokens, heads, dims = 3, 5, 2, 7
+    shape = PageShape(layers, tokens, heads, dims, 4, order)
+    page = np.arange(shape.page_bytes // 4, dtype=np.uint32)
+    ours = page.reshape(layers, 2, *((tokens, heads) if order == "NHD" else (heads, tokens)), dims)
+    blocks = {kind: to_format(page, shape, kind) for kind in FORMATS}
+    for layer, field, token, head, dim in product(*map(range, (layers, 2, tokens, heads, dims))):
+        value = (
+            ours[layer, field, token, head, dim] if order == "NHD" else ours[layer, field, head, token, dim]
+        )
+        wide = head * dims + dim
+        assert blocks["2LTD"][field, layer, token, wide] == value
+        assert blocks["T2D"][layer, token, field, wide] == value
+        assert blocks["2TD"][layer, field, token, wide] == value
+        assert blocks["NHD"][layer, field, token, head, dim] == value
+        assert blocks["HND"][layer, field, head, token, dim] == value
+
+
+def test_a_latent_has_one_field_and_its_own_format() -> None:
+    shape = PageShape(3, 5, 1, 576, 2, fields=1)
+    page = random_page(shape)
+    block = to_format(page, shape, "MLA")
+    assert block.shape == (3, 5, 576)
+    assert np.array_equal(block.ravel().view(np.uint8), page), "tokens whole, as ours with one head"
+    back = np.zeros_like(page)
+    from_format(block, shape, "MLA", back)
+    assert np.array_equal(back, page)
+    with pytest.raises(ValueError, match="MLA is for latents"):
+        to_format(page, shape, "2LTD")
+    with pytest.raises(ValueError, match="MLA is for latents"):
+        to_format(random_page(PageShape(1, 2, 3, 4, 2)), PageShape(1, 2, 3, 4, 2), "MLA")
+
+
+def test_a_block_may_be_of_any_type_of_that_size_and_any_stride() -> None:
+    shape = PageShape(2, 3, 4, 5, 2)
+    page = random_page(shape)
+    block = to_format(page, shape, "2LTD").view(np.float16)
+    strided = np.zeros((2, 2, 3, 40), np.float16)[..., ::2]
+    strided[...] = block
+    back = np.zeros_like(page)
+    from_format(strided, shape, "2LTD", back)
+    assert np.array_equal(back, page)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
+    shape = PageShape(2, 3, 4, 5, 2)
+    page = np.zeros(shape.page_bytes, np.uint8)
+    with pytest.raises(ValueError, match=r"a page of 10 bytes is none of 480"):
+        to_format(page[:10], shape, "2LTD")
+    with pytest.raises(ValueError, match=r"is no 2LTD of \(2, 2, 3, 20\)"):
+        from_format(np.ones((2, 2, 3, 21), np.uint16), shape, "2LTD", page)
+    with pytest.raises(ValueError, match="4 bytes an element"):
+        from_format(np.ones((2, 2, 3, 20), np.uint32), shape, "2LTD", page)
+    with pytest.raises(ValueError, match="read-only"):
+        from_format(np.ones((2, 2, 3, 20), np.uint16), shape, "2LTD", bytes(shape.page_bytes))
+    assert not page.any()
+    for wrong, message in [
+        ({"layers": 0}, "layers=0"),
+        ({"element_bytes": 3}, "element_bytes=3"),
+        ({"order": "DNH"}, "order='DNH'"),
+        ({"fields": 3}, "fields=3"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            PageShape(**{"layers": 2, "tokens": 3, "heads": 4, "dims": 5, "element_bytes": 2, **wrong})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'XYZ' is none of"):
+        to_format(page, shape, "XYZ")  # type: ignore[arg-type]

@@ -1,0 +1,144 @@
+"""Re-encoded pages: near enough, smaller, and never taken for exact ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Outcome, Ranges
+from kvloom.tiers.faulty import Faults, FaultyTier
+from kvloom.tiers.lossy import Coding, LossyTier, _fp8_values, _to_fp8, decode, encode, lossy_form
+
+from .conformance import name
+
+torch = pytest.importorskip("torch")
+MIB = 1 << 20
+FORM = Form("bf16", "LKTHD", 32768, 8192)
+ALLOWED = replace(FORM, exact=False)
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CODINGS: list[Coding] = ["int8", "fp8"]
+
+
+def values(count: int, dtype: str, seed: int = 0) -> np.ndarray:
+    drawn = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 3
+    return drawn.to(TYPES[dtype]).view(torch.uint8).numpy().copy()
+
+
+def as_floats(data: np.ndarray, dtype: str) -> np.ndarray:
+    return torch.from_numpy(data).view(TYPES[dtype]).float().numpy()
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize("dtype", list(TYPES))
+def test_a_run_comes_back_near_and_its_largest_values_nearest(coding: Coding, dtype: str) -> None:
+    data = values(64 * 100, dtype)
+    small = bytearray(64 * 100 + 100 * 4)
+    encode(memoryview(data), dtype, coding, memoryview(small))
+    back = np.zeros_like(data)
+    decode(memoryview(small), dtype, coding, memoryview(back))
+    before, after = as_floats(data, dtype).reshape(-1, 64), as_floats(back, dtype).reshape(-1, 64)
+    most = np.abs(before).max(axis=1, keepdims=True)
+    bound = 0.51 / 127 * most if coding == "int8" else np.maximum(np.abs(before) / 15.9, most / 448 / 500)
+    bound = bound + np.abs(before) * 2**-8  # and the page's own rounding
+    assert (np.abs(before - after) <= bound).all()
+
+
+def test_fp8_is_what_torch_means_by_it() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    theirs = codes.view(torch.float8_e4m3fn).float().numpy()
+    finite = ~np.isnan(theirs)
+    assert np.array_equal(_fp8_values()[finite], theirs[finite])
+    drawn = (torch.randn(20000, generator=torch.Generator().manual_seed(1)) * 100).clamp(-448, 448)
+    ours = _fp8_values()[_to_fp8(drawn.numpy())]
+    assert (
+        np.abs(ours - drawn.numpy())
+        <= np.abs(drawn.to(torch.float8_e4m3fn).float().numpy() - drawn.numpy()) + 1e-9
+    ).all()
+
+
+def test_zeros_and_what_is_not_finite_do_no_harm() -> None:
+    data = torch.zeros(128, dtype=torch.float32)
+    data[64:68] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0])
+    small = bytearray(128 + 8)
+    for coding in CODINGS:
+        encode(memoryview(data.view(torch.uint8).numpy()), "fp32", coding, memoryview(small))
+        back = np.zeros(512, np.uint8)
+        decode(memoryview(small), "fp32", coding, memoryview(back))
+        assert np.isfinite(back.view(np.float32)).all()
+        assert not back.view(np.float32)[:64].any()
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_what_is_kept_is_half_of_it_and_asked_for_in_so_many_words(tmp_path: Path, coding: Coding) -> None:
+    inner = DiskTier(DiskConfig(tmp_path, 8 * MIB, segment_bytes=MIB, compression="lz4"))
+    tier = LossyTier(inner, coding)
+    names = [name(n) for n in range(6)]
+    pages = values(6 * 16384, "bf16")
+    source = Ranges(pages, np.arange(6) * 32768)
+    exact, allowed = Objects(names, 0, FORM), Objects(names, 0, ALLOWED)
+    assert tier.write(exact, source).wait(20)
+    assert lossy_form(FORM, coding).page_bytes == 32768 // 2 * 17 // 16
+
+    back = np.zeros_like(pages)
+    into = Ranges(back, source.starts)
+    assert not tier.lookup(exact).any()
+    assert not inner.lookup(exact).any()
+    assert not inner.lookup(allowed).any(), "its own form, not the page's"
+    transfer = tier.read(exact, into)
+    assert transfer.wait(20)
+    assert (transfer.results == Outcome.MISSING).all()
+    assert not back.any()
+
+    assert tier.lookup(allowed).all()
+    first = tier.read(allowed, into, (8192, 16384))
+    assert first.wait(20)
+    assert first.ok.all()
+    assert not back[:8192].any()
+    assert back[8192:16384].any()
+    whole = tier.read(allowed, into)
+    assert whole.wait(20)
+    assert whole.ok.all()
+    error = np.abs(as_floats(back, "bf16") - as_floats(pages, "bf16"))
+    assert error.mean() < 0.08
+    assert error.max() > 0
+
+    with pytest.raises(ValueError, match="not re-encoded once more"):
+        tier.write(allowed, source)
+    other = LossyTier(HostTier(HostConfig(MIB, slab_bytes=65536)), "fp8" if coding == "int8" else "int8")
+    assert lossy_form(FORM, "int8") != lossy_form(FORM, "fp8"), "codings never meet"
+    other.close()
+    assert tier.drop(exact) == 6
+    assert not tier.lookup(allowed).any()
+    tier.close()
+    assert (tier.read(allowed, into).results == Outcome.FAILED).all()
+    assert (tier.write(exact, source).results == Outcome.FAILED).all()
+
+
+def test_what_goes_wrong_below_is_passed_on() -> None:
+    faults = Faults()
+    tier = LossyTier(FaultyTier(HostTier(HostConfig(MIB, slab_bytes=65536)), faults), "int8")
+    names, pages = [name(1)], values(16384, "bf16")
+    faults.full = True
+    transfer = tier.write(Objects(names, 0, FORM), Ranges(pages, [0]))
+    assert transfer.wait(20)
+    assert transfer.results.tolist() == [Outcome.FULL]
+    faults.full = False
+    assert tier.write(Objects(names, 0, FORM), Ranges(pages, [0])).wait(20)
+    faults.failing = True
+    transfer = tier.read(Objects(names, 0, ALLOWED), Ranges(np.zeros_like(pages), [0]))
+    assert transfer.wait(20)
+    assert transfer.results.tolist() == [Outcome.FAILED]
+    assert tier.stats().reads["failed"] == 1
+    tier.close()
+
+
+def test_pages_that_cannot_be_re_encoded_are_refused() -> None:
+    with pytest.raises(ValueError, match="'int8' is none of fp32, fp16, bf16"):
+        lossy_form(Form("int8", "x", 64, 64), "int8")
+    with pytest.raises(ValueError, match="not whole blocks of 64 values"):
+        lossy_form(Form("bf16", "x", 300, 100), "int8")
+    with pytest.raises(ValueError, match="coding='int4'"):
+        LossyTier(HostTier(HostConfig(MIB, slab_bytes=65536)), "int4")  # type: ignore[arg-type]

@@ -1,0 +1,186 @@
+"""The Mooncake tier, against a real master: the conformance suite, and what its faults look like from here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvloom.tiers import Objects, Outcome, TierError
+from kvloom.tiers.bounded import Bounded
+from kvloom.tiers.mooncake import MooncakeConfig, MooncakeStore, _Client, open_from, open_mooncake
+from kvloom.tiers.remote import RemoteConfig, RemoteTier
+from kvloom.tiers.values import PREFIX, Counted, store_tier
+
+from .conformance import PAGE, RUN, Harness, TierConformance, get, memory, never_wrong, objects, put
+from .servers import mooncake_master, stopped
+
+pytestmark = pytest.mark.server
+MIB = 1 << 20
+CAPACITY = 8 * MIB
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with mooncake_master(tmp_path_factory.mktemp("mooncake")) as (port, _):
+        yield port
+
+
+class MooncakeHarness(Harness):
+    @property
+    def client(self) -> object:
+        return self.tier._control._store.store._client
+
+    def values(self, wanted: Objects) -> list[tuple[str, bytearray]]:
+        found = [((PREFIX + key).hex(), self.client.get((PREFIX + key).hex())) for key in wanted.keys]  # type: ignore[attr-defined]
+        return [(key, bytearray(value)) for key, value in found if value]
+
+    def replace(self, key: str, value: bytes) -> None:
+        """Its bytes change: a `put` alone would keep the old ones, and say that all is well."""
+        assert self.client.put(key, b"other") == 0  # type: ignore[attr-defined]
+        assert self.client.get_size(key) == len(value)  # type: ignore[attr-defined]
+        assert self.client.remove(key, True) == 0  # type: ignore[attr-defined]
+        assert self.client.put(key, value) == 0  # type: ignore[attr-defined]
+
+    def flip(self, wanted: Objects) -> None:
+        for key, value in self.values(wanted):
+            value[len(value) * 2 // 3] ^= 8
+            self.replace(key, bytes(value))
+
+    def swap(self, first: Objects, second: Objects) -> None:
+        ((a, one),), ((b, two),) = self.values(first), self.values(second)
+        self.replace(a, bytes(two))
+        self.replace(b, bytes(one))
+
+
+def opened(port: int, **options: object) -> RemoteTier:
+    config = RemoteConfig(CAPACITY, **{"timeout": 5.0, **options})  # type: ignore[arg-type]
+    return open_mooncake(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), config)
+
+
+@pytest.fixture(scope="module")
+def client(port: int) -> Iterator[_Client]:
+    """One for many tiers: the end of each takes seconds."""
+    client = _Client(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 5.0)
+    yield client
+    client.close()
+
+
+class TestMooncake(TierConformance):
+    @pytest.fixture(autouse=True)
+    def server(self, client: _Client) -> None:
+        client.get().remove_all(True)
+        self.client = client
+
+    def make(self, folder: Path) -> Harness:
+        counted = Counted(CAPACITY)
+        config = RemoteConfig(CAPACITY, timeout=5.0)
+        return MooncakeHarness(
+            store_tier("mooncake", config, lambda: MooncakeStore(self.client, counted, 5.0, "mooncake"))
+        )
+
+
+@pytest.fixture
+def tier(port: int) -> Iterator[RemoteTier]:
+    tier = opened(port)
+    yield tier
+    tier.close()
+
+
+def test_another_process_of_the_fleet_reads_what_one_wrote(tier: RemoteTier, port: int) -> None:
+    put(tier, range(3))
+    packed = opened(port, compression="lz4")
+    assert put(packed, range(3, 6)).ok.all()
+    for reader in (tier, packed):
+        assert get(reader, range(6)).ok.all()
+        got = memory(6)
+        parts = [reader.read(objects(range(6)), got, (at, at + 4 * RUN)) for at in range(0, PAGE, 4 * RUN)]
+        for transfer in parts:
+            assert transfer.wait(20)
+            assert transfer.ok.all()
+        assert never_wrong(parts[-1], range(6), got) == 6
+    packed.close()
+
+
+def test_a_segment_that_went_with_its_process_costs_misses(tier: RemoteTier, port: int) -> None:
+    """The pages of a client that left are gone, or empty: never wrong."""
+    other = opened(port)
+    put(other, range(20))
+    other.close()
+    transfer = get(tier, range(20))
+    assert transfer.done
+    deadline = time.monotonic() + 20
+    while not put(tier, range(20)).ok.all() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    get(tier, range(20))
+
+
+def test_a_master_that_dies_costs_misses_and_a_bounded_wait_and_comes_back(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path) as (port, _):
+        tier = opened(port, timeout=1.0)
+        put(tier, range(4))
+    began = time.monotonic()
+    assert not tier.lookup(objects(range(4))).any()
+    transfer = tier.read(objects(range(4)), memory(4))
+    assert transfer.wait(4)
+    assert not transfer.ok.any()
+    assert time.monotonic() - began < 6
+    with mooncake_master(tmp_path, port):
+        deadline = time.monotonic() + 25
+        while not put(tier, range(4)).ok.all() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        while not get(tier, range(4)).ok.all() and time.monotonic() < deadline:
+            put(tier, range(4))
+        assert get(tier, range(4)).ok.all()
+        tier.close()
+
+
+def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
+    with mooncake_master(tmp_path) as (port, process):
+        tier = opened(port, timeout=0.5)
+        put(tier, range(2))
+        with stopped(process):
+            began = time.monotonic()
+            assert not tier.lookup(objects(range(2))).any()
+            transfer = tier.read(objects(range(2)), memory(2))
+            assert transfer.wait(3)
+            assert (transfer.results == Outcome.FAILED).all()
+            assert transfer.quiet, "the caller's memory was never lent"
+            assert "did not answer within 0.5 s" in transfer.reason
+            assert time.monotonic() - began < 4
+        tier.close()
+
+
+def test_an_absent_master_is_said_when_opening() -> None:
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    with pytest.raises(TierError, match="cannot be reached"):
+        open_from("mooncake://127.0.0.1:1?capacity=8MiB&timeout=1")
+    with pytest.raises(ValueError, match="unknown sgment"):
+        open_from("mooncake://127.0.0.1:1?capacity=8MiB&sgment=1GiB")
+    with pytest.raises(ValueError, match="where is its master"):
+        open_from("mooncake:?capacity=8MiB")
+
+
+def test_what_this_process_put_is_counted_least_recently_used_first() -> None:
+    counted = Counted(100)
+    assert counted.reserve({b"a": 40, b"b": 40}) == []
+    counted.touch([b"a", b"x"])
+    assert counted.reserve({b"c": 40}) == [b"b"]
+    assert counted.reserve({b"a": 30}) == []
+    counted.forget([b"c", b"y"])
+    assert counted.usage().bytes == 30
+    assert (counted.usage().objects, counted.usage().evicted) == (1, 1)
+
+
+def test_a_call_that_hangs_is_given_up_and_its_answer_ignored() -> None:
+    bounded = Bounded(0.05, "the sea")
+    assert bounded.call(lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        bounded.call(lambda: 1 // 0)
+    with pytest.raises(TimeoutError, match="the sea did not answer"):
+        bounded.call(lambda: time.sleep(0.3))
+    assert Bounded._stuck == 1
+    time.sleep(0.5)
+    assert Bounded._stuck == 0

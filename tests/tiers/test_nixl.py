@@ -1,0 +1,108 @@
+"""NIXL: the disk tier's conformance with its pages travelling by the POSIX plug-in, and a peer's by UCX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvloom.tiers import DiskConfig, DiskTier, HostConfig, HostTier, Objects, TierError
+
+from .conformance import Harness, TierConformance, get, put
+from .test_disk import DiskHarness
+from .test_host import HostHarness
+
+pytestmark = pytest.mark.server
+pytest.importorskip("nixl._api", reason="no NIXL: pip install --no-deps nixl nixl-cu12", exc_type=ImportError)
+from kvloom.tiers.nixl import make_agent, open_from, open_nixl  # noqa: E402
+from kvloom.tiers.peer import open_peer  # noqa: E402
+from kvloom.tiers.peer_nixl import NixlArena  # noqa: E402
+from kvloom.tiers.peer_server import PeerConfig, PeerServer  # noqa: E402
+from kvloom.tiers.remote import RemoteConfig  # noqa: E402
+
+MIB = 1 << 20
+
+
+def opened(folder: Path) -> DiskTier:
+    return open_nixl(DiskConfig(folder / "tier", 8 * MIB, segment_bytes=MIB, durable="process"))
+
+
+def gds_loads() -> bool:
+    try:
+        make_agent("GDS")
+    except TierError:
+        return False
+    return True
+
+
+class TestNixlFiles(TierConformance):
+    def make(self, folder: Path) -> Harness:
+        return DiskHarness(opened(folder))
+
+
+def test_pages_travel_by_nixl_and_the_disk_tier_reads_them_without(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    assert put(tier, range(8)).ok.all()
+    assert get(tier, range(8)).ok.all()
+    assert tier._files.moved >= 16 * 64 * 1024  # type: ignore[attr-defined]
+    tier.close()
+    plain = DiskTier(DiskConfig(tmp_path / "tier", 8 * MIB, segment_bytes=MIB))
+    assert get(plain, range(8)).ok.all()
+    plain.close()
+
+
+def test_a_plug_in_that_does_not_load_is_said_and_an_address_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'TAPE' is none of"):
+        open_from(f"nixl://{tmp_path}/t?capacity=1GiB&backend=TAPE")
+    with pytest.raises(ValueError, match="unknown color"):
+        open_from(f"nixl://{tmp_path}/t?capacity=1GiB&color=red")
+    with pytest.raises(ValueError, match="write nixl:///directory"):
+        open_from("nixl://host/path?capacity=1GiB")
+    if not gds_loads():
+        with pytest.raises(TierError, match="plug-in GDS does not load"):
+            open_from(f"nixl://{tmp_path}/g?capacity=1GiB&backend=GDS")
+    tier = open_from(f"nixl://{tmp_path}/t?capacity=1GiB&compression=lz4")
+    assert put(tier, range(2)).ok.all()
+    tier.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[HostTier, PeerServer]]:
+    tier = HostTier(HostConfig(4 * MIB, slab_bytes=256 << 10))
+    server = PeerServer(tier, PeerConfig(), nixl=NixlArena(tier.arena))
+    yield tier, server
+    server.close()
+
+
+class PeerHarness(HostHarness):
+    host: HostTier
+
+    def flip(self, wanted: Objects) -> None:
+        HostHarness(self.host).flip(wanted)
+
+    def swap(self, first: Objects, second: Objects) -> None:
+        HostHarness(self.host).swap(first, second)
+
+
+class TestPeerByNixl(TierConformance):
+    @pytest.fixture(autouse=True)
+    def server(self, shared: tuple[HostTier, PeerServer]) -> None:
+        self.host, self.peer = shared
+        for key in list(self.host._entries):
+            self.host._forget(key, self.host._entries[key])
+
+    def make(self, folder: Path) -> Harness:
+        config = RemoteConfig(1, readers=1, writers=1, timeout=10)
+        harness = PeerHarness(open_peer(self.peer.address, by="nixl", config=config))
+        harness.host = self.host
+        return harness
+
+
+def test_a_peer_that_does_not_offer_nixl_says_so() -> None:
+    server = PeerServer(HostTier(HostConfig(MIB, slab_bytes=65536)), PeerConfig())
+    with pytest.raises(TierError, match="does not offer NIXL"):
+        open_peer(server.address, by="nixl")
+    with pytest.raises(TierError, match="cannot be mapped from here"):
+        open_peer(server.address, by="shared")
+    server.close()
