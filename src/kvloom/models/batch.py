@@ -248,7 +248,7 @@ class Stage:
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
         held = np.ascontiguousarray(self.cache.rows.tables[:, numbers.rows, :blocks])
         block, places = np.divmod(numbers.positions, self._block)
-        at = held[:, numbers.row_of, block].astype(np.int64)
+        at = np.ascontiguousarray(held[:, numbers.row_of, block], dtype=np.int64)
         tables, pages = torch.from_numpy(held), torch.from_numpy(at)
         slots = torch.from_numpy(at * self._block + places)
         states = torch.from_numpy(numbers.states.astype(np.int64))
