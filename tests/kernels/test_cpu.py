@@ -136,3 +136,23 @@ def test_what_is_not_taken() -> None:
     assert not cpu.takes(x, x.double())
     assert not cpu.takes(x.T)
     assert not cpu.takes(x.to("meta"))
+
+
+def test_what_would_be_a_wrong_address_is_refused() -> None:
+    k = randn(4, 4, 2, 16)
+    tables, seen = torch.ones(1, 2, dtype=torch.int32), cpu.Seen(np.array([0]), np.array([9]))
+    with pytest.raises(ValueError, match="do not fit tables of 2 blocks of 4"):
+        cpu.decode(randn(1, 4, 16), k, k, tables, seen, 1.0)
+    rows = cpu.Rows(tables, seen)
+    with pytest.raises(ValueError, match="do not fit tables of 2 blocks of 4"):
+        cpu.step(randn(1, 8 * 16), randn(1, 16), randn(1, 16), 4, 1.0, cpu.LayerPages(k, k.clone()), rows)
+    with pytest.raises(ValueError, match="must be"):
+        cpu.put(k, randn(1, 2, 16), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+
+
+def test_page_ids_that_lie_apart_are_read_as_they_are_meant() -> None:
+    pages, new = torch.zeros(6, 4, 2, 8), randn(3, 2, 8)
+    page, place = torch.tensor([[4, 9], [1, 9], [5, 9]])[:, 0], torch.tensor([0, 3, 2])
+    cpu.put(pages, new, page, place)
+    assert torch.equal(pages[page, place], new)
+    assert int((pages != 0).any(-1).any(-1).sum()) == 3

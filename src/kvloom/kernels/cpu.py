@@ -62,6 +62,13 @@ def gated(x: torch.Tensor, tanh: bool) -> torch.Tensor:
     return out
 
 
+def _dense(ids: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The ids as native code reads them: a wrong one there is a wrong address."""
+    if ids.dtype != dtype or ids.shape != shape:
+        raise ValueError(f"ids {tuple(ids.shape)} of {ids.dtype} must be {shape} of {dtype}")
+    return ids if ids.is_contiguous() else ids.contiguous()
+
+
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Turn x [tokens, heads, dim] in place, as `fused.rotate` turns; cos and sin are dense."""
     tokens, heads, dim = x.shape
@@ -71,8 +78,9 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 def put(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> None:
-    """`pages[page, place] = new`; page and place are int64 and dense."""
+    """`pages[page, place] = new`, by int64 page and place."""
     tokens, heads, dim = new.shape
+    page, place = (_dense(ids, torch.int64, (tokens,)) for ids in (page, place))
     _cpu.put(
         pages.data_ptr(), new.data_ptr(), page.data_ptr(), place.data_ptr(), tokens, heads, dim,
         *pages.stride()[:3], *new.stride()[:2],
@@ -83,9 +91,10 @@ class Seen:
     """What each row's query sees: tokens `firsts` to `lengths` - 1, at least one. Made once a step."""
 
     def __init__(self, firsts: Ints, lengths: Ints) -> None:
-        self.firsts, self.lengths = np.ascontiguousarray(firsts), np.ascontiguousarray(lengths)
+        self.firsts, self.lengths = (np.ascontiguousarray(x, dtype=np.int64) for x in (firsts, lengths))
         self.counts = self.lengths - self.firsts
         self.longest, self.total = int(self.counts.max()), int(self.counts.sum())
+        self.end = int(self.lengths.max())
         self.at = self.firsts.ctypes.data, self.lengths.ctypes.data
 
     def parts(self, heads: int, products: int) -> list[int]:
@@ -102,10 +111,14 @@ class Seen:
 def decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: Seen, scale: float
 ) -> torch.Tensor:
-    """Attention of one query a row over what it sees; `tables` are int32, dense in their last dimension, and name a page for
-    each block of that."""
+    """Attention of one query a row over what it sees; `tables` (int32) name a page for each block of that."""
     rows, heads, dim = q.shape
     kv_heads, v_dim = k.shape[2], v.shape[3]
+    tables = _dense(tables[:rows], torch.int32, (len(seen.counts), tables.shape[1]))
+    if seen.end > tables.shape[1] * k.shape[1]:
+        raise ValueError(
+            f"rows of {seen.end} tokens do not fit tables of {tables.shape[1]} blocks of {k.shape[1]}"
+        )
     out = q.new_empty((rows, heads, v_dim))
     given = q.data_ptr(), k.data_ptr(), v.data_ptr(), tables.data_ptr(), *seen.at, out.data_ptr()
     shape = heads, kv_heads, dim, v_dim, k.shape[1]
@@ -122,16 +135,25 @@ class LayerPages:
     """A layer's K and V pages ([pages, block, heads, dim], float32), with all that does not change from step to step."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        _, block, self.heads, self.dim = k.shape
+        _, self.block, self.heads, self.dim = k.shape
         self._kept = k, v  # or the addresses would be nobody's
-        self.at = k.data_ptr(), v.data_ptr(), self.heads, self.dim, block, *k.stride()[:3], *v.stride()[:3]
+        self.at = (
+            k.data_ptr(),
+            v.data_ptr(),
+            self.heads,
+            self.dim,
+            self.block,
+            *k.stride()[:3],
+            *v.stride()[:3],
+        )
 
 
 class Rows:
     """A step of one new token a row: the pages of each row ([rows, blocks], int32), and what its token sees."""
 
     def __init__(self, tables: torch.Tensor, seen: Seen) -> None:
-        self.seen, self._kept = seen, tables
+        tables = _dense(tables, torch.int32, (len(seen.counts), tables.shape[1]))
+        self.seen, self._kept, self.blocks = seen, tables, tables.shape[1]
         self.at = tables.data_ptr(), tables.stride(0), *seen.at, seen.longest
 
 
@@ -147,6 +169,10 @@ def step(
     """What a layer's attention does between its products, in one call: q and k are turned, k and v written, q attended.
     `joined` [rows, (heads + 2 * heads of K) * dim], dense, is q, k and v of each row; it is changed."""
     count, dim = len(joined), pages.dim
+    if rows.seen.end > rows.blocks * pages.block or count != len(rows.seen.counts):
+        raise ValueError(
+            f"{count} rows of up to {rows.seen.end} tokens do not fit tables of {rows.blocks} blocks of {pages.block}"
+        )
     out = joined.new_empty((count, heads * dim))
     given = joined.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
     bounds = rows.seen.parts(1, 2 * heads * dim)
