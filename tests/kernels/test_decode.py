@@ -192,6 +192,21 @@ def test_quantised_pages_with_their_scales(dtype: torch.dtype, order: str) -> No
     check(batch, queries=2)
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("window", [8, 24])
+def test_quantised_pages_under_windows(dtype: torch.dtype, window: int, static: bool) -> None:
+    if dtype == torch.float8_e4m3fn and DEVICE == "cpu":
+        pytest.skip("Triton's interpreter has no float8")
+    half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    span = Span("sliding", window)
+    batch = Batch(Shape(4, 2, 64, 64, dtype=dtype), [24, 41, 13], [1, 1, 1], span, "HDN", half)
+    if static:
+        batch.k_scale = batch.v_scale = torch.tensor([0.015, 0.02], device=DEVICE)
+    out, _ = run(batch, Mask(span), 1)
+    assert relative(out, batch.expected(Mask(span))[0]) < 5e-3
+
+
 def test_latent_pages_are_keys_and_values() -> None:
     shape = Shape(16, 1, 576, 512, dtype=torch.float32)
     check(Batch(shape, [70, 1], [1, 1]), scale=0.07)
@@ -240,7 +255,7 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
     with pytest.raises(ValueError, match="int32"):
         plan.attend(batch.q, batch.k, batch.v, batch.tables.long())
     with pytest.raises(ValueError, match="do not fit a plan for 1 sequences"):
-        plan.make(torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+        plan.make(*(torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (3, 2)))
     quantised = DecodePlan(Shape(4, 2, 64, 64, dtype=torch.int8), 1, device=DEVICE)
     quantised.make(batch.starts, batch.lengths_)
     with pytest.raises(ValueError, match="need k_scale"):

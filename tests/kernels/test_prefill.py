@@ -142,6 +142,19 @@ def test_quantised_pages_with_their_scales(dtype: torch.dtype, order: str) -> No
     check(batch)
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("window", [8, 24])
+def test_quantised_pages_under_windows(dtype: torch.dtype, window: int, static: bool) -> None:
+    if dtype == torch.float8_e4m3fn and not GPU:
+        pytest.skip("Triton's interpreter has no float8")
+    span = Span("sliding", window)
+    batch = Batch(Shape(4, 2, 64, 64, dtype=dtype), [24, 41, 13, 40], [24, 17, 5, 1], span, "HDN", HALF)
+    if static:
+        batch.k_scale = batch.v_scale = torch.tensor([0.015, 0.02], device=DEVICE)
+    check(batch, tolerance=5e-3)
+
+
 def test_latent_pages_are_keys_and_values() -> None:
     check(Batch(Shape(20, 1, 576, 512, dtype=torch.float32), [33, 20], [3, 1]), scale=0.07)
 
