@@ -294,7 +294,7 @@ def test_a_request_that_loads_holds_nobody_up(tmp_path: Path) -> None:
     closed(engine)
     faults = Faults(slow=0.15)
     place, _ = faulty(tmp_path, faults)
-    engine = Engine(tiny("llama"), POOL, tiers=[place], lower=QUICK)
+    engine = Engine(tiny("llama"), POOL, tiers=[place], lower=LowerConfig("always", seconds=(9, 9)))
     slow = engine.add(prompts[0], greedy(8))
     quick = engine.add(prompts[1][:14], greedy(2))  # nothing of it can be below
     while quick.finish is None:
@@ -352,7 +352,7 @@ def test_the_head_is_computed_while_the_tail_loads_and_they_meet(family: str, tm
         POOL,
         tiers=[place],
         token_budget=16,
-        lower=LowerConfig(seconds=(1.0, 1.0)),
+        lower=LowerConfig(seconds=(9.0, 9.0)),
     )
     lower = lower_of(engine)
     for tokens in (16, 32):
@@ -437,3 +437,16 @@ def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
     while lower_of(engine).holding:
         lower_of(engine).poll()
     closed(engine)
+
+
+def test_a_tier_that_cannot_be_opened_is_left_out_and_serving_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = [f"disk:{tmp_path}:64MiB"]
+    first = Engine(tiny("llama"), POOL, tiers=tiers)
+    second = Engine(tiny("llama"), POOL, tiers=tiers)  # two on one directory
+    assert "is left out, serving goes on without it" in caplog.text
+    prompts = drawn("two", 40)
+    assert [r.tokens for r in served(first, prompts)] == [r.tokens for r in served(second, prompts)]
+    closed(first)
+    closed(second)

@@ -63,7 +63,7 @@ class Seen:
         )
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.set_default_timeout(20_000)
+        self.page.set_default_timeout(60_000)
 
 
 AUDIT = """

@@ -6,13 +6,21 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvloom.core import REASONS
+from kvloom.engine.params import SamplingParams
 from kvloom.serve.explain_command import sentences
-from kvloom.serve.messages import Story
+from kvloom.serve.limits import Gate
+from kvloom.serve.link import EngineLink
+from kvloom.serve.messages import Add, Start, Story
+from kvloom.serve.metrics import Metrics
+from kvloom.serve.observer import Observer
+from kvloom.serve.recorder import Recorder
 from kvloom.serve.records import Record, Records, stop_text
 from tests.serve.receiver import Receiver
 from tests.serve.running import MODEL, Running
@@ -231,3 +239,39 @@ def test_preemptions_are_told() -> None:
     lines = sentences(record.shape(operator=False))
     assert "48 from device and 16 from host" in lines[1]
     assert lines[-1] == "It gave its pages up 2 times for others, and computed on later."
+
+
+def test_a_request_that_ends_without_an_answer_has_failed_and_is_counted_so() -> None:
+    metrics = Metrics(EngineLink(Start(""), print, print), Gate(1))
+    observer = Observer(metrics)
+    add = Add(1, [1, 2, 3], SamplingParams())
+    record = observer.begin("cmpl-1", "/v1/completions", [add], time.monotonic(), {})
+    observer.end(record)
+    shape = record.shape(operator=True)
+    assert (shape["state"], shape["finish_reason"]) == ("failed", "interrupted")
+    assert metrics.ends["failed"] == 1
+    assert observer.records.find("cmpl-1", None) is record
+
+
+def test_without_metrics_nothing_is_remembered() -> None:
+    observer = Observer(Metrics(EngineLink(Start(""), print, print), Gate(1), observe=False))
+    record = observer.begin("cmpl-1", "/v1/completions", [Add(1, [1], SamplingParams())], 0.0, {})
+    observer.end(record)
+    assert len(observer.records) == 0
+    assert observer.metrics.duration.count == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here to stand for a full disk")
+def test_a_full_disk_ends_the_recording_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    observer = Observer(Metrics(EngineLink(Start(""), print, print), Gate(1)), recorder=Recorder("/dev/full"))
+    for id_ in range(2):
+        add = Add(id_, [1, 2, 3], SamplingParams())
+        record = observer.begin(f"cmpl-{id_}", "/v1/completions", [add], time.monotonic(), {})
+        observer.tell(Story(id_, 1.0, 1.0, 1.0, 0, {}, 0, "never seen"))
+        record.finishes = ["stop"]
+        observer.end(record)
+    assert [line.getMessage() for line in caplog.records] == [
+        "recording ends here: [Errno 28] No space left on device"
+    ]
+    assert len(observer.records) == 2
+    observer.close()

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -162,16 +162,20 @@ def _turns(options: argparse.Namespace) -> list[tuple[Turn, Turn]]:
     try:
         for extra in ([], ["--no-metrics"]):
             servers.append(started([*extra, *options.serve]))
-        load = Load(
-            "", "", options.streams, options.seconds, options.prompt_tokens,
-            options.prompt_tokens // 2, options.max_tokens,
-        )  # fmt: skip
         for number in range(options.turns + 1):
             pair: dict[int, Turn] = {}
             for side in (0, 1) if number % 2 else (1, 0):
                 process, url, model, engine = servers[side]
-                one = replace(load, url=url, model=model, seconds=options.seconds if number else 2.0)
-                pair[side] = measure(one, [process.pid, engine], scrape=side == 0)
+                load = Load(
+                    url,
+                    model,
+                    streams=options.streams,
+                    seconds=options.seconds if number else 2.0,
+                    prompt=options.prompt_tokens,
+                    shared=options.prompt_tokens // 2,
+                    tokens=options.max_tokens,
+                )
+                pair[side] = measure(load, [process.pid, engine], scrape=side == 0)
             if number:  # the first warms both
                 turns.append((pair[0], pair[1]))
     finally:

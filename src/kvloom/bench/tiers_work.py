@@ -14,9 +14,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Ranges, Tier, TierError
-from kvloom.tiers.files import aligned_bytes
+from kvloom.tiers.files import Files, aligned_bytes
 from kvloom.tiers.mooncake import MooncakeConfig, open_mooncake
-from kvloom.tiers.nixl import open_nixl
+from kvloom.tiers.nixl import NixlFiles, open_nixl
 from kvloom.tiers.peer import open_peer
 from kvloom.tiers.redis import RedisAddress, open_redis
 from kvloom.tiers.remote import RemoteConfig
@@ -39,6 +39,7 @@ __all__ = ["WORKS", "Memory", "Side", "Work"]
 _WAIT_SECONDS = 120.0
 _IO_BYTES = 2 << 20
 _READ_THREADS = 4
+_SLAB_BYTES = 8 << 20
 _DISK = 24  # rounds that a disk tier holds: what leaves, and is carried, is not what is measured
 _STORAGE = """
 import sys
@@ -121,39 +122,34 @@ def _memcpy(memory: Memory) -> Side:
 
 @contextlib.contextmanager
 def host(memory: Memory, folder: Path) -> Iterator[list[Work]]:
-    tier = HostTier(HostConfig(memory.total))
+    tier = HostTier(HostConfig(memory.total, min(_SLAB_BYTES, memory.total)))
     _of_tier(tier, memory).write()  # the arena's memory comes with its first use: a tier in service has it
 
-    def write() -> None:
-        ours.write()
-
-    ours = _of_tier(tier, memory)
-    yield [Work("host", "memcpy", Side(write, ours.read), _memcpy(memory), "cpu")]
+    yield [Work("host", "memcpy", _of_tier(tier, memory), _memcpy(memory), "cpu")]
     tier.close()
 
 
-def _raw(memory: Memory, path: Path, sync: bool) -> Side:
+def _raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> Side:
+    """The file alone; `files` are calls to use instead of the system's."""
+    files = files or Files(-1)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     source, target, total = memory.source.data, memory.target.data, memory.total
+    pool = ThreadPoolExecutor(_READ_THREADS)
 
     def write() -> None:
         os.ftruncate(fd, 0)
         os.posix_fallocate(fd, 0, total)
         for at in range(0, total, 16 << 20):
-            os.pwrite(fd, source[at : at + (16 << 20)], at)
+            files.write(fd, [source[at : at + (16 << 20)]], at)
         if sync:
             os.fdatasync(fd)
 
     def read() -> None:
         def some(first: int) -> None:
             for at in range(first * _IO_BYTES, total, _READ_THREADS * _IO_BYTES):
-                os.preadv(fd, [target[at : at + _IO_BYTES]], at)
+                files.read(fd, [target[at : at + _IO_BYTES]], at)
 
-        threads = [threading.Thread(target=some, args=(number,)) for number in range(_READ_THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        list(pool.map(some, range(_READ_THREADS)))
 
     return Side(write, read)
 
@@ -182,7 +178,8 @@ def nixl(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         folder / "nixl", _DISK * memory.total, segment_bytes=4 * memory.total, durable="process"
     )
     tier = open_nixl(config)
-    yield [Work("nixl POSIX", "raw O_DIRECT", _of_tier(tier, memory), _raw(memory, folder / "raw", False))]
+    raw = _raw(memory, folder / "raw", False, NixlFiles(-1))
+    yield [Work("nixl POSIX", "NIXL alone", _of_tier(tier, memory), raw)]
     tier.close()
 
 
@@ -312,7 +309,8 @@ def _address(array: npt.NDArray[np.uint8]) -> int:
 
 @contextlib.contextmanager
 def peer(memory: Memory, folder: Path) -> Iterator[list[Work]]:
-    share = ["share", str(2 * memory.total), "--listen", "127.0.0.1:0", "--json"]
+    slab = str(min(_SLAB_BYTES, memory.total))
+    share = ["share", str(2 * memory.total), "--slab", slab, "--listen", "127.0.0.1:0", "--json"]
     command = [sys.executable, "-m", "kvloom.cli", *share]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import weakref
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from kvloom.core import PageGroup, PoolLayout
 from kvloom.kernels.copy import Copier, Done
 from kvloom.tiers import Form, HostConfig, HostTier
+from kvloom.tiers.arena import copy_pages
 
 __all__ = ["Event", "HostPages", "form_of", "open_host"]
 
@@ -59,7 +61,21 @@ def open_host(layout: PoolLayout, capacity: int, checked: bool, device: torch.de
             raise ValueError(
                 f"the system does not pin {capacity:,} bytes of host memory (CUDA error {int(code)}): ask for less"
             )
+        address = int(arena.ctypes.data)
+        _pinned[address] = weakref.finalize(
+            tier, _unpin, address
+        )  # before its memory goes, if nobody closes it
+        _pinned[address].atexit = False
     return tier
+
+
+_pinned: dict[int, weakref.finalize[[int], HostTier]] = {}
+
+
+def _unpin(address: int) -> None:
+    """Memory that goes while it is pinned could not be pinned again."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class HostPages:
@@ -67,6 +83,8 @@ class HostPages:
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, host: HostTier) -> None:
         self.buffer = buffer
+        self._arena = host.arena
+        self._pool = None if buffer.is_cuda else buffer.numpy()
         arena = torch.from_numpy(host.arena)
         self._copiers: dict[int, Copier] = {}
         self._rows: dict[int, torch.Tensor] = {}
@@ -75,14 +93,26 @@ class HostPages:
             count = arena.numel() // stride
             self._rows[stride] = arena[: count * stride].view(count, stride)
 
+    def close(self) -> None:
+        """No copy is made any more; pinned memory is ordinary again."""
+        unpin = _pinned.pop(int(self._arena.ctypes.data), None)
+        if unpin is not None:
+            unpin()
+
     def wait(self, event: Event) -> None:
         """What is launched from now on begins after `event`, on the device."""
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
     def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
         """Pages to places in the arena; begins after what the current stream has still to do."""
+        if self._pool is not None:
+            copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)
+            return Done()
         return self._copiers[stride].gather(pages, self._rows[stride], offsets // stride)
 
     def up(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
         """Places in the arena to pages; begins after what the current stream has still to do."""
+        if self._pool is not None:
+            copy_pages(self._pool, np.asarray(pages, np.int64) * stride, self._arena, offsets, stride)
+            return Done()
         return self._copiers[stride].scatter(self._rows[stride], pages, offsets // stride)

@@ -85,9 +85,15 @@ class _Recorder(Pages):
         self._seen: dict[str, dict[str, list[torch.Tensor]]] = {}
         self._counted: dict[str, int] = {}
 
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *more: Any, **named: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *how: Any,
+        **named: Any,
+    ) -> torch.Tensor:
         layer = self._names[layer_idx]
         k, v = (x[0].float().abs().amax(-1) for x in (key, value))  # [heads, tokens]
         fields = (
@@ -101,7 +107,10 @@ class _Recorder(Pages):
             else:
                 top = sizes.amax(1)
                 seen[:] = [torch.maximum(seen[0], top) if seen else top]
-        return super().update(key, value, layer_idx, *more, **named)
+        return super().attend(layer_idx, query, key, value, *how, **named)
+
+    def singles(self, layer_idx: int) -> None:
+        """No step goes past `attend`."""
 
     @property
     def tokens(self) -> int:

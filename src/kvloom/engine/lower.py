@@ -174,9 +174,14 @@ class Lower:
 
     # -- up -------------------------------------------------------------------------------------
 
+    @property
+    def foresees(self) -> bool:
+        """Whether a request that is queued now should be looked after before its turn."""
+        return bool(self.mover.lanes) and len(self._trips) < MOST_FORESEEN
+
     def foresee(self, request: Request, match: Match, patient: bool) -> None:
         """A request was queued, behind others if `patient`: what it needs from below host memory may come there now."""
-        if self.mover.lanes and len(self._trips) < MOST_FORESEEN and self._may(request, match):
+        if self._may(request, match):
             trip = self._trips[request] = _Trip(request, patient=patient)
             self._seek(trip, match)
 
@@ -241,8 +246,10 @@ class Lower:
         """Nobody waits for a request's pages any more."""
         trip = self._trips.pop(request, None)
         if trip is not None:
+            others = [fetch for other in self._trips.values() for fetch in other.fetches]
             for fetch in trip.fetches:
-                fetch.cancel()
+                if fetch not in others:
+                    fetch.cancel()
             if trip.arrival is not None:
                 self._orphans.append(trip)
                 self._finish_orphans()
@@ -299,12 +306,11 @@ class Lower:
     def _meeting(self, trip: _Trip) -> int:
         """Where computing from the left and loading from the right should meet; 0: load everything, and compute nothing."""
         assert trip.prospect is not None
-        if trip.patient or self.config.load == "always" or not self.prefill.known:
-            return 0
         match, point, block = trip.prospect.match, trip.prospect.point, self.cache.block_tokens
-        sizes = np.zeros(
-            (len(self.mover.lanes), point // block + 2), np.int64
-        )  # of block b at b + 1, of states at 0
+        if trip.patient or not match.control.store or self.config.load == "always" or not self.prefill.known:
+            return 0
+        # Bytes of block b at b + 1, of states at 0.
+        sizes = np.zeros((len(self.mover.lanes), point // block + 2), np.int64)
         for need in trip.prospect.needs():
             keys = self._objects(need, trip.tenant)[0].keys
             for b, key in zip(need.blocks, keys, strict=True):
@@ -413,7 +419,7 @@ class Lower:
         self.copying.see(trip.bytes, now - trip.copied)
         self._tell(trip, gained, now)
         self.counts["landed_tokens"] += gained
-        self.counts["landed_bytes"] += trip.bytes if resumed else 0
+        self.counts["landed_bytes"] += trip.bytes if gained else 0
         return self._done(trip)
 
     def _tell(self, trip: _Trip, tokens: int, now: float) -> None:
@@ -501,3 +507,4 @@ class Lower:
             time.sleep(0.001)
             self._keeping.finish()
         self.mover.close(max(0.1, deadline - time.monotonic()))
+        self._pages.close()

@@ -161,7 +161,7 @@ class Runner:
         open_: dict[int, Sequence] = {}
         for counts in shapes:
             works, left = [], limit
-            for place, count in enumerate(counts):
+            for place, count in enumerate(counts[: self.rows]):
                 count = min(count, left)
                 left -= count
                 if place not in open_:

@@ -96,7 +96,7 @@ class Scheduler:
                 "tokens of a step: raise token_budget"
             )
         heapq.heappush(self._waiting, (request.rank, request))
-        if self.lower is not None:
+        if self.lower is not None and self.lower.foresees:
             patient = bool(self.running) or len(self._waiting) > 1
             self.lower.foresee(request, self._match(request), patient)
 

@@ -64,7 +64,8 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
         raise ValueError(f"a product of {tuple(a.shape)} and {tuple(b.shape)} has no meaning")
     if a.shape[-1] == 1 and bias is None:
         return a * b  # nothing is summed
-    small = _small(b.shape[-1], a.dtype)
+    # Of two that are batches, the second's columns may be the step's tokens: the tile must not go by them.
+    small = _small(b.shape[-1] if b.dim() == 2 else 0, a.dtype)
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     large = -(-m // LARGE.rows) * -(-n // LARGE.columns) * (len(a) if a.dim() == 3 else 1)
     if a.is_cuda and a.dtype != torch.float32 and large >= _processors(a.device):

@@ -92,15 +92,18 @@ def _norm(module: Any) -> bool:
     if not isinstance(eps, float):
         return False
     x = _trial(3, len(weight), like=weight)
+    own = weight.detach().clone()
+    weight.data.copy_(_trial(len(weight), like=weight))  # a weight of ones would not tell whether it is used
     form: Norm
-    for form in ("llama", "gemma"):
-        try:
-            same = _same(module(x), rms_norm(x, weight, eps, form))
-        except TypeError:  # it takes more than one argument: a gated norm
-            return False
-        if same:
-            module.forward = _Norm(module, eps, form)
-            return True
+    try:
+        for form in ("llama", "gemma"):
+            if _same(module(x), rms_norm(x, weight, eps, form)):
+                module.forward = _Norm(module, eps, form)
+                return True
+    except TypeError:  # it takes more than one argument: a gated norm
+        return False
+    finally:
+        weight.data.copy_(own)
     return False
 
 

@@ -19,6 +19,7 @@ from kvloom.engine.params import SamplingParams
 from .errors import ApiError, bad_request
 
 __all__ = [
+    "REFUSED",
     "ChatFields",
     "CompletionFields",
     "Fields",

@@ -8,8 +8,10 @@ Without it requests run just the same.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from .traces import Traces
 
 __all__ = ["Observer"]
+
+log = logging.getLogger("kvloom.serve")
 
 
 @dataclass(slots=True)
@@ -85,6 +89,8 @@ class Observer:
     def end(self, record: Record) -> None:
         """A request has ended, well or not."""
         record.ended = time.monotonic()
+        if record.failure is None and not record.finishes and not record.gone:
+            record.failure = "interrupted"  # nobody said why: the server is going down, or has a fault
         self.metrics.count(record)
         opened = [self._open.pop(id_, None) for id_ in record.prompts]
         one = opened[0]
@@ -93,14 +99,23 @@ class Observer:
         if self.traces is not None:
             self.traces.tell(record, one.context)
         if self.recorder is not None:
-            self._keep(one, self.recorder)
+            try:
+                self._keep(one, self.recorder)
+            except OSError as error:  # a full disk costs the recording, never an answer
+                log.warning("recording ends here: %s", error)
+                self._drop_recorder()
 
     def close(self) -> None:
         """Write and send what waits."""
         if self.traces is not None:
             self.traces.close()
-        if self.recorder is not None:
-            self.recorder.close()
+        self._drop_recorder()
+
+    def _drop_recorder(self) -> None:
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None:
+            with suppress(OSError):
+                recorder.close()
 
     def _keep(self, one: _Open, recorder: Recorder) -> None:
         """Record names, lengths and times of what the cache has seen of a request."""

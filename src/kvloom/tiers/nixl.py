@@ -116,7 +116,7 @@ def _finish(agent: Any, handle: Any) -> None:
     state, pause = agent.transfer(handle), 20e-6
     while state not in ("DONE", "ERR"):
         time.sleep(pause)
-        pause = min(2 * pause, 500e-6)
+        pause = min(2 * pause, 100e-6)
         state = agent.check_xfer_state(handle)
     if state == "ERR":
         raise OSError(errno.EIO, "NIXL: the transfer failed")

@@ -81,8 +81,7 @@ class PeerConnection(Connection):
         return sum(self._ask(_about(Verb.DROP, part)).a for part in parts)
 
     def usage(self) -> Usage:
-        answer = self._ask(Message(Verb.USAGE))
-        return Usage(answer.count, answer.a, answer.b)
+        return Usage(*struct.unpack("<QQQ", self._ask(Message(Verb.USAGE)).payload))
 
     def close(self) -> None:
         if self._channel not in _LOST:

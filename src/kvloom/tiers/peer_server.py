@@ -283,4 +283,5 @@ class _Guest:
 
     def _usage(self, message: Message) -> None:
         stats = self._tier.stats()
-        self._channel.send(Message(Verb.USAGE, stats.objects, a=stats.bytes, b=stats.evicted))
+        payload = struct.pack("<QQQ", stats.objects, stats.bytes, stats.evicted)
+        self._channel.send(Message(Verb.USAGE, payload=payload))

@@ -44,7 +44,7 @@ class Verb(IntEnum):
     READ = 7  # keys, part in a, b -> results, checksums of those found; then their bytes
     WRITE = 8  # keys, checksums; then the pages -> results
     DROP = 9  # keys -> count in a
-    USAGE = 10  # objects in count, bytes in a, evicted in b
+    USAGE = 10  # -> objects, bytes, evicted, u64 each
 
 
 @dataclass(slots=True)

@@ -1,0 +1,26 @@
+"""`kvloom bench below` on a model small enough for a test: its figures are there, and tokens are the same with tiers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvloom.bench.below import main
+
+
+def test_every_part_says_what_it_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--prompt", "128", "--pool", "8MiB", "--host", "32MiB", "--rounds", "1", "--works", "W3", "W6"]
+    assert main([*given, "--scale", "0.03", "--device", "cpu", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    first = report["ttft"]
+    assert first["cached_tokens"] == {"host": 127, "disk": 127}
+    assert first["bytes"] > 0
+    assert set(first["gb_per_s"]) == {"host", "disk"}
+    assert all(row["same_tokens"] for row in report["workloads"])
+    assert 0 < report["hits"]["kept"]
+
+
+def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--prompt", "3"]) == 2
+    assert "too short to tell" in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""`kvloom bench tiers`: it measures what it says, and bytes that came back wrong end it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvloom.bench.tiers import main, measure
+from kvloom.bench.tiers_work import Memory, Side, Work
+
+
+def test_every_tier_that_needs_no_server_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--total", "2MiB", "--pages", "64KiB", "256KiB", "--rounds", "1", "--dir", str(tmp_path)]
+    assert main([*arguments, "--only", "host", "disk", "peer", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["missing"] == {}
+    rows = told["rows"]
+    tiers = {"host", "disk (power)", "disk (process)", "peer, same host", "peer, by TCP"}
+    assert {row["tier"] for row in rows} == tiers
+    assert len(rows) == len(tiers) * 2 * 2
+    for row in rows:
+        assert row["share"] == pytest.approx(row["ours"] / row["medium_speed"])
+        assert row["lmcache"] is None
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    assert main([*arguments[:2], "--pages", "64KiB", "--rounds", "1", "--only", "host"]) == 0
+    assert "memcpy" in capsys.readouterr().out
+
+
+def test_bytes_that_came_back_wrong_end_it() -> None:
+    memory = Memory(65536, 1 << 20)
+    right = Side(lambda: None, lambda: np.copyto(memory.target, memory.source))
+    rows = measure(Work("a", "b", right, right), memory, 2, None)
+    assert [row.verb for row in rows] == ["write", "read"]
+    wrong = Side(lambda: None, lambda: None)
+    with pytest.raises(RuntimeError, match="not those that were written"):
+        measure(Work("a", "b", wrong, right), memory, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--pages", "1000"], "whole blocks of 4096"),
+        (["--total", "1MiB", "--pages", "2MiB"], "divide --total"),
+        (["--rounds", "0"], "--rounds is 1 or more"),
+        (["--dir", "/nonexistent"], "is no folder"),
+        (["--total", "much"], "'much' is not understood"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err

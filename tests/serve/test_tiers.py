@@ -1,0 +1,22 @@
+"""Tiers under a server: a restart answers from the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .running import running
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and then it sleeps; " * 3
+ASKED = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+
+
+def test_a_restarted_server_answers_yesterdays_prompt_from_disk(folder: Path, tmp_path: Path) -> None:
+    tiers = ("--pool", "16MiB", "--tier", "host:8MiB", "--tier", f"disk:{tmp_path}:256MiB")
+    with running(folder, *tiers) as server:
+        first = server.complete(**ASKED)
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    with running(folder, *tiers) as server:
+        again = server.complete(**ASKED)
+        assert again["choices"] == first["choices"]
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= len(PROMPT) // 16 * 16 - 16
