@@ -301,5 +301,5 @@ def test_a_trial_of_memory_stays_within_what_the_model_takes(
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)  # what a CPU cannot tell
     model = tiny(family)  # of 128 positions
     layout = Engine(model, POOL).layout
-    assert sizing._trial(model, layout, 500, rows, None, 128) == (0, rows * 64 * 4)
-    assert sizing._trial(model, layout, 100, rows, None, 128) == (0, rows * 64 * 4)
+    assert sizing._trial(model, layout, 500, rows, None, 128, False, None) == (0, rows * 64 * 4)
+    assert sizing._trial(model, layout, 100, rows, None, 128, False, None) == (0, rows * 64 * 4)

@@ -46,7 +46,7 @@ def test_the_state_is_what_the_cache_has(server: Running) -> None:
         == engine["pool"]["cached_pages"]
     )
     assert [group["kind"] for group in engine["groups"]] == ["full"]
-    assert engine["tree"]["nodes"] == len(engine["tree"]["branches"]) > 0
+    assert min(engine["tree"]["nodes"], 200) == len(engine["tree"]["branches"]) > 0
     assert engine["tiers"] == []
     assert engine["running"] == engine["waiting"] == 0
 

@@ -59,7 +59,7 @@ def test_a_salt_parts_what_is_cached(server: Running) -> None:
     assert cached(cache_salt="one") == 0
     assert cached(cache_salt="one") > 200
     assert cached(cache_salt="two") == 0
-    assert cached() == 0
+    assert cached() < 16  # others' prompts may begin like it
 
 
 def test_a_prompts_own_log_probabilities_are_those_of_the_model(server: Running, folder: Path) -> None:

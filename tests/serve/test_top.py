@@ -83,6 +83,8 @@ class Terminal:
         self._mine, theirs = pty.openpty()
         self.resize(30, 100)
         env = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path)}
+        for size in ("COLUMNS", "LINES"):  # would be believed before the terminal
+            env.pop(size, None)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvloom.cli", "top", "--url", url], stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
         )  # fmt: skip
@@ -100,8 +102,8 @@ class Terminal:
         end = time.monotonic() + 30
         while True:
             frames = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", frame) for frame in self.seen.split("\x1b[H")]
-            if words in frames[-1]:
-                return frames[-1].replace("\r", "").splitlines()
+            if len(frames) > 1 and words in frames[-2]:  # the last one may still be coming
+                return frames[-2].replace("\r", "").splitlines()
             assert time.monotonic() < end, f"{words!r} did not come; it wrote {self.seen[-2000:]!r}"
             self.read()
 
