@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     argv = sys.argv[1:] if argv is None else list(argv)
+    # Of transformers' remarks only errors: the others are about code that is not run here.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         args = _parser(argv[0] if argv else None).parse_args(argv)
         code = int(import_module(COMMANDS[args.command][0]).run(args) or 0)

@@ -4,6 +4,7 @@ is resumed on can be checked for what it holds."""
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from kvloom.core import (
     Tenant,
     attention_fields,
 )
+from kvloom.core.tenants import Account
 
 FULL = LayerSpec("token", attention_fields(2, 16, "fp32"))
 WINDOW = LayerSpec("token", attention_fields(2, 16, "fp32"), Span("sliding", 20))
@@ -237,3 +239,45 @@ def test_pages_that_are_written_to_do_not_move() -> None:
     assert pool.movable(several.index) != int(ids[0]) // several.per_slab
     pool.fix(several.index, ids, -1)
     assert not several.fixed
+
+
+@pytest.mark.parametrize("kind", ["sliding", "all"])
+def test_pages_that_an_arrival_shares_may_move_while_room_is_made_for_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(kind)
+    world = World(kind, slabs=60)
+    cache = world.cache
+    make, moved = cache.room.make, 0
+
+    def making(account: Account, needs: list[int]) -> int:
+        """As where slabs are lacking, but of all pages those that the prompt found are moved."""
+        nonlocal moved
+        for cls, ids in cache.pages.by_class(cache.tree.rows(match.path, match.matched)):
+            of = cache.pool.classes[cls]
+            for slab in {int(page) // of.per_slab for page in ids.tolist() if page}:
+                free = of.per_slab - int(of.used[slab]) if of.per_slab > 1 else 0
+                if of.per_slab > 1 and of.free_pages - free >= of.per_slab - free:
+                    cache.pool.move_out(cls, slab, partial(cache.room._moved, cls))
+                    moved += 1
+                    return make(account, needs)
+        return make(account, needs)
+
+    for text in texts(rng, 40):
+        prompt = text[: rng.randrange(1, len(text) + 1)]
+        world.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(cache.room, "make", making)
+            match = cache.match(prompt)
+            world.load(match, rng)  # (checks the cache while pages are on their way)
+        sequence = cache.open(cache.match(prompt))
+        world.settle()
+        world.resumed(sequence, text)
+        world.compute(sequence, text)
+        sequence.close()
+        if rng.random() < 0.5:
+            cache.grow(cache.shrink(rng.randrange(30, 50)).tolist())  # leaves some slabs partly used
+        world.settle()
+        cache.check()
+    assert moved
+    assert cache.stats()["held_pages"] == 0

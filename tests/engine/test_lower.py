@@ -287,6 +287,28 @@ def test_quotas_hold_for_what_comes_from_below(tmp_path: Path) -> None:
     closed(engine)
 
 
+def test_what_a_preempted_request_gets_back_is_no_hit() -> None:
+    """Two that do not fit together, and a third that comes before them: they lose their pages and load them again."""
+    model = tiny("llama", max_position_embeddings=512)
+    layout = Engine(model, POOL).layout
+    prompts = drawn("back", 90, 90, 90)
+    wanted = expected(tiny("llama", max_position_embeddings=512), prompts, 24)
+    engine = Engine(
+        tiny("llama", max_position_embeddings=512), layout.slab_bytes_for(130) + 2 * layout.slab_bytes,
+        tiers=["host:16MiB?write=back"], lower=LowerConfig("always"),
+    )  # fmt: skip
+    requests = [engine.add(prompt, greedy(24)) for prompt in prompts[:2]]
+    while requests[0].output_count < 4:
+        engine.step()
+    requests.append(engine.add(prompts[2], greedy(24), priority=1))
+    engine.run()
+    assert [request.tokens for request in requests] == wanted
+    assert any(request.preemptions and request.loads for request in requests)
+    for request in requests:
+        assert sum(request.hits.values()) == request.cached_tokens == 0
+    closed(engine)
+
+
 def test_a_request_that_loads_holds_nobody_up(tmp_path: Path) -> None:
     prompts = drawn("aside", 60, 30)
     engine = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=QUICK)

@@ -173,6 +173,23 @@ def test_a_prompt_that_gets_stuck_half_way_ends(budget: int) -> None:
     assert request.finish == "length"
 
 
+def test_a_quota_that_holds_the_end_of_a_request_but_not_its_widest_window_is_told_at_once() -> None:
+    model = tiny("gemma3_text", max_position_embeddings=512)
+    layout = Engine(model, POOL).layout
+    prompt = [3 + i % 50 for i in range(117)]
+    control = Control(tenant="small")
+    quotas = layout.slab_bytes_for(122), max(map(layout.slab_bytes_for, range(1, 123)))
+    assert quotas[0] < quotas[1]  # at its end, and where windows reach into two blocks
+    engine = Engine(model, POOL, tenants=[Tenant("small", quota=quotas[0])])
+    with pytest.raises(ValueError, match="but the tenant's quota is"):
+        engine.add(prompt, greedy(5), control)
+    engine = Engine(model, POOL, tenants=[Tenant("small", quota=quotas[1])])
+    request = engine.add(prompt, greedy(5), control)
+    steps_until_idle(engine, 200)
+    assert request.finish == "length"
+    assert idle(engine)
+
+
 def test_what_exceeds_a_quota_or_an_engine_without_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Engine(tiny("llama"), POOL).layout
     tenant = Tenant("small", quota=layout.slab_bytes_for(40))

@@ -89,7 +89,7 @@ class Terminal:
             [sys.executable, "-m", "kvloom.cli", "top", "--url", url], stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
         )  # fmt: skip
         os.close(theirs)
-        self.seen = ""
+        self._bytes, self.seen = b"", ""
 
     def resize(self, rows: int, columns: int) -> None:
         fcntl.ioctl(self._mine, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -110,7 +110,8 @@ class Terminal:
     def read(self) -> None:
         if select.select([self._mine], [], [], 0.2)[0]:
             with suppress(OSError):  # the other end is closed
-                self.seen += os.read(self._mine, 1 << 16).decode(errors="replace")
+                self._bytes += os.read(self._mine, 1 << 16)  # which may end inside a character
+            self.seen = self._bytes.decode(errors="ignore")
 
 
 def test_in_a_terminal_it_lives_follows_its_size_and_ends_by_a_key(server: Running) -> None:

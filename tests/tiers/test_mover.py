@@ -137,6 +137,27 @@ def test_back_writes_what_came_first_before_host_memory_is_full_and_the_rest_at_
     again.close()
 
 
+def test_a_store_that_ends_while_the_lane_is_closed_ends_the_wait(tmp_path: Path) -> None:
+    class SlowToBegin(FaultyTier):
+        def write(self, objects: Objects, source: Ranges) -> Transfer:
+            begun.set()
+            time.sleep(0.1)  # who closes begins to wait before the lane's thread does
+            return super().write(objects, source)
+
+    begun = threading.Event()
+    tier = SlowToBegin(DiskTier(DiskConfig(tmp_path, 64 << 20, segment_bytes=1 << 20)), Faults(slow=0.1))
+    mover = Mover(HostTier(HostConfig(1 << 20, 16 * PAGE)), [Place(tier)])
+    filled(mover.host, 0, 4)
+    mover.kept(objects(0, 4), False)
+    assert begun.wait(5)
+    began = time.monotonic()
+    mover.close(5)
+    assert time.monotonic() - began < 3
+    again = DiskTier(DiskConfig(tmp_path, 64 << 20, segment_bytes=1 << 20))
+    assert again.lookup(objects(0, 4)).all()
+    again.close()
+
+
 def test_the_nearest_deadline_goes_first_and_loads_before_stores(setting: Setting) -> None:
     faults = Faults()
     mover, disk = setting(faults, budget=4 * PAGE)
@@ -246,6 +267,30 @@ def test_faults_are_counted_and_told_once_a_burst(setting: Setting, caplog: pyte
 
     assert until(works)
     assert mover.lanes[0].breaker.closed
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_try_that_tells_nothing_lets_the_next_follow_at_once(setting: Setting, gone: bool) -> None:
+    """The one try after a fault is a store whose page has left, or one that a full disk refuses."""
+    faults = Faults()
+    mover, disk = setting(faults)
+    lane = mover.lanes[0]
+    filled(disk, 50, 1)
+    filled(mover.host, 0, 8)
+    faults.failing = True
+    for number in range(2):
+        mover.kept(objects(number, 1), False)
+    assert until(lambda: not lane.breaker.closed and not lane.waiting_stores)
+    faults.failing, faults.full = False, True
+    time.sleep(QUICK.first + 0.01)
+    if gone:
+        mover.host.drop(objects(2, 1))
+    mover.kept(objects(2, 1), False)
+    assert until(lambda: not lane.waiting_stores)
+    assert lane.breaker.state == "open"
+    finding = mover.find([objects(50, 1)])
+    assert over(finding)
+    assert finding.found[0].all()
 
 
 def test_a_store_that_finds_its_page_gone_or_too_many_waiting_is_counted_and_no_more(

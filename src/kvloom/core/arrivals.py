@@ -116,8 +116,11 @@ class Arrivals(Verbs):
                 fresh[np.ix_(need.blocks, list(_columns(need.group)))] = True
         rows[fresh] = 0
         account.held += self.pages.retain(rows)
+        arrival = Arrival(prospect, root, node, rows, fresh)
+        self._open[id(arrival)] = arrival  # now: making room may move pages that it shares with the tree
         needs = self._needs(fresh, states)
         if self.room.make(account, needs):
+            del self._open[id(arrival)]
             self.let_go(account, self.pages, rows)
             self.tree.unlock(node, self.clock.now())
             return None
@@ -130,11 +133,9 @@ class Arrivals(Verbs):
             assert ids is not None
             part[wanted] = ids
             rows[:, columns] = part
-        arrival = Arrival(prospect, root, node, rows, fresh)
         if states:
             arrival.states = self.states.allocate(1)
         self._fix(arrival, 1)
-        self._open[id(arrival)] = arrival
         return arrival
 
     def _needs(self, fresh: Mask, states: int) -> list[int]:

@@ -411,8 +411,6 @@ class Lower:
         assert trip.arrival is not None
         resumed = self.cache.land(trip.arrival, trip.came, trip.states_came)
         gained = max(0, resumed - trip.resume)
-        if trip.request.cached_tokens is not None and trip.first:
-            trip.request.cached_tokens += gained
         self._let_go(trip)
         now = time.monotonic()
         self.last_load = now - trip.copied
@@ -424,14 +422,18 @@ class Lower:
 
     def _tell(self, trip: _Trip, tokens: int, now: float) -> None:
         """Note with a request what was brought for it: of pages that came through host memory, the tiers they came from."""
-        left = tokens
+        left, request = tokens, trip.request
         for number, objects in Counter(trip.below.values()).items():
             share = min(left, tokens * objects // max(1, trip.objects))
             if share:
-                trip.request.loads.append((self.names[1 + number], trip.began, trip.copied, share))
+                request.loads.append((self.names[1 + number], trip.began, trip.copied, share))
                 left -= share
         if left:
-            trip.request.loads.append((self.names[0], trip.copied, now, left))
+            request.loads.append((self.names[0], trip.copied, now, left))
+        if request.cached_tokens is None or (trip.first and not request.preemptions):
+            request.first_loads = len(request.loads)
+            if request.cached_tokens is not None:  # it began with its head
+                request.cached_tokens += tokens
 
     def _done(self, trip: _Trip) -> bool:
         self._trips.pop(trip.request, None)

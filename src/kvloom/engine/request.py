@@ -38,7 +38,8 @@ class Request:
 
     How it went: it was looked up at `looked_up`, on the cache's clock, and `began` when it got its first work: `hits` says
     how many tokens it found in which tier, `stop` why the pool had no more then, and `elsewhere` that another tenant has more.
-    `loads` are tokens that came from below the pool for it: the tier, from when to when on the monotonic clock, how many.
+    `loads` are tokens that came from below the pool for it: the tier, from when to when on the monotonic clock, how many. The
+    `first_loads` of them are what it began with; others brought back what it had lost.
     """
 
     order: int
@@ -73,6 +74,7 @@ class Request:
     began: float = 0.0
     stop: Stop | None = None
     loads: list[tuple[str, float, float, int]] = field(default_factory=list)
+    first_loads: int = 0
     elsewhere: bool = False
     waits: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
@@ -128,12 +130,15 @@ class Request:
 
     @property
     def hits(self) -> dict[str, int]:
-        """Tokens that it found, by the tier that had them."""
+        """Tokens that it found, by the tier that had them; `cached_tokens` in all."""
         found: dict[str, int] = {}
-        for tier, _, _, tokens in self.loads:
-            found[tier] = found.get(tier, 0) + tokens
-        here = (self.cached_tokens or 0) - sum(found.values())
-        return {"device": here, **found} if here > 0 else found
+        left = self.cached_tokens or 0
+        # Of what came more than once, because it left again before its turn, the last counts.
+        for tier, _, _, tokens in reversed(self.loads[: self.first_loads]):
+            if counted := min(tokens, left):
+                found[tier] = found.get(tier, 0) + counted
+                left -= counted
+        return {"device": left, **found} if left else found
 
     @property
     def output_count(self) -> int:

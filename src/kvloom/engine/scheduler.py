@@ -16,6 +16,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from kvloom.core import KVCache, Match
 from kvloom.models.batch import Work
@@ -83,7 +84,7 @@ class Scheduler:
                 self._slabs_of(request) * layout.slab_bytes,
                 (pool.slabs - 1) * layout.slab_bytes,
             ),
-            ("tenant's quota is", self._bytes_of(request), quota),
+            ("tenant's quota is", 0 if quota is None else self._bytes_of(request), quota),
         ):
             if there is not None and needed > there:
                 raise ValueError(
@@ -425,14 +426,23 @@ class Scheduler:
     def _bytes_of(self, request: Request) -> int:
         """The same in bytes, by the pages alone."""
         layout, sight = self.cache.layout, request.sight
+        classes, pages = self.cache.pool.classes, self._pages_for(request.limit)
+        each = [count * (layout.slab_bytes / cls.per_slab) for cls, count in zip(classes, pages, strict=True)]
+        needed = int(np.ceil(np.sum(each, 0).max()))
         if sight is None:
-            return layout.slab_bytes_for(request.limit)
+            return needed
         largest = max(item.tokens for item in sight.media)
-        seeing = layout.slab_bytes_for(sight.media[-1].stop, [largest])
-        return max(layout.slab_bytes_for(request.limit), seeing)
+        return max(needed, layout.slab_bytes_for(sight.media[-1].stop, [largest]))
 
     def _slabs_for(self, length: int) -> int:
-        """The most slabs that a sequence fills on its way to `length` tokens. (Windows are widest before its end.)"""
+        """The most slabs that a sequence fills on its way to `length` tokens."""
+        pages = self._pages_for(length)
+        slabs = [-(-count // cls.per_slab) for cls, count in zip(self.cache.pool.classes, pages, strict=True)]
+        return int(np.sum(slabs, 0).max())
+
+    def _pages_for(self, length: int) -> list[npt.NDArray[np.int64]]:
+        """The pages of each class that a sequence has at the lengths on its way to `length` tokens. (Windows are widest
+        before its end; without them the end alone is told.)"""
         layout = self.cache.layout
         windowed = any(group.spec.span.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)
@@ -443,8 +453,7 @@ class Scheduler:
                 left = group.spec.span.first_visible_each(ends - 1) // layout.block_tokens
                 units = -(-ends // layout.block_tokens) - left
             pages[self.cache.pool.class_of[group.index]] += units * group.runs
-        slabs = [-(-count // cls.per_slab) for cls, count in zip(self.cache.pool.classes, pages, strict=True)]
-        return int(np.sum(slabs, 0).max())
+        return pages
 
     def _preempt(self, request: Request) -> None:
         assert request.sequence is not None

@@ -45,7 +45,7 @@ def welcome(model: str, url: str, facts: Ready, pid: int, seconds: float, keys: 
     auth = ' -H "Authorization: Bearer $KEY"' if keys else ""
     print(
         f"""  curl {url}{path}{auth} -H "Content-Type: application/json" \\
-    -d '{{"model": "{model}", {ask}, "max_tokens": 64}}'
+    -d '{{"model": "{model}", {ask}, "max_tokens": 64, "temperature": 0}}'
 the cache, live: {url}/dashboard or `kvloom top --url {url}`\n""",
         flush=True,
     )

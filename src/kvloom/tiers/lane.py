@@ -286,6 +286,8 @@ class Lane:
         if store:
             self.overrun += len(piece.objects) - len(piece.index)
         if not len(piece.index):
+            if store:
+                self.breaker.undecided()
             lease.release(False)
             self._over(piece, lease.results == Outcome.OK)
             return
@@ -304,7 +306,7 @@ class Lane:
 
     def _wake(self) -> None:
         with self._cond:
-            self._cond.notify()
+            self._cond.notify_all()  # one alone could be who waits in `close`, and the thread would sleep on
 
     def _sweep(self, now: float) -> None:
         """Take in what is done, give up what is late. Under the lock."""
@@ -348,6 +350,8 @@ class Lane:
             self.breaker.succeeded()
             if piece.load is not None:
                 self._measure(piece, now)
+        elif np.isin(results, _HARMLESS).all():
+            self.breaker.undecided()
         self._finish(piece, ok)
 
     def _measure(self, piece: _Piece, now: float) -> None:

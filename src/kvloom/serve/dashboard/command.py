@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
     add("--api-key", metavar="KEY", help=f"an admin's, where the server wants keys (default: ${KEY})")
     add("--colour", choices=("kind", "state", "tenant"), default="kind", help="what the map's colours tell (default: kind)")  # fmt: skip
-    add("--once", action="store_true", help="print it once and end")
+    add("--once", action="store_true", help="print it once and end; so it is where the output is no terminal")
     add("--json", action="store_true", help="print the server's state as JSON and end")
 
 
@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from .terminal import screen
 
     assert source.state is not None
-    if args.once:
-        terminal = sys.stdout.isatty()
+    terminal = sys.stdout.isatty()
+    if args.once or not terminal:  # who reads a pipe wants lines, not a screen
         console = Console(width=None if terminal else 110, height=None if terminal else 44, highlight=False)
         console.print(screen(source.state, source.requests, args.colour), height=min(console.height - 1, 60))
         return 0
