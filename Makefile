@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvloom-setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-gpu lint format plan serve bench fuzz clean
+.PHONY: help setup test test-slow test-gpu lint format plan serve bench fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -29,6 +29,9 @@ $(STAMP): pyproject.toml src/kvloom/core/_native.c src/kvloom/kernels/_cpu.c
 
 test: setup lint ## lint, formatting, types and tests (under 15 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=10
+
+test-slow: setup ## what `make test` leaves out for its length (10 minutes at most): training, more compiled models, more benchmarks
+	OMP_NUM_THREADS=1 timeout 600 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=10
 
 test-gpu: ## the tests of kernels and of the zoo on this machine's GPU, by the Python that has its torch: GPU_PYTHON=python3
 	@if $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then \

@@ -199,7 +199,12 @@ def _report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("shape", "works"), [("tiny", []), ("tiny-sliding", ["W3", "W5"]), ("tiny-hybrid", ["W5", "W6"])]
+    ("shape", "works"),
+    [
+        ("tiny", []),
+        pytest.param("tiny-sliding", ["W3", "W5"], marks=pytest.mark.slow),
+        pytest.param("tiny-hybrid", ["W5", "W6"], marks=pytest.mark.slow),
+    ],
 )
 def test_both_engines_run_every_workload_and_say_the_same(
     shape: str, works: list[str], capsys: pytest.CaptureFixture[str]

@@ -32,7 +32,10 @@ def test_pages_want_a_step_first() -> None:
         Pages(layout, allocate(layout, 20)).batch  # noqa: B018
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "deepseek_v3"))],
+)
 def test_a_compiler_sees_one_operation_a_layer_and_nothing_of_ours(family: str) -> None:
     kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3_text" else {}
     model, prompts = tiny(family, num_hidden_layers=2, **kinds), prompts_of(1)

@@ -111,6 +111,7 @@ def _is_held(folder: Path, name: str) -> bool:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", models.NAMES)
 def test_a_folder_loads_and_has_learned(trained: Path, name: str) -> None:
     folder = trained / name
@@ -128,6 +129,7 @@ def test_a_folder_loads_and_has_learned(trained: Path, name: str) -> None:
     assert made.shape == (1, ids.shape[1] + 8)
 
 
+@pytest.mark.slow
 def test_the_hybrid_has_every_kind_and_generates_what_it_computes(trained: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(trained / "hybrid", dtype=torch.float32)
     assert set(model.config.layer_types) == {"full_attention", "sliding_attention", "linear_attention"}
