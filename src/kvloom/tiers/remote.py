@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -288,7 +289,7 @@ class RemoteTier(Tier):
 
 
 @dataclass(slots=True)
-class Job:
+class Job(ABC):
     """What one batch is for: objects `which` of a transfer, bytes `part` of each."""
 
     tier: str
@@ -299,9 +300,9 @@ class Job:
     part: tuple[int, int]
     which: list[int]
 
+    @abstractmethod
     def run(self, link: Link, tools: Tools) -> None:
         """Does it, and settles every object. What it raises fails those that are left."""
-        raise NotImplementedError
 
     def keys(self) -> list[bytes]:
         keys = self.objects.keys
