@@ -29,7 +29,7 @@ from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import DTYPES, Shape, split_dim
 from kvloom.kernels.sharing import SharedRun, Sharing
 from kvloom.kernels.views import LayerView, layer_views
-from kvloom.kernels.write import write
+from kvloom.kernels.write import Rotary, write
 
 from .batch import Batch
 from .embeddings import EMBEDDINGS
@@ -134,6 +134,11 @@ class Pages(Void):
         return bool(self._states)
 
     @property
+    def replaying(self) -> bool:
+        """Whether the step that was begun is single tokens to be replayed."""
+        return self._batch is not None and self._batch.replayed
+
+    @property
     def replayable(self) -> bool:
         """Whether steps can be captured in a graph: the GPU's kernels take every layer."""
         return all(_shape(view.fields).supported for view, _ in self._views.values())
@@ -188,6 +193,22 @@ class Pages(Void):
                 k_scale=fields.get("k_scale"), v_scale=fields.get("v_scale"),
             )  # fmt: skip
 
+    def _write_turned(
+        self,
+        view: LayerView,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query: torch.Tensor,
+        turns: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """`_write` of keys that are still to be turned, and queries with them."""
+        fields, pairs = view.fields, turns[0].shape[-1] // 2
+        cos, sin = (x[0, :, :pairs] for x in turns)
+        write(
+            fields["k"], fields["v"], self.batch.slots[view.group][view.run], key, value,
+            k_scale=fields.get("k_scale"), v_scale=fields.get("v_scale"), rotary=Rotary(cos, sin, rounded=True), q=query,
+        )  # fmt: skip
+
     def attend(
         self,
         layer_idx: int,
@@ -198,12 +219,17 @@ class Pages(Void):
         softcap: float | None,
         sinks: torch.Tensor | None,
         latent_values: int = 0,
+        turns: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Write a layer's new keys and values ([1, heads, tokens, dim]), then let packed queries [tokens, heads, dim] attend
-        to its pages. `latent_values`: how much of a latent is values."""
+        to its pages. `latent_values`: how much of a latent is values. With `turns` (cos and sin, [1, tokens, dim], every angle
+        twice), queries, in place, and keys, on their way into pages, are still to be turned: for steps that are replayed."""
         view, span = self._views[layer_idx]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
-        self._write(view, new_k, new_v)
+        if turns is None:
+            self._write(view, new_k, new_v)
+        else:
+            self._write_turned(view, new_k, new_v, query, turns)
         read = partial(self._read, view, span, scale, softcap, sinks, latent_values)
         if self._cutter is None:
             return read(query, new_k, new_v)

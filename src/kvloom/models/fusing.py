@@ -7,7 +7,8 @@
 | q_proj, k_proj, v_proj                | one matrix product                                        |
 | `apply_rotary_pos_emb`                | one launch                                                |
 | decoder layers of these               | residuals added where a product, or a norm after it, ends |
-| attention, on a CPU (`attending`)     | one rotation in place; no call that modeling code repeats |
+| attention (`attending`)               | on a CPU one rotation in place, and fewer calls; on a GPU  |
+|                                       | single tokens are turned by the launch that writes them   |
 | experts and their routers (`experts`) | two grouped matrix products, one launch for the choice    |
 
 Nothing is known of families: what a module computes is tried on random input first, and one that computes something else
@@ -211,7 +212,7 @@ def _layer(module: Any) -> bool:
 def _lean(layer: _Layer) -> Any:
     """The layer in fewer calls, where it is on a CPU and of plain parts."""
     attention, mlp = layer._module.self_attn.forward, layer._mlp
-    if layer._posts or not isinstance(attention, Attention) or not attention.plain or mlp._bias is not None:
+    if layer._posts or type(attention) is not Attention or not attention.plain or mlp._bias is not None:
         return layer
     first, second = (lean.Norm(norm._module, norm._eps, norm._form == "gemma") for norm in layer._pres)
     output, tanh = layer._output._module, mlp._activation == "gelu_tanh"
