@@ -118,7 +118,7 @@ def test_single_tokens_to_be_replayed_are_turned_by_who_writes_them(
     own = Pages._write_turned
     monkeypatch.setattr(Pages, "_write_turned", lambda self, *given: (turned.append(1), own(self, *given))[1])
     stage = Stage(engine.cache, "cpu", 16, 8, mirrored=True)
-    stage.send(works, 3)
+    stage.send_singles(works, 3)
     found = engine.runner._forward(stage.replayed(3, torch.zeros(8, dtype=torch.int64)), None)
     assert len(turned) == len(attentions)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

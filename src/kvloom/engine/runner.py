@@ -186,7 +186,7 @@ class Runner:
     def try_replay(self) -> None:
         """Run, without a graph, the step of as many single tokens as there may be, all of nobody's."""
         if self.pages.replayable:
-            self.stage.send([], self.rows)
+            self.stage.send_singles([], self.rows)
             self._forward(self.stage.replayed(self.rows, self.chosen), None)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -216,7 +216,7 @@ class Runner:
     def _replay(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor:
         size = next(size for size in self._sizes if size >= len(works))
         captured = self._captured(size, self._share(works, size))
-        self.stage.send(works, size)
+        self.stage.send_singles(works, size)
         captured.graph.replay()
         logits = captured.logits[: len(works)]
         if wanted is not None and len(wanted) < len(works):
@@ -239,7 +239,7 @@ class Runner:
 
     def _captured(self, size: int, shares: bool) -> _Captured:
         if (size, shares) not in self._graphs:
-            self.stage.send([], size)
+            self.stage.send_singles([], size)
             side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(side):  # compiles, and lets libraries take their memory
