@@ -17,8 +17,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import (
+    gdc_launch_dependents as launch_dependents,
+    gdc_wait as wait_for_launcher,
+)
 
 from .reference import SMALLEST_SCALE, Rotary, largest
+from .shapes import overlapped, overlaps
 
 __all__ = ["write"]
 
@@ -292,7 +297,11 @@ def _write_kernel(
     ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
     Q_ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        launch_dependents()
+        wait_for_launcher()
     program = tl.program_id(0)
     each = tl.cdiv(tokens * HEADS, ROWS)
     lane = tl.arange(0, ROWS)
@@ -402,8 +411,10 @@ def write(
         ROUNDED=rotary is not None and rotary.rounded,
         ROWS=rows,
         Q_ROWS=q_rows,
+        OVERLAP=overlaps(k.device),
         num_warps=warps,
         enable_fp_fusion=False,  # products and sums are rounded one by one, as torch rounds them
+        **overlapped(k.device),
     )
 
 
