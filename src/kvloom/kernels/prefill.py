@@ -41,7 +41,7 @@ from .prefill_backends import (
 )
 from .prefill_batches import Batches, Call, room
 from .reference import FULL, Mask
-from .shapes import Shape, check_call, check_results, upload
+from .shapes import ROOMS, Shape, check_call, check_results, room_of, upload
 
 __all__ = ["PrefillPlan"]
 
@@ -52,8 +52,6 @@ LIBRARY_PAIRS = DESCRIPTOR_WORK
 SINGLES = 16
 """Rows of one query, before all others, from which decode's kernels take them: they are made for such rows, and a step that
 mixes prompts with what decodes has them in front."""
-ROOMS = (64, 256, 1024, 4096)
-"""Rows that plans of decode have room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,13 +309,15 @@ class PrefillPlan:
             count = int(np.append((rows.queries != 1) | (rows.owns < 0), True).argmax())
             self._decode = 0, None
             if 0 < self._least <= count <= ROOMS[-1]:
-                room = next(room for room in ROOMS if room >= count)
+                room = room_of(count)
                 if room not in self._decodes:
                     self._decodes[room] = DecodePlan(self.shape, room, 1, self.span, self.device)
                 self._decode = count, self._decodes[room]
-                ends = np.concatenate((np.arange(count + 1), rows.lengths[:count])).astype(np.int32)
+                at = -(-(count + 1) // 4) * 4  # so that both are aligned, as a compiled kernel knows them
+                ends = np.zeros(at + count, np.int32)
+                ends[: count + 1], ends[at:] = np.arange(count + 1), rows.lengths[:count]
                 sent = self._sent(ends)
-                self._decodes[room].make(sent[: count + 1], sent[count + 1 :])
+                self._decodes[room].make(sent[: count + 1], sent[at:])
         count, plan = self._decode
         if plan is not None:
             out, lse = call.results()

@@ -26,7 +26,7 @@ from kvloom.core import PoolLayout, Span
 from kvloom.kernels import cpu
 from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
 from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import DTYPES, Shape, split_dim
+from kvloom.kernels.shapes import DTYPES, Shape, room_of, split_dim
 from kvloom.kernels.sharing import SharedRun, Sharing
 from kvloom.kernels.views import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
@@ -54,9 +54,6 @@ IGNORED = frozenset(
 
 _HANDLES = count()
 _OPEN: WeakValueDictionary[int, Pages] = WeakValueDictionary()
-
-ROOMS = (16, 64, 256, 512, 1024, 4096)
-"""Rows that plans of replayed steps have room for: one plan serves graphs of several sizes."""
 
 
 class Cutter(Protocol):
@@ -302,7 +299,7 @@ class Pages(Void):
         return sharing.holds > 0
 
     def _sharing_of(self, rows: int) -> Sharing:
-        room = _room(rows)
+        room = room_of(rows)
         if room not in self._sharing:
             self._sharing[room] = Sharing(room, device=self.device)
         return self._sharing[room]
@@ -310,7 +307,7 @@ class Pages(Void):
     def _plan(self, shape: Shape, span: Span) -> Plan:
         batch = self.batch
         # A step that is replayed has single tokens, and lengths that only the device knows.
-        rows = _room(len(batch.sizes)) if batch.replayed else 0
+        rows = room_of(len(batch.sizes)) if batch.replayed else 0
         key = shape, span, rows, batch.shares and not span.windowed
         if key not in self._plans:
             self._plans[key] = self._new_plan(*key)
@@ -336,10 +333,6 @@ class Pages(Void):
         if self.device.type == "cuda" and not shape.supported:
             return ReferencePlan(shape, span)
         return prefill_plan(shape, span, self.device)
-
-
-def _room(rows: int) -> int:
-    return next(room for room in ROOMS if room >= rows)
 
 
 def _shape(fields: dict[str, torch.Tensor]) -> Shape:
