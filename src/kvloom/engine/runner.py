@@ -69,7 +69,7 @@ class Runner:
     ) -> None:
         """`invariant`: what a row gives does not hang on what else is in its step (CUDA alone)."""
         self.model, self.device, self.vision = model, buffer.device, vision
-        fuse(model)
+        fuse(model, 0 if vision is not None else cache.max_tokens)
         self.pages = Pages(cache.layout, buffer, scales, _piece(cache.max_tokens) if invariant else 0)
         self.steady: AbstractContextManager[Any] = nullcontext()
         """What numbers are computed in, here and by whoever goes on with them."""

@@ -6,6 +6,7 @@
 | gate_proj, up_proj of a gated MLP     | one matrix product, one launch for the activation         |
 | q_proj, k_proj, v_proj                | one matrix product                                        |
 | `apply_rotary_pos_emb`                | one launch                                                |
+| rotary embeddings (`angles`)          | on a GPU, looked up in a table                            |
 | decoder layers of these               | residuals added where a product, or a norm after it, ends |
 | attention (`attending`)               | on a CPU one rotation in place, and fewer calls; on a GPU  |
 |                                       | single tokens are turned by the launch that writes them   |
@@ -30,14 +31,16 @@ from torch.nn import functional
 from kvloom.kernels.fused import Activation, Norm, Normed, add_norm, gated, linear, rms_norm, rotate
 
 from . import lean
+from .angles import fuse_angles
 from .attending import Attention, fuse_attention
 from .experts import fuse_experts, fuse_router
 
 __all__ = ["fuse"]
 
 
-def fuse(model: Any) -> Counter[str]:
-    """Fuse what can be fused; how much that was. Harmless to repeat. The model must be on its device."""
+def fuse(model: Any, limit: int = 0) -> Counter[str]:
+    """Fuse what can be fused; how much that was. Harmless to repeat. The model must be on its device. Positions that it will be
+    given are below `limit`; 0: nobody knows."""
     done: Counter[str] = Counter()
     with torch.no_grad():
         for module in model.modules():
@@ -53,6 +56,9 @@ def fuse(model: Any) -> Counter[str]:
                 done["layers"] += 1
         for name in {type(module).__module__ for module in model.modules()}:
             done["rotary embeddings"] += _turn(sys.modules[name], model)
+        like = next(model.parameters())[:1]
+        for module in model.modules() if limit and like.is_cuda else ():
+            done["angles"] += fuse_angles(module, limit, like)
     return +done
 
 
