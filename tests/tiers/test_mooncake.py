@@ -124,9 +124,9 @@ def test_a_master_that_dies_costs_misses_and_a_bounded_wait_and_comes_back(tmp_p
     began = time.monotonic()
     assert not tier.lookup(objects(range(4))).any()
     transfer = tier.read(objects(range(4)), memory(4))
-    assert transfer.wait(4)
+    assert transfer.wait(10)
     assert not transfer.ok.any()
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 15
     with mooncake_master(tmp_path, port):
         deadline = time.monotonic() + 25
         while not put(tier, range(4)).ok.all() and time.monotonic() < deadline:
@@ -145,11 +145,11 @@ def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
             began = time.monotonic()
             assert not tier.lookup(objects(range(2))).any()
             transfer = tier.read(objects(range(2)), memory(2))
-            assert transfer.wait(3)
+            assert transfer.wait(8)
             assert (transfer.results == Outcome.FAILED).all()
             assert transfer.quiet, "the caller's memory was never lent"
             assert "did not answer within 0.5 s" in transfer.reason
-            assert time.monotonic() - began < 4
+            assert time.monotonic() - began < 10
         tier.close()
 
 

@@ -110,9 +110,9 @@ def test_a_peer_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
             began = time.monotonic()
             transfer = tier.read(objects(range(4)), memory(4))
             assert not tier.lookup(objects(range(4))).any()
-            assert transfer.wait(3)
+            assert transfer.wait(8)
             assert (transfer.results == Outcome.FAILED).all()
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < 10
         deadline = time.monotonic() + 10
         while not get(tier, range(4)).ok.all() and time.monotonic() < deadline:
             time.sleep(0.1)
