@@ -1,168 +1,31 @@
 """Making room: which pages leave, or move, so that others fit.
 
 Everything cached competes under one policy: run tails, checkpoints, media runs; spare window pages
-go before all of them. Where slabs hold several pages, live pages are moved together. Deciding
+go before all of them. Where slabs hold several pages, live pages are moved together (`gather`). Deciding
 happens here; the tree and the pool carry it out, and byte copies are left in `copies`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import NamedTuple
-
-import numpy as np
 
 from .clock import Clock
 from .columns import Columns
+from .copies import Copies
+from .ghosts import Ghost, Ghosts
 from .media import MediaRun
 from .names import NAME_BYTES, TOKEN_BYTES
-from .nodes import Checkpoint, Node, Root
-from .policies import Entry, Memo
-from .pool import Ids, Index, PagePool
+from .nodes import Checkpoint, Node
+from .policies import Entry
+from .pool import Ids, PagePool
 from .prefix import PrefixTree
 from .spread import Spread
 from .tenants import Account, Accounts
 
-__all__ = ["Copies", "CopyBatch", "Ghost", "Ghosts", "Room"]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyBatch:
-    """Pages to copy inside the pool: page `source[i]` to page `target[i]`, ids of one page size.
-
-    To run before the next step writes anything, batch after batch. Within a batch no page is both a
-    source and a target, so its copies may run at once.
-    """
-
-    page_stride: int
-    source: Ids
-    target: Ids
-
-
-class Copies:
-    """Copies decided since the engine last took them. Their sources stay as they are until then, but
-    for pages that were moved: a later copy into a slab that moved pages came from goes into a later
-    batch."""
-
-    def __init__(self, pool: PagePool, slab_bytes: int) -> None:
-        self._per_slab = [c.per_slab for c in pool.classes]
-        self._pool = pool
-        self._slab_bytes = slab_bytes
-        self._pending: list[dict[int, int]] = [{} for _ in pool.classes]
-        self._batches: list[CopyBatch] = []
-        self._vacated: set[int] = set()
-        self._held: list[tuple[Columns, Ids, Account]] = []
-
-    def add(self, cls: int, source: Ids, target: Ids) -> None:
-        if self._vacated and not self._vacated.isdisjoint((target // self._per_slab[cls]).tolist()):
-            self._close_batch()
-        pending = self._pending[cls]
-        sources = source.tolist()
-        if not pending.keys().isdisjoint(sources):
-            # A source that is itself still to be written is read where its bytes are now.
-            sources = [pending.get(src, src) for src in sources]
-        pending.update(zip(target.tolist(), sources, strict=True))
-
-    def add_rows(self, columns: Columns, source: Ids, target: Ids) -> None:
-        for cls in columns.classes:
-            at = columns.columns_of(cls)
-            self.add(cls, source[:, at].ravel(), target[:, at].ravel())
-
-    def add_move(self, cls: int, source: Ids, target: Ids) -> None:
-        """Pages leave a slab that may be lent again at once."""
-        self.add(cls, source, target)
-        self._vacated.update((source // self._per_slab[cls]).tolist())
-
-    def hold(self, columns: Columns, rows: Ids, account: Account) -> None:
-        """Take over a hold on source pages."""
-        self._held.append((columns, rows, account))
-
-    def held_rows(self) -> list[tuple[Columns, Ids]]:
-        return [(columns, rows) for columns, rows, _ in self._held]
-
-    def slabs(self) -> set[int]:
-        """Slabs that copies yet to be taken may read or write, free ones among them. O(copies)."""
-        pages = [
-            (cls, page) for cls, pairs in enumerate(self._pending) for pair in pairs.items() for page in pair
-        ]
-        slabs = {page // self._per_slab[cls] for cls, page in pages}
-        for batch in self._batches:
-            per_slab = self._slab_bytes // batch.page_stride
-            slabs.update((batch.source // per_slab).tolist(), (batch.target // per_slab).tolist())
-        return slabs
-
-    def where(self, columns: Columns, rows: Ids) -> Ids:
-        """Where the bytes of pages are now, while copies are still to be made; 0 where that cannot be said. It holds until
-        they are made, whatever is decided meanwhile."""
-        if not self._batches and not any(self._pending):
-            return rows
-        now = rows.copy()
-        for cls in columns.classes:
-            stride, pending = self._slab_bytes // self._per_slab[cls], self._pending[cls]
-            unsure = {t for b in self._batches if b.page_stride == stride for t in b.target.tolist()}
-            at = columns.columns_of(cls)
-            pages = now[:, at].ravel().tolist()
-            found = [pending.get(page, 0 if page in unsure else page) for page in pages]
-            now[:, at] = np.array(found, np.int32).reshape(len(rows), len(at))
-        return now
-
-    def _close_batch(self) -> None:
-        for cls, pending in enumerate(self._pending):
-            if pending:
-                target = np.fromiter(pending.keys(), np.int32, len(pending))
-                source = np.fromiter(pending.values(), np.int32, len(pending))
-                # What was let go before it was written is not: its bytes may be someone else's now.
-                counts = self._pool.classes[cls]
-                live = (counts.held[target] > 0) | (counts.kept[target] > 0)
-                stride = self._slab_bytes // self._per_slab[cls]
-                self._batches.append(CopyBatch(stride, source[live], target[live]))
-                pending.clear()
-        self._vacated.clear()
-
-    def take(self) -> list[CopyBatch]:
-        self._close_batch()
-        batches, self._batches = self._batches, []
-        for columns, rows, account in self._held:
-            account.returned(*columns.release(rows))
-        self._held.clear()
-        return batches
-
-
-class Ghost(NamedTuple):
-    """Something that left: when, by which policy, and what the policy remembers of it."""
-
-    when: float
-    why: str
-    memo: Memo | None
-
-
-class Ghosts:
-    """What left lately, so that a miss can be explained and learned from. Bounded; the oldest are
-    forgotten."""
-
-    LIMIT = 1 << 16
-    SEEN = 64  # bytes of text by which a run is known again
-
-    def __init__(self) -> None:
-        self._seen: OrderedDict[tuple[int | bytes, int], Ghost] = OrderedDict()
-
-    @staticmethod
-    def place(node: Node) -> int | bytes:
-        """What stands for the end of a node; for a root its name, which outlives it."""
-        return node.name if isinstance(node, Root) else node.serial
-
-    def add(self, place: int | bytes, text: bytes | bytearray, ghost: Ghost) -> None:
-        """The run that began with `text` after `place` left."""
-        self._seen[place, hash(bytes(text[: self.SEEN]))] = ghost
-        if len(self._seen) > self.LIMIT:
-            self._seen.popitem(last=False)
-
-    def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
-        return self._seen.get((place, hash(data[start : start + self.SEEN])))
+__all__ = ["Room"]
 
 
 _KINDS: dict[type[Entry], str] = {Node: "blocks", Checkpoint: "snapshot", MediaRun: "media"}
@@ -197,7 +60,7 @@ class Room:
         """Seconds that evicted entries had not been used for."""
         self.evicted_bytes = 0
         self.moves = 0
-        self.renumber: Callable[[int, Ids, Ids], None] = lambda cls, old, new: None
+        self.gather: Callable[[bool], bool] = lambda cheaply: False
         self.standing: Callable[[], Iterable[Node]] = lambda: ()
         self.release_expired: Callable[[], None] = lambda: None
         self._serials = count(1)
@@ -251,12 +114,12 @@ class Room:
         """Evict and move for `account`, or for the pool itself, until no slab is lacking; returns how many
         still are when nothing more can leave."""
         while slabs := lacking():
-            if self._gather(cheaply=True):
+            if self.gather(True):
                 continue
             victim = self.accounts.victim(account, now)
             if victim is not None:
                 self._evict_from(victim, self._fair(account, victim, slabs), now)
-            elif not self._gather(cheaply=False):
+            elif not self.gather(False):
                 break
         return slabs
 
@@ -402,51 +265,3 @@ class Room:
         run.last_used = now
         if not run.holds:
             run.account.queue.push(run, now)
-
-    # -- moving pages together ------------------------------------------------------------------
-
-    def _gather(self, cheaply: bool) -> bool:
-        """Empty one partly used slab by moving its pages to others. Cheaply: only if it is mostly free."""
-        for c in self.pool.classes:
-            if c.per_slab == 1 or not c.free_pages:
-                continue
-            slab = self.pool.movable(c.index)
-            if slab is None or (cheaply and 2 * int(c.used[slab]) > c.per_slab):
-                continue
-            self.pool.move_out(c.index, slab, partial(self._moved, c.index))
-            return True
-        return False
-
-    def _moved(self, cls: int, old: Ids, new: Ids) -> None:
-        self.moves += old.size
-        self.tree.version += 1
-        self.copies.add_move(cls, old, new)
-        new_of = dict(zip(old.tolist(), new.tolist(), strict=True))
-        for columns in (self.tree.pages, self.tree.states, self.media):
-            keepers = columns.keepers.get(cls)
-            if keepers is None:
-                continue
-            for page, target in new_of.items():
-                keeper = keepers[page]
-                keepers[page], keepers[target] = None, keeper
-                if isinstance(keeper, Node):
-                    self._renumber_nodes(keeper, columns.columns_of(cls), page, target)
-                elif isinstance(keeper, Checkpoint) and keeper.states is not None:
-                    _renumber(keeper.states, columns.columns_of(cls), page, target)
-                elif isinstance(keeper, MediaRun):
-                    _renumber(keeper.rows, columns.columns_of(cls), page, target)
-        self.renumber(cls, old, new)
-
-    def _renumber_nodes(self, node: Node, columns: Index, page: int, target: int) -> None:
-        """A page stands in one node, or in some of those that meet it inside a block."""
-        for current in (node, *self.tree.meeting(node)):
-            _renumber(current.pages[: current.count], columns, page, target)
-
-
-def _renumber(rows: Ids, columns: Index, page: int, target: int) -> None:
-    """Replace a page id in some columns; ids of other page sizes stand in the others."""
-    part = rows[:, columns]
-    hit = part == page
-    if hit.any():
-        part[hit] = target
-        rows[:, columns] = part
