@@ -37,8 +37,8 @@ from kvloom.tiers.remote import RemoteConfig
 __all__ = ["WORKS", "Memory", "Side", "Work"]
 
 _WAIT_SECONDS = 120.0
-_IO_BYTES = 2 << 20
-_READ_THREADS = 4
+_IO_BYTES = 512 << 10  # of a raw read, and the threads: what the disk does best with
+_READ_THREADS = 8
 _SLAB_BYTES = 8 << 20
 _DISK = 24  # rounds that a disk tier holds: what leaves, and is carried, is not what is measured
 _STORAGE = """

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .arena import Arena, copy_pages
-from .codec import Head, checksums, make_codec, unseal
+from .checks import checksums
+from .codec import Head, make_codec, unseal
 from .tier import Objects, Ranges, Tier, parted
 from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
 

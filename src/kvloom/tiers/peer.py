@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from .codec import Head, checksum, checksums, unseal
+from .checks import checksum, checksums
+from .codec import Head, unseal
 from .options import Options
 from .peer_nixl import NixlReach
 from .remote import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage

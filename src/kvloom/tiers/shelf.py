@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .codec import Head, checksum
+from .checks import checksum
+from .codec import Head
 from .files import BLOCK, Files, aligned_bytes
 from .segment import Record, Segment, frame_bytes
 from .tier import KEY_BYTES
