@@ -26,6 +26,7 @@ from .codec import Compression, make_codec, most_bytes
 from .fetch import Fetcher
 from .files import BLOCK, Files, SystemFiles, aligned, lock_directory
 from .keys import Keyring
+from .shares import Shares
 from .shelf import Shelf, ShelfConfig
 from .tier import Objects, Ranges, Tier, TierError, parted
 from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
@@ -118,6 +119,18 @@ class DiskTier(Tier):
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def share_out(self, shares: Shares) -> None:
+        """Raises TierError where the disk does not let files go that a share has no room for."""
+        try:
+            self._shelf.share_out(shares)
+        except OSError as error:
+            raise TierError(
+                f"the disk tier cannot make room in {self._path}: {error.strerror or error}"
+            ) from error
+
+    def kept_for(self, tenant: str) -> int:
+        return self._shelf.kept_for(tenant)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         with self._shelf.lock:

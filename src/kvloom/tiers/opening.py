@@ -20,7 +20,8 @@ from kvloom.core.sizes import parse_size
 from .codec import Compression
 from .disk import DiskConfig, DiskTier
 from .host import HostConfig, HostTier
-from .tier import Tier
+from .shares import Shares, Sharing
+from .tier import Tier, TierError
 
 __all__ = ["SCHEMES", "Place", "Write", "host_capacity", "open_place", "open_tier", "options_of"]
 
@@ -69,16 +70,22 @@ def open_tier(text: str) -> Tier:
     return SCHEMES[scheme_of(text)](text)
 
 
-def open_place(text: str) -> Place:
-    """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`."""
+def open_place(text: str, shares: Shares | None = None) -> Place:
+    """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`. `shares`
+    hold in it where it is a tier that knows them."""
     scheme_of(text)
     found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
-    if found is None:
-        return Place(open_tier(text))
-    if found[1] not in WRITES:
+    if found is not None and found[1] not in WRITES:
         raise ValueError(f"tier {text!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
-    rest = (text[: found.start()] + text[found.end() :]).rstrip("?&")
-    return Place(open_tier(rest), cast(Write, found[1]))
+    rest = text if found is None else (text[: found.start()] + text[found.end() :]).rstrip("?&")
+    tier = open_tier(rest)
+    if shares and isinstance(tier, Sharing):
+        try:
+            tier.share_out(shares)
+        except TierError:
+            tier.close()
+            raise
+    return Place(tier) if found is None else Place(tier, cast(Write, found[1]))
 
 
 def host_capacity(text: str) -> tuple[int, bool]:
