@@ -10,7 +10,8 @@ import pytest
 
 from kvloom.tiers import Objects, Outcome, TierError
 from kvloom.tiers.bounded import Bounded
-from kvloom.tiers.mooncake import MooncakeConfig, MooncakeStore, _Client, open_from, open_mooncake
+from kvloom.tiers.mooncake import MooncakeConfig, MooncakeStore, _Client, open_mooncake
+from kvloom.tiers.opening import open_tier
 from kvloom.tiers.remote import RemoteConfig, RemoteTier
 from kvloom.tiers.values import PREFIX, Counted, store_tier
 
@@ -156,11 +157,11 @@ def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
 def test_an_absent_master_is_said_when_opening() -> None:
     pytest.importorskip("mooncake.store", exc_type=ImportError)
     with pytest.raises(TierError, match="cannot be reached"):
-        open_from("mooncake://127.0.0.1:1?capacity=8MiB&timeout=1")
+        open_tier("mooncake://127.0.0.1:1?capacity=8MiB&timeout=1")
     with pytest.raises(ValueError, match="unknown sgment"):
-        open_from("mooncake://127.0.0.1:1?capacity=8MiB&sgment=1GiB")
+        open_tier("mooncake://127.0.0.1:1?capacity=8MiB&sgment=1GiB")
     with pytest.raises(ValueError, match="where is its master"):
-        open_from("mooncake:?capacity=8MiB")
+        open_tier("mooncake:?capacity=8MiB")
 
 
 def test_what_this_process_put_is_counted_least_recently_used_first() -> None:

@@ -23,7 +23,7 @@ import torch
 from kvloom.core import Arrival, KVCache, Match, Need, PageGroup, Prospect, Question
 from kvloom.tiers import Form, HostTier, Lease, Objects, TierError
 from kvloom.tiers.mover import Fetch, Finding, Mover, MoverConfig
-from kvloom.tiers.opening import Place, host_capacity, open_place
+from kvloom.tiers.opening import Place, check_tiers, host_capacity, open_place
 from kvloom.tiers.shares import shares_of
 
 from .arena import Event, HostPages, form_of, open_host
@@ -92,9 +92,8 @@ def open_lower(
     """The tiers that texts name (`host:64GiB`, `disk:/path:1TiB`, …), under one cache. A text that makes no sense is refused;
     a tier that cannot be opened is left out, and said to be."""
     layout, device = cache.layout, buffer.device
+    check_tiers(text for text in texts if isinstance(text, str))
     hosts = [text for text in texts if isinstance(text, str) and text.startswith("host:")]
-    if len(hosts) > 1:
-        raise ValueError(f"{len(hosts)} host tiers were asked for: there is one host memory, so give one")
     write: str | None = None
     capacity, checked = STAGING[device.type == "cuda"], False
     if hosts:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -59,9 +59,13 @@ class DiskConfig:
     close_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        for field, allowed in (("durable", ("power", "process")), ("evict", ("oldest", "least-used"))):
+        for field, allowed in (
+            ("durable", ("power", "process")),
+            ("evict", ("oldest", "least-used")),
+            ("compression", get_args(Compression)),
+        ):
             if getattr(self, field) not in allowed:
-                raise ValueError(f"{field}={getattr(self, field)!r} is none of {allowed}")
+                raise ValueError(f"{field}={getattr(self, field)!r} is none of {', '.join(allowed)}")
         if self.readers < 1 or self.pending_bytes < 1:
             raise ValueError(
                 f"readers={self.readers} and pending_bytes={self.pending_bytes} must be positive"
