@@ -34,11 +34,12 @@ class Ghosts:
         """What stands for the end of a node; for a root its name, which outlives it."""
         return node.name if isinstance(node, Root) else node.serial
 
-    def add(self, place: int | bytes, text: bytes | bytearray, ghost: Ghost) -> None:
-        """The run that began with `text` after `place` left."""
-        self._seen[place, hash(bytes(text[: self.SEEN]))] = ghost
-        if len(self._seen) > self.LIMIT:
-            self._seen.popitem(last=False)
+    def add(self, after: Node, text: bytes | bytearray, ghost: Ghost) -> None:
+        """The run that began with `text` (no more than SEEN of it) after the end of a node left."""
+        seen = self._seen
+        seen[self.place(after), hash(bytes(text))] = ghost
+        if len(seen) > self.LIMIT:
+            seen.popitem(last=False)
 
     def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
         return self._seen.get((place, hash(data[start : start + self.SEEN])))

@@ -28,9 +28,6 @@ from .tenants import Account, Accounts
 __all__ = ["Room"]
 
 
-_KINDS: dict[type[Entry], str] = {Node: "blocks", Checkpoint: "snapshot", MediaRun: "media"}
-
-
 class Room:
     def __init__(
         self,
@@ -60,13 +57,17 @@ class Room:
         """Seconds that evicted entries had not been used for."""
         self.evicted_bytes = 0
         self.moves = 0
-        self.gather: Callable[[bool], bool] = lambda cheaply: False
+        self.gather: Callable[[bool], bool] | None = None  # where pages can move: see Moving
         self.standing: Callable[[], Iterable[Node]] = lambda: ()
         self.release_expired: Callable[[], None] = lambda: None
         self._serials = count(1)
+        self._page_bytes = [slab_bytes // c.per_slab for c in pool.classes]
 
     def bytes_of(self, needs: Sequence[int]) -> int:
-        return sum(n * self.slab_bytes // c.per_slab for n, c in zip(needs, self.pool.classes, strict=True))
+        size = 0
+        for cls, page_bytes in enumerate(self._page_bytes):
+            size += needs[cls] * page_bytes
+        return size
 
     def make(self, account: Account, needs: Sequence[int]) -> int:
         """Make `needs[c]` pages of each class allocatable for `account`; returns how many pages are
@@ -75,12 +76,13 @@ class Room:
         if not self.pool.lacking(needs) and account.tenant.quota is None:
             return 0
         self.release_expired()
-        want = self.bytes_of(needs)
-        beyond = account.beyond_quota(want)
-        if beyond:
-            return self._pages(beyond, needs)
+        limited, want = account.tenant.quota is not None, self.bytes_of(needs)
+        if limited:
+            beyond = account.beyond_quota(want)
+            if beyond:
+                return self._pages(beyond, needs)
         tight = self.tree.nodes * self.tree.pages.width  # no more pages than these can be stuck
-        if self.pool.missing_slabs([n + tight for n in needs]):
+        if self.pool.missing_slabs(needs, tight):
             short = self.pool.missing_slabs(needs) or self.pool.missing_slabs(self._with_stuck(needs))
             if short:
                 return self._pages(short * self.slab_bytes, needs)
@@ -89,7 +91,7 @@ class Room:
             if protected > 0:
                 return self._pages(protected, needs)
         now = self.clock.now()
-        while account.over_quota(want):
+        while limited and account.over_quota(want):
             over = -(-account.over_quota(want) // self.slab_bytes)
             if not self._evict_from(account, over, now):
                 return self._pages(account.over_quota(want), needs)
@@ -114,12 +116,12 @@ class Room:
         """Evict and move for `account`, or for the pool itself, until no slab is lacking; returns how many
         still are when nothing more can leave."""
         while slabs := lacking():
-            if self.gather(True):
+            if self.gather is not None and self.gather(True):
                 continue
             victim = self.accounts.victim(account, now)
             if victim is not None:
                 self._evict_from(victim, self._fair(account, victim, slabs), now)
-            elif not self.gather(False):
+            elif self.gather is None or not self.gather(False):
                 break
         return slabs
 
@@ -171,21 +173,31 @@ class Room:
         """Let the next thing of `account` leave, about `slabs` slabs of it; False if there is none."""
         queue = account.queue
         before = account.used
-        entry: Entry
+        row_bytes = self.tree.pages.row_bytes
+        rows = (
+            -(-slabs * self.slab_bytes // row_bytes) if row_bytes else 1
+        )  # of pages, that fill so many slabs
+        why = queue.policy.name
+        entry: Entry | None
         if queue.spares:
             entry, window = queue.spares.popleft()
             assert isinstance(entry, Node)
             kind = "window"
-            self.tree.drop_spares(entry, window, self._rows(slabs), queue.policy.name)
+            self.tree.drop_spares(entry, window, rows, why)
             if account.used < before:
                 self.tree.requeue(entry, now)
         else:
-            found = queue.pop(now)
-            if found is None:
+            entry = queue.first(now)
+            if entry is None:
                 return False
-            entry, kind = found, _KINDS[type(found)]
             queue.policy.on_evict(entry, now)
-            self._evict(entry, self._rows(slabs), now, queue.policy.name)
+            if isinstance(entry, Node):
+                kind = "blocks"
+                self._evict_tail(entry, rows, now, why)
+            else:
+                kind = "snapshot" if isinstance(entry, Checkpoint) else "media"
+                queue.remove(entry)
+                self._evict_whole(entry, now, why)
         self.evictions += 1
         account.evictions += 1
         self.evicted[kind] += 1
@@ -193,20 +205,16 @@ class Room:
         self.evicted_bytes += before - account.used
         return True
 
-    def _rows(self, slabs: int) -> int:
-        """Rows of token pages that fill so many slabs."""
-        per_row = self.tree.pages.row_bytes
-        return max(1, -(-slabs * self.slab_bytes // per_row)) if per_row else 1
+    def _evict_tail(self, node: Node, rows: int, now: float, why: str) -> None:
+        """Cut some rows off the end of a leaf, or all that nobody can resume in."""
+        block = self.tree.block
+        resume = self.tree.last_resume(node)
+        if resume == node.end:
+            resume = ((node.end - 1) // block - rows + 1) * block
+        self._cut(node, resume if resume > node.start else node.start, now, why)
 
-    def _evict(self, entry: Entry, rows: int, now: float, why: str) -> None:
-        if isinstance(entry, Node):
-            if entry.leaf:
-                resume = self.tree.last_resume(entry)
-                if resume == entry.end:
-                    last = (entry.end - 1) // self.tree.block
-                    resume = max(entry.start, (last - rows + 1) * self.tree.block)
-                self._cut(entry, resume, now, why)
-        elif isinstance(entry, Checkpoint) and not entry.locks:
+    def _evict_whole(self, entry: Entry, now: float, why: str) -> None:
+        if isinstance(entry, Checkpoint) and not entry.locks:
             node = entry.node
             self.tree.drop_checkpoint(entry, why)
             if node.leaf:
@@ -214,27 +222,27 @@ class Room:
         elif isinstance(entry, MediaRun) and not entry.holds:
             del self.runs[entry.key]
             self.tree.version += 1
-            if self.tree.teller.listening:
+            if self.tree.events.listening:
                 self.tree.teller.media_dropped(entry.key[:NAME_BYTES], entry.key[NAME_BYTES:], why)
             entry.account.used -= self.media.drop(entry.rows)
 
     def _cut(self, node: Node, end: int, now: float, why: str) -> None:
         """Trim a leaf to `end` and on to where someone can still resume; what becomes a leaf is queued."""
+        tree = self.tree
         while True:
             if end < node.end:
-                parent = node.parent
+                parent, start = node.parent, node.start
                 assert parent is not None
-                start = max(0, end - node.start) * TOKEN_BYTES
-                text = node.text[start : start + Ghosts.SEEN]
-                place = self.ghosts.place(parent if end <= node.start else node)
-                self.ghosts.add(place, text, Ghost(now, why, node.memo))
-                self.tree.trim(node, end, why)
-                if node.parent is None:
-                    self.tree.requeue(parent, now)
+                left = end - start if end > start else 0
+                text = node.text[left * TOKEN_BYTES : left * TOKEN_BYTES + Ghosts.SEEN]
+                self.ghosts.add(node if left else parent, text, Ghost(now, why, node.memo))
+                tree.trim(node, end, why)
+                if not left:
+                    tree.requeue(parent, now)
                     return
-            resume = self.tree.last_resume(node)
+            resume = tree.last_resume(node)
             if resume == node.end:
-                self.tree.requeue(node, now)
+                tree.requeue(node, now)
                 return
             end = resume
 
@@ -247,7 +255,7 @@ class Room:
         self.media.keep(rows, run)
         account.queue.policy.on_insert(run, now)
         run.holds = 1
-        if self.tree.teller.listening:
+        if self.tree.events.listening:
             self.tree.teller.media_stored(key[:NAME_BYTES], key[NAME_BYTES:])
         return run
 
