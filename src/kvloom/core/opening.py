@@ -50,7 +50,7 @@ class Opening(Verbs):
         if point:
             self._seat(seq, point, self.in_view(match.rows, point), match.data)
         self.mark_special(seq)
-        self.rows.touch(row, 0)
+        self.rows.stale[row] = 0
         if tree.keeps_checkpoints:
             if match.checkpoint is not None:
                 self.start_from(seq, match.checkpoint, now)
@@ -152,7 +152,8 @@ class Opening(Verbs):
         table.tables[:, row, :blocks] = rows.T
         table.blocks[row] = blocks
         table.length[row] = table.state_length[row] = point
-        self.set_window_edges(row, point)
+        if self.tree.windows:
+            self.set_window_edges(row, point)
         tail = point - seq.published
         if tail:
             start = seq.published * TOKEN_BYTES

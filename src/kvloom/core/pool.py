@@ -149,11 +149,12 @@ class PagePool:
             self.free_slabs = free - n
             ids = self._free[free - n : free].copy()
             c.lent_slabs += n
+            loops.lend(c.held, c.kept, ids)
         else:
             if n > c.free_pages + self.free_slabs * c.per_slab:
                 return None
             ids = self._allocate_within(c, n, near)
-        c.held[ids.astype(np.intp)] = 1
+            c.held[ids] = 1
         c.held_pages += n
         return ids
 
@@ -222,7 +223,8 @@ class PagePool:
         c.held_pages -= idle
         c.cached_pages += idle - freed
         if freed:
-            self._free_pages(c, c.freed[:freed])
+            free = self._give_back if c.per_slab == 1 else self._free_pages
+            free(c, c.freed[:freed])
         return idle, freed
 
     # -- the cache ---------------------------------------------------------------------------
@@ -238,7 +240,8 @@ class PagePool:
         freed = loops.drop(c.held, c.kept, ids, c.freed)
         if freed:
             c.cached_pages -= freed
-            self._free_pages(c, c.freed[:freed])
+            free = self._give_back if c.per_slab == 1 else self._free_pages
+            free(c, c.freed[:freed])
         return freed
 
     def _give_back(self, c: SizeClass, slabs: Ids) -> None:
@@ -248,9 +251,7 @@ class PagePool:
         c.lent_slabs -= n
 
     def _free_pages(self, c: SizeClass, ids: Ids) -> None:
-        if c.per_slab == 1:
-            self._give_back(c, ids)
-            return
+        """`_give_back` where a slab holds several pages."""
         slabs, counts = np.unique(ids // c.per_slab, return_counts=True)
         used = c.used[slabs]
         left = used - counts

@@ -337,9 +337,8 @@ class PrefixTree(Checkpoints):
             self._no_rows,
         )  # who remembers the node needs no more
         self.nodes -= 1
-        if isinstance(parent, Root):
-            if not parent.children and not parent.locks:
-                self.roots.pop(parent.name, None)
+        if parent.parent is None and not parent.children and not parent.locks:
+            self.roots.pop(parent.root.name, None)
 
     # -- who stands where -----------------------------------------------------------------------
 

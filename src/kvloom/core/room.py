@@ -15,7 +15,7 @@ from itertools import count
 from .clock import Clock
 from .columns import Columns
 from .copies import Copies
-from .ghosts import Ghost, Ghosts
+from .ghosts import Ghosts
 from .media import MediaRun
 from .names import NAME_BYTES, TOKEN_BYTES
 from .nodes import Checkpoint, Node
@@ -59,7 +59,7 @@ class Room:
         self.moves = 0
         self.gather: Callable[[bool], bool] | None = None  # where pages can move: see Moving
         self.standing: Callable[[], Iterable[Node]] = lambda: ()
-        self.release_expired: Callable[[], None] = lambda: None
+        self.release_expired: Callable[[], bool] = lambda: False
         self._serials = count(1)
         self._page_bytes = [slab_bytes // c.per_slab for c in pool.classes]
 
@@ -73,10 +73,13 @@ class Room:
         """Make `needs[c]` pages of each class allocatable for `account`; returns how many pages are
         missing, and then nothing was evicted for it. (Shares are counted in bytes: where slabs hold several
         pages, a tenant's share may still stop it half way.)"""
-        if not self.pool.lacking(needs) and account.tenant.quota is None:
+        slabs = self.pool.lacking(needs)
+        limited, several = account.tenant.quota is not None, len(self.accounts.accounts) > 1
+        if not slabs and not limited:
             return 0
-        self.release_expired()
-        limited, want = account.tenant.quota is not None, self.bytes_of(needs)
+        if self.release_expired():
+            slabs = self.pool.lacking(needs)
+        want = self.bytes_of(needs) if limited or several else 0
         if limited:
             beyond = account.beyond_quota(want)
             if beyond:
@@ -86,17 +89,19 @@ class Room:
             short = self.pool.missing_slabs(needs) or self.pool.missing_slabs(self._with_stuck(needs))
             if short:
                 return self._pages(short * self.slab_bytes, needs)
-        if len(self.accounts.accounts) > 1:
+        if several:
             protected = want - self._reachable(account)
             if protected > 0:
                 return self._pages(protected, needs)
         now = self.clock.now()
-        while limited and account.over_quota(want):
-            over = -(-account.over_quota(want) // self.slab_bytes)
-            if not self._evict_from(account, over, now):
-                return self._pages(account.over_quota(want), needs)
-        lacking = self._free_slabs(account, partial(self.pool.lacking, needs), now)
-        return self._pages(lacking * self.slab_bytes, needs) if lacking else 0
+        if limited:
+            while over := account.over_quota(want):
+                if not self._evict_from(account, -(-over // self.slab_bytes), now):
+                    return self._pages(over, needs)
+            slabs = self.pool.lacking(needs)
+        if slabs:
+            slabs = self._free_slabs(account, slabs, partial(self.pool.lacking, needs), now)
+        return self._pages(slabs * self.slab_bytes, needs) if slabs else 0
 
     def shrink(self, n: int) -> Ids:
         """Take up to `n` slabs out of the pool: free ones, and by evicting and moving as for a request;
@@ -107,22 +112,26 @@ class Room:
         total = self.pool.slabs - 1
         goal = min(n, total - self.pool.fewest_slabs([0] * len(self.pool.classes)))
         self.accounts.share_out((total - goal) * self.slab_bytes)
-        self._free_slabs(None, lambda: max(0, goal - self.pool.free_slabs), self.clock.now())
+        short = partial(self._short_of, goal)
+        self._free_slabs(None, short(), short, self.clock.now())
         taken = self.pool.shrink(goal, self.copies.slabs())
         self.accounts.share_out((self.pool.slabs - 1) * self.slab_bytes)
         return taken
 
-    def _free_slabs(self, account: Account | None, lacking: Callable[[], int], now: float) -> int:
-        """Evict and move for `account`, or for the pool itself, until no slab is lacking; returns how many
-        still are when nothing more can leave."""
-        while slabs := lacking():
-            if self.gather is not None and self.gather(True):
-                continue
-            victim = self.accounts.victim(account, now)
-            if victim is not None:
-                self._evict_from(victim, self._fair(account, victim, slabs), now)
-            elif self.gather is None or not self.gather(False):
-                break
+    def _short_of(self, slabs: int) -> int:
+        return max(0, slabs - self.pool.free_slabs)
+
+    def _free_slabs(self, account: Account | None, slabs: int, lacking: Callable[[], int], now: float) -> int:
+        """Evict and move for `account`, or for the pool itself, until no slab of `slabs` is lacking; returns how
+        many still are when nothing more can leave."""
+        alone = account if len(self.accounts.accounts) == 1 else None
+        while slabs:
+            if self.gather is None or not self.gather(True):
+                victim = alone or self.accounts.victim(account, now)
+                if victim is None or not self._evict_from(victim, self._fair(account, victim, slabs), now):
+                    if self.gather is None or not self.gather(False):
+                        break
+            slabs = lacking()
         return slabs
 
     def _with_stuck(self, needs: Sequence[int]) -> list[int]:
@@ -207,10 +216,10 @@ class Room:
 
     def _evict_tail(self, node: Node, rows: int, now: float, why: str) -> None:
         """Cut some rows off the end of a leaf, or all that nobody can resume in."""
-        block = self.tree.block
-        resume = self.tree.last_resume(node)
-        if resume == node.end:
-            resume = ((node.end - 1) // block - rows + 1) * block
+        tree, end = self.tree, node.end
+        resume = tree.last_resume(node) if tree.keeps_checkpoints else end
+        if resume == end:
+            resume = ((end - 1) // tree.block - rows + 1) * tree.block
         self._cut(node, resume if resume > node.start else node.start, now, why)
 
     def _evict_whole(self, entry: Entry, now: float, why: str) -> None:
@@ -235,12 +244,12 @@ class Room:
                 assert parent is not None
                 left = end - start if end > start else 0
                 text = node.text[left * TOKEN_BYTES : left * TOKEN_BYTES + Ghosts.SEEN]
-                self.ghosts.add(node if left else parent, text, Ghost(now, why, node.memo))
+                self.ghosts.add(node if left else parent, text, (now, why, node.memo))
                 tree.trim(node, end, why)
                 if not left:
                     tree.requeue(parent, now)
                     return
-            resume = tree.last_resume(node)
+            resume = tree.last_resume(node) if tree.keeps_checkpoints else node.end
             if resume == node.end:
                 tree.requeue(node, now)
                 return
