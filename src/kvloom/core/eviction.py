@@ -62,10 +62,10 @@ class EvictionQueue(Generic[E]):
             review = self.learner.review(entry, now)
             if now < review < due:
                 due = review
-        if due < INF and due != entry.expiring:
+        if due != INF and due != entry.expiring:
             entry.expiring = due
-            self._pushed += 1
-            heappush(self._expiring, (due, self._pushed, entry))
+            self._pushed = number = self._pushed + 1
+            heappush(self._expiring, (due, number, entry))
 
     def remove(self, entry: E) -> None:
         """The entry may not leave now (or is gone); its item is skipped later."""
