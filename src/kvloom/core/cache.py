@@ -121,7 +121,8 @@ class KVCache:
         self._hints = Hints(parts)
         self._arrivals = Arrivals(parts)
         self._moving = Moving(parts, self._hints, self._arrivals)
-        self.room.gather = self._moving.gather
+        if any(c.per_slab > 1 for c in self.pool.classes):
+            self.room.gather = self._moving.gather
         self.room.standing = self._standing
         self.room.release_expired = self._hints.release_expired
 

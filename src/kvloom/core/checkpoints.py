@@ -36,6 +36,7 @@ class Checkpoints:
         self.pages = pages
         self.states = states
         self.teller = teller
+        self.events = teller.events
         self.parcels: Parcels | None = None  # for whoever keeps copies below the pool
         self.has_states = bool(states.width)
         windowed = [g for g in layout.of("token") if g.spec.span.windowed]
@@ -119,7 +120,7 @@ class Checkpoints:
         queue = node.root.account.queue
         queue.policy.on_insert(checkpoint, now)
         queue.push(checkpoint, now)
-        if states is not None and self.teller.listening:
+        if states is not None and self.events.listening:
             self.teller.snapshot(checkpoint)
         return checkpoint
 
@@ -134,7 +135,7 @@ class Checkpoints:
 
     def drop_checkpoint(self, checkpoint: Checkpoint, why: str) -> None:
         """Forget a resume point and its snapshot; its window pages become spare."""
-        if self.teller.listening:
+        if self.events.listening:
             self.teller.forgotten(checkpoint, why)
         if self.parcels is not None:
             firsts = [span.first_visible(checkpoint.reach) // self.block for span in self.windows]
@@ -191,7 +192,7 @@ class Checkpoints:
             return
         gone = np.zeros((rows.size, self.pages.width), np.int32)
         gone[:, columns] = pages[rows, columns]
-        if self.teller.listening:
+        if self.events.listening:
             self.teller.rows(node, rows, self.window_groups[window], why)
         self.version += 1
         pages[rows, columns] = 0

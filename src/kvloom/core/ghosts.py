@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from .nodes import Node, Root
+from .nodes import Node
 from .policies import Memo
 
 __all__ = ["Ghost", "Ghosts"]
@@ -27,18 +27,21 @@ class Ghosts:
     SEEN = 64  # bytes of text by which a run is known again
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[tuple[int | bytes, int], Ghost] = OrderedDict()
+        self._seen: OrderedDict[tuple[int | bytes, int], tuple[float, str, Memo | None]] = OrderedDict()
 
     @staticmethod
     def place(node: Node) -> int | bytes:
         """What stands for the end of a node; for a root its name, which outlives it."""
-        return node.name if isinstance(node, Root) else node.serial
+        return node.root.name if node.parent is None else node.serial
 
-    def add(self, place: int | bytes, text: bytes | bytearray, ghost: Ghost) -> None:
-        """The run that began with `text` after `place` left."""
-        self._seen[place, hash(bytes(text[: self.SEEN]))] = ghost
-        if len(self._seen) > self.LIMIT:
-            self._seen.popitem(last=False)
+    def add(self, after: Node, text: bytes | bytearray, ghost: tuple[float, str, Memo | None]) -> None:
+        """The run that began with `text` (no more than SEEN of it) after the end of a node left. `ghost` is what
+        `Ghost` names: far more leave than are ever asked for."""
+        seen = self._seen
+        seen[self.place(after), hash(bytes(text))] = ghost
+        if len(seen) > self.LIMIT:
+            seen.popitem(last=False)
 
     def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
-        return self._seen.get((place, hash(data[start : start + self.SEEN])))
+        ghost = self._seen.get((place, hash(data[start : start + self.SEEN])))
+        return None if ghost is None else Ghost(*ghost)

@@ -15,7 +15,7 @@ import numpy as np
 from .checkpoints import Checkpoints
 from .columns import Columns
 from .layout import GRAIN, PoolLayout
-from .names import TOKEN_BYTES
+from .names import TOKEN_BYTES, token_at
 from .naming import Teller
 from .nodes import Node, Root
 from .pool import Ids
@@ -35,6 +35,7 @@ class PrefixTree(Checkpoints):
         super().__init__(layout, pages, states, teller)
         self.roots: dict[bytes, Root] = {}
         self.nodes = 0
+        self._no_rows: Ids = np.empty((0, pages.width), np.int32)
 
     # -- finding --------------------------------------------------------------------------------
 
@@ -48,9 +49,8 @@ class PrefixTree(Checkpoints):
         """The nodes that `data`, the tokens after `node`, passes; how many of the first `limit` they match."""
         path: list[Node] = []
         at = 0
-        ids = memoryview(data).cast("i")
-        while at < limit:
-            child = node.children.get(ids[at])
+        while at < limit and node.children:
+            child = node.children.get(token_at(data, at * TOKEN_BYTES)[0])
             if child is None:
                 break
             node = child
@@ -75,6 +75,10 @@ class PrefixTree(Checkpoints):
     def rows(self, path: list[Node], stop: int) -> Ids:
         """The rows of page ids of the blocks below `stop` tokens along a path; a view where one node has all."""
         block = self.block
+        if not path:
+            return self._no_rows
+        if path[0].end >= stop > 0:
+            return path[0].pages[: (stop - 1) // block + 1]
         parts: list[Ids] = []
         for node in path:
             if node.start >= stop:
@@ -83,9 +87,7 @@ class PrefixTree(Checkpoints):
                 parts[-1] = parts[-1][:-1]
             last = (min(stop, node.end) - 1) // block - node.start // block + 1
             parts.append(node.pages[:last])
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty((0, self.pages.width), np.int32)
+        return np.concatenate(parts) if parts else self._no_rows
 
     # -- growing --------------------------------------------------------------------------------
 
@@ -98,6 +100,7 @@ class PrefixTree(Checkpoints):
         retention: Retention = (0, None),
         standing: Node | None = None,
         last: bool = False,
+        lock: bool = False,
     ) -> tuple[Node, bool]:
         """Enter the tokens `data` after `cursor` (which ends at a block's start) with their pages.
 
@@ -105,14 +108,13 @@ class PrefixTree(Checkpoints):
         tree's page instead of its own. Returns the node that now ends where `data` does, and
         whether anything of it was in the tree before. `standing` is the node that the caller has
         locked, if it is not `cursor`; `last` says that it will not stand there any more, so that the
-        node may grow by a partial block too.
+        node may grow by a partial block too; `lock` moves its lock to the node returned.
         """
         node, start = cursor, cursor.end
         standing = standing or cursor
         at, stop = start, start + len(data) // TOKEN_BYTES
-        ids = memoryview(data).cast("i")
         while at < stop and node.children:
-            child = node.children.get(ids[at - start])
+            child = node.children.get(token_at(data, (at - start) * TOKEN_BYTES)[0])
             if child is None:
                 break
             common = self._common(child, data, at - start, stop - at)
@@ -121,16 +123,24 @@ class PrefixTree(Checkpoints):
             node.last_used = now
             node.ended = False
             at += common
+        born = False
         if at < stop:
-            rest = data[(at - start) * TOKEN_BYTES :]
-            fresh = rows[at // self.block - start // self.block :]
+            rest, fresh = data, rows
+            if at > start:
+                rest = data[(at - start) * TOKEN_BYTES :]
+                fresh = rows[at // self.block - start // self.block :]
             stays = node is standing and stop % self.block and not last
             if not stays and self._may_grow(node, standing, retention):
                 self._grow(node, rest, fresh, now)
             else:
-                node = self._add_child(node, rest, fresh, now, retention)
-            if self.teller.listening:
+                born = True
+                node = self._add_child(node, rest, fresh, now, retention, lock)
+            if self.events.listening:
                 self.teller.stored(node, at)
+        if lock and node is not standing:
+            if not born:
+                self.lock(node)
+            self.unlock(standing, now)
         return node, at > start
 
     def _adopt(self, node: Node, rows: Ids, stop: int) -> None:
@@ -144,7 +154,7 @@ class PrefixTree(Checkpoints):
                 taken = np.where(missing, theirs, 0)
                 self.pages.keep(taken, node)
                 ours[missing] = theirs[missing]
-                if self.teller.listening:
+                if self.events.listening:
                     self.teller.adopted(node, missing)
             np.copyto(theirs, ours, where=theirs != 0)
             if node.end == stop and node.end % self.block:
@@ -186,7 +196,7 @@ class PrefixTree(Checkpoints):
             node.last_used = now
             if self.pages.keepers:
                 self.pages.own(rows[i : i + 1], node)
-            if self.teller.listening:
+            if self.events.listening:
                 self.teller.stored(node, node.end - self.block)
 
     def _make_capacity(self, node: Node, capacity: int) -> None:
@@ -202,7 +212,7 @@ class PrefixTree(Checkpoints):
         self.pages.keep(rows, node)
         have = node.count
         if node.end % self.block:  # a partial tail goes on: its last block gets the fuller page
-            if self.teller.listening:
+            if self.events.listening:
                 self.teller.grown(node)
             have -= 1
             self.version += 1
@@ -221,7 +231,9 @@ class PrefixTree(Checkpoints):
         if node.queued is not None:
             node.root.account.queue.push(node, now)
 
-    def _add_child(self, parent: Node, data: bytes, rows: Ids, now: float, retention: Retention) -> Node:
+    def _add_child(
+        self, parent: Node, data: bytes, rows: Ids, now: float, retention: Retention, lock: bool
+    ) -> Node:
         node = Node(next(self._serials), now, parent.end, bytearray(data), rows.copy())
         node.parent, node.root = parent, parent.root
         node.priority, node.expires = retention
@@ -229,17 +241,17 @@ class PrefixTree(Checkpoints):
         if self.windows:
             node.marks = np.zeros((node.count, len(self.windows)), np.int32)
         self.pages.keep(rows, node)
-        parent.children[self._first_id(node)] = node
+        parent.children[token_at(data)[0]] = node
         self.nodes += 1
-        account = node.root.account
-        account.queue.remove(parent)
-        account.queue.policy.on_insert(node, now)
-        account.queue.push(node, now)
+        queue = node.root.account.queue
+        if parent.queued is not None:
+            queue.remove(parent)
+        queue.policy.on_insert(node, now)
+        if lock:
+            node.locks = 1  # someone stands there from the first: no need to queue it until they leave
+        else:
+            queue.push(node, now)
         return node
-
-    @staticmethod
-    def _first_id(node: Node) -> int:
-        return int.from_bytes(node.text[:TOKEN_BYTES], "little", signed=True)
 
     def split(self, node: Node, at: int) -> Node:
         """Cut a run in two; returns the new upper node. `node` stays the lower one, so whoever stands at
@@ -271,13 +283,13 @@ class PrefixTree(Checkpoints):
         grains = at // GRAIN - node.start // GRAIN
         upper.names, node.names = node.names[:grains], node.names[grains:]
         assert node.parent is not None
-        node.parent.children[self._first_id(node)] = upper
+        node.parent.children[token_at(node.text)[0]] = upper
         node.pages = node.pages[cut - first : node.count].copy()
         node.count = len(node.pages)
         del node.text[:offset]
         node.start = at
         node.parent = upper
-        upper.children = {self._first_id(node): node}
+        upper.children = {token_at(node.text)[0]: node}
         self.nodes += 1
         if node.spare:
             for window in range(len(self.windows)):
@@ -290,53 +302,62 @@ class PrefixTree(Checkpoints):
     def trim(self, node: Node, end: int, why: str) -> None:
         """Cut a leaf's run to `end`, or remove it if nothing is left."""
         self.version += 1
+        start, block = node.start, self.block
         while node.checkpoints and node.checkpoints[-1].position > end:
             self.drop_checkpoint(node.checkpoints[-1], why)
-        if self.teller.listening:
-            self.teller.dropped(node, max(end, node.start), why)
+        if self.events.listening:
+            self.teller.dropped(node, max(end, start), why)
         if self.parcels is not None:
             self.parcels.trimmed(node, end)
             node.offered = min(node.offered, end)
-        keep = 0 if end <= node.start else (end - 1) // self.block - node.start // self.block + 1
+        keep = 0 if end <= start else (end - 1) // block - start // block + 1
         gone = node.pages[keep : node.count]
         node.root.account.used -= self.pages.drop(gone)
         node.count = keep
-        self._rehome(node, gone[:1])
-        if end <= node.start:
+        if self.pages.keepers:
+            self._rehome(node, gone[:1])
+        if end <= start:
             self._remove(node)
         else:
-            del node.text[(end - node.start) * TOKEN_BYTES :]
-            del node.names[end // GRAIN - node.start // GRAIN :]
+            del node.text[(end - start) * TOKEN_BYTES :]
+            if node.names:
+                del node.names[end // GRAIN - start // GRAIN :]
             node.end = end
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
-        del parent.children[self._first_id(node)]
+        del parent.children[token_at(node.text)[0]]
         node.root.account.queue.remove(node)
         node.end = node.start
         node.parent = None
-        node.text, node.names = bytearray(), []  # whoever remembers the node needs no more of it
-        node.pages = node.pages[:0].copy()
+        node.text, node.names, node.pages = (
+            bytearray(),
+            [],
+            self._no_rows,
+        )  # who remembers the node needs no more
         self.nodes -= 1
-        if isinstance(parent, Root):
-            if not parent.children and not parent.locks:
-                self.roots.pop(parent.name, None)
+        if parent.parent is None and not parent.children and not parent.locks:
+            self.roots.pop(parent.root.name, None)
 
     # -- who stands where -----------------------------------------------------------------------
 
     def lock(self, node: Node) -> None:
         node.locks += 1
-        node.root.account.queue.remove(node)
+        if node.queued is not None:
+            node.root.account.queue.remove(node)
 
     def unlock(self, node: Node, now: float) -> None:
         node.locks -= 1
-        self.requeue(node, now)
-        if node.parent is None and not node.locks and not node.children:
-            self.roots.pop(node.root.name, None)
+        if not node.children and not node.locks:
+            if node.parent is None:
+                self.roots.pop(node.root.name, None)
+            else:
+                self.requeue(node, now)
 
     def requeue(self, node: Node, now: float) -> None:
         """Queue a node if it may leave; at the front if it has a tail in which nobody can resume."""
-        if node.leaf:
-            node.useless = self.last_resume(node) < node.end
+        if not node.children and not node.locks and node.parent is not None:  # a leaf, as `leaf` says
+            if self.keeps_checkpoints:
+                node.useless = self.last_resume(node) < node.end
             node.root.account.queue.push(node, now)

@@ -15,7 +15,7 @@ from itertools import count
 from .clock import Clock
 from .columns import Columns
 from .copies import Copies
-from .ghosts import Ghost, Ghosts
+from .ghosts import Ghosts
 from .media import MediaRun
 from .names import NAME_BYTES, TOKEN_BYTES
 from .nodes import Checkpoint, Node
@@ -26,9 +26,6 @@ from .spread import Spread
 from .tenants import Account, Accounts
 
 __all__ = ["Room"]
-
-
-_KINDS: dict[type[Entry], str] = {Node: "blocks", Checkpoint: "snapshot", MediaRun: "media"}
 
 
 class Room:
@@ -60,41 +57,51 @@ class Room:
         """Seconds that evicted entries had not been used for."""
         self.evicted_bytes = 0
         self.moves = 0
-        self.gather: Callable[[bool], bool] = lambda cheaply: False
+        self.gather: Callable[[bool], bool] | None = None  # where pages can move: see Moving
         self.standing: Callable[[], Iterable[Node]] = lambda: ()
-        self.release_expired: Callable[[], None] = lambda: None
+        self.release_expired: Callable[[], bool] = lambda: False
         self._serials = count(1)
+        self._page_bytes = [slab_bytes // c.per_slab for c in pool.classes]
 
     def bytes_of(self, needs: Sequence[int]) -> int:
-        return sum(n * self.slab_bytes // c.per_slab for n, c in zip(needs, self.pool.classes, strict=True))
+        size = 0
+        for cls, page_bytes in enumerate(self._page_bytes):
+            size += needs[cls] * page_bytes
+        return size
 
     def make(self, account: Account, needs: Sequence[int]) -> int:
         """Make `needs[c]` pages of each class allocatable for `account`; returns how many pages are
         missing, and then nothing was evicted for it. (Shares are counted in bytes: where slabs hold several
         pages, a tenant's share may still stop it half way.)"""
-        if not self.pool.lacking(needs) and account.tenant.quota is None:
+        slabs = self.pool.lacking(needs)
+        limited, several = account.tenant.quota is not None, len(self.accounts.accounts) > 1
+        if not slabs and not limited:
             return 0
-        self.release_expired()
-        want = self.bytes_of(needs)
-        beyond = account.beyond_quota(want)
-        if beyond:
-            return self._pages(beyond, needs)
+        if self.release_expired():
+            slabs = self.pool.lacking(needs)
+        want = self.bytes_of(needs) if limited or several else 0
+        if limited:
+            beyond = account.beyond_quota(want)
+            if beyond:
+                return self._pages(beyond, needs)
         tight = self.tree.nodes * self.tree.pages.width  # no more pages than these can be stuck
-        if self.pool.missing_slabs([n + tight for n in needs]):
+        if self.pool.missing_slabs(needs, tight):
             short = self.pool.missing_slabs(needs) or self.pool.missing_slabs(self._with_stuck(needs))
             if short:
                 return self._pages(short * self.slab_bytes, needs)
-        if len(self.accounts.accounts) > 1:
+        if several:
             protected = want - self._reachable(account)
             if protected > 0:
                 return self._pages(protected, needs)
         now = self.clock.now()
-        while account.over_quota(want):
-            over = -(-account.over_quota(want) // self.slab_bytes)
-            if not self._evict_from(account, over, now):
-                return self._pages(account.over_quota(want), needs)
-        lacking = self._free_slabs(account, partial(self.pool.lacking, needs), now)
-        return self._pages(lacking * self.slab_bytes, needs) if lacking else 0
+        if limited:
+            while over := account.over_quota(want):
+                if not self._evict_from(account, -(-over // self.slab_bytes), now):
+                    return self._pages(over, needs)
+            slabs = self.pool.lacking(needs)
+        if slabs:
+            slabs = self._free_slabs(account, slabs, partial(self.pool.lacking, needs), now)
+        return self._pages(slabs * self.slab_bytes, needs) if slabs else 0
 
     def shrink(self, n: int) -> Ids:
         """Take up to `n` slabs out of the pool: free ones, and by evicting and moving as for a request;
@@ -105,22 +112,26 @@ class Room:
         total = self.pool.slabs - 1
         goal = min(n, total - self.pool.fewest_slabs([0] * len(self.pool.classes)))
         self.accounts.share_out((total - goal) * self.slab_bytes)
-        self._free_slabs(None, lambda: max(0, goal - self.pool.free_slabs), self.clock.now())
+        short = partial(self._short_of, goal)
+        self._free_slabs(None, short(), short, self.clock.now())
         taken = self.pool.shrink(goal, self.copies.slabs())
         self.accounts.share_out((self.pool.slabs - 1) * self.slab_bytes)
         return taken
 
-    def _free_slabs(self, account: Account | None, lacking: Callable[[], int], now: float) -> int:
-        """Evict and move for `account`, or for the pool itself, until no slab is lacking; returns how many
-        still are when nothing more can leave."""
-        while slabs := lacking():
-            if self.gather(True):
-                continue
-            victim = self.accounts.victim(account, now)
-            if victim is not None:
-                self._evict_from(victim, self._fair(account, victim, slabs), now)
-            elif not self.gather(False):
-                break
+    def _short_of(self, slabs: int) -> int:
+        return max(0, slabs - self.pool.free_slabs)
+
+    def _free_slabs(self, account: Account | None, slabs: int, lacking: Callable[[], int], now: float) -> int:
+        """Evict and move for `account`, or for the pool itself, until no slab of `slabs` is lacking; returns how
+        many still are when nothing more can leave."""
+        alone = account if len(self.accounts.accounts) == 1 else None
+        while slabs:
+            if self.gather is None or not self.gather(True):
+                victim = alone or self.accounts.victim(account, now)
+                if victim is None or not self._evict_from(victim, self._fair(account, victim, slabs), now):
+                    if self.gather is None or not self.gather(False):
+                        break
+            slabs = lacking()
         return slabs
 
     def _with_stuck(self, needs: Sequence[int]) -> list[int]:
@@ -171,21 +182,31 @@ class Room:
         """Let the next thing of `account` leave, about `slabs` slabs of it; False if there is none."""
         queue = account.queue
         before = account.used
-        entry: Entry
+        row_bytes = self.tree.pages.row_bytes
+        rows = (
+            -(-slabs * self.slab_bytes // row_bytes) if row_bytes else 1
+        )  # of pages, that fill so many slabs
+        why = queue.policy.name
+        entry: Entry | None
         if queue.spares:
             entry, window = queue.spares.popleft()
             assert isinstance(entry, Node)
             kind = "window"
-            self.tree.drop_spares(entry, window, self._rows(slabs), queue.policy.name)
+            self.tree.drop_spares(entry, window, rows, why)
             if account.used < before:
                 self.tree.requeue(entry, now)
         else:
-            found = queue.pop(now)
-            if found is None:
+            entry = queue.first(now)
+            if entry is None:
                 return False
-            entry, kind = found, _KINDS[type(found)]
             queue.policy.on_evict(entry, now)
-            self._evict(entry, self._rows(slabs), now, queue.policy.name)
+            if isinstance(entry, Node):
+                kind = "blocks"
+                self._evict_tail(entry, rows, now, why)
+            else:
+                kind = "snapshot" if isinstance(entry, Checkpoint) else "media"
+                queue.remove(entry)
+                self._evict_whole(entry, now, why)
         self.evictions += 1
         account.evictions += 1
         self.evicted[kind] += 1
@@ -193,20 +214,16 @@ class Room:
         self.evicted_bytes += before - account.used
         return True
 
-    def _rows(self, slabs: int) -> int:
-        """Rows of token pages that fill so many slabs."""
-        per_row = self.tree.pages.row_bytes
-        return max(1, -(-slabs * self.slab_bytes // per_row)) if per_row else 1
+    def _evict_tail(self, node: Node, rows: int, now: float, why: str) -> None:
+        """Cut some rows off the end of a leaf, or all that nobody can resume in."""
+        tree, end = self.tree, node.end
+        resume = tree.last_resume(node) if tree.keeps_checkpoints else end
+        if resume == end:
+            resume = ((end - 1) // tree.block - rows + 1) * tree.block
+        self._cut(node, resume if resume > node.start else node.start, now, why)
 
-    def _evict(self, entry: Entry, rows: int, now: float, why: str) -> None:
-        if isinstance(entry, Node):
-            if entry.leaf:
-                resume = self.tree.last_resume(entry)
-                if resume == entry.end:
-                    last = (entry.end - 1) // self.tree.block
-                    resume = max(entry.start, (last - rows + 1) * self.tree.block)
-                self._cut(entry, resume, now, why)
-        elif isinstance(entry, Checkpoint) and not entry.locks:
+    def _evict_whole(self, entry: Entry, now: float, why: str) -> None:
+        if isinstance(entry, Checkpoint) and not entry.locks:
             node = entry.node
             self.tree.drop_checkpoint(entry, why)
             if node.leaf:
@@ -214,27 +231,27 @@ class Room:
         elif isinstance(entry, MediaRun) and not entry.holds:
             del self.runs[entry.key]
             self.tree.version += 1
-            if self.tree.teller.listening:
+            if self.tree.events.listening:
                 self.tree.teller.media_dropped(entry.key[:NAME_BYTES], entry.key[NAME_BYTES:], why)
             entry.account.used -= self.media.drop(entry.rows)
 
     def _cut(self, node: Node, end: int, now: float, why: str) -> None:
         """Trim a leaf to `end` and on to where someone can still resume; what becomes a leaf is queued."""
+        tree = self.tree
         while True:
             if end < node.end:
-                parent = node.parent
+                parent, start = node.parent, node.start
                 assert parent is not None
-                start = max(0, end - node.start) * TOKEN_BYTES
-                text = node.text[start : start + Ghosts.SEEN]
-                place = self.ghosts.place(parent if end <= node.start else node)
-                self.ghosts.add(place, text, Ghost(now, why, node.memo))
-                self.tree.trim(node, end, why)
-                if node.parent is None:
-                    self.tree.requeue(parent, now)
+                left = end - start if end > start else 0
+                text = node.text[left * TOKEN_BYTES : left * TOKEN_BYTES + Ghosts.SEEN]
+                self.ghosts.add(node if left else parent, text, (now, why, node.memo))
+                tree.trim(node, end, why)
+                if not left:
+                    tree.requeue(parent, now)
                     return
-            resume = self.tree.last_resume(node)
+            resume = tree.last_resume(node) if tree.keeps_checkpoints else node.end
             if resume == node.end:
-                self.tree.requeue(node, now)
+                tree.requeue(node, now)
                 return
             end = resume
 
@@ -247,7 +264,7 @@ class Room:
         self.media.keep(rows, run)
         account.queue.policy.on_insert(run, now)
         run.holds = 1
-        if self.tree.teller.listening:
+        if self.tree.events.listening:
             self.tree.teller.media_stored(key[:NAME_BYTES], key[NAME_BYTES:])
         return run
 
