@@ -313,6 +313,19 @@ class Job(ABC):
         at = int(self.ranges.starts[index])
         return self.ranges.view[at + self.part[0] : at + self.part[1]]
 
+    def spans(self, which: Sequence[int]) -> list[memoryview]:
+        """Where the parts of objects are, or go, in that order: neighbours in memory as one."""
+        low, high = self.part
+        starts = self.ranges.starts[np.asarray(which, np.int64)].tolist()
+        edges: list[list[int]] = []
+        for at in starts:
+            if edges and edges[-1][1] == at + low:
+                edges[-1][1] = at + high
+            else:
+                edges.append([at + low, at + high])
+        view = self.ranges.view
+        return [view[first:last] for first, last in edges]
+
     def settle(self, outcomes: dict[int, Outcome]) -> None:
         """`outcomes` by object."""
         for outcome in set(outcomes.values()):
