@@ -33,6 +33,7 @@ __all__ = [
     "open_place",
     "open_tier",
     "options_of",
+    "shown",
 ]
 
 Write = Literal["through", "second-use", "back"]
@@ -86,6 +87,11 @@ def check_tiers(texts: Iterable[str]) -> None:
     hosts = sum(scheme_of(text) == "host" for text in texts)
     if hosts > 1:
         raise ValueError(f"{hosts} host tiers were asked for: there is one host memory, so give one")
+
+
+def shown(text: str) -> str:
+    """A text as it may be told: without options, and without what is secret."""
+    return re.sub(r"//[^/@]*@", "//…@", text.partition("?")[0])
 
 
 def open_tier(text: str) -> Tier:
