@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvloom import cli
 from kvloom.bench import engine, engine_report
-from kvloom.bench.engine_runners import HuggingFace, Measured, Options, Vllm
+from kvloom.bench.engine_runners import AbsentError, HuggingFace, Measured, Options, Vllm
 from kvloom.bench.floor import FLOP_RATE, READ_RATE, Floor, Pass, seen
 from kvloom.bench.residency import capacity, waste
 from kvloom.bench.shapes import SHAPES, build, hf_config
@@ -288,8 +289,10 @@ def test_hugging_face_pads_and_cuts_batches_without_changing_answers() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_without_vllm_its_process_says_so() -> None:
-    with pytest.raises(RuntimeError, match="No module named 'vllm'"):
+def test_a_peer_that_is_absent_is_said_to_be_with_the_way_out() -> None:
+    with pytest.raises(
+        AbsentError, match=r"not installed for .*--vllm-python, or leave it out with --peers hf"
+    ):
         Vllm("tiny", Options())
 
 
@@ -361,17 +364,20 @@ def test_help_names_workloads_and_shapes(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--scale", "2"], "scale 2.0 must lie in"),
+        (["--scale", "2"], "--scale: 2 is out of range"),
         (["--pool", "much"], "'much' is not understood"),
-        (["--capacity", "0"], "requests of 0 tokens"),
+        (["--capacity", "0"], "--capacity: 0 is out of range"),
         (["--only", "W7", "--scale", "1"], "W7 comes to 131,072 tokens, and tiny takes 32,768"),
         (["--capacity", "16", "--kv-dtype", "int3"], "'int3' is not known"),
+        (["--kv-dtype", "int3"], "'int3' is not known"),
+        (["--tier", "attic:1GiB"], "tier 'attic:1GiB' is of no known kind"),
+        (["--vllm-python", "/no/python"], "there is no interpreter '/no/python'"),
     ],
 )
 def test_bad_input_is_named_and_returns_two(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert engine.main(arguments) == 2
+    assert cli.main(["bench", "engine", *arguments]) == 2
     shown = capsys.readouterr()
     assert words in shown.err
     assert not shown.out

@@ -139,7 +139,7 @@ def render(report: dict[str, Any]) -> None:
             notes = "".join(f", {key} {value}" for key, value in each["notes"].items())
             console.print(f"{name} {each['version']}: {each['start_s']:.1f} s from start to ready{notes}")
         if each["error"]:
-            console.print(f"{name} ended with {each['error']}", markup=False)
+            console.print(f"{name}: {each['error']}", markup=False)
     if report["quoted_start_s"] is not None:
         console.print(
             f"{QUOTED_AS}: {report['quoted_start_s']:.0f} s from start to ready; {report['quoted_note']}"

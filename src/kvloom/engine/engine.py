@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.core import Control, KVCache, PoolLayout, Tenant
+from kvloom.core import Control, KVCache, PoolLayout, Snapshots, Tenant
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.views import allocate
 from kvloom.models.attention import install
@@ -146,6 +146,7 @@ class Engine:
             max_sequences=max_running,
             max_tokens=self.limit or MAX_TOKENS,
             tenants=tenants,
+            snapshots=Snapshots(before_last=True),
         )
         self.runner = Runner(
             model, self.cache, self.buffer, token_budget, max_running, graphs, scales, self.vision, invariant

@@ -306,8 +306,9 @@ class Scheduler:
         return self.cache.match(request.ids(len(request.tokens)), control, media)
 
     def _front(self, request: Request, start: int) -> tuple[str, str, bytes] | None:
-        """What a request that has `start` tokens computes next, up to the end of a block; None where nobody shares it."""
-        end, control = start + self.cache.block_tokens, request.control
+        """What a request that has `start` tokens has when its next block is whole; None where nobody shares it."""
+        block, control = self.cache.block_tokens, request.control
+        end = (start // block + 1) * block
         alone = request.uncached or request.tells_prompt
         if end > len(request.tokens) or alone or not (control.read and control.store):
             return None
