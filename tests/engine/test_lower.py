@@ -161,6 +161,36 @@ def test_a_pool_far_too_small_keeps_its_hits_in_host_memory(family: str, write: 
     assert hits[1] >= 0.9 * hits[0] > 0
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+def test_conversations_that_run_at_once_in_a_tenth_of_their_pages_find_all_they_said(family: str) -> None:
+    """What comes for a request stays until it begins: there is room for it to go on before anything is loaded."""
+    model = tiny(family, max_position_embeddings=512)
+    layout = Engine(model, POOL).layout
+    talks, turns, more, new = 20, 3, 28, 4
+    prompts = drawn(family, *[64] * talks)
+    longest = 64 + turns * new + (turns - 1) * more
+    pool = talks * layout.slab_bytes_for(longest) // 10 + 2 * layout.slab_bytes
+    engine = Engine(
+        tiny(family, max_position_embeddings=512), pool, tiers=["host:32MiB"], lower=LowerConfig("always")
+    )
+    running = {engine.add(prompt, greedy(new)): 0 for prompt in prompts}
+    found = said = 0
+    while running:
+        engine.step()
+        for request in [request for request in running if request.finish is not None]:
+            turn = running.pop(request)
+            if turn:
+                before = len(request.prompt) - more - 1
+                found += request.cached_tokens or 0
+                said += before if layout.of("state") else before // 16 * 16
+            if turn < turns - 1:
+                running[
+                    engine.add([*request.tokens, *drawn((turn, request.order), more)[0]], greedy(new))
+                ] = turn + 1
+    assert found >= 0.99 * said > 0
+    closed(engine)
+
+
 def faulty(tmp_path: Path, faults: Faults) -> tuple[Place, FaultyTier]:
     tier = FaultyTier(DiskTier(DiskConfig(tmp_path, 64 << 20, segment_bytes=1 << 20)), faults)
     return Place(tier), tier

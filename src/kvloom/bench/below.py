@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ from .workloads import Workload, chosen
 __all__ = ["main"]
 
 PARTS = ("ttft", "workloads", "hits")
+FEWEST = 32
+"""Conversations at least, where a tenth of them has to fit the pool."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -271,14 +274,20 @@ def workloads(
 
 
 def hits(shape: str, device: str, host: str, work: Workload) -> dict[str, Any]:
-    """How many tokens conversations find cached: in a pool that holds them all, and in a tenth of it, without and with the
-    host tier. Conversations take turns, so that each has left a small pool when it comes back."""
+    """How many tokens conversations find cached: in a pool that holds them all, and in a tenth of what they need at their ends,
+    without and with the host tier. Conversations take turns, so that each has left a small pool when it comes back; there are
+    enough of them for three at once in the small pool."""
     vocabulary = hf_config(shape).vocab_size
     layout = Engine(build(hf_config(shape), SHAPES[shape].dtype, device), 64 << 20).layout
+    work = replace(work, requests=max(work.requests, FEWEST))
     whole = work.requests * layout.slab_bytes_for(work.longest) + 8 * layout.slab_bytes
+    leaves = layout.of("state") or any(group.spec.span.windowed for group in layout.of("token"))
+    large = whole * (
+        4 if leaves else 1
+    )  # snapshots, and pages that windows have passed, are cached beside them
     small = max(whole // 10, 2 * layout.slab_bytes_for(work.longest) + 4 * layout.slab_bytes)
     found: dict[str, Any] = {"workload": work.name, "pool": whole, "small_pool": small}
-    for which, pool, tiers in (("large", whole, ()), ("small", small, ()), ("small + host", small, (host,))):
+    for which, pool, tiers in (("large", large, ()), ("small", small, ()), ("small + host", small, (host,))):
         runner = Kvloom(shape, Options(device=device, pool=pool, tiers=tiers))
         figures = runner.run(work.draw(vocabulary, 0, 1), work.output).figures
         found[which] = figures["hit_rate"]

@@ -378,8 +378,10 @@ class Lower:
             return self._done(trip)
         needs = prospect.needs()
         trip.bytes = sum(len(need.names) * need.group.page_stride * need.group.runs for need in needs)
-        if not self._worth(tokens, match.length - match.resume, self.copying.seconds(trip.bytes)):
+        seconds = self.copying.seconds(trip.bytes) if self.copying.trusted else None
+        if not self._worth(tokens, match.length - match.resume, seconds):
             self.counts["not_worth"] += 1
+            self.copying.doubt()
             return self._done(trip)
         trip.copied, trip.objects = time.monotonic(), sum(len(need.names) for need in needs)
         trip.resume = match.resume
