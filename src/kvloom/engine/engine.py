@@ -33,8 +33,9 @@ from .beams import BeamSearch
 from .flight import Flight, told_prompts
 from .grammar import Grammars
 from .logprobs import TokenLogprobs
-from .lower import Lower, LowerConfig, open_lower
+from .lower import Lower, LowerConfig
 from .odds import send
+from .opening import open_lower
 from .request import Finish, Request, SamplingParams
 from .runner import Runner
 from .sampler import Chosen, Sampler

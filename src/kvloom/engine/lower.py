@@ -20,22 +20,20 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kvloom.core import Arrival, KVCache, Match, Need, PageGroup, Prospect, Question
-from kvloom.tiers import Form, HostTier, Lease, Objects, TierError
-from kvloom.tiers.mover import Fetch, Finding, Mover, MoverConfig
-from kvloom.tiers.opening import Place, host_capacity, open_place
-from kvloom.tiers.shares import shares_of
+from kvloom.core import Arrival, KVCache, Match, Need, PageGroup, Question
+from kvloom.tiers import Form, HostTier, Objects
+from kvloom.tiers.mover import Fetch, Mover, MoverConfig
+from kvloom.tiers.opening import Place
 
-from .arena import Event, HostPages, form_of, open_host
+from .arena import HostPages, form_of
 from .keeping import Keeping
 from .request import Request
-from .speeds import Line
+from .speeds import Line, meeting
+from .trip import Trip
 
-__all__ = ["Lower", "LowerConfig", "open_lower"]
+__all__ = ["Lower", "LowerConfig"]
 
 log = logging.getLogger("kvloom.tiers")
-STAGING = {False: 256 << 20, True: 4 << 30}
-"""Host memory that pages pass through where no host tier was asked for, without and with a GPU."""
 GAIN = 0.1
 """Computing the head while the tail loads is worth its steps where it saves this share of loading everything."""
 MOST_FORESEEN = 64
@@ -50,88 +48,6 @@ class LowerConfig:
     load: Literal["auto", "always"] = "auto"
     seconds: tuple[float, float] = (0.1, 5.0)
     mover: MoverConfig = field(default_factory=MoverConfig)
-
-
-@dataclass(slots=True, eq=False)
-class _Trip:
-    """A request's pages on their way. `below`: which lane has what is not in host memory. Where `first` is set the request
-    computes meanwhile, and only what comes from that token on is on its way: the two meet; one that is `patient` has others to
-    wait for anyway, and loads all."""
-
-    request: Request
-    prospect: Prospect | None = None
-    finding: Finding | None = None
-    below: dict[bytes, int] = field(default_factory=dict)
-    fetches: list[Fetch] = field(default_factory=list)
-    found: bool = False
-    patient: bool = False
-    first: int = 0
-    arrival: Arrival | None = None
-    came: np.ndarray | None = None
-    states_came: bool = True
-    leases: list[Lease] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
-    copied: float = 0.0
-    bytes: int = 0
-    objects: int = 0
-    resume: int = 0
-
-    @property
-    def tenant(self) -> str:
-        return self.request.control.tenant
-
-
-def open_lower(
-    texts: Many[str | Place],
-    cache: KVCache,
-    buffer: torch.Tensor,
-    settle: Callable[[], None],
-    config: LowerConfig | None = None,
-) -> Lower:
-    """The tiers that texts name (`host:64GiB`, `disk:/path:1TiB`, …), under one cache. A text that makes no sense is refused;
-    a tier that cannot be opened is left out, and said to be."""
-    layout, device = cache.layout, buffer.device
-    hosts = [text for text in texts if isinstance(text, str) and text.startswith("host:")]
-    if len(hosts) > 1:
-        raise ValueError(f"{len(hosts)} host tiers were asked for: there is one host memory, so give one")
-    write: str | None = None
-    capacity, checked = STAGING[device.type == "cuda"], False
-    if hosts:
-        plain, write = _taken_write(hosts[0])
-        capacity, checked = host_capacity(plain)
-    host = open_host(layout, capacity, checked, device)
-    tenants = (account.tenant for account in cache.accounts.accounts.values())
-    shares = shares_of(tenants, (cache.pool.slabs - 1) * layout.slab_bytes)
-    if hosts:  # what pages only pass through is shared by whoever needs it
-        host.share_out(shares)
-    places: list[Place] = []
-    try:
-        for text in texts:
-            if isinstance(text, Place):
-                places.append(text)
-            elif text not in hosts:
-                try:
-                    places.append(open_place(text, shares))
-                except TierError as error:
-                    log.warning(
-                        "tier %s is left out, serving goes on without it: %s", text.partition("?")[0], error
-                    )
-    except BaseException:
-        for place in places:
-            place.tier.close()
-        host.close()
-        raise
-    return Lower(cache, buffer, host, places, write, settle, config or LowerConfig())
-
-
-def _taken_write(text: str) -> tuple[str, str]:
-    """A host tier's text without its `write` option, and that option."""
-    place = open_place("host:16MiB" + ("?" + text.partition("?")[2] if "?" in text else ""))
-    place.tier.close()
-    head, _, query = text.partition("?")
-    rest = "&".join(part for part in query.split("&") if part and not part.startswith("write="))
-    return head + ("?" + rest if rest else ""), place.write
 
 
 def _short(names: Many[str]) -> list[str]:
@@ -163,8 +79,8 @@ class Lower:
         self.forms: dict[int, list[Form]] = {
             g.index: [form_of(g, run) for run in range(g.runs)] for g in cache.layout.groups
         }
-        self._trips: dict[Request, _Trip] = {}
-        self._orphans: list[_Trip] = []
+        self._trips: dict[Request, Trip] = {}
+        self._orphans: list[Trip] = []
         self._fetching: dict[bytes, Fetch] = {}
         self.prefill = Line()
         self.copying = Line()
@@ -187,7 +103,7 @@ class Lower:
     def foresee(self, request: Request, match: Match, patient: bool) -> None:
         """A request was queued, behind others if `patient`: what it needs from below host memory may come there now."""
         if self._may(request, match):
-            trip = self._trips[request] = _Trip(request, patient=patient)
+            trip = self._trips[request] = Trip(request, patient=patient)
             self._seek(trip, match)
 
     @staticmethod
@@ -205,7 +121,7 @@ class Lower:
         if trip is None:
             if not self._may(request, match):
                 return False
-            trip = self._trips[request] = _Trip(request)
+            trip = self._trips[request] = Trip(request)
         if self._seek(trip, match):
             return not trip.first
         if trip.first > match.matched:
@@ -259,7 +175,7 @@ class Lower:
                 self._orphans.append(trip)
                 self._finish_orphans()
 
-    def _seek(self, trip: _Trip, match: Match | None) -> bool:
+    def _seek(self, trip: Trip, match: Match | None) -> bool:
         """Find below and bring into host memory; whether that is still under way."""
         if not self.mover.lanes or trip.arrival is not None:
             return False
@@ -286,7 +202,7 @@ class Lower:
     def _asked(self, question: Question, tenant: str) -> Objects:
         return Objects(question.names, question.group, self.forms[question.group][0], tenant)
 
-    def _fetch(self, trip: _Trip) -> None:
+    def _fetch(self, trip: Trip) -> None:
         """Bring what a trip found below host memory: all of it, or the tail while the head is computed."""
         assert trip.prospect is not None
         wanted, below = self._lacking(trip, 0)
@@ -308,7 +224,7 @@ class Lower:
         self._fetching = {key: one for key, one in self._fetching.items() if not one.done}
         self._fetching.update(dict.fromkeys(below, fetch))
 
-    def _meeting(self, trip: _Trip) -> int:
+    def _meeting(self, trip: Trip) -> int:
         """Where computing from the left and loading from the right should meet; 0: load everything, and compute nothing."""
         assert trip.prospect is not None
         match, point, block = trip.prospect.match, trip.prospect.point, self.cache.block_tokens
@@ -329,17 +245,16 @@ class Lower:
         whole, start = loading(match.resume), -(-match.resume // block) * block
         if whole is None:
             return 0
-        low, high = 0, max(0, (point - start) // block)
-        while low < high:  # the first block at which computing up to it takes as long as loading the rest
-            middle = (low + high) // 2
-            first = start + middle * block
-            if self.prefill.seconds(first - match.resume) >= (loading(first) or 0.0):
-                high = middle
-            else:
-                low = middle + 1
+
+        def computing(blocks: int) -> float:
+            return self.prefill.seconds(start + blocks * block - match.resume)
+
+        low = meeting(
+            max(0, (point - start) // block), computing, lambda blocks: loading(start + blocks * block) or 0.0
+        )
         return start + low * block if low and self.prefill.seconds(low * block) < (1 - GAIN) * whole else 0
 
-    def _lacking(self, trip: _Trip, first: int) -> tuple[list[Objects], dict[bytes, int]]:
+    def _lacking(self, trip: Trip, first: int) -> tuple[list[Objects], dict[bytes, int]]:
         """What is below host memory of a trip's pages from `first` on, and where; what others fetch is waited for."""
         assert trip.prospect is not None
         wanted: list[Objects] = []
@@ -368,7 +283,7 @@ class Lower:
             return True
         return seconds < self.prefill.seconds(all_tokens) - self.prefill.seconds(all_tokens - tokens)
 
-    def _copy(self, trip: _Trip, match: Match) -> bool:
+    def _copy(self, trip: Trip, match: Match) -> bool:
         """Copy what host memory has of a request's pages into the pool; whether that is under way."""
         prospect = self.cache.prospect(match)
         while questions := prospect.questions():
@@ -396,7 +311,7 @@ class Lower:
         self.counts["trips"] += 1
         return self._coming(trip)
 
-    def _fill(self, trip: _Trip, arrival: Arrival, group: PageGroup) -> None:
+    def _fill(self, trip: Trip, arrival: Arrival, group: PageGroup) -> None:
         assert trip.came is not None
         for run, (names, pages) in enumerate(arrival.pages(group)):
             lease = self.host.hold(Objects(names, group.index, self.forms[group.index][run]))
@@ -411,7 +326,7 @@ class Lower:
             self.counts["failed_pages"] += int((~here).sum())
             trip.leases.append(lease)
 
-    def _coming(self, trip: _Trip) -> bool:
+    def _coming(self, trip: Trip) -> bool:
         """Land what is there; whether some is still on its way."""
         if not all(event.query() for event in trip.events):
             return True
@@ -427,7 +342,7 @@ class Lower:
         self.counts["landed_bytes"] += trip.bytes if gained else 0
         return self._done(trip)
 
-    def _tell(self, trip: _Trip, tokens: int, now: float) -> None:
+    def _tell(self, trip: Trip, tokens: int, now: float) -> None:
         """Note with a request what was brought for it: of pages that came through host memory, the tiers they came from."""
         left, request = tokens, trip.request
         for number, objects in Counter(trip.below.values()).items():
@@ -442,12 +357,12 @@ class Lower:
             if request.cached_tokens is not None:  # it began with its head
                 request.cached_tokens += tokens
 
-    def _done(self, trip: _Trip) -> bool:
+    def _done(self, trip: Trip) -> bool:
         self._trips.pop(trip.request, None)
         trip.request.looked_below = True
         return False
 
-    def _let_go(self, trip: _Trip) -> None:
+    def _let_go(self, trip: Trip) -> None:
         for lease in trip.leases:
             lease.release()
         trip.arrival, trip.leases, trip.events = None, [], []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["Line"]
+from collections.abc import Callable
+
+__all__ = ["Line", "meeting"]
 
 
 class Line:
@@ -55,3 +57,16 @@ class Line:
             return self._y / self._n
         base = (self._y - slope * self._x) / self._n
         return base + slope * amount if base >= 0 else through_zero * amount
+
+
+def meeting(blocks: int, computing: Callable[[int], float], loading: Callable[[int], float]) -> int:
+    """The first of so many blocks at which computing up to it takes as long as loading the rest. Of both only that one grows
+    and the other shrinks is asked, O(log blocks) times."""
+    low, high = 0, blocks
+    while low < high:
+        middle = (low + high) // 2
+        if computing(middle) >= loading(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

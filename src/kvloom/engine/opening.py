@@ -1,0 +1,78 @@
+"""The tiers that texts name, opened under one cache: host memory first, which all pages pass, then those below it.
+
+A text that makes no sense is refused before anything is open; a tier that cannot be opened is left out, and said to be.
+Knows texts and shares; what pages do there is `lower.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence as Many
+
+import torch
+
+from kvloom.core import KVCache
+from kvloom.tiers import TierError
+from kvloom.tiers.opening import Place, host_capacity, open_place
+from kvloom.tiers.shares import shares_of
+
+from .arena import open_host
+from .lower import Lower, LowerConfig
+
+__all__ = ["open_lower"]
+
+log = logging.getLogger("kvloom.tiers")
+STAGING = {False: 256 << 20, True: 4 << 30}
+"""Host memory that pages pass through where no host tier was asked for, without and with a GPU."""
+
+
+def open_lower(
+    texts: Many[str | Place],
+    cache: KVCache,
+    buffer: torch.Tensor,
+    settle: Callable[[], None],
+    config: LowerConfig | None = None,
+) -> Lower:
+    """The tiers that texts name (`host:64GiB`, `disk:/path:1TiB`, …), under one cache. A text that makes no sense is refused;
+    a tier that cannot be opened is left out, and said to be."""
+    layout, device = cache.layout, buffer.device
+    hosts = [text for text in texts if isinstance(text, str) and text.startswith("host:")]
+    if len(hosts) > 1:
+        raise ValueError(f"{len(hosts)} host tiers were asked for: there is one host memory, so give one")
+    write: str | None = None
+    capacity, checked = STAGING[device.type == "cuda"], False
+    if hosts:
+        plain, write = _taken_write(hosts[0])
+        capacity, checked = host_capacity(plain)
+    host = open_host(layout, capacity, checked, device)
+    tenants = (account.tenant for account in cache.accounts.accounts.values())
+    shares = shares_of(tenants, (cache.pool.slabs - 1) * layout.slab_bytes)
+    if hosts:  # what pages only pass through is shared by whoever needs it
+        host.share_out(shares)
+    places: list[Place] = []
+    try:
+        for text in texts:
+            if isinstance(text, Place):
+                places.append(text)
+            elif text not in hosts:
+                try:
+                    places.append(open_place(text, shares))
+                except TierError as error:
+                    log.warning(
+                        "tier %s is left out, serving goes on without it: %s", text.partition("?")[0], error
+                    )
+    except BaseException:
+        for place in places:
+            place.tier.close()
+        host.close()
+        raise
+    return Lower(cache, buffer, host, places, write, settle, config or LowerConfig())
+
+
+def _taken_write(text: str) -> tuple[str, str]:
+    """A host tier's text without its `write` option, and that option."""
+    place = open_place("host:16MiB" + ("?" + text.partition("?")[2] if "?" in text else ""))
+    place.tier.close()
+    head, _, query = text.partition("?")
+    rest = "&".join(part for part in query.split("&") if part and not part.startswith("write="))
+    return head + ("?" + rest if rest else ""), place.write
