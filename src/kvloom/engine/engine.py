@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence as Many
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,8 @@ class Engine:
         tokens = tuple(int(token) for token in prompt)
         self._refuse(tokens, params, text)
         control = control or Control()
+        if control.lossy and (self.lower is None or not self.lower.lossy):
+            control = replace(control, lossy=False)  # nothing here is re-encoded: it shares with everybody
         sight = self._look(tokens, images, control.tenant) if len(images) else None
         request = Request(self._count, tokens, params, control, priority, sight=sight)
         request.children = [

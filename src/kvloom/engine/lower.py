@@ -14,40 +14,27 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence as Many
-from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
 
-from kvloom.core import Arrival, KVCache, Match, Need, PageGroup, Question
-from kvloom.tiers import Form, HostTier, Objects
-from kvloom.tiers.mover import Fetch, Mover, MoverConfig
+from kvloom.core import Arrival, KVCache, Match, PageGroup
+from kvloom.tiers import HostTier, Objects
+from kvloom.tiers.mover import Mover
 from kvloom.tiers.opening import Place
 
-from .arena import HostPages, form_of
+from .arena import HostPages
+from .fetching import Fetching, LowerConfig
 from .keeping import Keeping
 from .request import Request
-from .speeds import Line, meeting
+from .speeds import Line
 from .trip import Trip
 
 __all__ = ["Lower", "LowerConfig"]
 
 log = logging.getLogger("kvloom.tiers")
-GAIN = 0.1
-"""Computing the head while the tail loads is worth its steps where it saves this share of loading everything."""
 MOST_FORESEEN = 64
 """Requests in the queue whose pages are looked for before their turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class LowerConfig:
-    """`load`: "always" loads what is there, "auto" what is faster to load than to compute. A request waits for a tier as long
-    as computing would take, but at least and at most so many `seconds`."""
-
-    load: Literal["auto", "always"] = "auto"
-    seconds: tuple[float, float] = (0.1, 5.0)
-    mover: MoverConfig = field(default_factory=MoverConfig)
 
 
 def _short(names: Many[str]) -> list[str]:
@@ -70,18 +57,14 @@ class Lower:
         settle: Callable[[], None],
         config: LowerConfig,
     ) -> None:
-        self.cache, self.host, self.config = cache, host, config
+        self.cache, self.host = cache, host
         self.mover = Mover(host, places, config.mover)
         self.names = _short([host.name, *(lane.tier.name for lane in self.mover.lanes)])
         """What its tiers are called where anyone may read it: host memory first, then those below."""
         self._pages = HostPages(cache.layout, buffer, host)
         self._settle = settle
-        self.forms: dict[int, list[Form]] = {
-            g.index: [form_of(g, run) for run in range(g.runs)] for g in cache.layout.groups
-        }
         self._trips: dict[Request, Trip] = {}
         self._orphans: list[Trip] = []
-        self._fetching: dict[bytes, Fetch] = {}
         self.prefill = Line()
         self.copying = Line()
         self.last_load = 0.0
@@ -91,7 +74,19 @@ class Lower:
             0,
         )
         writes = {place.write for place in places} | ({host_write} if host_write else set())
-        self._keeping = Keeping(cache, self._pages, self.mover, self.forms, writes)
+        self._fetching = Fetching(cache, self.mover, config, self.prefill, self.counts)
+        self.forms = self._fetching.forms
+        self.lossy = any(place.lossy for place in places)
+        """Whether a tier keeps pages that only requests may use that allow for loss."""
+        self._keeping = Keeping(cache, self._pages, self.mover, self.forms, self._fetching.near, writes)
+
+    @property
+    def config(self) -> LowerConfig:
+        return self._fetching.config
+
+    @config.setter
+    def config(self, config: LowerConfig) -> None:
+        self._fetching.config = config
 
     # -- up -------------------------------------------------------------------------------------
 
@@ -103,8 +98,9 @@ class Lower:
     def foresee(self, request: Request, match: Match, patient: bool) -> None:
         """A request was queued, behind others if `patient`: what it needs from below host memory may come there now."""
         if self._may(request, match):
+            self._keeping.know(request.control.lossy, match.root_name)
             trip = self._trips[request] = Trip(request, patient=patient)
-            self._seek(trip, match)
+            self._fetching.seek(trip, match)
 
     @staticmethod
     def _may(request: Request, match: Match) -> bool:
@@ -117,12 +113,13 @@ class Lower:
 
     def holds(self, request: Request, match: Match) -> bool:
         """Whether a request whose turn it is should wait on: what it needs is on its way. `match` is of this moment."""
+        self._keeping.know(request.control.lossy, match.root_name)
         trip = self._trips.get(request)
         if trip is None:
             if not self._may(request, match):
                 return False
             trip = self._trips[request] = Trip(request)
-        if self._seek(trip, match):
+        if self._fetching.seek(trip, match):
             return not trip.first
         if trip.first > match.matched:
             return False  # its tail is here; it computes its head first
@@ -141,7 +138,7 @@ class Lower:
     def may_jump(self, request: Request) -> bool:
         """Whether the tail of a running request's prompt has come, and it should go on behind it."""
         trip = self._trips.get(request)
-        if trip is None or not trip.first or trip.prospect is None or self._seek(trip, None):
+        if trip is None or not trip.first or trip.prospect is None or self._fetching.seek(trip, None):
             return False
         ahead = trip.prospect.point - request.computed
         if ahead < self.cache.block_tokens:
@@ -155,7 +152,7 @@ class Lower:
             return False
         if trip.arrival is not None:
             return not all(event.query() for event in trip.events)
-        return self._seek(trip, None)
+        return self._fetching.seek(trip, None)
 
     def began(self, request: Request) -> None:
         """A request computes now: nothing more is looked for until it has to begin again."""
@@ -175,108 +172,6 @@ class Lower:
                 self._orphans.append(trip)
                 self._finish_orphans()
 
-    def _seek(self, trip: Trip, match: Match | None) -> bool:
-        """Find below and bring into host memory; whether that is still under way."""
-        if not self.mover.lanes or trip.arrival is not None:
-            return False
-        if not trip.found:
-            if trip.prospect is None:
-                assert match is not None
-                trip.prospect = self.cache.prospect(match)
-            while True:
-                if trip.finding is None:
-                    questions = trip.prospect.questions()
-                    if not questions:
-                        break
-                    trip.finding = self.mover.find([self._asked(q, trip.tenant) for q in questions])
-                if not trip.finding.done:
-                    return True
-                trip.below.update(trip.finding.below)
-                trip.prospect.answer(trip.finding.found)
-                trip.finding = None
-            trip.found = True
-            self._fetch(trip)
-        trip.fetches = [fetch for fetch in trip.fetches if not fetch.done]
-        return bool(trip.fetches)
-
-    def _asked(self, question: Question, tenant: str) -> Objects:
-        return Objects(question.names, question.group, self.forms[question.group][0], tenant)
-
-    def _fetch(self, trip: Trip) -> None:
-        """Bring what a trip found below host memory: all of it, or the tail while the head is computed."""
-        assert trip.prospect is not None
-        wanted, below = self._lacking(trip, 0)
-        if not below:
-            return
-        trip.first = self._meeting(trip)
-        if trip.first:
-            wanted, below = self._lacking(trip, trip.first)
-        match, point = trip.prospect.match, trip.prospect.point
-        if not below or trip.first >= point:
-            self.counts["not_worth"] += 1
-            trip.first = 0
-            return
-        least, most = self.config.seconds
-        tokens = point - match.resume
-        patience = max(least, min(most, 2 * self.prefill.seconds(tokens))) if self.prefill.known else most / 2
-        fetch = self.mover.fetch(wanted, below, time.monotonic() + patience)
-        trip.fetches.append(fetch)
-        self._fetching = {key: one for key, one in self._fetching.items() if not one.done}
-        self._fetching.update(dict.fromkeys(below, fetch))
-
-    def _meeting(self, trip: Trip) -> int:
-        """Where computing from the left and loading from the right should meet; 0: load everything, and compute nothing."""
-        assert trip.prospect is not None
-        match, point, block = trip.prospect.match, trip.prospect.point, self.cache.block_tokens
-        if trip.patient or not match.control.store or self.config.load == "always" or not self.prefill.known:
-            return 0
-        # Bytes of block b at b + 1, of states at 0.
-        sizes = np.zeros((len(self.mover.lanes), point // block + 2), np.int64)
-        for need in trip.prospect.needs():
-            keys = self._objects(need, trip.tenant)[0].keys
-            for b, key in zip(need.blocks, keys, strict=True):
-                if key in trip.below:
-                    sizes[trip.below[key], b + 1] += need.group.page_stride * need.group.runs
-
-        def loading(first: int) -> float | None:
-            rest = sizes[:, 0] + sizes[:, first // block + 1 :].sum(1)
-            return self.mover.seconds({lane: int(size) for lane, size in enumerate(rest) if size})
-
-        whole, start = loading(match.resume), -(-match.resume // block) * block
-        if whole is None:
-            return 0
-
-        def computing(blocks: int) -> float:
-            return self.prefill.seconds(start + blocks * block - match.resume)
-
-        low = meeting(
-            max(0, (point - start) // block), computing, lambda blocks: loading(start + blocks * block) or 0.0
-        )
-        return start + low * block if low and self.prefill.seconds(low * block) < (1 - GAIN) * whole else 0
-
-    def _lacking(self, trip: Trip, first: int) -> tuple[list[Objects], dict[bytes, int]]:
-        """What is below host memory of a trip's pages from `first` on, and where; what others fetch is waited for."""
-        assert trip.prospect is not None
-        wanted: list[Objects] = []
-        below: dict[bytes, int] = {}
-        for need in trip.prospect.needs(first):
-            runs = self._objects(need, trip.tenant)
-            for one in runs:
-                for key, main in zip(one.keys, runs[0].keys, strict=True):
-                    if main not in trip.below:
-                        continue
-                    other = self._fetching.get(key)
-                    if other is None or other.done:
-                        below[key] = trip.below[main]
-                    elif other not in trip.fetches:
-                        trip.fetches.append(other)
-            wanted += runs
-        return wanted, below
-
-    def _objects(self, need: Need, tenant: str) -> list[Objects]:
-        group = need.group.index
-        return [Objects(need.names, group, form, tenant) for form in self.forms[group]]
-
     def _worth(self, tokens: int, all_tokens: int, seconds: float | None) -> bool:
         """Whether `seconds` of loading beat computing `tokens` of the `all_tokens` that are to compute otherwise."""
         if self.config.load == "always" or seconds is None or not self.prefill.known:
@@ -287,7 +182,9 @@ class Lower:
         """Copy what host memory has of a request's pages into the pool; whether that is under way."""
         prospect = self.cache.prospect(match)
         while questions := prospect.questions():
-            prospect.answer([self.host.lookup(self._asked(question, trip.tenant)) for question in questions])
+            prospect.answer(
+                [self.host.lookup(self._fetching.asked(question, trip)) for question in questions]
+            )
         tokens = prospect.point - match.resume
         if tokens <= 0:
             return self._done(trip)
@@ -314,7 +211,8 @@ class Lower:
     def _fill(self, trip: Trip, arrival: Arrival, group: PageGroup) -> None:
         assert trip.came is not None
         for run, (names, pages) in enumerate(arrival.pages(group)):
-            lease = self.host.hold(Objects(names, group.index, self.forms[group.index][run]))
+            form = self._fetching.forms_of(trip)[group.index][run]
+            lease = self.host.hold(Objects(names, group.index, form))
             here = lease.offsets >= 0
             if here.any():
                 trip.events.append(self._pages.up(group.page_stride, pages[here], lease.offsets[here]))
@@ -400,7 +298,7 @@ class Lower:
             self._finish_orphans()
         self._keeping.finish()
         for trip in list(self._trips.values()):
-            self._seek(trip, None)
+            self._fetching.seek(trip, None)
 
     @property
     def holding(self) -> bool:

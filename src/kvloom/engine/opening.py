@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence as Many
 
 import torch
 
-from kvloom.core import KVCache
+from kvloom.core import KVCache, PoolLayout
 from kvloom.tiers import TierError
+from kvloom.tiers.lossy import LossyTier, lossy_form
 from kvloom.tiers.opening import Place, host_capacity, open_place
 from kvloom.tiers.shares import shares_of
 
-from .arena import open_host
+from .arena import form_of, open_host
 from .lower import Lower, LowerConfig
 
 __all__ = ["open_lower"]
@@ -56,7 +57,7 @@ def open_lower(
                 places.append(text)
             elif text not in hosts:
                 try:
-                    places.append(open_place(text, shares))
+                    places.append(_fitting(open_place(text, shares), layout))
                 except TierError as error:
                     log.warning(
                         "tier %s is left out, serving goes on without it: %s", text.partition("?")[0], error
@@ -67,6 +68,19 @@ def open_lower(
         host.close()
         raise
     return Lower(cache, buffer, host, places, write, settle, config or LowerConfig())
+
+
+def _fitting(place: Place, layout: PoolLayout) -> Place:
+    """The place, if it can take the layout's pages; else a TierError, and it is closed."""
+    coding = place.tier.coding if isinstance(place.tier, LossyTier) else None
+    if coding is not None:
+        try:
+            for group in layout.groups:
+                lossy_form(form_of(group, 0), coding)
+        except ValueError as error:
+            place.tier.close()
+            raise TierError(f"pages of this model are not re-encoded: {error}") from error
+    return place
 
 
 def _taken_write(text: str) -> tuple[str, str]:

@@ -312,7 +312,7 @@ class Scheduler:
         if end > len(request.tokens) or alone or not (control.read and control.store):
             return None
         shown = b"" if request.sight is None else request.sight.content(end)
-        return control.tenant, control.adapter, request.ids(end).tobytes() + shown
+        return control.tenant, f"{control.adapter}{'~' * control.lossy}", request.ids(end).tobytes() + shown
 
     def _admit(self, request: Request, found: Match) -> None:
         request.sequence = self.cache.open(found)

@@ -81,7 +81,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 class Add(msgspec.Struct, frozen=True, tag=True):
     """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended. What was
-    computed under one `salt` is found under that alone. `ends_session`: nothing more comes of its session."""
+    computed under one `salt` is found under that alone. `ends_session`: nothing more comes of its session. `lossy`: pages that
+    a tier re-encoded may serve it."""
 
     id: int
     prompt: list[int]
@@ -95,6 +96,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     read: bool = True
     salt: str = ""
     ends_session: bool = False
+    lossy: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

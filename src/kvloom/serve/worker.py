@@ -165,6 +165,7 @@ class Worker:
             read=message.read,
             session=session,
             retain=retain,
+            lossy=message.lossy,
         )
         try:
             request = self.engine.add(

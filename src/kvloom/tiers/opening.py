@@ -1,6 +1,6 @@
 """Tiers from one line of text each, as a command line gives them.
 
-    host:64GiB    disk:/nvme/kv:1TiB    SCHEME…?option=value&option=value
+    host:64GiB    disk:/nvme/kv:1TiB    int8:disk:/nvme/kv:1TiB    SCHEME…?option=value&option=value
 
 A scheme is one entry of SCHEMES: a function from the whole text to an open tier. What it needs is imported when it is
 asked for. Knows no engine; when pages are written to a tier is `Place.write`, the mover's to follow.
@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 from urllib.parse import parse_qsl
 
 from kvloom.core.sizes import parse_size
@@ -20,12 +20,14 @@ from kvloom.core.sizes import parse_size
 from .codec import Compression
 from .disk import DiskConfig, DiskTier
 from .host import HostConfig, HostTier
+from .lossy import Coding, LossyTier
 from .shares import Shares, Sharing
 from .tier import Tier, TierError
 
 __all__ = ["SCHEMES", "Place", "Write", "host_capacity", "open_place", "open_tier", "options_of"]
 
 Write = Literal["through", "second-use", "back"]
+CODINGS = get_args(Coding)
 WRITES: tuple[Write, ...] = ("through", "second-use", "back")
 
 
@@ -36,6 +38,11 @@ class Place:
 
     tier: Tier
     write: Write = "through"
+
+    @property
+    def lossy(self) -> bool:
+        """Whether it re-encodes pages, and so has nothing for those who want them exact."""
+        return isinstance(self.tier, LossyTier)
 
 
 def scheme_of(text: str) -> str:
@@ -121,6 +128,14 @@ def _open_disk(text: str) -> Tier:
     )
 
 
+def _open_lossy(text: str) -> Tier:
+    """`int8:` or `fp8:` before any other tier's text: its pages are re-encoded on their way there."""
+    coding, _, rest = text.partition(":")
+    if scheme_of(rest) in CODINGS:
+        raise ValueError(f"tier {text!r}: pages are re-encoded once; leave {coding}: or the other out")
+    return LossyTier(open_tier(rest), cast(Coding, coding))
+
+
 def _from(module: str) -> Callable[[str], Tier]:
     """A store's own way to open it, imported when it is asked for."""
 
@@ -139,4 +154,5 @@ SCHEMES: dict[str, Callable[[str], Tier]] = {
     "mooncake": _from("mooncake"),
     "nixl": _from("nixl"),
     "peer": _from("peer"),
+    **dict.fromkeys(CODINGS, _open_lossy),
 }
