@@ -22,6 +22,7 @@ from kvloom.core import Arrival, KVCache, Match, PageGroup
 from kvloom.tiers import HostTier, Objects
 from kvloom.tiers.mover import Mover
 from kvloom.tiers.opening import Place
+from kvloom.tiers.peer_server import PeerServer
 
 from .arena import HostPages
 from .fetching import Fetching, LowerConfig
@@ -67,6 +68,8 @@ class Lower:
         self._orphans: list[Trip] = []
         self.prefill = Line()
         self.copying = Line()
+        self.offered: PeerServer | None = None
+        """What lets other processes read host memory, where that was asked for."""
         self.last_load = 0.0
         """Seconds of the last load, from host memory to pages in the tree."""
         self.counts: dict[str, int] = dict.fromkeys(
@@ -328,5 +331,7 @@ class Lower:
         while self._keeping.busy and time.monotonic() < deadline:
             time.sleep(0.001)
             self._keeping.finish()
+        if self.offered is not None:
+            self.offered.close()
         self.mover.close(max(0.1, deadline - time.monotonic()))
         self._pages.close()

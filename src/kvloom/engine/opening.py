@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence as Many
+from pathlib import Path
 
 import torch
 
 from kvloom.core import KVCache, PoolLayout
-from kvloom.tiers import TierError
+from kvloom.tiers import HostTier, TierError
 from kvloom.tiers.lossy import LossyTier, lossy_form
-from kvloom.tiers.opening import Place, host_capacity, open_place
+from kvloom.tiers.opening import HostText, Place, open_place, taken_write
+from kvloom.tiers.peer_server import PeerConfig, PeerServer
+from kvloom.tiers.shared import SharedMemory
 from kvloom.tiers.shares import shares_of
 
 from .arena import form_of, open_host
@@ -41,11 +44,12 @@ def open_lower(
     if len(hosts) > 1:
         raise ValueError(f"{len(hosts)} host tiers were asked for: there is one host memory, so give one")
     write: str | None = None
-    capacity, checked = STAGING[device.type == "cuda"], False
+    told = HostText(STAGING[device.type == "cuda"])
     if hosts:
-        plain, write = _taken_write(hosts[0])
-        capacity, checked = host_capacity(plain)
-    host = open_host(layout, capacity, checked, device)
+        plain, write = taken_write(hosts[0])
+        told = HostText.read(plain)
+    offer = _offer_of(told)
+    host, memory = open_host(layout, told.capacity, told.checked, device, shared=offer is not None)
     tenants = (account.tenant for account in cache.accounts.accounts.values())
     shares = shares_of(tenants, (cache.pool.slabs - 1) * layout.slab_bytes)
     if hosts:  # what pages only pass through is shared by whoever needs it
@@ -67,7 +71,37 @@ def open_lower(
             place.tier.close()
         host.close()
         raise
-    return Lower(cache, buffer, host, places, write, settle, config or LowerConfig())
+    lower = Lower(cache, buffer, host, places, write, settle, config or LowerConfig())
+    if offer is not None:
+        lower.offered = _offered(host, offer, memory)
+    return lower
+
+
+def _offer_of(told: HostText) -> PeerConfig | None:
+    """Where an engine's host memory is to be read by others, if anywhere. A ValueError beyond loopback without a secret."""
+    if told.share is None:
+        return None
+    try:
+        secret = Path(told.secret).read_bytes().strip() if told.secret else b""
+    except OSError as error:
+        raise ValueError(f"the secret {told.secret!r} cannot be read: {error.strerror}") from error
+    return PeerConfig(*told.share, secret, read_only=True)
+
+
+def _offered(host: HostTier, config: PeerConfig, memory: SharedMemory | None) -> PeerServer | None:
+    """Lets others read what host memory has, and change nothing; None, and a warning, where the address cannot be had."""
+    try:
+        server = PeerServer(host, config, memory)
+    except OSError as error:
+        log.warning(
+            "host memory is not offered to others at %s:%d, serving goes on: %s",
+            config.host,
+            config.port,
+            error,
+        )
+        return None
+    log.info("host memory is offered to others at peer://%s:%d", *server.address)
+    return server
 
 
 def _fitting(place: Place, layout: PoolLayout) -> Place:
@@ -81,12 +115,3 @@ def _fitting(place: Place, layout: PoolLayout) -> Place:
             place.tier.close()
             raise TierError(f"pages of this model are not re-encoded: {error}") from error
     return place
-
-
-def _taken_write(text: str) -> tuple[str, str]:
-    """A host tier's text without its `write` option, and that option."""
-    place = open_place("host:16MiB" + ("?" + text.partition("?")[2] if "?" in text else ""))
-    place.tier.close()
-    head, _, query = text.partition("?")
-    rest = "&".join(part for part in query.split("&") if part and not part.startswith("write="))
-    return head + ("?" + rest if rest else ""), place.write

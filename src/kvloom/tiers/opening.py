@@ -24,7 +24,7 @@ from .lossy import Coding, LossyTier
 from .shares import Shares, Sharing
 from .tier import Tier, TierError
 
-__all__ = ["SCHEMES", "Place", "Write", "host_capacity", "open_place", "open_tier", "options_of"]
+__all__ = ["SCHEMES", "HostText", "Place", "Write", "open_place", "open_tier", "options_of", "taken_write"]
 
 Write = Literal["through", "second-use", "back"]
 CODINGS = get_args(Coding)
@@ -80,11 +80,7 @@ def open_tier(text: str) -> Tier:
 def open_place(text: str, shares: Shares | None = None) -> Place:
     """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`. `shares`
     hold in it where it is a tier that knows them."""
-    scheme_of(text)
-    found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
-    if found is not None and found[1] not in WRITES:
-        raise ValueError(f"tier {text!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
-    rest = text if found is None else (text[: found.start()] + text[found.end() :]).rstrip("?&")
+    rest, write = taken_write(text)
     tier = open_tier(rest)
     if shares and isinstance(tier, Sharing):
         try:
@@ -92,21 +88,54 @@ def open_place(text: str, shares: Shares | None = None) -> Place:
         except TierError:
             tier.close()
             raise
-    return Place(tier) if found is None else Place(tier, cast(Write, found[1]))
+    return Place(tier, write)
 
 
-def host_capacity(text: str) -> tuple[int, bool]:
-    """Bytes of `host:SIZE`, and whether checksums are kept (`?checked=1`)."""
-    plain, options = options_of(text, ("checked",))
-    checked = options.get("checked", "0")
-    if checked not in ("0", "1"):
-        raise ValueError(f"tier {text!r}: checked={checked!r} must be 0 or 1")
-    return parse_size(plain.removeprefix("host:")), checked == "1"
+def taken_write(text: str) -> tuple[str, Write]:
+    """A tier's text without its `write` option, and that option."""
+    scheme_of(text)
+    found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
+    if found is None:
+        return text, "through"
+    if found[1] not in WRITES:
+        raise ValueError(f"tier {text!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
+    return (text[: found.start()] + text[found.end() :]).rstrip("?&"), cast(Write, found[1])
+
+
+@dataclass(frozen=True, slots=True)
+class HostText:
+    """What `host:SIZE?…` says: bytes, whether checksums are kept (`checked=1`), and where others may read it (`share=PORT` on
+    loopback, `share=HOST:PORT`), with the file of a `secret`."""
+
+    capacity: int
+    checked: bool = False
+    share: tuple[str, int] | None = None
+    secret: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> HostText:
+        plain, options = options_of(text, ("checked", "share", "secret"))
+        checked = options.get("checked", "0")
+        if checked not in ("0", "1"):
+            raise ValueError(f"tier {text!r}: checked={checked!r} must be 0 or 1")
+        share, secret = None, options.get("secret", "")
+        if "share" in options:
+            host, _, port = options["share"].rpartition(":")
+            if not port.isdecimal() or int(port) > 65535:
+                raise ValueError(f"tier {text!r}: share={options['share']!r} is no PORT and no HOST:PORT")
+            share = (host.strip("[]") or "127.0.0.1", int(port))
+        elif secret:
+            raise ValueError(f"tier {text!r}: a secret is for those it is shared with; give share=PORT, too")
+        return cls(parse_size(plain.removeprefix("host:")), checked == "1", share, secret)
 
 
 def _open_host(text: str) -> Tier:
-    capacity, checked = host_capacity(text)
-    return HostTier(HostConfig(capacity, checked=checked))
+    told = HostText.read(text)
+    if told.share is not None:
+        raise ValueError(
+            f"tier {text!r}: an engine shares its host tier; memory alone is shared by `kvloom share SIZE`"
+        )
+    return HostTier(HostConfig(told.capacity, checked=told.checked))
 
 
 def _open_disk(text: str) -> Tier:
