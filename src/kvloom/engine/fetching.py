@@ -90,6 +90,7 @@ class Fetching:
         assert trip.prospect is not None
         wanted, below = self._lacking(trip, 0)
         if not below:
+            self._note(trip)
             return
         trip.first = self._meeting(trip)
         if trip.first:
@@ -102,10 +103,19 @@ class Fetching:
         least, most = self.config.seconds
         tokens = point - match.resume
         patience = max(least, min(most, 2 * self.prefill.seconds(tokens))) if self.prefill.known else most / 2
+        self._note(trip)
         fetch = self.mover.fetch(wanted, below, time.monotonic() + patience)
         trip.fetches.append(fetch)
         self._fetching = {key: one for key, one in self._fetching.items() if not one.done}
         self._fetching.update(dict.fromkeys(below, fetch))
+
+    def _note(self, trip: Trip) -> None:
+        """Count what comes from which lane; others may be bringing it."""
+        assert trip.prospect is not None
+        for need in trip.prospect.needs(trip.first):
+            trip.fetched.update(
+                trip.below[key] for key in self._objects(need, trip)[0].keys if key in trip.below
+            )
 
     def _meeting(self, trip: Trip) -> int:
         """Where computing from the left and loading from the right should meet; 0: load everything, and compute nothing."""

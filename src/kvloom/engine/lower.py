@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence as Many
 
 import numpy as np
@@ -73,7 +72,7 @@ class Lower:
         self.last_load = 0.0
         """Seconds of the last load, from host memory to pages in the tree."""
         self.counts: dict[str, int] = dict.fromkeys(
-            ("trips", "landed_tokens", "landed_bytes", "failed_pages", "not_worth", "no_room"),
+            ("trips", "landed_tokens", "landed_bytes", "failed_pages", "not_worth", "no_room", "hinted"),
             0,
         )
         writes = {place.write for place in places} | ({host_write} if host_write else set())
@@ -104,6 +103,21 @@ class Lower:
             self._keeping.know(request.control.lossy, match.root_name)
             trip = self._trips[request] = Trip(request, patient=patient)
             self._fetching.seek(trip, match)
+
+    def hint(self, request: Request, match: Match) -> bool:
+        """A request like this one may come soon: what it would need from below host memory is brought there. Whether anything
+        is looked for; the request itself is nobody's, and nothing of the pool is touched."""
+        if not self.foresees or not self._may(request, match):
+            return False
+        trip = self._trips[request] = Trip(request, hint=True, patient=True)
+        if not self._fetching.seek(trip, match):
+            del self._trips[request]
+        return True
+
+    @property
+    def preparing(self) -> bool:
+        """Whether pages are on their way that were only hinted at."""
+        return any(trip.hint for trip in self._trips.values())
 
     @staticmethod
     def _may(request: Request, match: Match) -> bool:
@@ -246,7 +260,7 @@ class Lower:
     def _tell(self, trip: Trip, tokens: int, now: float) -> None:
         """Note with a request what was brought for it: of pages that came through host memory, the tiers they came from."""
         left, request = tokens, trip.request
-        for number, objects in Counter(trip.below.values()).items():
+        for number, objects in trip.fetched.items():
             share = min(left, tokens * objects // max(1, trip.objects))
             if share:
                 request.loads.append((self.names[1 + number], trip.began, trip.copied, share))
@@ -301,7 +315,9 @@ class Lower:
             self._finish_orphans()
         self._keeping.finish()
         for trip in list(self._trips.values()):
-            self._fetching.seek(trip, None)
+            if not self._fetching.seek(trip, None) and trip.hint:
+                self.counts["hinted"] += 1
+                del self._trips[trip.request]
 
     @property
     def holding(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,14 +20,17 @@ __all__ = ["Trip"]
 
 @dataclass(slots=True, eq=False)
 class Trip:
-    """A request's pages on their way. `below`: which lane has what is not in host memory. Where `first` is set the request
+    """A request's pages on their way; a `hint` is of one that has not come yet, and ends in host memory. `below`: which lane has what is not in host memory, `fetched` how many of the needed
+    came from each. Where `first` is set the request
     computes meanwhile, and only what comes from that token on is on its way: the two meet; one that is `patient` has others to
     wait for anyway, and loads all."""
 
     request: Request
+    hint: bool = False
     prospect: Prospect | None = None
     finding: Finding | None = None
     below: dict[bytes, int] = field(default_factory=dict)
+    fetched: Counter[int] = field(default_factory=Counter)
     fetches: list[Fetch] = field(default_factory=list)
     found: bool = False
     patient: bool = False
