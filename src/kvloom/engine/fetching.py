@@ -77,6 +77,7 @@ class Fetching:
                 trip.prospect.answer(trip.finding.found)
                 trip.finding = None
             trip.found = True
+            trip.request.lacking = trip.prospect.lacking
             self._fetch(trip)
         trip.fetches = [fetch for fetch in trip.fetches if not fetch.done]
         return bool(trip.fetches)

@@ -204,6 +204,7 @@ class Lower:
             )
         tokens = prospect.point - match.resume
         if tokens <= 0:
+            trip.request.lacking = trip.request.lacking or prospect.lacking
             return self._done(trip)
         needs = prospect.needs()
         trip.bytes = sum(len(need.names) * need.group.page_stride * need.group.runs for need in needs)
