@@ -18,7 +18,10 @@ def test_every_part_says_what_it_measured(capsys: pytest.CaptureFixture[str]) ->
     assert first["bytes"] > 0
     assert set(first["gb_per_s"]) == {"host", "disk"}
     assert all(row["same_tokens"] for row in report["workloads"])
-    assert 0 < report["hits"]["kept"]
+    assert 0.5 < report["hits"]["kept"]
+    assert report["hits"]["small_pool"] < 0.2 * report["hits"]["pool"]
+    for place in ("host", "disk"):
+        assert report["layers"][place]["first"] < report["layers"][place]["whole"]
 
 
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

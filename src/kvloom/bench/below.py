@@ -5,6 +5,7 @@
 | ttft      | a long prompt's first token: computed, from host memory, from disk; and the bytes a second of loading |
 | workloads | W1 to W6 with the host tier and without, in the same pool                                            |
 | hits      | W6 in a pool of all its pages, and in a tenth of that with the host tier below it                    |
+| layers    | pages copied and read whole, and layer by layer                                                      |
 
 Each part says what it did beside its figures. Pages are evicted from the pool by taking its slabs away and giving them back.
 """
@@ -33,12 +34,13 @@ from kvloom.tiers import Objects
 
 from .engine import say
 from .engine_runners import Kvloom, Options
+from .layers import by_layers
 from .shapes import SHAPES, build, hf_config
 from .workloads import Workload, chosen
 
 __all__ = ["main"]
 
-PARTS = ("ttft", "workloads", "hits")
+PARTS = ("ttft", "workloads", "hits", "layers")
 FEWEST = 32
 """Conversations at least, where a tenth of them has to fit the pool."""
 
@@ -127,6 +129,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             report["workloads"] = workloads(args.shape, device, pool, f"host:{args.host}", works, args.rounds)
         if "hits" in args.only:
             report["hits"] = hits(args.shape, device, f"host:{args.host}", chosen(["W6"], scale)[0])
+        if "layers" in args.only:
+            with tempfile.TemporaryDirectory() as pages:
+                report["layers"] = by_layers(pages, rounds=args.rounds)
     return report
 
 
@@ -318,6 +323,12 @@ def _show(report: dict[str, Any]) -> None:
             f"{part['workload']} cached: {part['large']:.1%} in a pool for all, {part['small']:.1%} in "
             f"{part['small_pool'] / part['pool']:.0%} of it, {part['small + host']:.1%} there with the host tier: "
             f"{part['kept']:.1%} kept"
+        )
+    for place in ("host", "disk") if "layers" in report else ():
+        part = report["layers"][place]
+        print(
+            f"{report['layers']['pages']} pages of {report['layers']['page'] / 2**20:.0f} MiB, {place}: whole {part['whole'] * 1e3:.1f} ms, "
+            f"layer by layer {part['layers'] * 1e3:.1f} ms ({part['layers'] / part['whole']:.2f} times), the first {part['first'] * 1e3:.2f} ms"
         )
 
 
