@@ -143,7 +143,9 @@ class Returns:
         away = self._away[order]
         back = ~np.isnan(away)
         age = np.where(back, away, np.maximum(now - self._started[order], 0.0))
-        watched = age[:, None] - self.edges[:-1]  # in each bin; in place, which is seven times as fast as np.clip
+        watched = (
+            age[:, None] - self.edges[:-1]
+        )  # in each bin; in place, which is seven times as fast as np.clip
         np.maximum(watched, 0.0, out=watched)
         np.minimum(watched, self._width, out=watched)
         bins = stratum[back] * BINS + np.searchsorted(self.edges[1:-1], age[back], "right")
