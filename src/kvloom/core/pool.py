@@ -158,7 +158,7 @@ class PagePool:
             if n > c.free_pages + self.free_slabs * c.per_slab:
                 return None
             ids = self._allocate_within(c, n, near)
-            c.held[ids] = 1
+            c.held[ids.astype(np.intp)] = 1
         c.held_pages += n
         return ids
 
@@ -259,7 +259,8 @@ class PagePool:
         # A slab that was full and is empty now was in no list and goes to none.
         for k in np.flatnonzero((used < c.per_slab) | (left > 0)).tolist():
             c.file(int(slabs[k]), c.per_slab - int(left[k]), c.per_slab - int(used[k]))
-        self._return_slabs(c, emptied)
+        if emptied.size:
+            self._return_slabs(c, emptied)
 
     def _return_slabs(self, c: SizeClass, slabs: Ids) -> None:
         free, n = self.free_slabs, len(slabs)
