@@ -24,10 +24,12 @@ from kvloom.core.sizes import parse_size
 from kvloom.plan import format_bytes
 from kvloom.tiers import TierError
 
-from .tiers_work import WORKS, Memory, Work, folder_in
+from .tiers_media import Memory
+from .tiers_work import WORKS, Work, folder_in
 
 __all__ = ["Row", "main", "measure"]
 
+_WORDS = ("tier", "verb", "medium", "LMCache's")  # columns that are no figures
 GOALS = {"host": 0.85, "disk (power)": 0.9, "disk (process)": 0.9}
 PEER_GOALS = {
     ("host", 2 << 20): 1.0,
@@ -39,7 +41,7 @@ PEER_GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """GB/s of one verb; ratios are ours to theirs."""
+    """GB/s of one verb; ratios are ours to theirs. `backend` is what LMCache does the same with, "" where it was not run."""
 
     tier: str
     page_bytes: int
@@ -49,6 +51,7 @@ class Row:
     medium_speed: float
     share: float
     goal: float
+    backend: str = ""
     lmcache: float | None = None
     times_lmcache: float | None = None
     lmcache_goal: float | None = None
@@ -71,6 +74,8 @@ class LMCache:
             env=environment,
         )
         self._seen: dict[tuple[str, int], list[dict[str, float]]] = {}
+        self.missing: dict[str, str] = {}
+        """Backends that do not run here, and why."""
         self.version = str(self.ask({"backend": "version"})["version"])
 
     def ask(self, what: dict[str, Any]) -> dict[str, Any]:
@@ -87,10 +92,17 @@ class LMCache:
         return told
 
     def moved(self, backend: str, page: int, total: int, rounds: int) -> dict[str, float]:
-        """Seconds by verb of its next round; the best ones again once it had `rounds` of them for another row."""
+        """Seconds by verb of its next round; the best ones again once it had `rounds` of them for another row; nothing of a
+        backend that does not run."""
         seen = self._seen.setdefault((backend, page), [])
+        if backend in self.missing:
+            return {}
         if len(seen) < rounds:
-            told = self.ask({"backend": backend, "page": page, "total": total})
+            try:
+                told = self.ask({"backend": backend, "page": page, "total": total})
+            except RuntimeError as error:
+                self.missing[backend] = str(error)
+                return {}
             seen.append({"write": told["write"], "read": told["read"]})
             return seen[-1]
         return {verb: min(each[verb] for each in seen) for verb in ("write", "read")}
@@ -111,7 +123,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def measure(work: Work, memory: Memory, rounds: int, lmcache: LMCache | None) -> list[Row]:
-    """One row for each verb. Every side's bytes are compared in every round."""
+    """A row for each verb, beside each backend of LMCache. Every side's bytes are compared in every round."""
     best: dict[tuple[str, str], float] = {}
 
     def note(side: str, verb: str, seconds: float) -> None:
@@ -123,15 +135,17 @@ def measure(work: Work, memory: Memory, rounds: int, lmcache: LMCache | None) ->
             note(side, "write", _seconds(verbs.write))
             note(side, "read", _seconds(verbs.read))
             memory.check()
-        if lmcache is not None and work.lmcache:
-            for verb, seconds in lmcache.moved(work.lmcache, memory.page, memory.total, rounds).items():
-                note("lmcache", verb, seconds)
-    return [_row(work, memory, verb, best) for verb in ("write", "read")]
+        for backend in work.lmcache if lmcache is not None else ():
+            assert lmcache is not None
+            for verb, seconds in lmcache.moved(backend, memory.page, memory.total, rounds).items():
+                note(backend, verb, seconds)
+    beside = [backend for backend in work.lmcache if (backend, "read") in best] or [""]
+    return [_row(work, memory, verb, backend, best) for backend in beside for verb in ("write", "read")]
 
 
-def _row(work: Work, memory: Memory, verb: str, best: dict[tuple[str, str], float]) -> Row:
+def _row(work: Work, memory: Memory, verb: str, backend: str, best: dict[tuple[str, str], float]) -> Row:
     ours, medium = best["ours", verb], best["medium", verb]
-    theirs = best.get(("lmcache", verb))
+    theirs = best.get((backend, verb))
     goal = PEER_GOALS.get((work.tier, memory.page), PEER_GOALS.get((work.tier, 0)))
     return Row(
         work.tier,
@@ -142,6 +156,7 @@ def _row(work: Work, memory: Memory, verb: str, best: dict[tuple[str, str], floa
         memory.total / medium / 1e9,
         medium / ours,
         GOALS.get(work.tier, 0.85),
+        backend,
         None if theirs is None else memory.total / theirs / 1e9,
         None if theirs is None else theirs / ours,
         None if theirs is None else goal or 1.0,
@@ -212,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}
     if lmcache is not None:
         versions["lmcache"] = lmcache.version
+        missing |= {f"LMCache, {backend}": why for backend, why in lmcache.missing.items()}
     if args.json:
         told = {"rows": [asdict(row) for row in rows], "missing": missing, "versions": versions}
         print(json.dumps(told, indent=2))
@@ -262,16 +278,17 @@ def _show(
         "its GB/s",
         "share",
         "goal",
-        "LMCache",
+        "LMCache's",
+        "its GB/s",
         "times",
         "goal",
     ):
-        table.add_column(heading, justify="left" if heading in ("tier", "verb", "medium") else "right")
+        table.add_column(heading, justify="left" if heading in _WORDS else "right")
     for row in rows:
         lmcache = (
-            ("", "", "")
+            ("", "", "", "")
             if row.lmcache is None or row.times_lmcache is None
-            else (f"{row.lmcache:.2f}", f"{row.times_lmcache:.1f}", f"{row.lmcache_goal:g}")
+            else (row.backend, f"{row.lmcache:.2f}", f"{row.times_lmcache:.1f}", f"{row.lmcache_goal:g}")
         )
         table.add_row(
             row.tier,
@@ -284,7 +301,7 @@ def _show(
             f"{row.goal:.0%}",
             *lmcache,
         )
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(table)
     for name, why in missing.items():
         print(f"{name}: not measured: {why}")
