@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvloom.bench.tiers import main, measure
-from kvloom.bench.tiers_work import Memory, Side, Work
+from kvloom.bench.tiers_media import Memory, Side
+from kvloom.bench.tiers_work import Work
 
 
 def test_every_tier_that_needs_no_server_is_measured(
