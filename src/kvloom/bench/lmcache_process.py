@@ -279,7 +279,8 @@ def main() -> None:
     os.dup2(2, 1)
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
-    key, world, verbs = None, None, None
+    key: tuple[str, int, int] | None = None
+    world: _World | None = None  # one at a time: servers that wait still take part of a core
     for line in sys.stdin:
         asked = json.loads(line)
         try:
@@ -289,12 +290,11 @@ def main() -> None:
                 told: dict[str, Any] = {"version": version("lmcache")}
             else:
                 wanted = (asked["backend"], asked["page"], asked["total"])
-                if wanted != key or world is None or verbs is None:
+                if world is None or wanted != key:
                     if world is not None:
                         world.close()
                     key, world = wanted, _World(asked["page"], asked["total"])
-                    verbs = BACKENDS[asked["backend"]](world)
-                put, get, clear = verbs
+                    put, get, clear = BACKENDS[asked["backend"]](world)
                 world.next_round()
                 began = time.perf_counter()
                 put()

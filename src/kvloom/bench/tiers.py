@@ -64,16 +64,17 @@ class LMCache:
         script = Path(__file__).parent / "lmcache_process.py"
         environment = {**os.environ, "KVLOOM_BENCH_DIR": str(folder)}
         environment.pop("PYTHONPATH", None)
-        self._process = subprocess.Popen(
-            [python, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=folder,
-            env=environment,
-        )
-        self._seen: dict[tuple[str, int], list[dict[str, float]]] = {}
+        self._log = folder / "lmcache.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [python, str(script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=folder,
+                env=environment,
+            )
         self.missing: dict[str, str] = {}
         """Backends that do not run here, and why."""
         self.version = str(self.ask({"backend": "version"})["version"])
@@ -85,27 +86,23 @@ class LMCache:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("LMCache's process has ended")
+            said = self._log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise RuntimeError(f"LMCache's process has ended, code {self._process.wait(20)}: {said}")
         told: dict[str, Any] = json.loads(line)
         if "error" in told:
             raise RuntimeError(f"LMCache: {told['error']}")
         return told
 
-    def moved(self, backend: str, page: int, total: int, rounds: int) -> dict[str, float]:
-        """Seconds by verb of its next round; the best ones again once it had `rounds` of them for another row; nothing of a
-        backend that does not run."""
-        seen = self._seen.setdefault((backend, page), [])
+    def moved(self, backend: str, page: int, total: int) -> dict[str, float]:
+        """Seconds by verb of one round; nothing of a backend that does not run."""
         if backend in self.missing:
             return {}
-        if len(seen) < rounds:
-            try:
-                told = self.ask({"backend": backend, "page": page, "total": total})
-            except RuntimeError as error:
-                self.missing[backend] = str(error)
-                return {}
-            seen.append({"write": told["write"], "read": told["read"]})
-            return seen[-1]
-        return {verb: min(each[verb] for each in seen) for verb in ("write", "read")}
+        try:
+            told = self.ask({"backend": backend, "page": page, "total": total})
+        except RuntimeError as error:
+            self.missing[backend] = str(error)
+            return {}
+        return {"write": told["write"], "read": told["read"]}
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -123,7 +120,13 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def measure(work: Work, memory: Memory, rounds: int, lmcache: LMCache | None) -> list[Row]:
-    """A row for each verb, beside each backend of LMCache. Every side's bytes are compared in every round."""
+    """A row for each verb, beside each backend of LMCache, from rounds of their own. Every side's bytes are compared in every
+    round."""
+    beside = work.lmcache if lmcache is not None else ()
+    return [row for backend in beside or ("",) for row in _beside(work, memory, rounds, backend, lmcache)]
+
+
+def _beside(work: Work, memory: Memory, rounds: int, backend: str, lmcache: LMCache | None) -> list[Row]:
     best: dict[tuple[str, str], float] = {}
 
     def note(side: str, verb: str, seconds: float) -> None:
@@ -135,12 +138,10 @@ def measure(work: Work, memory: Memory, rounds: int, lmcache: LMCache | None) ->
             note(side, "write", _seconds(verbs.write))
             note(side, "read", _seconds(verbs.read))
             memory.check()
-        for backend in work.lmcache if lmcache is not None else ():
-            assert lmcache is not None
-            for verb, seconds in lmcache.moved(backend, memory.page, memory.total, rounds).items():
+        if lmcache is not None and backend:
+            for verb, seconds in lmcache.moved(backend, memory.page, memory.total).items():
                 note(backend, verb, seconds)
-    beside = [backend for backend in work.lmcache if (backend, "read") in best] or [""]
-    return [_row(work, memory, verb, backend, best) for backend in beside for verb in ("write", "read")]
+    return [_row(work, memory, verb, backend, best) for verb in ("write", "read")]
 
 
 def _row(work: Work, memory: Memory, verb: str, backend: str, best: dict[tuple[str, str], float]) -> Row:
@@ -156,7 +157,7 @@ def _row(work: Work, memory: Memory, verb: str, backend: str, best: dict[tuple[s
         memory.total / medium / 1e9,
         medium / ours,
         GOALS.get(work.tier, 0.85),
-        backend,
+        "" if theirs is None else backend,
         None if theirs is None else memory.total / theirs / 1e9,
         None if theirs is None else theirs / ours,
         None if theirs is None else goal or 1.0,
