@@ -328,7 +328,7 @@ def render(report: dict[str, Any]) -> None:
             row["work"],
             f"{row['kvloom_us']:,.0f}",
             row["peer"],
-            "not installed" if theirs is None else f"{theirs:,.0f}",
+            "not measured" if theirs is None else f"{theirs:,.0f}",
             "" if ratio is None else f"{reached}{ratio:.1f}",
             f"{row['goal']:g}",
         )
