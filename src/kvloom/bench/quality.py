@@ -85,7 +85,7 @@ def _read(engine: Engine, window: Any, chunk: int) -> Iterator[torch.Tensor]:
         sequence.close()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench quality",
         description="Perplexity of texts under several ways of keeping K and V, computed through kvloom's pages.",
