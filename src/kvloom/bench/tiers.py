@@ -164,7 +164,7 @@ def _row(work: Work, memory: Memory, verb: str, backend: str, best: dict[tuple[s
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench tiers",
         description="Host, disk and every store against what the medium itself does, in one run.",
