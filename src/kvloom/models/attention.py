@@ -5,8 +5,8 @@
 
 Writing and reading are one call, and to a compiler one opaque operation (`kvloom::attend`), which finds its pages by a number:
 nothing of ours is traced, and the pool is never copied. A model runs on one packed row of tokens of several sequences ([1, tokens]); nothing of its own cache is left. Layers that
-keep a state are in `mixers.py`; layers over images, and architectures that never call the attention registry, are refused
-by name.
+keep a state are in `mixers.py`, those over images in `crossing.py`; architectures that never call the attention registry are
+refused by name.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kvloom.kernels.views import LayerView, layer_views
 from kvloom.kernels.write import write
 
 from .batch import Batch
+from .crossing import wrap_cross
 from .embeddings import EMBEDDINGS
 from .families import absorb, calls_registry, keeps_latents, settle
 from .mixers import Steps, is_mixer, wrap
@@ -47,6 +48,7 @@ IGNORED = frozenset(
     {
         *("dropout", "position_ids", "cache_position", "use_cache", "is_causal", "sliding_window"),
         *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("cross_attention_states", "cross_attention_mask", "full_text_row_masked_out_mask"),
     }
 )
 """Keywords of attention calls that say what the batch or the layer's spec says already, or nothing at inference."""
@@ -86,15 +88,15 @@ class Pages(Void):
         self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Span]] = {}
         self._states: dict[int, LayerView] = {}
+        self.crosses: dict[int, tuple[LayerView, int]] = {}
+        """Layers that see images alone, and their column among the page ids of an image's run."""
         for name, view in layer_views(buffer, layout).items():
             spec = layout.groups[view.group].spec
             if name == EMBEDDINGS:
                 continue
             found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
-            if found is None or spec.axis != "text":
-                raise ModelError(
-                    f"layer {name!r} ({spec.kind}) is not supported yet: layers over text alone are"
-                )
+            if found is None:
+                raise ModelError(f"layer {name!r} ({spec.kind}) is not one of a model's: layers.N.KIND")
             beside = (scales or {}).get(name, {})
             if beside.keys() != scale_sizes(spec).keys():
                 wanted = ", ".join(scale_sizes(spec)) or "none"
@@ -102,7 +104,9 @@ class Pages(Void):
                     f"{name} needs static scales: {wanted}; it was given {', '.join(beside) or 'none'}"
                 )
             view.fields.update(beside)
-            if spec.unit == "state":
+            if spec.axis == "media":
+                self.crosses[int(found[1])] = view, layout.groups[view.group].column + view.run
+            elif spec.unit == "state":
                 self._states[int(found[1])] = view
             else:
                 self._views[int(found[1])] = view, spec.span
@@ -407,6 +411,8 @@ def install(model: Any, context: int | None = None) -> None:
         raise ModelError(
             f"{type(model).__name__} never calls the attention registry, so that its memory cannot be ours"
         )
+    for module in model.modules():
+        wrap_cross(module)
     settle(model, context)
     config = model.config
     text = config.get_text_config()
