@@ -301,13 +301,13 @@ class Scheduler:
         those that rank behind it give theirs up, and if that does not do, it waits."""
         sequence = request.sequence
         assert sequence is not None
-        count = min(request.pending, budget)
-        if sequence.boundary is not None:
-            count = min(count, sequence.boundary - sequence.length)
+        most, telling = min(request.pending, budget), request.telling
         if self.lower is not None and (stop := self.lower.stop_at(request)) is not None:
-            count = min(count, stop - request.computed)
-        telling = request.telling
-        count = _fitting(request, min(count, self._told) if telling else count)
+            most = min(most, stop - request.computed)
+        most = min(most, self._told) if telling else most
+        count = most if sequence.boundary is None else min(most, sequence.boundary - sequence.length)
+        # (A snapshot that is wanted inside of an image that must stay whole is not taken.)
+        count = _fitting(request, count) or _fitting(request, most)
         if not count:
             return 0  # an image that must stay whole waits for a step with room for it
         while sequence.extend(count):
