@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvloom import cli
 from kvloom.bench.tiers import main, measure
 from kvloom.bench.tiers_work import Memory, Side, Work
 
@@ -46,7 +47,7 @@ def test_bytes_that_came_back_wrong_end_it() -> None:
     [
         (["--pages", "1000"], "whole blocks of 4096"),
         (["--total", "1MiB", "--pages", "2MiB"], "divide --total"),
-        (["--rounds", "0"], "--rounds is 1 or more"),
+        (["--rounds", "0"], "--rounds: 0 is out of range"),
         (["--dir", "/nonexistent"], "is no folder"),
         (["--total", "much"], "'much' is not understood"),
     ],
@@ -54,5 +55,5 @@ def test_bytes_that_came_back_wrong_end_it() -> None:
 def test_what_makes_no_sense_is_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
+    assert cli.main(["bench", "tiers", *arguments]) == 2
     assert said in capsys.readouterr().err

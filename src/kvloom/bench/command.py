@@ -22,9 +22,15 @@ BENCHMARKS = {
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(f"  {name:8} {what}" for name, what in BENCHMARKS.items())
-    parser.add_argument("benchmark", choices=BENCHMARKS, metavar="BENCHMARK", help="one of those below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the benchmark (try --help)")
+    parser.add_argument(
+        "benchmark", choices=BENCHMARKS, nargs="?", metavar="BENCHMARK", help="one of those below"
+    )
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="its own: `kvloom bench BENCHMARK --help`"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.benchmark is None:
+        raise ValueError(f"which benchmark? One of {', '.join(BENCHMARKS)}")
     return int(import_module(f"kvloom.bench.{args.benchmark}").main(args.arguments) or 0)

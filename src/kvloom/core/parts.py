@@ -67,7 +67,8 @@ class Verbs:
         return seq
 
     def ensure_open(self, seq: Sequence) -> None:
-        if not 0 <= seq.row < len(self.rows.handles) or self.rows.handles[seq.row] is not seq:
+        handles, row = self.rows.handles, seq.row
+        if row >= len(handles) or handles[row] is not seq:
             raise ValueError(f"{seq!r} is not open in this cache")
 
     def let_go(self, account: Account, columns: Columns, rows: Ids) -> None:
@@ -84,6 +85,8 @@ class Verbs:
     def in_view(self, rows: Ids, point: int) -> Ids:
         """A copy of `rows` without the pages that a query at `point` sees no more."""
         rows = rows.copy()
+        if not self.tree.windows:
+            return rows
         for span, columns in zip(self.tree.windows, self.tree.window_columns, strict=True):
             rows[: span.first_visible(point) // self.block_tokens, columns] = 0
         return rows
@@ -114,11 +117,11 @@ class Verbs:
     def mark_special(self, seq: Sequence) -> None:
         """Note whether a sequence must be served one by one: it has something to copy, to be given, or
         images ahead."""
-        self.rows.special[seq.row] = (
-            seq.shared_tail
-            or (self.has_states and not self.rows.states[0, seq.row])
-            or any(item.stop > self.rows.length[seq.row] for item in seq.media)
-        )
+        row = seq.row
+        special = seq.shared_tail or (self.has_states and not self.rows.states[0, row])
+        if seq.media and not special:
+            special = any(item.stop > self.rows.length[row] for item in seq.media)
+        self.rows.special[row] = special
 
     @staticmethod
     def path(node: Node) -> list[Node]:

@@ -13,16 +13,19 @@ from kvloom.arguments import (
     KV_DTYPE,
     KV_SCALES,
     MODEL,
+    POOL,
+    RANDOM_WEIGHTS,
     THREADS,
     TIER,
-    parse_size,
+    number,
+    size,
     token_ids,
     whole,
 )
 
 if TYPE_CHECKING:
     from .llm import LLM
-    from .request import SamplingParams
+    from .params import SamplingParams
 
 __all__ = ["arguments", "run"]
 
@@ -40,11 +43,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-tokens", type=whole(1), default=64, metavar="N", help="new tokens at most (default: 64)")
     add(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)"
+        "--temperature",
+        type=number(0),
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token (default: 0)",
     )
     add(
         "--top-p",
-        type=float,
+        type=number(0, 1, above=True),
         default=1.0,
         metavar="P",
         help="draw from the likeliest share of P (default: 1)",
@@ -79,22 +86,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
     add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
-    add("--pool", metavar="SIZE", help="memory for the cache (default: what a GPU has left; CPU 1GiB)")
-    add(
-        "--load-format",
-        choices=["auto", "random"],
-        default="auto",
-        help="random: MODEL may be a config or a name of `kvloom plan --list`; weights are made up (default: auto)",
-    )
+    add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
+    add("--pool", type=size, metavar="SIZE", help=POOL)
     add("--tier", action="append", default=[], metavar="TIER", help=TIER)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add("--json", action="store_true", help="print results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvloom.engine.llm import LLM
-    from kvloom.engine.request import SamplingParams
     from kvloom.models.catalog import folder_of
+
+    from .checking import check_engine
+    from .params import SamplingParams
 
     prompts = [*args.prompts, *map(token_ids, args.tokens)]
     if not prompts:
@@ -115,13 +118,24 @@ def run(args: argparse.Namespace) -> int:
         prompt_logprobs=args.prompt_logprobs,
         json_schema=_schema(args.json_schema),
     )
+    model = folder_of(args.model)
+    check_engine(
+        model,
+        random_weights=args.random_weights,
+        kv_dtype=args.kv_dtype,
+        kv_scales=args.kv_scales,
+        pool_bytes=args.pool,
+        tiers=args.tier,
+    )
+    from .llm import LLM
+
     llm = LLM(
-        folder_of(args.model),
-        pool_bytes=None if args.pool is None else parse_size(args.pool),
+        model,
+        pool_bytes=args.pool,
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
         batch_invariant=args.batch_invariant,
-        load_format=args.load_format,
+        load_format="random" if args.random_weights else "auto",
         threads=args.threads,
         progress=sys.stderr.isatty(),
         tiers=args.tier,
