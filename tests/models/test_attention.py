@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from kvloom.core import PoolLayout
 from kvloom.kernels.views import allocate
-from kvloom.models.attention import Pages
+from kvloom.models.pages import Pages
 from kvloom.models.reading import ModelError
 from kvloom.models.specs import model_spec
 

@@ -25,9 +25,9 @@ import torch
 from kvloom.core import Control, KVCache, Sequence
 from kvloom.kernels.shapes import upload
 from kvloom.kernels.sharing import SharedRun, find_shared
-from kvloom.models.attention import Cutter, Pages
 from kvloom.models.batch import Batch, Stage, Work
 from kvloom.models.fusing import fuse
+from kvloom.models.pages import Cutter, Pages
 from kvloom.models.scales import Scales
 from kvloom.models.vision import Vision
 
