@@ -61,6 +61,8 @@ class Lower:
         self.mover = Mover(host, places, config.mover)
         self.names = _short([host.name, *(lane.tier.name for lane in self.mover.lanes)])
         """What its tiers are called where anyone may read it: host memory first, then those below."""
+        self.left_out: list[tuple[str, str]] = []
+        """Tiers that could not be opened, and why."""
         self._pages = HostPages(cache.layout, buffer, host)
         self._settle = settle
         self._trips: dict[Request, Trip] = {}

@@ -15,7 +15,7 @@ import torch
 from kvloom.core import KVCache, PoolLayout
 from kvloom.tiers import HostTier, TierError
 from kvloom.tiers.lossy import LossyTier, lossy_form
-from kvloom.tiers.opening import HostText, Place, open_place, taken_write
+from kvloom.tiers.opening import HostText, Place, check_tiers, open_place, shown, taken_write
 from kvloom.tiers.peer_server import PeerConfig, PeerServer
 from kvloom.tiers.shared import SharedMemory
 from kvloom.tiers.shares import shares_of
@@ -40,9 +40,8 @@ def open_lower(
     """The tiers that texts name (`host:64GiB`, `disk:/path:1TiB`, …), under one cache. A text that makes no sense is refused;
     a tier that cannot be opened is left out, and said to be."""
     layout, device = cache.layout, buffer.device
+    check_tiers(text for text in texts if isinstance(text, str))
     hosts = [text for text in texts if isinstance(text, str) and text.startswith("host:")]
-    if len(hosts) > 1:
-        raise ValueError(f"{len(hosts)} host tiers were asked for: there is one host memory, so give one")
     write: str | None = None
     told = HostText(STAGING[device.type == "cuda"])
     if hosts:
@@ -55,6 +54,7 @@ def open_lower(
     if hosts:  # what pages only pass through is shared by whoever needs it
         host.share_out(shares)
     places: list[Place] = []
+    left_out: list[tuple[str, str]] = []
     try:
         for text in texts:
             if isinstance(text, Place):
@@ -63,15 +63,15 @@ def open_lower(
                 try:
                     places.append(_fitting(open_place(text, shares), layout))
                 except TierError as error:
-                    log.warning(
-                        "tier %s is left out, serving goes on without it: %s", text.partition("?")[0], error
-                    )
+                    left_out.append((shown(text), str(error)))
+                    log.warning("tier %s is left out, serving goes on without it: %s", *left_out[-1])
     except BaseException:
         for place in places:
             place.tier.close()
         host.close()
         raise
     lower = Lower(cache, buffer, host, places, write, settle, config or LowerConfig())
+    lower.left_out = left_out
     if offer is not None:
         lower.offered = _offered(host, offer, memory)
     return lower

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from .codec import checksum
+from .checks import checksum
 from .files import Files
 from .tier import KEY_BYTES
 

@@ -1,6 +1,6 @@
 """The host tier: pages in this process's memory, least recently used first to leave, of those whose share allows it.
 
-A read or write copies in the calling thread (numpy lets other threads run meanwhile) and is done when it returns. A
+A read or write copies in the calling thread, a large one with a second beside it, and is done when it returns. A
 device copies by itself: `hold` and `reserve` lend the places in the arena for as long as its copies run.
 Knows no devices: pinned memory is handed in as the arena's buffer.
 """
@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .arena import Arena, copy_pages
-from .codec import Head, checksums, make_codec, unseal
+from .checks import checksums
+from .codec import Head, make_codec, unseal
 from .shares import Account, Share, Shares
 from .tier import Objects, Ranges, Tier, parted
 from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer

@@ -2,8 +2,8 @@
 
     host:64GiB    disk:/nvme/kv:1TiB    int8:disk:/nvme/kv:1TiB    SCHEME…?option=value&option=value
 
-A scheme is one entry of SCHEMES: a function from the whole text to an open tier. What it needs is imported when it is
-asked for. Knows no engine; when pages are written to a tier is `Place.write`, the mover's to follow.
+A scheme is one entry of SCHEMES: a function that reads the whole text, and returns another that opens the tier, so that
+texts are refused before anything is opened. What it needs is imported when it is asked for. Knows no engine; when pages are written to a tier is `Place.write`, the mover's to follow.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Literal, cast, get_args
 from urllib.parse import parse_qsl
@@ -24,11 +25,24 @@ from .lossy import Coding, LossyTier
 from .shares import Shares, Sharing
 from .tier import Tier, TierError
 
-__all__ = ["SCHEMES", "HostText", "Place", "Write", "open_place", "open_tier", "options_of", "taken_write"]
+__all__ = [
+    "SCHEMES",
+    "HostText",
+    "Place",
+    "Write",
+    "check_tiers",
+    "open_place",
+    "open_tier",
+    "options_of",
+    "shown",
+    "taken_write",
+]
 
 Write = Literal["through", "second-use", "back"]
 CODINGS = get_args(Coding)
 WRITES: tuple[Write, ...] = ("through", "second-use", "back")
+Opener = Callable[[], Tier]
+"""Opens the tier of a text that was found to make sense. TierError: it cannot be opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +86,25 @@ def options_of(text: str, known: Iterable[str]) -> tuple[str, dict[str, str]]:
     return plain, dict(given)
 
 
+def check_tiers(texts: Iterable[str]) -> None:
+    """Raise ValueError where a text makes no sense, or two of them do not go together. Nothing is opened."""
+    texts = list(texts)
+    for text in texts:
+        rest, _ = taken_write(text)
+        SCHEMES[scheme_of(rest)](rest)
+    hosts = sum(scheme_of(text) == "host" for text in texts)
+    if hosts > 1:
+        raise ValueError(f"{hosts} host tiers were asked for: there is one host memory, so give one")
+
+
+def shown(text: str) -> str:
+    """A text as it may be told: without options, and without what is secret."""
+    return re.sub(r"//[^/@]*@", "//…@", text.partition("?")[0])
+
+
 def open_tier(text: str) -> Tier:
     """The tier that a text names, open. ValueError: the text makes no sense; TierError: the tier cannot be opened."""
-    return SCHEMES[scheme_of(text)](text)
+    return SCHEMES[scheme_of(text)](text)()
 
 
 def open_place(text: str, shares: Shares | None = None) -> Place:
@@ -92,7 +122,7 @@ def open_place(text: str, shares: Shares | None = None) -> Place:
 
 
 def taken_write(text: str) -> tuple[str, Write]:
-    """A tier's text without its `write` option, and that option."""
+    """A text without its option `write`, and that."""
     scheme_of(text)
     found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
     if found is None:
@@ -126,62 +156,77 @@ class HostText:
             share = (host.strip("[]") or "127.0.0.1", int(port))
         elif secret:
             raise ValueError(f"tier {text!r}: a secret is for those it is shared with; give share=PORT, too")
-        return cls(parse_size(plain.removeprefix("host:")), checked == "1", share, secret)
+        return cls(_size(plain.removeprefix("host:"), text), checked == "1", share, secret)
 
 
-def _open_host(text: str) -> Tier:
+def _size(size: str, text: str) -> int:
+    try:
+        return parse_size(size)
+    except ValueError as error:
+        raise ValueError(f"tier {text!r}: {error}") from None
+
+
+def _host(text: str) -> Opener:
     told = HostText.read(text)
-    if told.share is not None:
-        raise ValueError(
-            f"tier {text!r}: an engine shares its host tier; memory alone is shared by `kvloom share SIZE`"
-        )
-    return HostTier(HostConfig(told.capacity, checked=told.checked))
+
+    def opened() -> Tier:
+        if told.share is not None:
+            raise ValueError(
+                f"tier {text!r}: an engine shares its host tier; memory alone is shared by `kvloom share SIZE`"
+            )
+        return HostTier(HostConfig(told.capacity, checked=told.checked))
+
+    return opened
 
 
-def _open_disk(text: str) -> Tier:
+def _disk(text: str) -> Opener:
     plain, options = options_of(text, ("durable", "compression", "evict", "keys"))
     path, colon, size = plain.removeprefix("disk:").rpartition(":")
     if not colon or not path:
         raise ValueError(f"tier {text!r}: write it like disk:/path:1TiB")
     durable, evict = options.get("durable", "power"), options.get("evict", "least-used")
     compression = options.get("compression", "none")
-    return DiskTier(
-        DiskConfig(
+    capacity = _size(size, text)
+    try:
+        config = DiskConfig(
             path,
-            parse_size(size),
+            capacity,
             durable=cast(Literal["power", "process"], durable),
             compression=cast(Compression, compression),
             keys=options.get("keys"),
             evict=cast(Literal["oldest", "least-used"], evict),
         )
-    )
+    except ValueError as error:
+        raise ValueError(f"tier {text!r}: {error}") from None
+    return partial(DiskTier, config)
 
 
-def _open_lossy(text: str) -> Tier:
+def _lossy(text: str) -> Opener:
     """`int8:` or `fp8:` before any other tier's text: its pages are re-encoded on their way there."""
     coding, _, rest = text.partition(":")
     if scheme_of(rest) in CODINGS:
         raise ValueError(f"tier {text!r}: pages are re-encoded once; leave {coding}: or the other out")
-    return LossyTier(open_tier(rest), cast(Coding, coding))
+    inner = SCHEMES[scheme_of(rest)](rest)
+    return lambda: LossyTier(inner(), cast(Coding, coding))
 
 
-def _from(module: str) -> Callable[[str], Tier]:
-    """A store's own way to open it, imported when it is asked for."""
+def _from(module: str) -> Callable[[str], Opener]:
+    """A store's own way to read its text, imported when it is asked for."""
 
-    def opened(text: str) -> Tier:
-        tier: Tier = import_module(f"kvloom.tiers.{module}").open_from(text)
-        return tier
+    def read(text: str) -> Opener:
+        opener: Opener = import_module(f"kvloom.tiers.{module}").opener(text)
+        return opener
 
-    return opened
+    return read
 
 
-SCHEMES: dict[str, Callable[[str], Tier]] = {
-    "host": _open_host,
-    "disk": _open_disk,
+SCHEMES: dict[str, Callable[[str], Opener]] = {
+    "host": _host,
+    "disk": _disk,
     "redis": _from("redis"),
     "rediss": _from("redis"),
     "mooncake": _from("mooncake"),
     "nixl": _from("nixl"),
     "peer": _from("peer"),
-    **dict.fromkeys(CODINGS, _open_lossy),
+    **dict.fromkeys(CODINGS, _lossy),
 }

@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from .codec import Head, checksum, parse_head
+from .checks import checksum
+from .codec import Head, parse_head
 from .files import BLOCK, Files, aligned, aligned_bytes
 from .transfer import Outcome
 
