@@ -35,6 +35,7 @@ __all__ = [
     "number",
     "parse_size",
     "progress_bar",
+    "said",
     "server",
     "size",
     "token_ids",
@@ -160,6 +161,15 @@ def token_ids(text: str) -> list[int]:
         return [int(token) for token in text.replace(",", " ").split()]
     except ValueError:
         raise ValueError(f'--tokens {text!r} must be whole numbers, like "5 6 7"') from None
+
+
+def said(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed: pip install 'kvloom[engine,serve,grammar]' has what commands need"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 @contextmanager

@@ -12,9 +12,12 @@ import pytest
 def hints_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """`tl.max_contiguous` and `tl.multiple_of` change nothing in Triton's interpreter, whereas a compiled kernel loads a run
     in one piece, by the address of its first element: a hint that does not hold gives wrong numbers there alone."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:  # tests without kernels run all the same
+        return
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
-    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="Triton is not installed")
 
     def set_attr(handle, key, values) -> None:  # type: ignore[no-untyped-def]
         handle.attr[key] = values

@@ -44,7 +44,7 @@ __all__ = ["main"]
 PARTS = ("ttft", "workloads", "hits")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench below",
         description="Tiers under an engine: first tokens from host memory and disk against computing, whole workloads with the "

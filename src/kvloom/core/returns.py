@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import getitem
 
 import numpy as np
 import numpy.typing as npt
@@ -106,11 +107,8 @@ class Returns:
 
     def level(self, values: Sequence[int]) -> int:
         """The features of a visit as one number for `index`. It changes when the model is fitted again."""
-        total = 0.0
-        for factors, value in zip(self._factors, values, strict=True):
-            total += factors[value]
-        level = int((total - _LOWEST) / _LEVEL_STEP + 0.5)
-        return min(max(level, 0), _LEVELS - 1)
+        level = int((sum(map(getitem, self._factors, values)) - _LOWEST) / _LEVEL_STEP + 0.5)
+        return 0 if level < 0 else level if level < _LEVELS else _LEVELS - 1
 
     def index(self, stratum: int, level: int, age: float) -> float:
         """What keeping the pages of a visit is worth: the logarithm of the most returns per second of
@@ -143,7 +141,9 @@ class Returns:
         away = self._away[order]
         back = ~np.isnan(away)
         age = np.where(back, away, np.maximum(now - self._started[order], 0.0))
-        watched = age[:, None] - self.edges[:-1]  # in each bin; in place, which is seven times as fast as np.clip
+        watched = (
+            age[:, None] - self.edges[:-1]
+        )  # in each bin; in place, which is seven times as fast as np.clip
         np.maximum(watched, 0.0, out=watched)
         np.minimum(watched, self._width, out=watched)
         bins = stratum[back] * BINS + np.searchsorted(self.edges[1:-1], age[back], "right")

@@ -102,7 +102,7 @@ class SequenceRows:
         return row
 
     def give_back(self, row: int) -> None:
-        self.tables[:, row, : self.blocks[row]] = 0
+        self.tables[:, row, : self.blocks.item(row)] = 0
         if self._has_states:
             self.states[:, row] = 0
         if self._has_windows:
@@ -129,7 +129,7 @@ class SequenceRows:
 
     def touch(self, row: int, block: int) -> None:
         """A row's entries differ from `block` on. (Those that leave a window need no word: nobody reads them again.)"""
-        if block < self.stale[row]:
+        if block < self.stale.item(row):
             self.stale[row] = block
 
     def seen(self, rows: npt.NDArray[np.int64]) -> Ids:

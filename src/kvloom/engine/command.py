@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvloom.arguments import (
     BATCH_INVARIANT,
+    DEVICE,
+    DTYPE,
     KV_DTYPE,
     KV_SCALES,
     MODEL,
@@ -17,6 +19,8 @@ from kvloom.arguments import (
     RANDOM_WEIGHTS,
     THREADS,
     TIER,
+    device,
+    dtype,
     number,
     size,
     token_ids,
@@ -83,9 +87,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="the answer is JSON of this form: a schema, or the name of a file that has one",
     )
     add("--stream", action="store_true", help="print text as it comes (one prompt, one answer)")
+    add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
     add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
+    add("--device", type=device, metavar="D", help=DEVICE)
     add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
     add("--pool", type=size, metavar="SIZE", help=POOL)
     add("--tier", action="append", default=[], metavar="TIER", help=TIER)
@@ -122,15 +128,22 @@ def run(args: argparse.Namespace) -> int:
     check_engine(
         model,
         random_weights=args.random_weights,
+        dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
         pool_bytes=args.pool,
         tiers=args.tier,
     )
+    from kvloom.models.load import device_of
+
     from .llm import LLM
 
+    where = device_of(args.device)
+    own = model != args.model and where.type == "cpu"  # one that comes along, as `kvloom serve` has it
     llm = LLM(
         model,
+        dtype="float32" if own and args.dtype == "auto" else args.dtype,
+        device=where,
         pool_bytes=args.pool,
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,

@@ -84,7 +84,8 @@ class Engine:
         weight = next(model.parameters())
         if batch_invariant and not weight.is_cuda and weight.dtype != torch.float32:
             raise ValueError(
-                f"batch_invariant on a CPU needs float32, not {weight.dtype}: there a seed's tokens are the same in any batch"
+                f"batch_invariant on a CPU needs float32, not {weight.dtype}: give dtype float32 (--dtype), "
+                "with which a seed's tokens are the same there in any batch"
             )
         invariant = batch_invariant and weight.is_cuda  # a CPU in float32 needs nothing for it
         self.model, self.device = model.eval(), weight.device
