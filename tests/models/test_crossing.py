@@ -273,9 +273,17 @@ def test_requests_that_could_never_hold_their_images_are_refused() -> None:
     ask(small, [IMAGE, IMAGE, IMAGE, *words(1, 20)], [picture(3)] * 3)  # the same content is held once
     with pytest.raises(ValueError, match=r"2 image tokens .* for 1 images: each needs one"):
         engine.add([IMAGE, IMAGE, 5], GREEDY, images=[picture(0)])
-    wrong = {**picture(0), "aspect_ratio_mask": torch.ones(3)}
-    with pytest.raises(ValueError, match="a mask of its tiles"):
-        engine.add([IMAGE, 5], GREEDY, images=[wrong])
+    for wrong, said in (
+        ({"aspect_ratio_mask": torch.ones(3)}, "a mask of its 4 tiles"),
+        ({"aspect_ratio_mask": torch.zeros(4)}, "one at least"),
+        ({"aspect_ratio_mask": torch.tensor([3, 1, 0, 0])}, r"not .*\[3, 1, 0, 0\]"),
+        ({"pixel_values": torch.zeros(4, 3, 8, 9)}, r"is pixels \[4, 3, 8, 8\].*, not \[4, 3, 8, 9\]"),
+        ({"aspect_ratio_ids": torch.tensor([9])}, r"aspect_ratio_ids \[9\] is none of the model's: 1 to 8"),
+        ({"aspect_ratio_ids": torch.tensor([0])}, "1 to 8"),
+        ({"more": torch.zeros(1)}, "consists of pixel_values and aspect_ratio_ids and aspect_ratio_mask"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            engine.add([IMAGE, 5], GREEDY, images=[{**picture(0), **wrong}])
 
 
 def test_what_a_processor_makes_is_taken_apart_and_the_family_is_not_refused() -> None:
