@@ -20,11 +20,13 @@ from transformers.models.mllama.processing_mllama import (
 
 from kvloom.core import Control
 from kvloom.engine.engine import Engine
+from kvloom.engine.llm import LLM
 from kvloom.engine.lower import LowerConfig
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.models.crossing import attend_seen
 from kvloom.models.load import refusal
 from kvloom.models.sight import Part
+from tests.engine.made_tokenizers import byte_level
 from tests.models.seeing import words
 
 IMAGE, TILES, NEW = 65, 4, 8
@@ -304,3 +306,22 @@ def test_what_a_processor_makes_is_taken_apart_and_the_family_is_not_refused() -
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name].flatten(), other[name].flatten()) for name in one)
     assert len(vision.embed(vision.sample())) == TILES * 17
+
+
+def test_prompts_of_text_and_pictures_go_through_the_models_processor() -> None:
+    pytest.importorskip("PIL.Image")
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"], "bos_token": "<bos>"})
+    placeholder = tokenizer.convert_tokens_to_ids("<|image|>")
+    model = crossing(vocab_size=len(tokenizer))
+    model.config.image_token_index = placeholder
+    shrink = transformers.MllamaImageProcessor(size={"height": 8, "width": 8}, max_image_tiles=TILES)
+    processor = transformers.MllamaProcessor(shrink, tokenizer)
+    noise = np.random.default_rng(0).integers(0, 255, (12, 30, 3), dtype=np.uint8)
+    text = "<|image|>So"
+    made = processor(text=text, images=[noise], return_tensors="pt")
+    with torch.inference_mode():
+        wanted = model.generate(**made, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0].tolist()
+    llm = LLM(model, pool_bytes=8 << 20, tokenizer=tokenizer, processor=processor)
+    [result] = llm.generate({"prompt": text, "images": [noise]}, GREEDY)
+    assert [*result.prompt_token_ids, *result.outputs[0].token_ids] == wanted
