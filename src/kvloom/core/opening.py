@@ -174,7 +174,8 @@ class Opening(Verbs):
             return ()
         wanted = set()
         if self.snapshots.prompt_end:
-            wanted.add(match.length - self.snapshots.before_last)
+            early = self.snapshots.before_last and match.length > self.block_tokens
+            wanted.add(match.length - early)
         if self.snapshots.branch:
             # Others have come this way and could not resume here: leave a point for the next.
             wanted.add(match.matched // self.block_tokens * self.block_tokens)

@@ -57,7 +57,7 @@ class Snapshots:
     """Where sequences leave resume points in models with windows or states.
 
     `before_last` takes the prompt's snapshot one token early, so that the very same prompt can resume
-    from it too; it costs models with states one more step a prompt.
+    from it too; it costs models with states one more step, of one token, a prompt of more than a block.
     """
 
     prompt_end: bool = True
