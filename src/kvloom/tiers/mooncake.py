@@ -59,27 +59,27 @@ class _Client:
 
     def __init__(self, config: MooncakeConfig, timeout: float) -> None:
         self._config, self._timeout = config, timeout
-        self._lock = threading.Lock()
+        self._lock, self._lending = threading.Lock(), threading.Lock()
         self._ready: Any = None
         # Two batches at once are slower than one after the other; one is checked while the other travels.
         self.turn = {"get": threading.Lock(), "put": threading.Lock()}
         # Registered (address, bytes) -> the memory, which stays while it is.
         self._lent: dict[tuple[int, int], Any] = {}
 
+    def wants(self, memory: npt.NDArray[np.uint8]) -> bool:
+        """Is it worth lending, and not lent yet?"""
+        region = (_address(memory), len(memory))
+        return (
+            region[1] >= _LEAST_LENT
+            and len(self._lent) < _MOST_LENT
+            and not any(_overlap(region, other) for other in self._lent)
+        )
+
     def lend(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
         """Registers memory once, until the tier is closed. May take long, and may be refused: then it is not lent."""
-        region = (_address(memory), len(memory))
-        if region in self._lent or region[1] < _LEAST_LENT:
-            return
-        with self._lock:
-            if (
-                region in self._lent
-                or len(self._lent) >= _MOST_LENT
-                or any(_overlap(region, other) for other in self._lent)
-            ):
-                return
-            if client.register_buffer(*region) == 0:
-                self._lent = {**self._lent, region: memory}
+        with self._lending:
+            if self.wants(memory) and client.register_buffer(_address(memory), len(memory)) == 0:
+                self._lent = {**self._lent, (_address(memory), len(memory)): memory}
 
     def address(self, piece: memoryview) -> int:
         """Where a piece lies, if it is in memory that was lent; else 0."""
@@ -171,7 +171,8 @@ class MooncakeStore(Store):
         return [code == 1 for code in found]
 
     def lend(self, memory: npt.NDArray[np.uint8]) -> None:
-        self._call(lambda: self._shared.lend(self._client, memory))
+        if self._shared.wants(memory):
+            self._call(lambda: self._shared.lend(self._client, memory))
 
     def get(self, wants: Sequence[Want], place: Place) -> list[int]:
         """A key that is in a batch twice is asked for once: the client would fill one of its places only."""
