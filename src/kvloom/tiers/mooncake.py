@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .bounded import Bounded
-from .files import BLOCK, aligned, aligned_bytes
+from .files import aligned, aligned_bytes
 from .options import Options
 from .remote import RemoteConfig, RemoteTier, StoreError, Usage
 from .tier import TierError
@@ -33,6 +33,9 @@ __all__ = ["MooncakeConfig", "MooncakeStore", "open_from", "open_mooncake"]
 _NO_ROOM, _TOO_LONG, _ABSENT = -200, -600, -704
 _MOST_LENT = 8  # regions of callers' memory that stay registered; what lies elsewhere passes through a buffer
 _LEAST_LENT = 1 << 20
+_LEAST_PIECE = (
+    256 << 10
+)  # a value in two places is two requests of its client: shorter pages are sooner copied
 _SETUP_SECONDS = 20.0
 _LOST: list[Any] = []  # buffers that must outlive their connections
 _FAILED: list[Any] = []  # clients that were never set up: their end can crash the process
@@ -236,7 +239,7 @@ class MooncakeStore(Store):
     def _laid(self, pieces: Sequence[Any]) -> list[tuple[int, int]]:
         """Address and length of each piece; address 0 where it is not lent."""
         views = [memoryview(piece) for piece in pieces]
-        return [(self._shared.address(view) if len(view) >= BLOCK else 0, len(view)) for view in views]
+        return [(self._shared.address(view) if len(view) >= _LEAST_PIECE else 0, len(view)) for view in views]
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
         values = dict(items)
