@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvloom import cli
 from kvloom.bench.tiers import LMCache, main, measure
 from kvloom.bench.tiers_media import Memory, Side
 from kvloom.bench.tiers_work import Work
@@ -77,7 +78,7 @@ def test_every_backend_of_lmcache_has_rows_and_one_that_does_not_run_is_said() -
     [
         (["--pages", "1000"], "whole blocks of 4096"),
         (["--total", "1MiB", "--pages", "2MiB"], "divide --total"),
-        (["--rounds", "0"], "--rounds is 1 or more"),
+        (["--rounds", "0"], "--rounds: 0 is out of range"),
         (["--dir", "/nonexistent"], "is no folder"),
         (["--total", "much"], "'much' is not understood"),
     ],
@@ -85,5 +86,5 @@ def test_every_backend_of_lmcache_has_rows_and_one_that_does_not_run_is_said() -
 def test_what_makes_no_sense_is_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
+    assert cli.main(["bench", "tiers", *arguments]) == 2
     assert said in capsys.readouterr().err

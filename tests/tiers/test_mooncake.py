@@ -11,7 +11,8 @@ import pytest
 
 from kvloom.tiers import Objects, Outcome, TierError, mooncake
 from kvloom.tiers.bounded import Bounded, StillRunningError
-from kvloom.tiers.mooncake import MooncakeConfig, MooncakeStore, _Client, open_from, open_mooncake
+from kvloom.tiers.mooncake import MooncakeConfig, MooncakeStore, _Client, open_mooncake
+from kvloom.tiers.opening import open_tier
 from kvloom.tiers.remote import RemoteConfig, RemoteTier
 from kvloom.tiers.values import PREFIX, Counted, store_tier
 
@@ -135,9 +136,9 @@ def test_a_master_that_dies_costs_misses_and_a_bounded_wait_and_comes_back(tmp_p
     began = time.monotonic()
     assert not tier.lookup(objects(range(4))).any()
     transfer = tier.read(objects(range(4)), memory(4))
-    assert transfer.wait(4)
+    assert transfer.wait(10)
     assert not transfer.ok.any()
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 15
     with mooncake_master(tmp_path, port):
         deadline = time.monotonic() + 25
         while not put(tier, range(4)).ok.all() and time.monotonic() < deadline:
@@ -156,11 +157,11 @@ def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
             began = time.monotonic()
             assert not tier.lookup(objects(range(2))).any()
             transfer = tier.read(objects(range(2)), memory(2))
-            assert transfer.wait(3)
+            assert transfer.wait(8)
             assert (transfer.results == Outcome.FAILED).all()
             assert transfer.quiet, "the caller's memory was never lent"
             assert "did not answer within 0.5 s" in transfer.reason
-            assert time.monotonic() - began < 4
+            assert time.monotonic() - began < 10
         tier.close()
 
 
@@ -208,11 +209,11 @@ def test_lent_memory_is_registered_once_and_not_without_end(tier: RemoteTier) ->
 def test_an_absent_master_is_said_when_opening() -> None:
     pytest.importorskip("mooncake.store", exc_type=ImportError)
     with pytest.raises(TierError, match="cannot be reached"):
-        open_from("mooncake://127.0.0.1:1?capacity=8MiB&timeout=1")
+        open_tier("mooncake://127.0.0.1:1?capacity=8MiB&timeout=1")
     with pytest.raises(ValueError, match="unknown sgment"):
-        open_from("mooncake://127.0.0.1:1?capacity=8MiB&sgment=1GiB")
+        open_tier("mooncake://127.0.0.1:1?capacity=8MiB&sgment=1GiB")
     with pytest.raises(ValueError, match="where is its master"):
-        open_from("mooncake:?capacity=8MiB")
+        open_tier("mooncake:?capacity=8MiB")
 
 
 def test_what_this_process_put_is_counted_least_recently_used_first() -> None:

