@@ -322,7 +322,10 @@ class Room:
                 return False
             entry, kind = found, _KINDS[type(found)]
             queue.policy.on_evict(entry, now)
-            self._evict(entry, self._rows(slabs), now, queue.policy.name)
+            rows = self._rows(slabs)
+            if queue.learner is not None:
+                rows = min(rows, max(1, queue.learner.portion(entry) // self.tree.block))
+            self._evict(entry, rows, now, queue.policy.name)
         self.evictions += 1
         account.evictions += 1
         self.evicted[kind] += 1
