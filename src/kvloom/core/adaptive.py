@@ -115,12 +115,8 @@ class Adaptive:
         memo = entry.memo
         if not isinstance(memo, Visit) or not memo.open:
             return entry.tokens
-        behind = max(0, memo.length - entry.depth - entry.tokens)
-        first = min(behind.bit_length(), _ENDS - 1)
-        for end in range(first + 1, _ENDS):
-            if self._wanted[end] > self._wanted[first] + 0.5:
-                return min(entry.tokens, (1 << (end - 1)) - behind)
-        return entry.tokens
+        more = self._tail - (memo.length - entry.depth - entry.tokens)
+        return min(more, entry.tokens) if more > 0 else entry.tokens
 
     def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
         """Stratum and level of an entry."""
@@ -130,9 +126,9 @@ class Adaptive:
             return _SHARED, uses
         if visit.fit != self.returns.fits:
             visit.level, visit.fit = sum(map(_pick, factors[1:], visit.values)), self.returns.fits
-        behind = visit.length - entry.depth - entry.tokens
-        end = min(behind.bit_length(), _ENDS - 1) if behind > 0 else 0
-        return visit.stratum, visit.level + uses + self._wanted[end]
+        if self._tail and (behind := visit.length - entry.depth - entry.tokens) < self._tail:
+            uses += self._wanted[max(0, behind).bit_length()]
+        return visit.stratum, visit.level + uses
 
     # -- what happens ---------------------------------------------------------------------------
 
