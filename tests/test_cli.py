@@ -1,13 +1,14 @@
 """The command as a user runs it: a process, its output and its exit code."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvloom.cli import COMMANDS
+from kvloom.cli import COMMANDS, main
 
 
 def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -25,7 +26,7 @@ def kvloom(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ["--help"],
         *([name, "--help"] for name in COMMANDS),
-        *(["bench", name, "--help"] for name in ("index", "serve")),
+        *(["bench", name, "--help"] for name in ("index", "serve", "tiers")),
     ],
 )
 def test_help(arguments: list[str]) -> None:
@@ -118,7 +119,7 @@ def test_list() -> None:
         (["plan", "llama-3-8b", "--block-tokens", "10"], "multiple of 16"),
         (["plan", "llama-3-8b", "--context", "100", "--max-context", "50"], "shorter than the request's 100"),
         (["plan", "llama-3-8b", "--draft", "nothing-like-it"], "'nothing-like-it' is not known"),
-        (["bench", "nothing"], "invalid choice"),
+        (["bench", "nothing"], "'nothing' is none of index, kernels"),
     ],
 )
 def test_bad_input_is_named_and_exits_with_two(arguments: list[str], words: str) -> None:
@@ -127,6 +128,93 @@ def test_bad_input_is_named_and_exits_with_two(arguments: list[str], words: str)
     assert done.stdout == ""
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bench"], "which benchmark? One of index, kernels"),
+        (["plann"], "there is no command 'plann'; did you mean plan?"),
+        (["zzz"], "there are plan, generate"),
+        (["--nothing"], "--nothing is not understood"),
+        (["plan", "llama-3-8b", "--contxt", "5"], "--contxt 5 is not understood; did you mean --context?"),
+        (["plan", "--context"], "--context: expected one argument"),
+        (["replay"], "TRACE must be given (`kvloom replay --help` tells more)"),
+        (["serve", "--port", "99999"], "--port: 99999 is out of range; it must be 0 to 65,535"),
+        (["serve", "--pool", "lots"], "--pool: size 'lots' is not understood"),
+        (["serve", "--dtype", "int3"], "--dtype: 'int3' is not known; give bfloat16"),
+        (["serve", "--memory-fraction", "1.5"], "1.5 is out of range; it must be above 0, and 1 at most"),
+        (["serve", "--read-seconds", "inf"], "--read-seconds: inf is out of range"),
+        (["serve", "--tier", "attic:1GiB"], "tier 'attic:1GiB' is of no known kind"),
+        (["serve", "nothing-like-it"], "there is no model 'nothing-like-it' here"),
+        (["generate", "nothing-like-it", "hello"], "there is no model 'nothing-like-it' here"),
+        (["generate", "kvloom-llama", "hello", "--tier", "host:1GiB", "--tier", "host:1GiB"], "2 host tiers"),
+        (["generate", "kvloom-llama"], "give a PROMPT or --tokens"),
+        (["calibrate", "nothing-like-it", "--prompts", "x", "--out", "x"], "there is no model"),
+        (["share", "lots"], "size 'lots' is not understood"),
+        (["top", "--url", "localhost:99999"], "--url: 'localhost:99999' is no address of a server"),
+        (["explain", "--url", "localhost:1"], "no server answers at http://localhost:1 (Connection refused)"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err
+    assert (len(shown.err.splitlines()), shown.out) == (1, "")
+
+
+def test_what_can_be_told_before_a_model_is_loaded_needs_no_torch() -> None:
+    code = (
+        "import sys; from kvloom.cli import main; "
+        "assert main(['serve', '--tier', 'attic:1']) == main(['generate', 'kvloom-llama', 'x', '--kv-dtype', 'int3']) == 2; "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_version() -> None:
+    done = kvloom("--version")
+    assert (done.returncode, done.stdout.split()[0]) == (0, "kvloom")
+
+
+def test_ctrl_c_ends_a_command_quietly() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvloom.cli", "share", "16MiB", "--slab", "1MiB", "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as sharing:
+        assert sharing.stdout is not None
+        assert "peer://" in sharing.stdout.readline()
+        sharing.send_signal(signal.SIGINT)
+        assert sharing.wait(20) == 0
+    waits = "import time, kvloom.plan.command as c; c.run = lambda args: (print('on', flush=True), time.sleep(60)); "
+    code = waits + "import sys; from kvloom.cli import main; sys.exit(main(['plan']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as waiting:
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "on\n"
+        waiting.send_signal(signal.SIGINT)
+        _, said = waiting.communicate(timeout=20)
+        assert (waiting.returncode, said) == (130, "\n")
+
+
+def test_a_reader_that_leaves_is_no_fault() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvloom.cli", "plan", "--list"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as listing:
+        assert listing.stdout is not None
+        listing.stdout.close()
+        assert listing.stderr is not None
+        assert listing.stderr.read() == ""
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from kvloom import cli
 from kvloom.bench.below import main
 
 
@@ -22,5 +23,7 @@ def test_every_part_says_what_it_measured(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--prompt", "3"]) == 2
-    assert "too short to tell" in capsys.readouterr().err
+    assert cli.main(["bench", "below", "--prompt", "3"]) == 2
+    assert "--prompt: 3 is out of range; it must be 64" in capsys.readouterr().err
+    assert cli.main(["bench", "below", "--disk", "/x:lots"]) == 2
+    assert "tier 'disk:/x:lots': size 'lots' is not understood" in capsys.readouterr().err

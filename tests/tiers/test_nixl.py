@@ -15,7 +15,8 @@ from .test_host import HostHarness
 
 pytestmark = pytest.mark.server
 pytest.importorskip("nixl._api", reason="no NIXL: pip install --no-deps nixl nixl-cu12", exc_type=ImportError)
-from kvloom.tiers.nixl import make_agent, open_from, open_nixl  # noqa: E402
+from kvloom.tiers.nixl import make_agent, open_nixl  # noqa: E402
+from kvloom.tiers.opening import open_tier  # noqa: E402
 from kvloom.tiers.peer import open_peer  # noqa: E402
 from kvloom.tiers.peer_nixl import NixlArena  # noqa: E402
 from kvloom.tiers.peer_server import PeerConfig, PeerServer  # noqa: E402
@@ -54,15 +55,15 @@ def test_pages_travel_by_nixl_and_the_disk_tier_reads_them_without(tmp_path: Pat
 
 def test_a_plug_in_that_does_not_load_is_said_and_an_address_is_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'TAPE' is none of"):
-        open_from(f"nixl://{tmp_path}/t?capacity=1GiB&backend=TAPE")
+        open_tier(f"nixl://{tmp_path}/t?capacity=1GiB&backend=TAPE")
     with pytest.raises(ValueError, match="unknown color"):
-        open_from(f"nixl://{tmp_path}/t?capacity=1GiB&color=red")
+        open_tier(f"nixl://{tmp_path}/t?capacity=1GiB&color=red")
     with pytest.raises(ValueError, match="write nixl:///directory"):
-        open_from("nixl://host/path?capacity=1GiB")
+        open_tier("nixl://host/path?capacity=1GiB")
     if not gds_loads():
         with pytest.raises(TierError, match="plug-in GDS does not load"):
-            open_from(f"nixl://{tmp_path}/g?capacity=1GiB&backend=GDS")
-    tier = open_from(f"nixl://{tmp_path}/t?capacity=1GiB&compression=lz4")
+            open_tier(f"nixl://{tmp_path}/g?capacity=1GiB&backend=GDS")
+    tier = open_tier(f"nixl://{tmp_path}/t?capacity=1GiB&compression=lz4")
     assert put(tier, range(2)).ok.all()
     tier.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.tiers import DiskTier, HostTier, TierError
-from kvloom.tiers.opening import SCHEMES, open_place, open_tier
+from kvloom.tiers.opening import SCHEMES, check_tiers, open_place, open_tier
 
 
 def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:
@@ -35,13 +35,35 @@ def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:
         ("host:1GiB?checked", "write options like"),
         ("disk:1GiB", "like disk:/path:1TiB"),
         ("disk:/x:1GiB?durable=maybe", "durable='maybe' is none of"),
-        ("disk:/x:1KiB", "does not hold three segments"),
+        ("disk:/x:1KiB", "tier 'disk:/x:1KiB': .*does not hold three segments"),
+        ("disk:/x:1GiB?compression=gzip", "compression='gzip' is none of none, lz4, zstd"),
+        ("disk:/x:lots", "tier 'disk:/x:lots': size 'lots' is not understood"),
+        ("nixl:///x?capacity=1GiB&backend=TAPE", "backend='TAPE' is none of"),
+        ("peer://127.0.0.1", "write peer://host:port"),
         ("host:1GiB?write=never", "write='never' is none of through, second-use, back"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_value_and_the_way_out(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         open_place(text)
+    with pytest.raises(ValueError, match=said):
+        check_tiers([text])
+
+
+def test_texts_are_checked_and_nothing_is_opened(tmp_path: Path) -> None:
+    check_tiers(
+        [
+            "host:64MiB?write=back",
+            f"disk:{tmp_path / 'new'}:1GiB",
+            "redis://127.0.0.1:1/0?capacity=1GiB",
+            "peer://127.0.0.1:1?write=second-use",
+            "mooncake://127.0.0.1:1?capacity=1GiB",
+            f"nixl://{tmp_path / 'other'}?capacity=1GiB",
+        ]
+    )
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="2 host tiers were asked for"):
+        check_tiers(["host:64MiB", "host:1GiB?write=back"])
 
 
 def test_when_pages_are_written_is_said_with_the_tier(tmp_path: Path) -> None:
@@ -56,5 +78,5 @@ def test_when_pages_are_written_is_said_with_the_tier(tmp_path: Path) -> None:
 
 
 def test_a_scheme_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEMES, "attic", lambda text: open_tier("host:" + text.removeprefix("attic:")))
+    monkeypatch.setitem(SCHEMES, "attic", lambda text: SCHEMES["host"]("host:" + text.removeprefix("attic:")))
     assert open_tier("attic:32MiB").capacity == 32 << 20

@@ -24,11 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvloom.arguments import DEVICE, Parser, device, number, size, whole
 from kvloom.core import Control
+from kvloom.core.sizes import format_bytes
 from kvloom.engine.engine import Engine
 from kvloom.engine.lower import Lower, LowerConfig
 from kvloom.engine.request import SamplingParams
+from kvloom.models.load import device_of
 from kvloom.tiers import Objects
+from kvloom.tiers.opening import check_tiers
 
 from .engine import say
 from .engine_runners import Kvloom, Options
@@ -40,8 +44,8 @@ __all__ = ["main"]
 PARTS = ("ttft", "workloads", "hits")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="kvloom bench below",
         description="Tiers under an engine: first tokens from host memory and disk against computing, whole workloads with the "
         "tier on and off, hits in a pool that is too small.",
@@ -67,21 +71,31 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PART",
         help=f"of {', '.join(PARTS)} (default: all)",
     )
-    add("--prompt", type=int, default=2048, metavar="N", help="tokens of the long prompt (default: 2048)")
-    add("--pool", default="256MiB", metavar="SIZE", help="memory for pages (default: 256MiB)")
-    add("--host", default="1GiB", metavar="SIZE", help="the host tier (default: 1GiB)")
+    add(
+        "--prompt",
+        type=whole(64),
+        default=2048,
+        metavar="N",
+        help="tokens of the long prompt (default: 2048)",
+    )
+    add("--pool", type=size, default="256MiB", metavar="SIZE", help="memory for pages (default: 256MiB)")
+    add("--host", type=size, default="1GiB", metavar="SIZE", help="the host tier (default: 1GiB)")
     add("--disk", metavar="PATH:SIZE", help="the disk tier (default: 4GiB in a temporary folder)")
     add("--works", nargs="+", metavar="W", help="workloads, of W1 to W6 (default: all)")
-    add("--scale", type=float, metavar="S", help="workloads times S (default: 1, tiny shapes 0.0625)")
+    add(
+        "--scale",
+        type=number(0, 1, above=True),
+        metavar="S",
+        help="workloads times S (default: 1, tiny shapes 0.0625)",
+    )
     add(
         "--rounds",
-        type=int,
+        type=whole(1, 50),
         default=3,
-        choices=range(1, 51),
         metavar="N",
         help="rounds; the median counts (default: 3)",
     )
-    add("--device", help="cuda or cpu (default: cuda where there is one)")
+    add("--device", type=device, metavar="D", help=DEVICE)
     add("--json", action="store_true", help="print JSON instead of lines")
     return parser
 
@@ -89,8 +103,6 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
-        if args.prompt < 64:
-            raise ValueError(f"a prompt of {args.prompt} tokens is too short to tell; give 64 or more")
         report = _measure(args)
     except ValueError as error:
         print(f"kvloom bench below: {error}", file=sys.stderr)
@@ -103,27 +115,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    from kvloom.core.sizes import parse_size
-
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(device_of(args.device))
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
     report: dict[str, Any] = {
         "shape": args.shape, "device": name, "torch": torch.__version__, "threads": torch.get_num_threads(),
         "pool": args.pool, "host": args.host, "rounds": args.rounds,
     }  # fmt: skip
-    pool = parse_size(args.pool)
+    pool, host = args.pool, f"host:{args.host}"
     scale = SHAPES[args.shape].scale if args.scale is None else args.scale
+    works = chosen(args.works, scale)
     with tempfile.TemporaryDirectory() as folder:
         disk = f"disk:{args.disk or folder + ':4GiB'}"
+        check_tiers([host, disk])
         if "ttft" in args.only:
-            report["ttft"] = ttft(
-                args.shape, device, pool, f"host:{args.host}", disk, args.prompt, args.rounds
-            )
+            report["ttft"] = ttft(args.shape, device, pool, host, disk, args.prompt, args.rounds)
         if "workloads" in args.only:
-            works = chosen(args.works, scale)
-            report["workloads"] = workloads(args.shape, device, pool, f"host:{args.host}", works, args.rounds)
+            report["workloads"] = workloads(args.shape, device, pool, host, works, args.rounds)
         if "hits" in args.only:
-            report["hits"] = hits(args.shape, device, f"host:{args.host}", chosen(["W6"], scale)[0])
+            report["hits"] = hits(args.shape, device, host, chosen(["W6"], scale)[0])
     return report
 
 
@@ -289,7 +298,9 @@ def hits(shape: str, device: str, host: str, work: Workload) -> dict[str, Any]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    print(f"{report['shape']} on {report['device']}, pool {report['pool']}, host tier {report['host']}")
+    print(
+        f"{report['shape']} on {report['device']}, pool {format_bytes(report['pool'])}, host tier {format_bytes(report['host'])}"
+    )
     if "ttft" in report:
         part = report["ttft"]
         print(f"first token of {part['prompt']:,} tokens ({part['bytes'] / 2**20:,.0f} MiB of pages)")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from importlib import import_module
 
 __all__ = ["arguments", "run"]
 
+TERMINATED = 143
 BENCHMARKS = {
     "index": "names, match, allocate, publish, evict (CPU)",
     "kernels": "attention, writes, copies (GPU)",
@@ -22,9 +24,25 @@ BENCHMARKS = {
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(f"  {name:8} {what}" for name, what in BENCHMARKS.items())
-    parser.add_argument("benchmark", choices=BENCHMARKS, metavar="BENCHMARK", help="one of those below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the benchmark (try --help)")
+    parser.add_argument(
+        "benchmark", choices=BENCHMARKS, nargs="?", metavar="BENCHMARK", help="one of those below"
+    )
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="its own: `kvloom bench BENCHMARK --help`"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(import_module(f"kvloom.bench.{args.benchmark}").main(args.arguments) or 0)
+    if args.benchmark is None:
+        raise ValueError(f"which benchmark? One of {', '.join(BENCHMARKS)}")
+    benchmark = import_module(f"kvloom.bench.{args.benchmark}")
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        return int(benchmark.main(args.arguments) or 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(*_: object) -> None:
+    """Ends what a benchmark has started, too, as Ctrl-C does."""
+    raise SystemExit(TERMINATED)

@@ -18,12 +18,24 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from kvloom.arguments import THREADS, device, parse_size, whole
+from kvloom.arguments import DEVICE, THREADS, Parser, device, interpreter, number, size, whole
 from kvloom.engine.threads import use_threads
 from kvloom.models.load import device_of
+from kvloom.models.specs import kv_dtypes
+from kvloom.tiers.opening import check_tiers
 
 from .engine_report import QUOTED, Ran, Result, render, rows_of
-from .engine_runners import HuggingFace, Invariant, Kvloom, Measured, OneByOne, Options, Runner, Vllm
+from .engine_runners import (
+    AbsentError,
+    HuggingFace,
+    Invariant,
+    Kvloom,
+    Measured,
+    OneByOne,
+    Options,
+    Runner,
+    Vllm,
+)
 from .floor import Floor
 from .shapes import SHAPES, hf_config
 from .workloads import WORKLOADS, Workload, chosen
@@ -117,6 +129,9 @@ def run_one(
             yield from measure(runner, works, hf_config(shape).vocab_size, rounds, options.seed, ran.results)
         finally:
             runner.close()
+    except AbsentError as error:
+        ran.error = str(error)
+        say(f"{name}: {ran.error}")
     except Exception as error:  # noqa: BLE001 - one engine's failure must not lose the others' figures
         ran.error = f"{type(error).__name__}: {error}"
         say(f"{name}: {ran.error}")
@@ -137,9 +152,9 @@ END = object()
 # -- the command ------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     known = list(dict.fromkeys(work.name.split()[0] for work in WORKLOADS))
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kvloom bench engine",
         description="Run whole workloads (greedy, random weights, token ids) on kvloom, Hugging Face generate() and vLLM.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -151,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         "  kvloom bench engine                                    every workload on the tiny Llama\n"
         "  kvloom bench engine --shape kvloom-llama --scale 1 --only W1 W5 --requests 16 --rounds 3\n"
         "  kvloom bench engine --shape llama-3.1-8b --only W1 W5 --peers vllm --rounds 2\n"
+        "  kvloom bench engine --shape llama-3.1-8b --only W7 --peers\n"
         "  kvloom bench engine --shape gemma-3-12b --capacity 16384 --pool 100GiB",
     )
     add = parser.add_argument
@@ -161,18 +177,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="the model's shape (default: tiny)",
     )
-    add("--only", nargs="+", choices=known, metavar="W", help=f"of {', '.join(known)} (default: all)")
+    add("--only", nargs="+", choices=known, metavar="W", help=f"of {', '.join(known)} (default: all but W7)")
     add("--peers", nargs="*", choices=["hf", "hf-alone", "vllm", "invariant"], default=["hf", "vllm"], metavar="PEER",
         help="hf and vllm (default: both); hf-alone: generate() for one request after the other; invariant: kvloom's own batch-invariant mode; --peers alone is kvloom by itself")  # fmt: skip
     add(
         "--rounds",
-        type=int,
+        type=whole(1, 50),
         default=1,
-        choices=range(1, 51),
         metavar="N",
         help="best of N rounds (default: 1)",
     )
-    add("--scale", type=float, metavar="S",
+    add("--scale", type=number(0, 1, above=True), metavar="S",
         help="requests and lengths times S, at most 1 (default: 1, tiny shapes 0.0625)")  # fmt: skip
     add(
         "--requests",
@@ -180,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of each workload at most so many requests (default: all)",
     )
-    add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--device", type=device, metavar="D", help=DEVICE)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add(
         "--kv-dtype",
@@ -189,20 +204,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--pool",
+        type=size,
         metavar="SIZE",
         help="kvloom's memory for pages, like 40GiB (default: what 0.9 of a GPU leaves; CPU 512MiB)",
     )
     add("--tier", action="append", default=[], metavar="TIER",
         help="kvloom's places for pages below the pool, like host:64GiB; repeatable")  # fmt: skip
-    add("--token-budget", type=int, metavar="N", help="tokens of a step at most (default: the engine's)")
+    add("--token-budget", type=whole(1), metavar="N", help="tokens of a step at most (default: the engine's)")
     add(
         "--max-running",
-        type=int,
+        type=whole(1),
         metavar="N",
         help="requests running at once at most (default: the engine's)",
     )
     add(
         "--vllm-python",
+        type=interpreter,
         default=sys.executable,
         metavar="PATH",
         help="the interpreter that has vLLM (default: this one)",
@@ -213,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
         help="let Hugging Face compile its decode step (take two rounds or more)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of weights and tokens (default: 0)")
-    add("--capacity", type=int, metavar="TOKENS",
+    add("--capacity", type=whole(1), metavar="TOKENS",
         help="run nothing: how many requests of so many tokens the pool holds at once, and what `kvloom plan` says")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
@@ -228,24 +245,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _size(text: str | None) -> int | None:
-    return None if text is None else parse_size(text)
-
-
 def _bench(args: argparse.Namespace) -> int:
+    kv_dtypes(args.kv_dtype)
+    check_tiers(args.tier)
     shape = SHAPES[args.shape]
     scale = shape.scale if args.scale is None else args.scale
     works = [work.fewer(args.requests) for work in chosen(args.only, scale)]
+    config = hf_config(args.shape)
+    for work in works:
+        if work.longest > config.max_position_embeddings:
+            raise ValueError(
+                f"{work.name} comes to {work.longest:,} tokens, and {args.shape} takes {config.max_position_embeddings:,}: "
+                "give a smaller --scale, or leave it out with --only"
+            )
     device = str(device_of(args.device))
     use_threads(args.threads)
     options = Options(
-        device=device, seed=args.seed, kv_dtype=args.kv_dtype, pool=_size(args.pool), token_budget=args.token_budget,
+        device=device, seed=args.seed, kv_dtype=args.kv_dtype, pool=args.pool, token_budget=args.token_budget,
         max_running=args.max_running, tiers=tuple(args.tier), compile=args.compile, vllm_python=args.vllm_python,
         max_length=max(20480, *(work.longest for work in works)),
     )  # fmt: skip
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
     on_h200 = "H200" in name
-    least = Floor(hf_config(args.shape), shape.dtype, args.kv_dtype) if on_h200 else None
+    least = Floor(config, shape.dtype, args.kv_dtype) if on_h200 else None
     floors = {} if least is None else {work.name: least.of(work) for work in works}
     quoted = QUOTED.get(args.shape, {}) if on_h200 and scale == 1 else {}
     kinds = ["kvloom", *dict.fromkeys(args.peers)]
@@ -285,14 +307,12 @@ def _capacity(args: argparse.Namespace) -> int:
 
     from .residency import capacity
 
-    if args.capacity < 1:
-        raise ValueError(f"requests of {args.capacity} tokens; at least 1 is needed")
     if args.shape in known_models():
         spec = load_spec(args.shape, args.kv_dtype)
     else:
         dtype = str(SHAPES[args.shape].dtype).removeprefix("torch.")
         spec = model_spec({**hf_config(args.shape).to_dict(), "dtype": dtype}, args.shape, args.kv_dtype)
-    found = capacity(spec, args.capacity, _size(args.pool) or 100 << 30)
+    found = capacity(spec, args.capacity, args.pool or 100 << 30)
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:

@@ -26,7 +26,18 @@ from .residency import Peak
 from .shapes import SHAPES, build, hf_config
 from .workloads import Conversation
 
-__all__ = ["HuggingFace", "Invariant", "Kvloom", "Measured", "OneByOne", "Options", "Runner", "Turns", "Vllm"]
+__all__ = [
+    "AbsentError",
+    "HuggingFace",
+    "Invariant",
+    "Kvloom",
+    "Measured",
+    "OneByOne",
+    "Options",
+    "Runner",
+    "Turns",
+    "Vllm",
+]
 
 Turns = list[list[list[int]]]
 """What was said: [conversation][turn] → tokens."""
@@ -133,6 +144,7 @@ class Kvloom:
         before = engine.cache.stats()
         said: Turns = [[] for _ in conversations]
         preemptions = steps = 0
+        first: float | None = None
         begin, processor = time.perf_counter(), time.process_time()
         running: dict[Request, int] = {
             engine.add(each.prompt, params): i for i, each in enumerate(conversations)
@@ -140,6 +152,8 @@ class Kvloom:
         while running:
             touched = engine.step()
             steps += 1
+            if touched and first is None:
+                first = time.perf_counter() - begin
             peak.look()
             # A request may end without a token (no room): look at all of them where nothing came back.
             for request in touched or list(running):
@@ -164,6 +178,8 @@ class Kvloom:
             _count(after[name]) - _count(before[name]) for name in ("looked_up_tokens", "hit_tokens")
         )
         figures = {"steps": steps, "preemptions": preemptions, "hit_rate": hit / looked if looked else 0.0}
+        if first is not None and len(conversations) == 1:
+            figures["first_token_s"] = first
         return Measured(seconds, said, figures | peak.figures(), computed)
 
     def close(self) -> None:
@@ -306,12 +322,31 @@ def _cpu_environment() -> dict[str, str]:
     }
 
 
+def _check_vllm(python: str) -> None:
+    """Raise AbsentError where an interpreter has no vLLM; it is not imported."""
+    look = "import sys; from importlib.util import find_spec; sys.exit(find_spec('vllm') is None)"
+    if subprocess.run([python, "-c", look], cwd="/", env=_plain_environment(), check=False).returncode:
+        raise AbsentError(
+            f"not installed for {python}: name a python that has it with --vllm-python, or leave it out with --peers hf"
+        )
+
+
+def _plain_environment() -> dict[str, str]:
+    """Without PYTHONPATH: a folder of ours first on the path would hide packages of that interpreter's."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+class AbsentError(RuntimeError):
+    """What a runner runs is not installed; the message says what to do."""
+
+
 class Vllm:
     """vLLM in a process of its own, by the interpreter that has it. It is told by lines of JSON and answers so."""
 
     name = "vLLM"
 
     def __init__(self, shape: str, options: Options) -> None:
+        _check_vllm(options.vllm_python)
         self._folder = tempfile.TemporaryDirectory(prefix="kvloom-vllm-")
         cpu = not options.device.startswith("cuda")
         config, dtype = hf_config(shape), SHAPES[shape].dtype
@@ -332,16 +367,14 @@ class Vllm:
         if options.kv_dtype:
             engine["kv_cache_dtype"] = VLLM_KV_NAMES.get(options.kv_dtype, options.kv_dtype)
         self.notes = {"weights": "the same" if given else "its own random ones"}
-        # A folder of ours first on the path would hide packages of that interpreter's.
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._process = subprocess.Popen(
             [options.vllm_python, str(Path(__file__).with_name("vllm_process.py"))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**(_cpu_environment() if cpu else {}), "VLLM_LOGGING_LEVEL": "ERROR", **environment},
+            env={**(_cpu_environment() if cpu else {}), "VLLM_LOGGING_LEVEL": "ERROR", **_plain_environment()},
         )  # fmt: skip
         try:
             ready = self._ask(engine)
-        except RuntimeError:
+        except BaseException:  # Ctrl-C, too: nothing of it stays
             self.close()
             raise
         self.start_s, self.version = float(ready["start_s"]), str(ready["version"])

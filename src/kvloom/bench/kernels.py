@@ -6,7 +6,6 @@ a slow moment hurts all alike.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -16,6 +15,8 @@ from functools import partial
 
 import numpy as np
 import torch
+
+from kvloom.arguments import Parser, whole
 
 from . import attention_work as attention
 from .gpu_peers import Call, versions
@@ -118,8 +119,8 @@ def render(rows: Sequence[Row], device: str) -> None:
         console.print(f"{name}: {version}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="kvloom bench kernels",
         description="Time the GPU kernels beside the floor and the installed attention libraries.",
     )
@@ -129,13 +130,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=whole(1, 50),
         default=5,
-        choices=range(1, 51),
         metavar="N",
         help="turns of each call (default: 5)",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
     if not torch.cuda.is_available():
         print(
             "kvloom bench kernels: there is no CUDA GPU here; it measures nothing on a CPU", file=sys.stderr

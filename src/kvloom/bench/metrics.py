@@ -1,4 +1,4 @@
-"""What being watched costs: counting, remembering requests, telling stats, being scraped. `python -m kvloom.bench.metrics`.
+"""What being watched costs: counting, remembering requests, telling stats, being scraped.
 
 Two answers. By parts: each thing that watching does is timed alone, and taken together as often as a load calls for it.
 Turn about: one load on two servers, one that is watched and scraped every second and one that is not (`--no-metrics`). Where
@@ -15,12 +15,15 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request
+
+from kvloom.arguments import Parser, number, whole
+from kvloom.serve.explain_command import opened
 
 from .serve import Load, offer, started
 
@@ -146,7 +149,7 @@ async def _scrape(url: str) -> None:
 
 
 def _get(url: str) -> bytes:
-    with urlopen(url, timeout=10) as answer:
+    with opened(Request(url)) as answer:
         return bytes(answer.read())
 
 
@@ -214,19 +217,27 @@ def _summary(turns: list[tuple[Turn, Turn]], parts: Parts, tokens_a_request: flo
     }  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="kvloom bench metrics", description=(__doc__ or "").partition("\n\n")[0]
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="kvloom bench metrics", description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
-    add("--turns", type=int, default=8, metavar="N", help="pairs of turns (default: 8)")
-    add("--seconds", type=float, default=6.0, metavar="S", help="of one turn (default: 6)")
-    add("--streams", type=int, default=16, metavar="N", help="streams at once (default: 16)")
-    add("--prompt-tokens", type=int, default=64, metavar="N", help="of a prompt (default: 64)")
-    add("--max-tokens", type=int, default=32, metavar="N", help="of an answer (default: 32)")
-    add("--serve", nargs=argparse.REMAINDER, default=[], help="arguments for both servers")
+    add("--turns", type=whole(1), default=8, metavar="N", help="pairs of turns (default: 8)")
+    add("--seconds", type=number(0, above=True), default=6.0, metavar="S", help="of one turn (default: 6)")
+    add("--streams", type=whole(1), default=16, metavar="N", help="streams at once (default: 16)")
+    add("--prompt-tokens", type=whole(1), default=64, metavar="N", help="of a prompt (default: 64)")
+    add("--max-tokens", type=whole(1), default=32, metavar="N", help="of an answer (default: 32)")
+    add(
+        "--serve",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="...",
+        help="the rest of the line are arguments for both servers",
+    )
     add("--json", action="store_true", help="print figures as JSON")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
     from kvloom.models.catalog import folder_of
     from kvloom.serve.engine_process import load_engine
     from kvloom.serve.messages import Start

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.arguments import MODEL, THREADS, device, parse_size, whole
+from kvloom.arguments import DEVICE, MODEL, THREADS, Parser, device, dtype, said, size, whole
 from kvloom.core import Control
 from kvloom.engine.calibrate import calibrate
+from kvloom.engine.checking import check_engine
 from kvloom.engine.engine import Engine
 from kvloom.engine.threads import use_threads
 from kvloom.models.batch import Work
@@ -84,8 +85,8 @@ def _read(engine: Engine, window: Any, chunk: int) -> Iterator[torch.Tensor]:
         sequence.close()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="kvloom bench quality",
         description="Perplexity of texts under several ways of keeping K and V, computed through kvloom's pages.",
     )
@@ -102,13 +103,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-dtype", nargs="+", default=list(DEFAULT), metavar="D", help=ways)
     static = "texts to calibrate static scales on: int8 and fp8 are then measured with those, too"
     add("--calibrate", nargs="+", default=[], metavar="FILE", help=static)
-    add("--context", type=int, default=2048, metavar="N", help="tokens of a window (default: 2048)")
-    add("--chunk", type=int, default=256, metavar="N", help="tokens computed at once (default: 256)")
-    add("--tokens", type=int, metavar="N", help="read so many tokens at most (default: all)")
-    add("--dtype", default="float32", metavar="D", help="of weights and computing (default: float32)")
-    add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--context", type=whole(2), default=2048, metavar="N", help="tokens of a window (default: 2048)")
+    add("--chunk", type=whole(1), default=256, metavar="N", help="tokens computed at once (default: 256)")
+    add("--tokens", type=whole(2), metavar="N", help="read so many tokens at most (default: all)")
+    add(
+        "--dtype",
+        type=dtype,
+        default="float32",
+        metavar="D",
+        help="of weights and computing (default: float32)",
+    )
+    add("--device", type=device, metavar="D", help=DEVICE)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
-    add("--pool", default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
+    add("--pool", type=size, default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -118,26 +125,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _bench(args)
     except (OSError, ValueError) as error:
-        print(f"kvloom bench quality: {error}", file=sys.stderr)
+        print(f"kvloom bench quality: {said(error)}", file=sys.stderr)
         return 2
 
 
 def _bench(args: argparse.Namespace) -> int:
     from kvloom.models.load import load
 
-    if args.context < 2 or args.chunk < 1:
-        raise ValueError(
-            f"windows of {args.context} and chunks of {args.chunk} tokens; 2 and 1 are the least"
-        )
+    folder = folder_of(args.model)
+    for way in args.kv_dtype:
+        check_engine(folder, dtype=args.dtype, kv_dtype=way, pool_bytes=args.pool)
+    texts = {file: Path(file).read_text(encoding="utf-8") for file in (*args.text, *args.calibrate)}
     use_threads(args.threads)
-    model, tokenizer = load(folder_of(args.model), args.dtype, args.device)
+    model, tokenizer = load(folder, args.dtype, args.device)
     if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer to read texts with")
-    pool = parse_size(args.pool)
+    pool = args.pool
 
     def ids(files: Sequence[str]) -> list[int]:
-        texts = [Path(file).read_text(encoding="utf-8") for file in files]
-        return [token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]]
+        return [token for file in files for token in tokenizer(texts[file], verbose=False)["input_ids"]]
 
     tokens = ids(args.text)[: args.tokens]
     windows = [tokens[at : at + args.context] for at in range(0, len(tokens), args.context)]

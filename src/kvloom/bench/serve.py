@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import re
 import resource
@@ -24,12 +25,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 from rich.console import Console
 from rich.table import Table
 
-from kvloom.arguments import progress_bar, whole
+from kvloom.arguments import Parser, number, progress_bar, server, whole
+from kvloom.serve.explain_command import KEY, opened
 
 __all__ = ["Load", "Seen", "main", "offer", "started"]
 
@@ -240,13 +242,18 @@ def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     engine, end = 0, time.monotonic() + STARTUP_SECONDS
-    for line in process.stdout:
-        if found := re.search(r"\(process (\d+)\)", line):
-            engine = int(found[1])
-        if found := re.search(r"kvloom serves (\S+) at (http://\S+);", line):
-            return process, found[2], found[1], engine
-        if time.monotonic() > end:
-            break
+    try:
+        for line in process.stdout:
+            if found := re.search(r"\(process (\d+)\)", line):
+                engine = int(found[1])
+            if found := re.search(r"kvloom serves (\S+) at (http://\S+);", line):
+                return process, found[2], found[1], engine
+            if time.monotonic() > end:
+                break
+    except BaseException:  # Ctrl-C: it does not stay
+        process.kill()
+        process.wait()
+        raise
     process.kill()
     raise ValueError(f"the server did not start (exit code {process.wait()}); it has said why above")
 
@@ -257,31 +264,36 @@ def _served(url: str, key: str | None) -> str:
         f"{url.rstrip('/')}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {}
     )
     try:
-        with urlopen(request, timeout=30) as answer:
+        with opened(request, 30) as answer:
             return str(json.load(answer)["data"][0]["id"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"{url} does not answer as a server of models does ({error}): is it running, and does it need --key?"
+            f"{url} does not answer as a server of models does ({error}): is it running, and does it need --api-key?"
         ) from None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="kvloom bench serve",
         description="Keep many streams open on a server for some time: rates, waiting times, errors, memory.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n"
         "  kvloom bench serve --streams 200 --seconds 60 --json      a server of our own, on kvloom-llama\n"
         "  kvloom bench serve --serve kvloom-hybrid --pool 2GiB      the same with other arguments for `kvloom serve`\n"
-        "  kvloom bench serve --url http://127.0.0.1:8000 --key KEY  any server with /v1/completions\n\n"
+        "  kvloom bench serve --url 127.0.0.1:8000 --api-key KEY    any server with /v1/completions\n\n"
         "The exit code is 1 where a stream met an error.",
     )
     add = parser.add_argument
-    add("--url", metavar="URL", help="a server that runs (default: one is started, and its memory watched)")
+    add(
+        "--url",
+        type=server,
+        metavar="URL",
+        help="a server that runs (default: one is started, and its memory watched)",
+    )
     add("--model", metavar="NAME", help="the model's name there (default: the first it lists)")
-    add("--key", metavar="KEY", help="an API key for it")
+    add("--api-key", metavar="KEY", help=f"an API key for it (default: ${KEY})")
     add("--streams", type=whole(1), default=200, metavar="N", help="streams open at once (default: 200)")
-    add("--seconds", type=float, default=60.0, metavar="S", help="for how long (default: 60)")
+    add("--seconds", type=number(0, above=True), default=60.0, metavar="S", help="for how long (default: 60)")
     add("--prompt-tokens", type=whole(1), default=64, metavar="N", help="tokens of a prompt (default: 64)")
     shared = "of those, the same for all (default: half)"
     add("--shared-tokens", type=whole(0), metavar="N", help=shared)
@@ -314,12 +326,13 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             "--serve is for a server that is started here, and --url for one that runs: give one"
         )
+    key = options.api_key or os.environ.get(KEY)
     shared = options.prompt_tokens // 2 if options.shared_tokens is None else options.shared_tokens
 
     def load(url: str, model: str) -> Load:
         return Load(
             url, model, options.streams, options.seconds, options.prompt_tokens, shared, options.max_tokens,
-            options.vocabulary, options.key,
+            options.vocabulary, key,
         )  # fmt: skip
 
     load(options.url or "http://127.0.0.1:8000", "")  # what makes no sense is told before a server is started
@@ -329,7 +342,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         process, url, served, engine = started(options.serve)
         pids, model = [process.pid, engine], model or served
     try:
-        model = model or _served(url, options.key)
+        model = model or _served(url, key)
         with progress_bar(f"{options.streams} streams", sys.stderr.isatty()) as progress:
             return asyncio.run(offer(load(url, model), pids, progress)).summary()
     finally:

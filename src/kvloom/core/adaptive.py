@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from operator import getitem
 from typing import TypeVar
 
 from .policies import Entry, Memo
@@ -125,7 +126,7 @@ class Adaptive:
         if entry.value >= SWITCHES:
             return _SHARED, uses
         if visit.fit != self.returns.fits:
-            visit.level, visit.fit = sum(map(_pick, factors[1:], visit.values)), self.returns.fits
+            visit.level, visit.fit = sum(map(getitem, factors[1:], visit.values)), self.returns.fits
         if self._tail and (behind := visit.length - entry.depth - entry.tokens) < self._tail:
             uses += self._wanted[max(0, behind).bit_length()]
         return visit.stratum, visit.level + uses
@@ -193,7 +194,9 @@ class Adaptive:
         new = visit.length - visit.resumed - self._tail
         watched = []
         if new > 0:
-            number = self.returns.start(visit.stratum, bytes((_uses(visit.again),)) + visit.values, math.sqrt(new), now)
+            number = self.returns.start(
+                visit.stratum, bytes((_uses(visit.again),)) + visit.values, math.sqrt(new), now
+            )
             watched.append((visit.resumed + new // 2, number))
         brought = 0
         while brought < len(path) and path[brought].depth >= visit.resumed:
@@ -238,10 +241,6 @@ class Adaptive:
         self._tail = 1 << (few - 1) if few else 0
         if total > 1024.0:
             self._without = [0.5 * n for n in self._without]  # what was long ago counts less
-
-
-def _pick(factors: list[float], value: int) -> float:
-    return factors[value]
 
 
 def _uses(hits: int) -> int:

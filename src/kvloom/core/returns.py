@@ -65,9 +65,12 @@ class Returns:
         self._stride = 1
         self._wrapped = 0.0
         self._index: list[list[list[float]]] = []
+        self._lower: list[list[list[float]]] = []  # the age from which the index is clearly lower
         age = self._middle
         self._flat = PRIOR / age
-        self._prior = PRIOR / age * ((age / READS) ** 2 / (1 + (age / READS) ** 2) / (1 + (age / GONE) ** 2) + 0.1)
+        self._prior = (
+            PRIOR / age * ((age / READS) ** 2 / (1 + (age / READS) ** 2) / (1 + (age / GONE) ** 2) + 0.1)
+        )
         self._tabulate(np.tile(self._flat, (strata, 1)))
 
     # -- what happens ---------------------------------------------------------------------------
@@ -111,7 +114,7 @@ class Returns:
     def index(self, stratum: int, level: float, age: float) -> float:
         """What keeping pages is worth whose features' factors add up to `level`: the logarithm of the most
         uses per second of waiting that any time to wait would bring, after `age` seconds without one."""
-        row = self._row(stratum, level)
+        row = self._index[stratum][_row(level)]
         if age < _FINE:
             return row[0] if age < 2.0 else row[1] if age < 4.0 else row[2]
         place = 3.0 + math.log(age / _FINE) / _LOG_STEP
@@ -122,19 +125,13 @@ class Returns:
 
     def falls(self, stratum: int, level: float, age: float) -> float:
         """The age at which `index` will be clearly lower than now: twice the age at the latest."""
-        row = self._row(stratum, level)
-        first = int(age >= 2.0) + int(age >= 4.0)
-        if age >= _FINE:
+        if age < _FINE:
+            first = 0 if age < 2.0 else 1 if age < 4.0 else 2
+        else:
             first = min(BINS, 3 + int(math.log(age / _FINE) / _LOG_STEP))
-        later, low = first + 1, row[first] - FALL
-        while later < BINS and row[later] > low:
-            later += 1
-        latest = age + max(age, LOOK)
-        return min(_EDGES[later], latest) if later < BINS and _EDGES[later] > age else latest
-
-    def _row(self, stratum: int, level: float) -> list[float]:
-        place = int((level - _LOWEST) / _LEVEL_STEP + 0.5)
-        return self._index[stratum][min(max(place, 0), _LEVELS - 1)]
+        latest = age + (age if age > LOOK else LOOK)
+        lower = self._lower[stratum][_row(level)][first]
+        return lower if age < lower < latest else latest
 
     # -- learning -------------------------------------------------------------------------------
 
@@ -183,7 +180,9 @@ class Returns:
         """The hazard in each bin of each stratum: what was counted, pulled to what the strata have in
         common there, and that to the prior; the last stratum to its prior alone."""
         common = self._pulled(count[:-1].sum(0), exposure[:-1].sum(0), self._prior, PULL)
-        rows = [self._pulled(c, e, common, STRATUM_PULL) for c, e in zip(count[:-1], exposure[:-1], strict=True)]
+        rows = [
+            self._pulled(c, e, common, STRATUM_PULL) for c, e in zip(count[:-1], exposure[:-1], strict=True)
+        ]
         return np.stack([*rows, self._pulled(count[-1], exposure[-1], self._flat, PULL)])
 
     def _pulled(self, count: Floats, exposure: Floats, prior: Floats, pull: float) -> Floats:
@@ -215,7 +214,16 @@ class Returns:
             index[:, b] = (gain / cost).max(1)
         index[:, :BINS] = np.log(np.maximum(index[:, :BINS], _LEAST))
         index[:, BINS] = index[:, BINS - 1] - _LOG_STEP
-        self._index = index.reshape(self.strata, _LEVELS, BINS + 1).tolist()
+        shape = self.strata, _LEVELS, BINS + 1
+        self._index = index.reshape(shape).tolist()
+        falls = (index[:, None, :] <= index[:, :, None] - FALL) & np.tri(BINS + 1, k=-1, dtype=bool).T
+        edges = np.append(self.edges, math.inf)
+        self._lower = np.where(falls.any(2), edges[falls.argmax(2)], math.inf).reshape(shape).tolist()
+
+
+def _row(level: float) -> int:
+    row = int((level - _LOWEST) / _LEVEL_STEP + 0.5)
+    return 0 if row < 0 else row if row < _LEVELS else _LEVELS - 1
 
 
 PRIOR = 0.1

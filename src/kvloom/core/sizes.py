@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["parse_size"]
+__all__ = ["format_bytes", "parse_size"]
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -19,3 +19,12 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise ValueError(f"size {text!r} is nothing; write it like 80GiB")
     return size
+
+
+def format_bytes(count: float) -> str:
+    """A size for people: 327,680 → "320 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.4g} TiB"

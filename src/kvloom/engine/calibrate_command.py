@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from kvloom.arguments import MODEL, device, parse_size, progress_bar, token_ids, whole
+from kvloom.arguments import DEVICE, DTYPE, MODEL, device, dtype, number, progress_bar, size, token_ids, whole
 
 __all__ = ["arguments", "run"]
 
@@ -22,34 +22,38 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-dtype", choices=["fp8", "int8"], default="fp8", help="what the scales are for (default: fp8)")
     add("--out", required=True, metavar="FILE", help="where the scales go, as safetensors")
     percentile = "leave room for so many per cent of tokens, and clamp the others (default: 100)"
-    add("--percentile", type=float, default=100.0, metavar="P", help=percentile)
+    add("--percentile", type=number(0, 100, above=True), default=100.0, metavar="P", help=percentile)
     pieces = "longer prompts run in pieces of N tokens (default: 2048)"
     add("--context", type=whole(1), default=2048, metavar="N", help=pieces)
-    add("--dtype", default="auto", metavar="D", help="of the weights (default: their own)")
-    add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--pool", default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
+    add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
+    add("--device", type=device, metavar="D", help=DEVICE)
+    add("--pool", type=size, default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
     add("--json", action="store_true", help="print a summary as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvloom.engine.calibrate import calibrate, texts_of
-    from kvloom.engine.threads import use_threads
     from kvloom.models.catalog import folder_of
-    from kvloom.models.load import load
 
-    given = [
-        *texts_of(args.prompts),
-        *map(token_ids, args.tokens),
-    ]
-    if not given:
+    from .checking import check_engine
+
+    if not args.prompts and not args.tokens:
         raise ValueError("nothing to calibrate on: give --prompts or --tokens")
     if not Path(args.out).absolute().parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no such folder")
     if Path(args.out).is_dir():
         raise ValueError(f"--out {args.out} is a folder: name a file in it")
+    folder = folder_of(args.model)
+    check_engine(folder, dtype=args.dtype, kv_dtype=args.kv_dtype, pool_bytes=args.pool)
+    ids_given = [token_ids(text) for text in args.tokens]
+    from kvloom.models.load import load
+
+    from .calibrate import calibrate, texts_of
+    from .threads import use_threads
+
+    given = [*texts_of(args.prompts), *ids_given]
     use_threads()
     terminal = sys.stderr.isatty()
-    model, tokenizer = load(folder_of(args.model), args.dtype, args.device, progress=terminal)
+    model, tokenizer = load(folder, args.dtype, args.device, progress=terminal)
 
     def ids(prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             args.kv_dtype,
             args.percentile,
             args.context,
-            parse_size(args.pool),
+            args.pool,
             progress,
         )
     found.save(args.out)
@@ -87,6 +91,6 @@ def run(args: argparse.Namespace) -> int:
     )
     print(
         f"{args.out}: scales for {found.dtype} of {len(largest)} layers, from {found.tokens:,} tokens of "
-        f"{found.prompts:,} prompts; largest {tops}"
+        f"{found.prompts:,} prompt{'s' * (found.prompts != 1)}; largest {tops}"
     )
     return 0

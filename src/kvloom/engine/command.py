@@ -10,19 +10,26 @@ from typing import TYPE_CHECKING
 
 from kvloom.arguments import (
     BATCH_INVARIANT,
+    DEVICE,
+    DTYPE,
     KV_DTYPE,
     KV_SCALES,
     MODEL,
+    POOL,
+    RANDOM_WEIGHTS,
     THREADS,
     TIER,
-    parse_size,
+    device,
+    dtype,
+    number,
+    size,
     token_ids,
     whole,
 )
 
 if TYPE_CHECKING:
     from .llm import LLM
-    from .request import SamplingParams
+    from .params import SamplingParams
 
 __all__ = ["arguments", "run"]
 
@@ -40,11 +47,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-tokens", type=whole(1), default=64, metavar="N", help="new tokens at most (default: 64)")
     add(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)"
+        "--temperature",
+        type=number(0),
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token (default: 0)",
     )
     add(
         "--top-p",
-        type=float,
+        type=number(0, 1, above=True),
         default=1.0,
         metavar="P",
         help="draw from the likeliest share of P (default: 1)",
@@ -65,36 +76,43 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="tell log-probabilities, of N more tokens each; implies --json",
     )
     add(
+        "--prompt-logprobs",
+        type=whole(0),
+        metavar="N",
+        help="the same of the prompt's tokens; implies --json",
+    )
+    add(
         "--json-schema",
         metavar="SCHEMA",
         help="the answer is JSON of this form: a schema, or the name of a file that has one",
     )
     add("--stream", action="store_true", help="print text as it comes (one prompt, one answer)")
+    add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
     add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
-    add("--pool", metavar="SIZE", help="memory for the cache (default: what a GPU has left; CPU 1GiB)")
-    add(
-        "--load-format",
-        choices=["auto", "random"],
-        default="auto",
-        help="random: MODEL may be a config or a name of `kvloom plan --list`; weights are made up (default: auto)",
-    )
+    add("--device", type=device, metavar="D", help=DEVICE)
+    add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
+    add("--pool", type=size, metavar="SIZE", help=POOL)
     add("--tier", action="append", default=[], metavar="TIER", help=TIER)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add("--json", action="store_true", help="print results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvloom.engine.llm import LLM
-    from kvloom.engine.request import SamplingParams
     from kvloom.models.catalog import folder_of
+
+    from .checking import check_engine
+    from .params import SamplingParams
 
     prompts = [*args.prompts, *map(token_ids, args.tokens)]
     if not prompts:
         raise ValueError("nothing to go on from: give a PROMPT or --tokens")
-    if args.stream and (len(prompts) > 1 or args.n > 1 or args.json or args.logprobs is not None):
-        raise ValueError("--stream prints the text of one answer to one prompt, without --json or --logprobs")
+    args.json |= args.logprobs is not None or args.prompt_logprobs is not None
+    if args.stream and (len(prompts) > 1 or args.n > 1 or args.json):
+        raise ValueError(
+            "--stream prints the text of one answer to one prompt, without --json, --logprobs or --prompt-logprobs"
+        )
     params = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -103,15 +121,34 @@ def run(args: argparse.Namespace) -> int:
         n=args.n,
         stop=args.stop,
         logprobs=args.logprobs,
+        prompt_logprobs=args.prompt_logprobs,
         json_schema=_schema(args.json_schema),
     )
+    model = folder_of(args.model)
+    check_engine(
+        model,
+        random_weights=args.random_weights,
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        kv_scales=args.kv_scales,
+        pool_bytes=args.pool,
+        tiers=args.tier,
+    )
+    from kvloom.models.load import device_of
+
+    from .llm import LLM
+
+    where = device_of(args.device)
+    own = model != args.model and where.type == "cpu"  # one that comes along, as `kvloom serve` has it
     llm = LLM(
-        folder_of(args.model),
-        pool_bytes=None if args.pool is None else parse_size(args.pool),
+        model,
+        dtype="float32" if own and args.dtype == "auto" else args.dtype,
+        device=where,
+        pool_bytes=args.pool,
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
         batch_invariant=args.batch_invariant,
-        load_format=args.load_format,
+        load_format="random" if args.random_weights else "auto",
         threads=args.threads,
         progress=sys.stderr.isatty(),
         tiers=args.tier,
@@ -136,7 +173,7 @@ def _told(args: argparse.Namespace, llm: LLM, prompts: list[str | list[int]], pa
         print()
         return 0
     results = llm.generate(prompts, params, progress=sys.stderr.isatty())
-    if args.json or args.logprobs is not None:
+    if args.json:
         print(json.dumps([asdict(result) for result in results], indent=2))
         return 0
     for result in results:

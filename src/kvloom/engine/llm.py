@@ -21,6 +21,7 @@ import torch
 from kvloom.models.load import LoadFormat, load
 from kvloom.models.specs import KVDtype
 
+from .checking import check_engine
 from .engine import Engine
 from .logprobs import TokenLogprobs
 from .request import Finish, Request, SamplingParams
@@ -105,6 +106,15 @@ class LLM:
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = model if isinstance(model, str) else None
         if isinstance(model, str):
+            check_engine(
+                model,
+                random_weights=load_format == "random",
+                dtype=str(dtype).removeprefix("torch."),
+                kv_dtype=kv_dtype,
+                kv_scales=kv_scales,
+                pool_bytes=pool_bytes,
+                tiers=tiers,
+            )
             model, found = load(model, dtype, device, load_format, progress)
             self.tokenizer = tokenizer or found
         self.engine = Engine(

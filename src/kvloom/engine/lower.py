@@ -23,7 +23,8 @@ import torch
 from kvloom.core import Arrival, KVCache, Match, Need, PageGroup, Prospect, Question
 from kvloom.tiers import Form, HostTier, Lease, Objects, TierError
 from kvloom.tiers.mover import Fetch, Finding, Mover, MoverConfig
-from kvloom.tiers.opening import Place, host_capacity, open_place
+from kvloom.tiers.opening import Place, check_tiers, host_capacity, open_place, shown
+from kvloom.tiers.shares import shares_of
 
 from .arena import Event, HostPages, form_of, open_host
 from .keeping import Keeping
@@ -91,33 +92,38 @@ def open_lower(
     """The tiers that texts name (`host:64GiB`, `disk:/path:1TiB`, …), under one cache. A text that makes no sense is refused;
     a tier that cannot be opened is left out, and said to be."""
     layout, device = cache.layout, buffer.device
+    check_tiers(text for text in texts if isinstance(text, str))
     hosts = [text for text in texts if isinstance(text, str) and text.startswith("host:")]
-    if len(hosts) > 1:
-        raise ValueError(f"{len(hosts)} host tiers were asked for: there is one host memory, so give one")
     write: str | None = None
     capacity, checked = STAGING[device.type == "cuda"], False
     if hosts:
         plain, write = _taken_write(hosts[0])
         capacity, checked = host_capacity(plain)
     host = open_host(layout, capacity, checked, device)
+    tenants = (account.tenant for account in cache.accounts.accounts.values())
+    shares = shares_of(tenants, (cache.pool.slabs - 1) * layout.slab_bytes)
+    if hosts:  # what pages only pass through is shared by whoever needs it
+        host.share_out(shares)
     places: list[Place] = []
+    left_out: list[tuple[str, str]] = []
     try:
         for text in texts:
             if isinstance(text, Place):
                 places.append(text)
             elif text not in hosts:
                 try:
-                    places.append(open_place(text))
+                    places.append(open_place(text, shares))
                 except TierError as error:
-                    log.warning(
-                        "tier %s is left out, serving goes on without it: %s", text.partition("?")[0], error
-                    )
+                    left_out.append((shown(text), str(error)))
+                    log.warning("tier %s is left out, serving goes on without it: %s", *left_out[-1])
     except BaseException:
         for place in places:
             place.tier.close()
         host.close()
         raise
-    return Lower(cache, buffer, host, places, write, settle, config or LowerConfig())
+    lower = Lower(cache, buffer, host, places, write, settle, config or LowerConfig())
+    lower.left_out = left_out
+    return lower
 
 
 def _taken_write(text: str) -> tuple[str, str]:
@@ -153,6 +159,8 @@ class Lower:
         self.mover = Mover(host, places, config.mover)
         self.names = _short([host.name, *(lane.tier.name for lane in self.mover.lanes)])
         """What its tiers are called where anyone may read it: host memory first, then those below."""
+        self.left_out: list[tuple[str, str]] = []
+        """Tiers that could not be opened, and why."""
         self._pages = HostPages(cache.layout, buffer, host)
         self._settle = settle
         self.forms: dict[int, list[Form]] = {

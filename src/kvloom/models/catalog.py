@@ -15,7 +15,7 @@ from typing import Any
 from .reading import ModelError
 from .specs import ModelSpec, model_spec
 
-__all__ = ["embedded", "folder_of", "known_models", "load_config", "load_spec"]
+__all__ = ["embedded", "embedded_models", "folder_of", "known_models", "load_config", "load_spec"]
 
 PREFIX = "kvloom-"
 """How the names of the models begin whose weights come along."""
@@ -53,13 +53,21 @@ def load_spec(model: str, kv_dtype: str | None = None) -> ModelSpec:
 
 def embedded(name: str = "llama") -> str:
     """The folder of an embedded model. Raises ValueError where this installation has none of that name."""
-    root = Path(str(resources.files(__package__))) / "embedded"
-    if not (root / name / "config.json").is_file():
-        found = ", ".join(PREFIX + path.parent.name for path in sorted(root.glob("*/config.json"))) or "none"
+    if PREFIX + name not in embedded_models():
+        found = ", ".join(embedded_models()) or "none"
         raise ValueError(
             f"this installation has no embedded model {PREFIX + name!r} (it has {found}): name a MODEL, a folder or hub id"
         )
-    return str(root / name)
+    return str(_embedded() / name)
+
+
+def embedded_models() -> tuple[str, ...]:
+    """Names of the models whose weights come along, sorted."""
+    return tuple(PREFIX + path.parent.name for path in sorted(_embedded().glob("*/config.json")))
+
+
+def _embedded() -> Path:
+    return Path(str(resources.files(__package__))) / "embedded"
 
 
 def folder_of(model: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from kvloom.arguments import KV_DTYPE, parse_size, whole
+from kvloom.arguments import KV_DTYPE, size, whole
 
 __all__ = ["arguments", "run"]
 
@@ -38,6 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add(
         "--gpu-memory",
+        type=size,
         metavar="SIZE",
         help="memory given to the cache, like 40GiB: shows how many requests fit",
     )
@@ -63,9 +64,8 @@ def run(args: argparse.Namespace) -> int:
     if args.draft is not None:
         spec = with_draft(spec, load_spec(args.draft, args.kv_dtype))
     context = args.context or min(8192, args.max_context or spec.max_context or 8192)
-    memory = None if args.gpu_memory is None else parse_size(args.gpu_memory)
     load = Load(context, args.image_tokens, args.concurrency, args.max_context)
-    plan = make_plan(spec, load, args.block_tokens, memory)
+    plan = make_plan(spec, load, args.block_tokens, args.gpu_memory)
     if args.json:
         print(json.dumps(plan.to_dict(), indent=2))
     else:

@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvloom.core.layout import GRAIN, PageGroup, PoolLayout
+from kvloom.core.sizes import format_bytes
 from kvloom.models.specs import ModelSpec
 
 __all__ = ["Load", "Plan", "PlanError", "Scheme", "format_bytes", "make_plan", "render"]
@@ -182,15 +183,6 @@ def _whole_slabs(layout: PoolLayout, memory: int) -> int:
 def _scheme(each: int, needed: int, load: Load, memory: int | None) -> Scheme:
     fits = None if memory is None else memory // each
     return Scheme(each * load.concurrency, 1 - needed / each, fits)
-
-
-def format_bytes(count: float) -> str:
-    """A size for people: 327,680 → "320 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:,.4g} TiB"
 
 
 def render(plan: Plan, console: Console) -> None:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kvloom.arguments import parse_size, whole
 from kvloom.core import PoolLayout
+from kvloom.core.sizes import format_bytes
 from kvloom.models.catalog import load_spec
 
 from .cost import CostModel, Load, estimate
@@ -242,7 +243,11 @@ def _tables(traffic: Traffic, rows: Sequence[Row], block: int) -> None:
     for name in ("TTFT mean", "p50", "p99", "busy", "requests/s") if timed else ():
         table.add_column(name, justify="right")
     for outcome, load in rows:
-        cells = [outcome.policy, f"{outcome.capacity_blocks:,}", _bytes(outcome.capacity_blocks * block)]
+        cells = [
+            outcome.policy,
+            f"{outcome.capacity_blocks:,}",
+            format_bytes(outcome.capacity_blocks * block),
+        ]
         cells += [f"{outcome.hit_rate:.2%}", f"{outcome.evictions:,}"]
         if load is not None:
             cells += [f"{t:.3g} s" for t in (load.mean_ttft, load.p50_ttft, load.p99_ttft)]
@@ -250,7 +255,7 @@ def _tables(traffic: Traffic, rows: Sequence[Row], block: int) -> None:
         table.add_row(*cells)
         for use in outcome.tiers if len(outcome.tiers) > 1 else ():
             share = use.hit_blocks / outcome.asked if outcome.asked else 0.0
-            size = _bytes(use.capacity_blocks * block)
+            size = format_bytes(use.capacity_blocks * block)
             table.add_row(
                 f"  {use.name}", f"{use.capacity_blocks:,}", size, f"{share:.2%}", f"{use.evictions:,}"
             )
@@ -265,20 +270,20 @@ def _show_sizing(sizing: Sizing, traffic: Traffic, limits: Sequence[tuple[str, i
         table.add_column(name, justify="right")
     for point in sizing.curve:
         buys = f"{100 * point.next_gigabyte:+.3f} points"
-        table.add_row(f"{point.capacity_blocks:,}", _bytes(point.bytes), f"{point.hit_rate:.2%}", buys)
+        table.add_row(f"{point.capacity_blocks:,}", format_bytes(point.bytes), f"{point.hit_rate:.2%}", buys)
     console.print(table)
     if sizing.capacity_blocks is None or sizing.bytes is None:
         console.print(f"{sizing.policy} does not reach {sizing.target:.2%}; the ideal is {sizing.ideal:.2%}.")
         return
     console.print(
         f"{sizing.policy} reaches {sizing.target:.2%} (ideal {sizing.ideal:.2%}) with {sizing.capacity_blocks:,} "
-        f"blocks, {_bytes(sizing.bytes)}; the next GB buys {100 * sizing.next_gigabyte:+.3f} points."
+        f"blocks, {format_bytes(sizing.bytes)}; the next GB buys {100 * sizing.next_gigabyte:+.3f} points."
     )
     for tier in sizing.tiers:
-        console.print(f"  {tier.name}: {_bytes(tier.bytes)}, with which {tier.hit_rate:.2%} hit")
+        console.print(f"  {tier.name}: {format_bytes(tier.bytes)}, with which {tier.hit_rate:.2%} hit")
     if sizing.tiers[-1].bytes < sizing.bytes:
         names = ", ".join(name for name, _ in limits)
-        console.print(f"  {names} together are too small: one of them must hold {_bytes(sizing.bytes)}")
+        console.print(f"  {names} together are too small: one of them must hold {format_bytes(sizing.bytes)}")
 
 
 def _about(traffic: Traffic) -> str:
@@ -286,14 +291,6 @@ def _about(traffic: Traffic) -> str:
         f"{len(traffic.requests):,} requests in {traffic.seconds:,.0f} s, {traffic.asked:,} blocks of "
         f"{traffic.block_tokens} tokens, {traffic.distinct:,} of them distinct"
     )
-
-
-def _bytes(size: int) -> str:
-    amount, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while amount >= 1024 and len(units) > 1:
-        amount /= 1024
-        units.pop(0)
-    return f"{amount:.4g} {units[0]}"
 
 
 def _console() -> Console:

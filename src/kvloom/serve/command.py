@@ -8,13 +8,19 @@ from pathlib import Path
 
 from kvloom.arguments import (
     BATCH_INVARIANT,
+    DEVICE,
+    DTYPE,
     KV_DTYPE,
     KV_SCALES,
     MODEL,
+    POOL,
+    RANDOM_WEIGHTS,
     THREADS,
     TIER,
     device,
-    parse_size,
+    dtype,
+    number,
+    size,
     whole,
 )
 
@@ -25,21 +31,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", default="kvloom-llama", metavar="MODEL", help=f"{MODEL} (default: kvloom-llama)")
     add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
-    add("--port", type=whole(0), default=8000, metavar="N", help="port (default: 8000; 0: any free one)")
+    add(
+        "--port",
+        type=whole(0, 65535),
+        default=8000,
+        metavar="N",
+        help="port (default: 8000; 0: any free one)",
+    )
     add("--name", metavar="NAME", help="what requests call the model (default: its folder's name)")
     keys = "API keys and their tenants: JSON, or lines of `KEY tenant [quota [weight]]`"
     add("--api-keys", metavar="FILE", help=keys)
     add("--no-auth", action="store_true", help="ask for no key: the default, on loopback alone")
-    add("--dtype", default="auto", metavar="D", help="of the weights (default: their own)")
+    add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
     add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
-    add("--device", type=device, metavar="D", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
-    add("--random-weights", action="store_true", help="no checkpoint: MODEL is a config or a known name")
-    add("--pool", metavar="SIZE", help="memory for the cache (default: 1GiB, on a GPU what is left)")
+    add("--device", type=device, metavar="D", help=DEVICE)
+    add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
+    add("--pool", type=size, metavar="SIZE", help=POOL)
     add("--tier", action="append", default=[], metavar="TIER", help=TIER)
     fraction = "share of a GPU's memory that may be used, without --pool (default: 0.9)"
-    add("--memory-fraction", type=float, default=0.9, metavar="F", help=fraction)
+    add("--memory-fraction", type=number(0, 1, above=True), default=0.9, metavar="F", help=fraction)
     add("--max-running", type=whole(1), default=256, metavar="N", help="answers made at once (default: 256)")
     add("--max-queue", type=whole(0), default=1024, metavar="N", help="answers that may wait (default: 1024)")
     budget = "tokens of prompts computed in one step (default: what suits the device)"
@@ -47,19 +59,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     connections = "connections that may be open at once (default: 4096)"
     add("--max-connections", type=whole(1), default=4096, metavar="N", help=connections)
-    add("--max-body", default="8MiB", metavar="SIZE", help="largest request body (default: 8MiB)")
+    add("--max-body", type=size, default="8MiB", metavar="SIZE", help="largest request body (default: 8MiB)")
     prompt = "longest prompt (default: what the model and the pool can hold)"
     add("--max-prompt-tokens", type=whole(1), metavar="N", help=prompt)
     request = "how long a client may take to send a request's head, and its body (default: 30)"
-    add("--request-seconds", type=float, default=30.0, metavar="S", help=request)
+    add("--request-seconds", type=number(0, above=True), default=30.0, metavar="S", help=request)
     slow = "how long a client may not read its stream (default: 60)"
-    add("--read-seconds", type=float, default=60.0, metavar="S", help=slow)
+    add("--read-seconds", type=number(0, above=True), default=60.0, metavar="S", help=slow)
     drain = "how long running requests may take after SIGTERM (default: 30)"
-    add("--drain-seconds", type=float, default=30.0, metavar="S", help=drain)
+    add("--drain-seconds", type=number(0), default=30.0, metavar="S", help=drain)
     silent = "an engine that says nothing for so long is ended and started again (default: 30; 0: never)"
-    add("--silent-seconds", type=float, default=30.0, metavar="S", help=silent)
+    add("--silent-seconds", type=number(0), default=30.0, metavar="S", help=silent)
     step = "so is one that stays so long in one step, or says nothing for so long while it loads (default: 600; 0: never)"
-    add("--step-seconds", type=float, default=600.0, metavar="S", help=step)
+    add("--step-seconds", type=number(0), default=600.0, metavar="S", help=step)
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
     record = "write names, lengths and times of requests (never text) to this file, for `kvloom replay`"
     add("--record", metavar="FILE", help=record)
@@ -76,7 +88,6 @@ def run(args: argparse.Namespace) -> int:
     from kvloom.serve.keys import Keys, exposed, read_keys
     from kvloom.serve.limits import Limits
     from kvloom.serve.messages import Start
-    from kvloom.serve.recorder import Recorder
     from kvloom.serve.server import Options, serve
     from kvloom.serve.watchdog import Patience
 
@@ -95,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         batch_invariant=args.batch_invariant,
         device=args.device,
         random_weights=args.random_weights,
-        pool_bytes=None if args.pool is None else parse_size(args.pool),
+        pool_bytes=args.pool,
         memory_fraction=args.memory_fraction,
         token_budget=args.token_budget,
         max_running=args.max_running,
@@ -106,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         observe=not args.no_metrics,
     )
     limits = Limits(
-        body_bytes=parse_size(args.max_body),
+        body_bytes=args.max_body,
         connections=args.max_connections,
         prompt_tokens=args.max_prompt_tokens,
         answers=args.max_running + args.max_queue,
@@ -117,11 +128,6 @@ def run(args: argparse.Namespace) -> int:
     name = args.name or (None if model == args.model else args.model)
     if args.record is not None and args.no_metrics:
         raise ValueError("--record writes down what --no-metrics does not look at: give one of them")
-    recorder = (
-        None
-        if args.record is None
-        else Recorder(args.record, block_tokens=16, model=name or Path(model).name)
-    )
     return serve(
         Options(
             start,
@@ -134,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
             patience=Patience(args.silent_seconds, args.step_seconds),
             chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
             writes_code=model != args.model,
-            recorder=recorder,
+            record=args.record,
             otlp=args.otlp,
         )
     )

@@ -41,6 +41,7 @@ from .watchdog import BEAT_SECONDS
 
 if TYPE_CHECKING:
     from kvloom.engine.engine import Engine
+    from kvloom.engine.lower import Lower
 
     from .worker import Worker
 
@@ -164,8 +165,15 @@ def _loaded(start: Start) -> tuple[Worker, Ready]:
         bytes_per_token=layout.bytes_per_token(),
         layout=layout.table(),
         seconds=time.monotonic() - began,
+        tiers=[] if engine.lower is None else _tiers(engine.lower),
+        left_out=[] if engine.lower is None else engine.lower.left_out,
     )
     return Worker(engine, start.tenants, start.observe), ready
+
+
+def _tiers(lower: Lower) -> list[tuple[str, int, int]]:
+    found = [lower.host, *(lane.tier for lane in lower.mover.lanes)]
+    return [(tier.name, tier.capacity, tier.stats().objects) for tier in found]
 
 
 def _longest(engine: Engine, pool_bytes: int) -> int:

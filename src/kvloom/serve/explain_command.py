@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import quote
-from urllib.request import Request, urlopen
+from urllib.parse import quote, urlsplit
+from urllib.request import ProxyHandler, Request, build_opener, urlopen
 
-__all__ = ["arguments", "fetch", "run", "sentences"]
+from kvloom.arguments import SERVER, server
+
+__all__ = ["KEY", "arguments", "fetch", "opened", "run", "sentences"]
 
 SECONDS = 10
+UNAUTHORIZED = 401
 KEY = "KVLOOM_API_KEY"
 
 
@@ -26,8 +29,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REQUEST_ID",
         help="the id of an answer (cmpl-…, chatcmpl-…); without it the last requests are listed",
     )
-    add("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
-    add("--api-key", metavar="KEY", help=f"where the server wants one (default: ${KEY})")
+    add("--url", type=server, default="http://127.0.0.1:8000", help=SERVER)
+    add("--api-key", metavar="KEY", help=f"a key, where the server wants one (default: ${KEY})")
     add("--json", action="store_true", help="print what the server answered")
 
 
@@ -45,22 +48,35 @@ def run(args: argparse.Namespace) -> int:
 
 def fetch(url: str, path: str, key: str | None = None) -> dict[str, Any]:
     """What a server answers at `path`. Raises ValueError with what it said, OSError where it cannot be reached."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"--url {url!r} is no address of a server; give one like http://127.0.0.1:8000")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        with urlopen(Request(url.rstrip("/") + path, headers=headers), timeout=SECONDS) as answer:
+        with opened(Request(url + path, headers=headers)) as answer:
             return dict(json.loads(answer.read()))
     except HTTPError as error:
-        said = error.read()
         try:
-            raise ValueError(json.loads(said)["error"]["message"]) from None
-        except (KeyError, TypeError, json.JSONDecodeError):
+            said = str(json.loads(error.read())["error"]["message"])
+        except (KeyError, TypeError, ValueError):
             raise ValueError(f"{url} answered with status {error.code}: is it a kvloom server?") from None
+        if error.code == UNAUTHORIZED:
+            said = f"{said.partition(':')[0]}: give one with --api-key, or in ${KEY}"
+        raise ValueError(said) from None
     except URLError as error:
-        raise OSError(f"no server answers at {url}: {error.reason}") from None
+        why = getattr(error.reason, "strerror", None) or error.reason
+        raise OSError(
+            f"no server answers at {url} ({why}): start `kvloom serve`, or name another with --url"
+        ) from None
+    except TimeoutError:
+        raise OSError(f"{url} did not answer within {SECONDS} s") from None
     except (HTTPException, json.JSONDecodeError, TypeError):
         raise ValueError(f"{url} does not answer as a kvloom server does") from None
+
+
+def opened(request: Request, seconds: float = SECONDS) -> Any:
+    """Ask; a server of this machine without the proxy that others are behind."""
+    host = urlsplit(request.full_url).hostname
+    if host in ("localhost", "127.0.0.1", "::1"):
+        return build_opener(ProxyHandler({})).open(request, timeout=seconds)
+    return urlopen(request, timeout=seconds)
 
 
 def sentences(record: Mapping[str, Any]) -> list[str]:

@@ -239,7 +239,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine is loaded. `longest` is the most tokens one request can have, prompt and answer together, and
-    `tenants_longest` what that is for tenants with a quota."""
+    `tenants_longest` what that is for tenants with a quota. `tiers` are those below the pool: name, capacity and pages that
+    are there already; `left_out` those that could not be opened, and why."""
 
     device: str
     dtype: str
@@ -252,6 +253,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     bytes_per_token: int
     layout: list[dict[str, Any]]
     seconds: float
+    tiers: list[tuple[str, int, int]] = []
+    left_out: list[tuple[str, str]] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

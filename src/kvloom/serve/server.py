@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from kvloom.models.catalog import known_models, load_config
+from kvloom.engine.checking import check_engine
 
 from .api import application
 from .connection import at_most, close_idle
@@ -54,7 +54,7 @@ LAST_WORDS_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to serve, where, to whom. `recorder` takes down traffic, `otlp` is where traces are sent. Raises ValueError where no
+    """What to serve, where, to whom. `record` is a file for its traffic, `otlp` where traces are sent. Raises ValueError where no
     keys would leave an open door."""
 
     start: Start
@@ -68,7 +68,7 @@ class Options:
     chat_template: str | None = None
     writes_code: bool = False
     """The model goes on with code rather than with a chat: so does the line to try."""
-    recorder: Recorder | None = None
+    record: str | None = None
     otlp: str | None = None
 
     def __post_init__(self) -> None:
@@ -96,9 +96,18 @@ class _Server(uvicorn.Server):
 
 
 def serve(options: Options) -> int:
-    """Serve until a signal comes; the exit code. Raises ValueError where there is no such model, OSError where the port
-    cannot be had."""
-    _check_model(options.start.model, options.start.random_weights)
+    """Serve until a signal comes; the exit code. Raises ValueError where what is asked could never be loaded, OSError where
+    the port cannot be had."""
+    start = options.start
+    check_engine(
+        start.model,
+        random_weights=start.random_weights,
+        dtype=start.dtype,
+        kv_dtype=start.kv_dtype,
+        kv_scales=start.kv_scales,
+        pool_bytes=start.pool_bytes,
+        tiers=start.tiers,
+    )
     _raise_file_limit()
     config = uvicorn.Config(
         _nothing, loop="auto", http=at_most(options.limits.connections), ws="none", lifespan="off", log_level="warning", access_log=False,
@@ -116,13 +125,14 @@ class _Life:
         self.options, self.listener = options, listener
         self.link = EngineLink(options.start, _say, self._engine_ready, options.patience)
         gate = Gate(options.limits.answers)
+        recorder = None
+        if options.record is not None:
+            recorder = Recorder(options.record, block_tokens=16, model=options.model_name)
         self.observer = Observer(
-            Metrics(self.link, gate, options.model_name, options.start.observe),
-            _traces(options),
-            options.recorder,
+            Metrics(self.link, gate, options.model_name, options.start.observe), _traces(options), recorder
         )
         self.link.on_story = self.observer.tell
-        if options.recorder is not None:
+        if recorder is not None:
             self.link.on_answer = self.observer.answer
         self.service = Service(
             self.link,
@@ -147,7 +157,8 @@ class _Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
-        _say(f"loading {self.options.start.model} ...")
+        named = self.options.model_name if self.options.writes_code else self.options.start.model
+        _say(f"loading {named} ...")
         work = asyncio.create_task(self._work())
         http = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         idle = asyncio.create_task(self._close_idle())
@@ -242,22 +253,6 @@ def _traces(options: Options) -> Traces | None:
     from .traces import Traces
 
     return Traces(options.otlp, options.model_name)
-
-
-def _check_model(model: str, random_weights: bool) -> None:
-    """Raise ValueError for what is plainly no model: a folder without a config, or neither a folder nor a hub id."""
-    path = Path(model)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"{model}: the folder has no config.json, so there is no model in it")
-    named = path.is_file() or (not path.exists() and model.lower() in known_models())
-    if named and not random_weights:
-        raise ValueError(
-            f"{model!r} is a config without weights: give the folder or hub id of a checkpoint, or --random-weights"
-        )
-    if path.exists() or named:
-        load_config(model)
-    elif model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise ValueError(f"there is no model {model!r}: give a folder with one, or a hub id such as org/name")
 
 
 def _requests(gate: Gate) -> str:

@@ -1,4 +1,4 @@
-"""The lines that say a server is ready: its address, the pool and its layout, and something to try."""
+"""The lines that say a server is ready: its address, the pool and its layout, the tiers below, and something to try."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 
 from rich.console import Console
 from rich.table import Table
+
+from kvloom.core.sizes import format_bytes
 
 from .messages import Ready
 
@@ -39,6 +41,11 @@ def welcome(model: str, url: str, facts: Ready, pid: int, seconds: float, keys: 
     )
     console.print(f"blocks of {facts.block_tokens} tokens, slabs of {facts.slab_bytes:,} bytes")
     console.print(table)
+    for name, capacity, pages in facts.tiers:
+        there = f", with {pages:,} pages already" if pages else ""
+        console.print(f"tier {name}: {format_bytes(capacity)}{there}", markup=False, soft_wrap=True)
+    for name, why in facts.left_out:
+        console.print(f"left out: tier {name}: {why}", style="bold", markup=False, soft_wrap=True)
     ask = '"messages": [{"role": "user", "content": "Hello"}]' if chat else '"prompt": "def fibonacci(n):"'
     path = "/v1/chat/completions" if chat else "/v1/completions"
     print(f"\nkvloom serves {model} at {url}; to try it:")

@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import count
 from typing import Any, Literal, get_args
@@ -19,12 +20,13 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
+from .checks import checksums
 from .disk import DiskConfig, DiskTier
 from .files import Files
 from .options import Options
 from .tier import TierError
 
-__all__ = ["Backend", "NixlFiles", "make_agent", "open_from", "open_nixl"]
+__all__ = ["Backend", "NixlFiles", "make_agent", "open_nixl", "opener"]
 
 Backend = Literal["POSIX", "GDS", "GDS_MT"]
 _LEAST_BYTES = 64 << 10  # below that a plain call is sooner done than described
@@ -66,6 +68,10 @@ class NixlFiles(Files):
             return super().read(fd, into, offset)
         self._move("READ", fd, into, offset)
         return size
+
+    def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
+        """In one call: a NIXL transfer costs more to describe than its bytes gain by being checked early."""
+        return self.read(fd, [into], offset), checksums(into, run_bytes)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
         if sum(map(len, pieces)) < _LEAST_BYTES:
@@ -124,13 +130,12 @@ def _finish(agent: Any, handle: Any) -> None:
 
 def open_nixl(config: DiskConfig, backend: Backend = "POSIX") -> DiskTier:
     """A disk tier whose pages travel by NIXL. A TierError where it is missing."""
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend={backend!r} is none of {get_args(Backend)}")
+    _check(backend)
     make_agent(backend)
     return DiskTier(config, lambda directory: NixlFiles(directory, backend))
 
 
-def open_from(text: str) -> DiskTier:
+def opener(text: str) -> Callable[[], DiskTier]:
     """`nixl:///path?capacity=1TiB&backend=POSIX&durable=process&compression=lz4&readers=4`."""
     url = urlsplit(text)
     options = Options(text, url.query)
@@ -139,4 +144,10 @@ def open_from(text: str) -> DiskTier:
         raise ValueError(f"{options.told}: write nixl:///directory?capacity=1TiB")
     backend: Any = options.text("backend", "POSIX")
     config = options.disk(path)
-    return open_nixl(config, backend)
+    _check(backend)
+    return partial(open_nixl, config, backend)
+
+
+def _check(backend: str) -> None:
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend={backend!r} is none of {', '.join(get_args(Backend))}")

@@ -2,8 +2,8 @@
 
     host:64GiB    disk:/nvme/kv:1TiB    SCHEME…?option=value&option=value
 
-A scheme is one entry of SCHEMES: a function from the whole text to an open tier. What it needs is imported when it is
-asked for. Knows no engine; when pages are written to a tier is `Place.write`, the mover's to follow.
+A scheme is one entry of SCHEMES: a function that reads the whole text, and returns another that opens the tier, so that
+texts are refused before anything is opened. What it needs is imported when it is asked for. Knows no engine; when pages are written to a tier is `Place.write`, the mover's to follow.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Literal, cast
 from urllib.parse import parse_qsl
@@ -20,12 +21,25 @@ from kvloom.core.sizes import parse_size
 from .codec import Compression
 from .disk import DiskConfig, DiskTier
 from .host import HostConfig, HostTier
-from .tier import Tier
+from .shares import Shares, Sharing
+from .tier import Tier, TierError
 
-__all__ = ["SCHEMES", "Place", "Write", "host_capacity", "open_place", "open_tier", "options_of"]
+__all__ = [
+    "SCHEMES",
+    "Place",
+    "Write",
+    "check_tiers",
+    "host_capacity",
+    "open_place",
+    "open_tier",
+    "options_of",
+    "shown",
+]
 
 Write = Literal["through", "second-use", "back"]
 WRITES: tuple[Write, ...] = ("through", "second-use", "back")
+Opener = Callable[[], Tier]
+"""Opens the tier of a text that was found to make sense. TierError: it cannot be opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +78,50 @@ def options_of(text: str, known: Iterable[str]) -> tuple[str, dict[str, str]]:
     return plain, dict(given)
 
 
+def check_tiers(texts: Iterable[str]) -> None:
+    """Raise ValueError where a text makes no sense, or two of them do not go together. Nothing is opened."""
+    texts = list(texts)
+    for text in texts:
+        rest, _ = _taken_write(text)
+        SCHEMES[scheme_of(rest)](rest)
+    hosts = sum(scheme_of(text) == "host" for text in texts)
+    if hosts > 1:
+        raise ValueError(f"{hosts} host tiers were asked for: there is one host memory, so give one")
+
+
+def shown(text: str) -> str:
+    """A text as it may be told: without options, and without what is secret."""
+    return re.sub(r"//[^/@]*@", "//…@", text.partition("?")[0])
+
+
 def open_tier(text: str) -> Tier:
     """The tier that a text names, open. ValueError: the text makes no sense; TierError: the tier cannot be opened."""
-    return SCHEMES[scheme_of(text)](text)
+    return SCHEMES[scheme_of(text)](text)()
 
 
-def open_place(text: str) -> Place:
-    """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`."""
+def open_place(text: str, shares: Shares | None = None) -> Place:
+    """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`. `shares`
+    hold in it where it is a tier that knows them."""
+    rest, write = _taken_write(text)
+    tier = open_tier(rest)
+    if shares and isinstance(tier, Sharing):
+        try:
+            tier.share_out(shares)
+        except TierError:
+            tier.close()
+            raise
+    return Place(tier, write)
+
+
+def _taken_write(text: str) -> tuple[str, Write]:
+    """A text without its option `write`, and that."""
     scheme_of(text)
     found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
     if found is None:
-        return Place(open_tier(text))
+        return text, "through"
     if found[1] not in WRITES:
         raise ValueError(f"tier {text!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
-    rest = (text[: found.start()] + text[found.end() :]).rstrip("?&")
-    return Place(open_tier(rest), cast(Write, found[1]))
+    return (text[: found.start()] + text[found.end() :]).rstrip("?&"), cast(Write, found[1])
 
 
 def host_capacity(text: str) -> tuple[int, bool]:
@@ -87,46 +130,56 @@ def host_capacity(text: str) -> tuple[int, bool]:
     checked = options.get("checked", "0")
     if checked not in ("0", "1"):
         raise ValueError(f"tier {text!r}: checked={checked!r} must be 0 or 1")
-    return parse_size(plain.removeprefix("host:")), checked == "1"
+    return _size(plain.removeprefix("host:"), text), checked == "1"
 
 
-def _open_host(text: str) -> Tier:
+def _size(size: str, text: str) -> int:
+    try:
+        return parse_size(size)
+    except ValueError as error:
+        raise ValueError(f"tier {text!r}: {error}") from None
+
+
+def _host(text: str) -> Opener:
     capacity, checked = host_capacity(text)
-    return HostTier(HostConfig(capacity, checked=checked))
+    return partial(HostTier, HostConfig(capacity, checked=checked))
 
 
-def _open_disk(text: str) -> Tier:
+def _disk(text: str) -> Opener:
     plain, options = options_of(text, ("durable", "compression", "evict", "keys"))
     path, colon, size = plain.removeprefix("disk:").rpartition(":")
     if not colon or not path:
         raise ValueError(f"tier {text!r}: write it like disk:/path:1TiB")
     durable, evict = options.get("durable", "power"), options.get("evict", "least-used")
     compression = options.get("compression", "none")
-    return DiskTier(
-        DiskConfig(
+    capacity = _size(size, text)
+    try:
+        config = DiskConfig(
             path,
-            parse_size(size),
+            capacity,
             durable=cast(Literal["power", "process"], durable),
             compression=cast(Compression, compression),
             keys=options.get("keys"),
             evict=cast(Literal["oldest", "least-used"], evict),
         )
-    )
+    except ValueError as error:
+        raise ValueError(f"tier {text!r}: {error}") from None
+    return partial(DiskTier, config)
 
 
-def _from(module: str) -> Callable[[str], Tier]:
-    """A store's own way to open it, imported when it is asked for."""
+def _from(module: str) -> Callable[[str], Opener]:
+    """A store's own way to read its text, imported when it is asked for."""
 
-    def opened(text: str) -> Tier:
-        tier: Tier = import_module(f"kvloom.tiers.{module}").open_from(text)
-        return tier
+    def read(text: str) -> Opener:
+        opener: Opener = import_module(f"kvloom.tiers.{module}").opener(text)
+        return opener
 
-    return opened
+    return read
 
 
-SCHEMES: dict[str, Callable[[str], Tier]] = {
-    "host": _open_host,
-    "disk": _open_disk,
+SCHEMES: dict[str, Callable[[str], Opener]] = {
+    "host": _host,
+    "disk": _disk,
     "redis": _from("redis"),
     "rediss": _from("redis"),
     "mooncake": _from("mooncake"),

@@ -10,8 +10,9 @@ server, and fills it only if it is still there. So nothing is ever outside the c
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -21,7 +22,7 @@ from .resp import RefusedError, Resp
 from .transfer import Outcome
 from .values import Place, Store, Want, store_tier
 
-__all__ = ["RedisAddress", "RedisStore", "open_from", "open_redis"]
+__all__ = ["RedisAddress", "RedisStore", "open_redis", "opener"]
 
 _INDEX, _SIZES, _COUNTS = b"kvloom/1:used", b"kvloom/1:sizes", b"kvloom/1:counts"
 _BATCH_BYTES = 2 << 20  # what a processor's cache holds: 8 MiB at once are up to twice slower
@@ -180,7 +181,7 @@ def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
     return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout))
 
 
-def open_from(text: str) -> RemoteTier:
+def opener(text: str) -> Callable[[], RemoteTier]:
     """`redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`; `rediss://` with TLS; a socket:
     `redis:///path/of/socket?capacity=…&db=0`. The options are those of RemoteConfig."""
     url = urlsplit(text)
@@ -196,4 +197,4 @@ def open_from(text: str) -> RemoteTier:
             address = replace(address, host=url.hostname, port=url.port or 6379, database=database)
     except ValueError as error:
         raise ValueError(f"{address}: {error}; write redis://host:port/db?capacity=64GiB") from None
-    return open_redis(address, options.remote())
+    return partial(open_redis, address, options.remote())

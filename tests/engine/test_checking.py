@@ -1,0 +1,87 @@
+"""What is told before an engine is loaded, and what is left to loading."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom.engine import checking
+from kvloom.engine.checking import check_engine, check_model
+from kvloom.models.catalog import folder_of
+
+LLAMA = folder_of("kvloom-llama")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"kv_dtype": "int3"}, "KV dtype 'int3' is not known"),
+        ({"kv_dtype": "fp8,sliding=bf16"}, "no sliding layers"),
+        ({"kv_scales": "scales.safetensors"}, "no layer keeps them so"),
+        ({"kv_scales": "/no/scales", "kv_dtype": "fp8"}, "there is no file /no/scales with scales"),
+        ({"pool_bytes": 1 << 10}, "a pool of 1,024 bytes is too small"),
+        ({"tiers": ["host:x"]}, "tier 'host:x': size 'x' is not understood"),
+    ],
+)
+def test_what_could_never_run_is_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_engine(LLAMA, **asked)
+
+
+def test_what_runs_is_let_through(tmp_path: Path) -> None:
+    scales = tmp_path / "scales.safetensors"
+    scales.touch()
+    check_engine(LLAMA, kv_dtype="fp8", kv_scales=scales, dtype="float32", pool_bytes=64 << 20)
+    check_engine(LLAMA, kv_dtype={"full": "int8"}, kv_scales="checkpoint", tiers=["host:1GiB"])
+    check_engine(folder_of("kvloom-hybrid"), kv_dtype="sliding=int8")
+    check_engine("llama-3-8b", random_weights=True, pool_bytes=1 << 30)
+
+
+def test_a_pool_is_measured_as_the_engine_will_have_it() -> None:
+    for dtype, unit in (("float32", 98_304), ("bfloat16", 49_152)):
+        check_engine(LLAMA, dtype=dtype, pool_bytes=2 * unit)
+        with pytest.raises(ValueError, match=f"its unit is {unit:,}"):
+            check_engine(LLAMA, dtype=dtype, pool_bytes=2 * unit - 1)
+
+
+def test_a_config_that_only_transformers_can_read_is_left_to_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
+    check_engine(str(tmp_path), pool_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("nothing-like-it", "no model 'nothing-like-it' here.*kvloom-llama"),
+        ("no/such/folder", "no model 'no/such/folder' here"),
+        ("./org/name", "no model"),
+        ("llama-3-8b", "a config without weights"),
+        (__file__, "a config without weights"),
+        (str(Path(__file__).parent), "the folder has no config.json"),
+    ],
+)
+def test_what_is_no_model_is_said_with_the_way_out(model: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_model(model)
+
+
+def test_a_hub_that_is_away_is_told_at_once_and_one_behind_a_proxy_is_left_to_its_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    with socket.socket() as closed:  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(checking, "getproxies", dict)
+        with pytest.raises(
+            ValueError, match=r"the hub \(127.0.0.1:\d+\) cannot be reached: Connection refused"
+        ):
+            check_model("org/name")
+        monkeypatch.setattr(checking, "getproxies", lambda: {"http": "http://proxy"})
+        assert check_model("org/name") is None
