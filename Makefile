@@ -20,7 +20,7 @@ setup: $(STAMP) ## a virtual environment in .venv with everything the tests need
 
 # torch first, so that nothing later chooses its build: without a GPU the CPU build is enough and pulls in
 # no CUDA packages. TORCH=... names another build.
-$(STAMP): pyproject.toml src/kvloom/core/_native.c src/kvloom/kernels/_cpu.c
+$(STAMP): pyproject.toml src/kvloom/core/_native.c src/kvloom/kernels/_cpu.c src/kvloom/tiers/_native.c
 	@echo "setting up $(VENV): torch and what kvloom needs, some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet "$(TORCH)"

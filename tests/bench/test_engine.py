@@ -38,10 +38,12 @@ def test_the_workloads_are_those_that_others_were_measured_on() -> None:
         "16 x (16384 in, 128 out)",
         "1 x (512 in, 256 out)",
         "64 x (1024 in, 64 out, 6 turns of 448 more)",
+        "1 x (130816 in, 256 out)",
     ]
     assert [work.output_tokens for work in chosen(["W1", "W6"])] == [256 * 512, 64 * 6 * 64]
     assert BY_NAME["W6"].longest == 1024 + 6 * 64 + 5 * 448
-    assert all(work.name in quoted for quoted in engine_report.QUOTED.values() for work in WORKLOADS)
+    assert all(work.name in quoted for quoted in engine_report.QUOTED.values() for work in chosen(None))
+    assert BY_NAME["W7"].longest == hf_config("llama-3.1-8b").max_position_embeddings
 
 
 @pytest.mark.parametrize("work", WORKLOADS, ids=lambda work: work.name)
@@ -70,7 +72,8 @@ def test_scaling_keeps_what_a_workload_is_about() -> None:
     tiny = {work.name: work.scaled(0.001) for work in WORKLOADS}
     assert (tiny["W1"].requests, tiny["W5"].requests, tiny["W3"].prefixes) == (2, 1, 2)
     assert (tiny["W6"].turns, tiny["W6"].more, tiny["W1"].prefix) == (6, 4, 0)
-    assert chosen(None) == list(WORKLOADS)
+    assert chosen(None) == list(WORKLOADS[:-1])  # the longest runs where it is named
+    assert chosen(["W7"]) == [BY_NAME["W7"]]
     assert [work.name for work in chosen(["W3"])] == ["W3", "W3 warm"]
     for scale in (0, -1, 1.5):
         with pytest.raises(ValueError, match=r"must lie in \(0, 1\]"):
@@ -111,8 +114,9 @@ def test_floors_are_what_bytes_and_flops_take() -> None:
     head = 128256 * 4096
     assert (floor.dense, floor.head) == (matrices, head)
     alone = Workload("", "", 1, 100, 2)  # one decode step, of 101 tokens: by bytes
-    step = ((matrices + head) * 2 + 101 * 131072) / READ_RATE
-    assert floor.of(alone).decode == pytest.approx(step)
+    moved = (matrices + head) * 2 + 101 * 131072
+    assert floor.of(alone).decode == pytest.approx(moved / READ_RATE)
+    assert floor.of(alone).decode_bytes == moved
     many = Workload("", "", 1024, 8, 2)  # the products by FLOPs, attention by bytes
     step = 2 * 1024 * (matrices + head) / FLOP_RATE + 1024 * 9 * 131072 / READ_RATE
     assert floor.of(many).decode == pytest.approx(step)
@@ -230,6 +234,15 @@ def test_both_engines_run_every_workload_and_say_the_same(
     assert rates.get("W3 warm", 1) > 0.9
 
 
+def test_the_longest_prompt_tells_its_first_token(capsys: pytest.CaptureFixture[str]) -> None:
+    report = _report(capsys, "--only", "W7", "--peers", "--scale", "0.002")
+    (row,) = report["rows"]
+    assert row["size"] == "1 x (262 in, 4 out)"
+    ours = row["runs"]["kvloom"]
+    assert 0 < ours["first_token_s"] < ours["seconds"]
+    assert "decode_tb_s" not in ours  # its bytes are told with the floor, of an H200 alone
+
+
 def test_a_round_finds_nothing_of_the_one_before_and_the_best_counts() -> None:
     class Recorder:
         name, version, notes, start_s = "recorder", "", {}, 0.0
@@ -290,7 +303,8 @@ def test_ratios_compare_like_with_like_and_quoted_figures_stand_apart(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     work = BY_NAME["W5"]
-    ours, theirs = Measured(0.5, [[[1, 2]]], {"waste": 0.01}), Measured(1.0, [[[1, 3]]])
+    ours = Measured(0.5, [[[1, 2]]], {"waste": 0.01, "first_token_s": 0.1})
+    theirs = Measured(1.0, [[[1, 3]]])
     ran = [
         engine_report.Ran(
             "kvloom",
@@ -310,6 +324,7 @@ def test_ratios_compare_like_with_like_and_quoted_figures_stand_apart(
     assert ratios[engine_report.QUOTED_AS] == pytest.approx(0.34 / 0.5)
     assert rows[0]["runs"]["vLLM"]["same_answers"] == 0
     assert rows[0]["runs"]["kvloom"]["prefill_tflops"] == pytest.approx(least.prefill_flops / 0.1 / 1e12)
+    assert rows[0]["runs"]["kvloom"]["decode_tb_s"] == pytest.approx(least.decode_bytes / 0.4 / 1e12)
     report = {
         "shape": "llama-3.2-1b", "scale": 1, "device": "some H200", "rows": rows, "method": "once",
         "quoted_start_s": 30, "quoted_note": "not of this run",
@@ -352,6 +367,7 @@ def test_help_names_workloads_and_shapes(capsys: pytest.CaptureFixture[str]) -> 
         (["--scale", "2"], "--scale: 2 is out of range"),
         (["--pool", "much"], "'much' is not understood"),
         (["--capacity", "0"], "--capacity: 0 is out of range"),
+        (["--only", "W7", "--scale", "1"], "W7 comes to 131,072 tokens, and tiny takes 32,768"),
         (["--capacity", "16", "--kv-dtype", "int3"], "'int3' is not known"),
         (["--kv-dtype", "int3"], "'int3' is not known"),
         (["--tier", "attic:1GiB"], "tier 'attic:1GiB' is of no known kind"),

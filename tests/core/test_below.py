@@ -258,7 +258,7 @@ def test_pages_that_an_arrival_shares_may_move_while_room_is_made_for_it(
             for slab in {int(page) // of.per_slab for page in ids.tolist() if page}:
                 free = of.per_slab - int(of.used[slab]) if of.per_slab > 1 else 0
                 if of.per_slab > 1 and of.free_pages - free >= of.per_slab - free:
-                    cache.pool.move_out(cls, slab, partial(cache.room._moved, cls))
+                    cache.pool.move_out(cls, slab, partial(cache._moving.moved, cls))
                     moved += 1
                     return make(account, needs)
         return make(account, needs)

@@ -64,6 +64,44 @@ def test_a_prefix_is_found_again_and_counted() -> None:
     assert again.cached_tokens == 40
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "bamba", "mamba"])
+@pytest.mark.parametrize("size", [32, 45])
+def test_the_very_same_prompt_is_found_the_second_time(family: str, size: int) -> None:
+    rng = random.Random(size)
+    model = tiny(family)
+    prompt, other = ([rng.randrange(3, 64) for _ in range(n)] for n in (size, 23))
+    model.set_attn_implementation("eager")
+    wanted, others = expected(model, [prompt, other], 10)
+    engine = Engine(model, 1 << 24, token_budget=72)
+    beside = engine.add(other, GREEDY)
+    first = engine.add(prompt, GREEDY)
+    twin = engine.add(prompt, GREEDY)  # waits for the first one's pages, and finds its snapshot
+    engine.run()
+    second = engine.add(prompt, GREEDY)
+    longer = engine.add([*prompt, 7], GREEDY)
+    engine.run()
+    assert [r.tokens for r in (first, twin, second, beside)] == [wanted, wanted, wanted, others]
+    assert (first.cached_tokens, twin.cached_tokens, second.cached_tokens) == (0, size - 1, size - 1)
+    assert longer.cached_tokens == (size - 1 if engine.cache.has_states and 7 != wanted[size] else size)
+
+
+@pytest.mark.parametrize(("size", "steps"), [(16, 1), (17, 2), (40, 2)])
+def test_a_snapshot_costs_a_prompt_of_more_than_a_block_one_step_of_one_token(size: int, steps: int) -> None:
+    for family, expected_steps in (("qwen3_next", steps), ("llama", 1)):
+        engine = Engine(tiny(family), 1 << 24)
+        request = engine.add(range(3, 3 + size), SamplingParams(max_tokens=1))
+        seen = []
+        while engine.busy:
+            before = request.computed
+            engine.step()
+            seen.append(request.computed - before if request.finish is None else size - before)
+        assert len(seen) == expected_steps
+        assert seen == [size] if expected_steps == 1 else seen == [size - 1, 1]
+        again = engine.add(range(3, 3 + size), SamplingParams(max_tokens=1))
+        engine.run()
+        assert again.cached_tokens == (0 if family == "qwen3_next" and size == 16 else size - 1)
+
+
 def test_decodes_go_before_prompts_and_the_budget_holds() -> None:
     engine = Engine(tiny("llama"), 1 << 22, token_budget=8)
     early = engine.add([3, 4, 5], GREEDY)

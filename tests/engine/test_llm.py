@@ -250,6 +250,14 @@ def test_the_command_goes_on_from_text_and_ids(folder: Path, capsys: pytest.Capt
     first = json.loads(capsys.readouterr().out)[0]["outputs"][0]["logprobs"][0]
     assert first[str(wanted[0][3])]["decoded_token"] == WORDS[wanted[0][3]]
     assert first[str(wanted[0][3])]["rank"] == 1
+    assert main(["generate", str(folder), "w5 w6 w7", "--max-tokens", "1", "--prompt-logprobs", "2"]) == 0
+    of_prompt = json.loads(capsys.readouterr().out)[0]["prompt_logprobs"]
+    assert of_prompt[0] is None
+    with torch.inference_mode():
+        odds = tiny("llama")(torch.tensor([[5, 6, 7]])).logits[0].log_softmax(-1)
+    for told_of, row, token in zip(of_prompt[1:], odds, (6, 7), strict=False):
+        assert told_of[str(token)]["logprob"] == pytest.approx(float(row[token]), abs=1e-4)
+        assert len(told_of) in (2, 3)
     assert main(["generate", str(folder), "--tokens", "9,8", "--max-tokens", "4", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown[0]["outputs"][0]["token_ids"] == wanted[1][2:]
@@ -260,6 +268,7 @@ def test_the_command_goes_on_from_text_and_ids(folder: Path, capsys: pytest.Capt
         ([str(folder), "w5", "--pool", "1KiB"], "is too small"),
         ([str(folder / "nothing"), "w5"], "nothing"),
         ([str(folder), "w5", "w6", "--stream"], "one answer to one prompt"),
+        ([str(folder), "w5", "--stream", "--prompt-logprobs", "1"], "without --json, --logprobs or"),
         ([str(folder), "w5", "--n", "2"], "would all be the same"),
         ([str(folder), "w5", "--json-schema", "{oops"], "not JSON"),
         ([str(folder), "w5", "--json-schema", "nowhere.json"], "nowhere.json"),

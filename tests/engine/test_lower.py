@@ -89,6 +89,19 @@ def test_a_restart_on_the_same_disk_answers_from_it(family: str, tmp_path: Path)
         assert cached == (computed if states else computed // 16 * 16)
 
 
+@pytest.mark.parametrize("family", KINDS)
+def test_the_very_same_prompt_is_found_below_the_second_time(family: str, tmp_path: Path) -> None:
+    prompts = drawn(family, 70, 50)
+    wanted = expected(tiny(family), prompts, 1)
+    for round_ in range(2):
+        engine = Engine(tiny(family), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=LowerConfig("always"))
+        requests = served(engine, prompts, 1)
+        assert [request.tokens for request in requests] == wanted
+        found = [69, 49] if engine.layout.of("state") else [64, 48]
+        assert [r.cached_tokens for r in requests] == (found if round_ else [0, 0])
+        closed(engine)
+
+
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_quantised_pages_come_back_with_their_scales(kv_dtype: Any, tmp_path: Path) -> None:
     prompts = drawn(kv_dtype, 70, 50)

@@ -1,4 +1,4 @@
-"""Quantised pages with static scales, and pools that find their size, on a GPU."""
+"""Quantised pages with dynamic and static scales, and pools that find their size, on a GPU."""
 
 from __future__ import annotations
 
@@ -35,25 +35,29 @@ def ran(engine: Engine, prompts: list[list[int]]) -> list[Any]:
     return requests
 
 
+@pytest.mark.parametrize("scales", ["dynamic", "static"])
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_static_scales_give_what_dynamic_ones_give_within_rounding(
-    family: str, dtype: str, tmp_path: Path
+def test_8_bits_give_what_16_give_within_rounding_and_when_found_again(
+    family: str, dtype: str, scales: str, tmp_path: Path
 ) -> None:
     model, prompts = made(family, **WIDE), prompts_of(1, (5, 17, 29, 40))
-    file = tmp_path / "scales.safetensors"
-    calibrate(model, prompts, dtype=dtype).save(str(file))
     plain = ran(Engine(model, 1 << 26), prompts)
-    engine = Engine(model, 1 << 26, kv_dtype=dtype, kv_scales=str(file), token_budget=24)
-    assert engine.layout.bytes_per_token() < Engine(model, 1 << 26, kv_dtype=dtype).layout.bytes_per_token()
-    static = ran(engine, prompts)
-    for one, other in zip(plain, static, strict=True):
+    kv_scales = scales
+    if scales == "static":
+        kv_scales = str(tmp_path / "scales.safetensors")
+        calibrate(model, prompts, dtype=dtype).save(kv_scales)
+    engine = Engine(model, 1 << 26, kv_dtype=dtype, kv_scales=kv_scales, token_budget=24)
+    sizes = [x.layout.bytes_per_token() for x in (engine, Engine(model, 1 << 26, kv_dtype=dtype))]
+    assert (sizes[0] < sizes[1]) == (scales == "static")
+    short = ran(engine, prompts)
+    for one, other in zip(plain, short, strict=True):
         first = next(iter(one.logprobs[0].values())).logprob
         assert other.logprobs[0][one.output[0]].logprob == pytest.approx(first, abs=0.15)
     again = ran(engine, prompts)
     assert [request.cached_tokens for request in again] == [len(prompt) - 1 for prompt in prompts]
     # What was found is what was written, so that only the order of sums differs.
-    for one, other in zip(static, again, strict=True):
+    for one, other in zip(short, again, strict=True):
         first = next(iter(one.logprobs[0].values())).logprob
         assert other.logprobs[0][one.output[0]].logprob == pytest.approx(first, abs=0.05)
 

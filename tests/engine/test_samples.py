@@ -134,7 +134,7 @@ def test_every_kind_of_request_in_one_crowd_gets_what_it_gets_alone(family: str,
         one = calm.add(prompt, params, Control(read=False, store=False))
         calm.run()
         wanted.append([(answer.output, answer.finish) for answer in one.best])
-    room = {"llama": 6, "gemma3_text": 5, "bamba": 7}[family] * calm.layout.slab_bytes
+    room = {"llama": 6, "gemma3_text": 5, "bamba": 4}[family] * calm.layout.slab_bytes
     engine = Engine(model, room, token_budget=16, max_running=5, ahead=ahead, tokenizer=words())
     requests = [engine.add(prompt, params, priority=i % 2) for i, (prompt, params) in enumerate(asked)]
     while engine.busy:

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvloom.core import Field, LayerSpec, PoolLayout, Span
-from kvloom.core.room import CopyBatch
+from kvloom.core.copies import CopyBatch
 from kvloom.kernels import copy, reference
 from kvloom.kernels.copy import Copier, Method, copy_pages
 from kvloom.kernels.views import allocate, layer_views

@@ -207,6 +207,16 @@ def test_quantised_pages_under_windows(dtype: torch.dtype, window: int, static: 
     assert relative(out, batch.expected(Mask(span))[0]) < 5e-3
 
 
+@pytest.mark.parametrize("case", [(64, 64), (80, 16)], ids=["long pages", "turned to 16 bits"])
+def test_a_window_that_begins_inside_a_page_of_8_bits(case: tuple[int, int]) -> None:
+    """Values are loaded 16 tokens at once, those before the window among them."""
+    (dim, block), span = case, Span("sliding", 21)
+    shape = Shape(2, 1, dim, dim, block, torch.int8)
+    batch = Batch(shape, [90, 30], [1, 1], span, "HDN", torch.float16)
+    out, _ = run(batch, Mask(span), 1)
+    assert relative(out, batch.expected(Mask(span))[0]) < 5e-3
+
+
 def test_latent_pages_are_keys_and_values() -> None:
     shape = Shape(16, 1, 576, 512, dtype=torch.float32)
     check(Batch(shape, [70, 1], [1, 1]), scale=0.07)

@@ -56,6 +56,7 @@ KINDS: dict[str, tuple[Shape, Span, dict[str, Any]]] = {
     "softcap": (Shape(4, 4, 64, 64, dtype=HALF), FULL, {"softcap": 20.0}),
     "latents": (Shape(20, 1, 576, 512, dtype=HALF), FULL, {}),
     "int8": (Shape(4, 2, 64, 64, dtype=torch.int8), FULL, {}),
+    "int8 under windows": (Shape(2, 1, 64, 64, dtype=torch.int8), Span("sliding", 21), {}),
 }
 
 
@@ -63,7 +64,7 @@ KINDS: dict[str, tuple[Shape, Span, dict[str, Any]]] = {
 def test_a_token_attends_alike_in_a_chunk_alone_and_among_others(kind: str) -> None:
     shape, span, extra = KINDS[kind]
     dtype = shape.dtype if shape.dtype.itemsize > 1 else HALF
-    batch = Batch(shape, [66, 5], [14, 5], span, "NHD", dtype)
+    batch = Batch(shape, [66, 5], [14, 5], span, "HDN" if shape.dtype == torch.int8 else "NHD", dtype)
     mask = Mask(span, **extra)
     out, lse = whole(batch, mask)
     exact, exact_lse = batch.expected(mask)

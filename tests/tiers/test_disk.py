@@ -502,3 +502,26 @@ def test_big_batches_and_big_pages(tmp_path: Path) -> None:
     assert np.array_equal(got.bytes, filled(range(3000), 4096).bytes)
     assert FORM.fingerprint != small.fingerprint
     tier.close()
+
+
+@pytest.mark.parametrize("pages", [1, 3])
+@pytest.mark.parametrize("where", [0, 300 << 10, MIB - 1])
+def test_a_page_that_comes_in_several_reads_is_bad_if_one_of_them_is(
+    tmp_path: Path, pages: int, where: int
+) -> None:
+    form = Form("bf16", "LKTHD", MIB, 64 << 10)
+    tier = opened(tmp_path, capacity=64 * MIB, segment_bytes=8 * MIB)
+    try:
+        put(tier, range(pages), form)
+        assert get(tier, range(pages), form).ok.all()
+        ((path, offset, body),) = DiskHarness(tier).bodies(objects([0], form))
+        DiskHarness.overwrite(path, offset + where, bytes([body[where] ^ 1]))
+        transfer = get(tier, range(pages), form)
+        assert transfer.results.tolist() == [Outcome.CORRUPT] + [Outcome.OK] * (pages - 1)
+        (segment,) = tier._shelf._segments.values()
+        deadline = time.monotonic() + 10  # the threads let go after they have told
+        while (tier._fetcher.pending or segment.readers) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert (tier._fetcher.pending, segment.readers) == (0, 0)  # nothing keeps its file open
+    finally:
+        tier.close()

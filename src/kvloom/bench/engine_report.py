@@ -58,6 +58,9 @@ class Result:
             found["prefill_tokens_s"] = self.work.requests * self.work.prompt / self.prompts
             if least is not None:
                 found["prefill_tflops"] = least.prefill_flops / self.prompts / 1e12
+        first = self.best.figures.get("first_token_s")
+        if first is not None and least is not None and self.work.output > 1:
+            found["decode_tb_s"] = least.decode_bytes / (self.seconds - first) / 1e12
         if self.processor is not None:
             found["processor_s"] = self.processor
         return found | self.best.figures
@@ -176,7 +179,8 @@ def _times(report: dict[str, Any]) -> Any:
 def _details(report: dict[str, Any]) -> Any:
     """What each run saw; a blank is not measured there."""
     table = _table(
-        "What was seen", "work", "on", "output tokens/s", "prefill tokens/s", "TFLOP/s", "peak running", "hit rate",
+        "What was seen", "work", "on", "output tokens/s", "prefill tokens/s", "TFLOP/s", "first token s",
+        "decode TB/s", "peak running", "hit rate",
         "waste", "preempted", "same answers", "processor s", "/ kvloom",
     )  # fmt: skip
     for row in report["rows"]:
@@ -186,7 +190,8 @@ def _details(report: dict[str, Any]) -> Any:
             wasted = "" if waste is None else f"{'[red]' if much else ''}{waste:.2%}"
             table.add_row(
                 row["work"], name, _number(seen["output_tokens_s"]), _number(seen.get("prefill_tokens_s")),
-                _number(seen.get("prefill_tflops")), _number(seen.get("peak_running")), _share(seen.get("hit_rate")),
+                _number(seen.get("prefill_tflops")), _number(seen.get("first_token_s"), 3),
+                _number(seen.get("decode_tb_s"), 2), _number(seen.get("peak_running")), _share(seen.get("hit_rate")),
                 wasted, _number(seen.get("preemptions")), _share(seen.get("same_answers")),
                 _number(seen.get("processor_s"), 3), _number(row["processor_ratios"].get(name), 2),
             )  # fmt: skip

@@ -144,6 +144,7 @@ class Kvloom:
         before = engine.cache.stats()
         said: Turns = [[] for _ in conversations]
         preemptions = steps = 0
+        first: float | None = None
         begin, processor = time.perf_counter(), time.process_time()
         running: dict[Request, int] = {
             engine.add(each.prompt, params): i for i, each in enumerate(conversations)
@@ -151,6 +152,8 @@ class Kvloom:
         while running:
             touched = engine.step()
             steps += 1
+            if touched and first is None:
+                first = time.perf_counter() - begin
             peak.look()
             # A request may end without a token (no room): look at all of them where nothing came back.
             for request in touched or list(running):
@@ -175,6 +178,8 @@ class Kvloom:
             _count(after[name]) - _count(before[name]) for name in ("looked_up_tokens", "hit_tokens")
         )
         figures = {"steps": steps, "preemptions": preemptions, "hit_rate": hit / looked if looked else 0.0}
+        if first is not None and len(conversations) == 1:
+            figures["first_token_s"] = first
         return Measured(seconds, said, figures | peak.figures(), computed)
 
     def close(self) -> None:

@@ -45,11 +45,12 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """Seconds of prompts and of decoding, and the FLOPs of the prompts."""
+    """Seconds of prompts and of decoding, the FLOPs of the prompts, and the bytes that decoding reads."""
 
     prefill: float
     decode: float
     prefill_flops: float
+    decode_bytes: float
 
     @property
     def seconds(self) -> float:
@@ -84,9 +85,11 @@ class Floor:
 
     def of(self, work: Workload) -> Least:
         """The least time of a workload."""
-        prompts = [self._cost(step) for step in self._prompts(work)]
-        decode = sum(self._cost(step)[0] for step in self._decodes(work))
-        return Least(sum(seconds for seconds, _ in prompts), decode, sum(flops for _, flops in prompts))
+        prompts, decode = (
+            np.array([self._cost(step) for step in steps], dtype=np.float64).reshape(-1, 3).sum(0).tolist()
+            for steps in (self._prompts(work), self._decodes(work))
+        )
+        return Least(prompts[0], decode[0], prompts[1], decode[2])
 
     def _turns(self, work: Workload) -> Iterator[tuple[int, int]]:
         """Tokens before and new tokens of each turn's prompt; the last token of an answer was never computed."""
@@ -107,8 +110,8 @@ class Floor:
             for step in range(work.output - 1):
                 yield Pass(work.requests, before + new + step, 1, work.prefixes, work.prefix)
 
-    def _cost(self, step: Pass) -> tuple[float, float]:
-        """Seconds and FLOPs of a pass."""
+    def _cost(self, step: Pass) -> tuple[float, float, float]:
+        """Seconds, FLOPs and bytes of a pass."""
         tokens = step.rows * step.new
         operations = [
             (self.dense * self.weight_bytes, 2.0 * self.dense * tokens),
@@ -127,7 +130,7 @@ class Floor:
                 read, pairs = seen(layer.span, step)
                 operations.append((read * layer.bytes * count, pairs * self.pair_flops * count))
         seconds = sum(max(moved / READ_RATE, flops / FLOP_RATE) for moved, flops in operations)
-        return seconds, sum(flops for _, flops in operations)
+        return seconds, sum(flops for _, flops in operations), sum(moved for moved, _ in operations)
 
 
 def seen(span: Span, step: Pass) -> tuple[int, int]:

@@ -8,6 +8,7 @@
 | W4   | long                                                                     | 16 x (16384, 128)                |
 | W5   | alone                                                                    | 1 x (512, 256)                   |
 | W6   | conversations: a turn is all that was said, and 448 new tokens           | 64 x 6 turns of 1024 first, 64   |
+| W7   | the longest: all of a context of 131072. Runs where it is asked for      | 1 x (130816, 256)                |
 
 Everything is a list of conversations; all but W6 have one turn. The same seed and round give the same tokens anywhere.
 """
@@ -39,7 +40,8 @@ class Workload:
     """`requests` conversations of `turns` turns, each answered by exactly `output` greedy tokens.
 
     A prompt is one of `prefixes` prefixes of `prefix` tokens (in turn), then `prompt` tokens of its own; a later turn adds
-    `more`. `warm` says that the prefixes of the same round were served before.
+    `more`. `warm` says that the prefixes of the same round were served before. One that is `asked` for runs where it is named,
+    and never because all do.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Workload:
     turns: int = 1
     more: int = 0
     warm: bool = False
+    asked: bool = False
 
     @property
     def size(self) -> str:
@@ -132,13 +135,15 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("W4", "long", 16, 16384, 128),
     Workload("W5", "alone", 1, 512, 256),
     Workload("W6", "conversations", 64, 1024, 64, turns=6, more=448),
+    Workload("W7", "the longest", 1, 130816, 256, asked=True),
 )
 
 
 def chosen(names: Sequence[str] | None, scale: float = 1.0) -> list[Workload]:
-    """The workloads of these names ("W3" is both of it), or all."""
+    """The workloads of these names ("W3" is both of it), or all but those that must be asked for."""
     known = list(dict.fromkeys(w.name.split()[0] for w in WORKLOADS))
     for name in names or ():
         if name not in known:
             raise ValueError(f"workload {name!r} is not known; known: {', '.join(known)}")
-    return [w.scaled(scale) for w in WORKLOADS if not names or w.name.split()[0] in names]
+    wanted = [w for w in WORKLOADS if (w.name.split()[0] in names if names else not w.asked)]
+    return [w.scaled(scale) for w in wanted]

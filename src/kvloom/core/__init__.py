@@ -6,6 +6,7 @@ The engine, the simulator and the router all import this, and only what is named
 from .arrivals import Arrival
 from .cache import KVCache
 from .clock import Clock, VirtualClock, WallClock
+from .copies import CopyBatch
 from .events import Dropped, Event, EventBus, Moved, Stored
 from .hints import Pin
 from .layers import DTYPE_BYTES, PROMPT, Field, LayerSpec, Span, attention_fields
@@ -17,7 +18,6 @@ from .parcels import Parcel
 from .policies import POLICIES, Cost, Entry, Policy, make_policy
 from .pool import PagePool
 from .prospect import Need, Prospect, Question
-from .room import CopyBatch
 from .sequence import Control, Retain, Sequence, Snapshots
 from .tenants import Tenant
 

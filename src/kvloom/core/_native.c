@@ -82,6 +82,24 @@ static PyObject *refuse(Counts *c, int with_out, int32_t page, const char *why)
     return PyErr_Format(PyExc_ValueError, why, (int)page);
 }
 
+static PyObject *lend(PyObject *self, PyObject *args)
+{
+    Counts c;
+    if (open_counts(args, &c, 0) < 0)
+        return NULL;
+    for (Py_ssize_t i = 0; i < c.n; i++) {
+        int32_t page = c.p[i];
+        if (page && (c.h[page] != 0 || c.k[page] != 0)) {
+            while (--i >= 0)
+                c.h[c.p[i]] = 0;
+            return refuse(&c, 0, page, "page %d is not free and cannot be lent");
+        }
+        c.h[page] = page != 0;
+    }
+    let_go(&c, 0);
+    Py_RETURN_NONE;
+}
+
 static PyObject *retain(PyObject *self, PyObject *args)
 {
     Counts c;
@@ -310,6 +328,7 @@ static PyObject *wrong_row(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     {"wrong_row", wrong_row, METH_VARARGS, "wrong_row(rows, open) -> place of the first bad row, or -1"},
     {"any_negative", any_negative, METH_VARARGS, "any_negative(data) -> whether an int32 in data is"},
+    {"lend", lend, METH_VARARGS, "lend(held, kept, ids)"},
     {"retain", retain, METH_VARARGS, "retain(held, kept, ids) -> pages that nobody held before"},
     {"release", release, METH_VARARGS, "release(held, kept, ids, out) -> (idle pages, pages freed into out)"},
     {"keep", keep, METH_VARARGS, "keep(held, kept, ids)"},

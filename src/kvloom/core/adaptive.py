@@ -48,6 +48,7 @@ class Visit(Memo):
         "resumed",
         "since",
         "start",
+        "stratum",
         "turn",
         "values",
     )
@@ -56,6 +57,7 @@ class Visit(Memo):
         self.before = before  # the visit it came back to; None once it is closed
         self.resumed = resumed
         self.turn: int = 0 if before is None else min(before.turn + 1, VALUES - 1)
+        self.stratum = _AGAIN if self.turn else _FIRST
         self.since: float = -1.0 if before is None else max(0.0, now - before.start)
         self.start: float = now
         self.length = 0
@@ -63,10 +65,6 @@ class Visit(Memo):
         self.open = True  # nobody has come back to it yet
         self.values = b""  # of the features, once it is closed
         self.level = self.fit = 0  # what `Returns` makes of the values, and by which fit
-
-    @property
-    def stratum(self) -> int:
-        return _FIRST if self.turn == 0 else _AGAIN
 
 
 class Shared(Memo):

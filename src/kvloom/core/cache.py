@@ -17,12 +17,14 @@ from .audit import audit
 from .clock import Clock, WallClock
 from .columns import Columns
 from .committing import Committing
+from .copies import CopyBatch
 from .events import EventBus
 from .hints import Hints, Pin
 from .layers import PROMPT
 from .layout import PoolLayout
 from .lookup import Lookup, Match, Stop
-from .media import Media, MediaIds, MediaRun
+from .media import Media, MediaIds
+from .moving import Moving
 from .names import TOKEN_BYTES, NameIndex, root_name, token_bytes
 from .naming import Teller
 from .nodes import Node
@@ -36,7 +38,7 @@ from .prefix import PrefixTree
 from .prospect import Prospect
 from .reserving import Reserving
 from .rollback import Rollback
-from .room import CopyBatch, Room
+from .room import Room
 from .sequence import Control, Sequence, SequenceRows, Snapshots
 from .spread import Spread
 from .tenants import Accounts, Tenant
@@ -118,7 +120,9 @@ class KVCache:
         self._opening = Opening(parts, self._points, self._reserving)
         self._hints = Hints(parts)
         self._arrivals = Arrivals(parts)
-        self.room.renumber = self._renumber
+        self._moving = Moving(parts, self._hints, self._arrivals)
+        if any(c.per_slab > 1 for c in self.pool.classes):
+            self.room.gather = self._moving.gather
         self.room.standing = self._standing
         self.room.release_expired = self._hints.release_expired
 
@@ -386,41 +390,3 @@ class KVCache:
         nodes = [seq.node for seq in self.rows.handles if seq is not None]
         nodes += [pin.node for pin in self._hints.pins() if pin.node is not None]
         return nodes + [arrival.node for arrival in self._arrivals.open()]
-
-    def _renumber(self, cls: int, old: Ids, new: Ids) -> None:
-        """Pages moved: every table that names them follows."""
-        order = np.argsort(old)
-        old, new = old[order], new[order]
-
-        def follow(columns: Columns, array: Ids) -> bool:
-            if cls not in columns.classes:
-                return False
-            at = columns.columns_of(cls)
-            part = array[:, at]
-            place = np.minimum(np.searchsorted(old, part), old.size - 1)
-            hit = old[place] == part
-            if hit.any():
-                array[:, at] = np.where(hit, new[place], part)
-            return bool(hit.any())
-
-        rows = self.rows
-        for row in rows.open_rows():
-            seq = rows.handles[row]
-            assert seq is not None
-            moved = follow(self.pages, rows.tables[:, row, : int(rows.blocks[row])].T)
-            moved |= follow(self.states, rows.states[:, row][None])
-            for run in seq.runs.values():
-                if not isinstance(run, MediaRun):
-                    moved |= follow(self.media, run)
-            if seq.state_source is not None:
-                follow(self.states, seq.state_source)
-            if moved:
-                rows.touch(row, 0)
-        for pin in self._hints.pins():
-            follow(self.pages, pin.rows)
-            if pin.states is not None:
-                follow(self.states, pin.states)
-        for arrival in self._arrivals.open():
-            follow(self.pages, arrival.rows)  # those it shares with the tree: what is written to stays
-        for columns, held in self.room.copies.held_rows():
-            follow(columns, held)

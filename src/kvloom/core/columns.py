@@ -30,6 +30,8 @@ class Columns:
         self._columns = {c: np.flatnonzero(np.array(classes) == c) for c in self.classes}
         self._strides = {c: slab_bytes // pool.classes[c].per_slab for c in self.classes}
         self.row_bytes = sum(self._strides[c] for c in classes)
+        self._only = self.classes[0] if len(self.classes) == 1 else None
+        """The one page size there is, where there is one: most models have no other."""
         self.keepers: dict[int, npt.NDArray[np.object_]] = {
             c: np.empty(pool.reserved * pool.classes[c].per_slab, object)
             for c in self.classes
@@ -39,20 +41,23 @@ class Columns:
     def needs(self, rows: int) -> list[int]:
         """Pages of each of the pool's classes in `rows` rows."""
         needs = [0] * len(self.pool.classes)
-        for c in self.classes:
-            needs[c] = rows * len(self._columns[c])
+        if self._only is not None:
+            needs[self._only] = rows * self.width
+        else:
+            for c in self.classes:
+                needs[c] = rows * len(self._columns[c])
         return needs
 
     def by_class(self, rows: Ids) -> list[tuple[int, Ids]]:
         """The page ids of `rows` for each size class, zeros included."""
-        if len(self.classes) == 1:
-            return [(self.classes[0], rows.ravel())]
+        if self._only is not None:
+            return [(self._only, rows.ravel())]
         return [(c, rows[:, self._columns[c]].ravel()) for c in self.classes]
 
     def allocate(self, n: int, near: Ids | None = None) -> Ids:
         """`n` rows of fresh pages; the caller has made sure that they are there."""
-        if len(self.classes) == 1 and near is None:
-            ids = self.pool.allocate(self.classes[0], n * self.width)
+        if self._only is not None and near is None:
+            ids = self.pool.allocate(self._only, n * self.width)
             assert ids is not None
             return ids.reshape(n, self.width)
         rows = np.empty((n, self.width), np.int32)
@@ -65,10 +70,16 @@ class Columns:
 
     def retain(self, rows: Ids) -> int:
         """Hold every page of `rows`; returns the bytes that nobody held before."""
+        if self._only is not None:
+            return self.pool.retain(self._only, rows.ravel()) * self._strides[self._only]
         return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
 
     def release(self, rows: Ids) -> tuple[int, int]:
         """Let go of every page; returns the bytes that nobody holds now, and those of them now free."""
+        if self._only is not None:
+            stride = self._strides[self._only]
+            idle, freed = self.pool.release(self._only, rows.ravel())
+            return idle * stride, freed * stride
         idle_bytes = freed_bytes = 0
         for c, ids in self.by_class(rows):
             idle, freed = self.pool.release(c, ids)
@@ -77,6 +88,10 @@ class Columns:
         return idle_bytes, freed_bytes
 
     def keep(self, rows: Ids, keeper: object) -> None:
+        """The cache keeps every page of `rows` for `keeper`."""
+        if self._only is not None and not self.keepers:
+            self.pool.keep(self._only, rows.ravel())
+            return
         for c, ids in self.by_class(rows):
             self.pool.keep(c, ids)
             if c in self.keepers:
@@ -90,6 +105,8 @@ class Columns:
 
     def drop(self, rows: Ids) -> int:
         """The cache lets go; returns the bytes now free."""
+        if self._only is not None and not self.keepers:
+            return self.pool.drop(self._only, rows.ravel()) * self._strides[self._only]
         freed = 0
         for c, ids in self.by_class(rows):
             freed += self.pool.drop(c, ids) * self._strides[c]

@@ -23,33 +23,37 @@ class Committing(Verbs):
     def commit(self, seq: Sequence, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
         self.ensure_open(seq)
         data = token_bytes(tokens)
-        row = seq.row
-        length = int(self.rows.length[row])
+        row, table, block = seq.row, self.rows, self.block_tokens
+        length = table.length.item(row)
         n = len(data) // TOKEN_BYTES
-        if length + n > seq.reserve or (n and not self._ready(seq, length + n)):
+        end = length + n
+        if end > table.blocks.item(row) * block or (n and not self._ready(seq, end)):
             raise ValueError(
                 f"commit of {n} tokens after {length}, but {seq.reserve} are reserved; extend first"
             )
-        at = length + n if state_length is None else state_length
-        if not int(self.rows.state_length[row]) <= at <= length + n:
+        at = end if state_length is None else state_length
+        if not table.state_length.item(row) <= at <= end:
             raise ValueError(
-                f"states cannot stand at {at}: they were at {seq.state_length}, tokens end at {length + n}"
+                f"states cannot stand at {at}: they were at {seq.state_length}, tokens end at {end}"
             )
-        self.rows.state_length[row] = at
-        data = self._with_media(seq, data, length)
+        table.state_length[row] = at
+        if seq.media:
+            data = self._with_media(seq, data, length)
         held_back = length - seq.published
         if held_back:
-            data = self.rows.tail[row, :held_back].tobytes() + data
-        whole = len(data) // TOKEN_BYTES // self.block_tokens * self.block_tokens
-        self.rows.length[row] = length + n
+            data = table.tail[row, :held_back].tobytes() + data
+        rest = (held_back + n) % block
+        whole = held_back + n - rest
+        table.length[row] = end
         if whole:
-            self._publish(seq, data[: whole * TOKEN_BYTES])
-        rest = len(data) // TOKEN_BYTES - whole
+            self._publish(seq, data[: whole * TOKEN_BYTES] if rest else data)
         if rest:
-            self.rows.tail[row, :rest] = np.frombuffer(data, np.int32, rest, whole * TOKEN_BYTES)
-        self._commit_runs(seq, length + n)
-        self.points.leave_points(seq, length)
-        self._leave_windows(seq)
+            table.tail[row, :rest] = np.frombuffer(data, np.int32, rest, whole * TOKEN_BYTES)
+        if seq.media:
+            self._commit_runs(seq, end)
+        if self.tree.keeps_checkpoints:
+            self.points.leave_points(seq, length)
+            self._leave_windows(seq)
         if seq.media:
             self.mark_special(seq)
 
@@ -114,18 +118,15 @@ class Committing(Verbs):
             seq.published += tokens
             return
         now = self.clock.now()
-        node = seq.node
-        cuts = [start, *self._retention_cuts(seq, start, start + tokens), start + tokens]
-        for first, last in pairwise(cuts):
-            part = (
-                data if len(cuts) == 2 else data[(first - start) * TOKEN_BYTES : (last - start) * TOKEN_BYTES]
-            )
-            node = self.points.publish_part(seq, node, part, first, last, now)
-        if node is not seq.node:
-            self.tree.lock(node)
-            self.tree.unlock(seq.node, now)
-            seq.node = node
-        seq.published = start + tokens
+        node, end = seq.node, start + tokens
+        if seq.control.retain:
+            for first, last in pairwise([start, *self._retention_cuts(seq, start, end)]):
+                part = data[(first - seq.published) * TOKEN_BYTES : (last - seq.published) * TOKEN_BYTES]
+                node = self.points.publish_part(seq, node, part, first, last, now)
+                start = last
+            data = data[(start - seq.published) * TOKEN_BYTES :]
+        seq.node = self.points.publish_part(seq, node, data, start, end, now, stands=True)
+        seq.published = end
 
     def _retention_cuts(self, seq: Sequence, start: int, stop: int) -> list[int]:
         block = self.block_tokens
@@ -135,19 +136,15 @@ class Committing(Verbs):
 
     def _ready(self, seq: Sequence, stop: int) -> bool:
         """Whether tokens up to `stop` could be written: nothing is left to copy or to give."""
-        return (
-            not seq.shared_tail
-            and (not self.has_states or bool(self.rows.states[0, seq.row]))
-            and all(
-                not self.needs_run(item, seq.length, stop) or seq.root.name + item.digest in seq.runs
-                for item in seq.media
-            )
+        if seq.shared_tail or (self.has_states and not self.rows.states[0, seq.row]):
+            return False
+        return not seq.media or all(
+            not self.needs_run(item, seq.length, stop) or seq.root.name + item.digest in seq.runs
+            for item in seq.media
         )
 
     def _with_media(self, seq: Sequence, data: bytes, start: int) -> bytes:
         """Media placeholders as ids of their content, also in what is committed."""
-        if not seq.media:
-            return data
         ids = np.frombuffer(data, np.int32).copy()
         for item in seq.media:
             ids[max(0, item.start - start) : max(0, item.stop - start)] = self.media_ids.id_of(item.digest)

@@ -9,10 +9,21 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["any_negative", "drop", "keep", "release", "retain", "wrong_row"]
+__all__ = ["any_negative", "drop", "keep", "lend", "release", "retain", "wrong_row"]
 
 Ids = npt.NDArray[np.int32]
 Kept = npt.NDArray[np.int16]
+
+
+def lend(held: Ids, kept: Kept, ids: Ids) -> None:
+    """The first hold of each page, none of which may be in use or listed twice."""
+    at = _real(ids)
+    _refuse(at, (held[at] != 0) | (kept[at] != 0), "is not free and cannot be lent")
+    np.add.at(held, at, 1)
+    twice = held[at] > 1
+    if twice.any():
+        held[at] = 0
+    _refuse(at, twice, "is not free and cannot be lent")
 
 
 def retain(held: Ids, kept: Kept, ids: Ids) -> int:

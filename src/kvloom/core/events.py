@@ -54,18 +54,18 @@ class EventBus:
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Event], None]] = []
-
-    @property
-    def listening(self) -> bool:
-        return bool(self._listeners)
+        self.listening = False
+        """Whether anyone would hear. To ask is what a cache without listeners pays."""
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Add a listener; the returned call removes it."""
         self._listeners.append(listener)
+        self.listening = True
 
         def unsubscribe() -> None:
             if listener in self._listeners:
                 self._listeners.remove(listener)
+            self.listening = bool(self._listeners)
 
         return unsubscribe
 

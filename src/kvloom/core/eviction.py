@@ -1,4 +1,4 @@
-"""The order in which entries leave: a heap whose keys are checked again when popped.
+"""The order in which entries leave: a heap whose keys are checked again at its top.
 
 Spare window pages go before everything else, oldest first; then entries by rank and policy. The
 queue decides who is next. It frees nothing.
@@ -6,8 +6,8 @@ queue decides who is next. It frees nothing.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 from .policies import Entry, Learner, Policy
@@ -16,7 +16,6 @@ __all__ = ["EvictionQueue"]
 
 INF = float("inf")
 E = TypeVar("E", bound=Entry)
-Key = tuple[int, tuple[float, ...]]
 
 
 class EvictionQueue(Generic[E]):
@@ -25,30 +24,34 @@ class EvictionQueue(Generic[E]):
     | call    | cost     |
     |---------|----------|
     | push    | O(log n) |
-    | pop     | O(log n) amortised: an item is looked at again only if its entry was used meanwhile |
+    | first   | O(log n) amortised: an item is looked at again only if its entry was used meanwhile |
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.learner = policy if isinstance(policy, Learner) else None
         self.spares: deque[tuple[E, int]] = deque()
-        self._heap: list[tuple[Key, int, E]] = []
+        # rank, priority, number and entry, side by side: comparing tuples within tuples costs twice.
+        self._heap: list[tuple[int, tuple[float, ...], int, E]] = []
         self._expiring: list[tuple[float, int, E]] = []
         self._pushed = 0
-        self._live = 0
+        self.live = 0
+        """Entries that are in it."""
 
     def __len__(self) -> int:
-        return self._live
+        return self.live
 
     def push(self, entry: E, now: float) -> None:
-        """Queue `entry`, or move it if its priority fell. Rises are noticed when it is popped, falls with
+        """Queue `entry`, or move it if its priority fell. Rises are noticed when it would be next, falls with
         time when its retention expires or the policy wants to look again."""
-        key = self._key(entry, now)
-        if entry.queued is None or key < entry.queued:
-            self._live += entry.queued is None
+        rank, priority = key = entry.rank(now), self.policy.priority(entry, now)
+        queued = entry.queued
+        if queued is None or key < queued:
+            if queued is None:
+                self.live += 1
             entry.queued = key
-            self._pushed += 1
-            heapq.heappush(self._heap, (key, self._pushed, entry))
+            self._pushed = number = self._pushed + 1
+            heappush(self._heap, (rank, priority, number, entry))
         if self.learner is not None or entry.expires is not None:
             self._look_again(entry, now)
 
@@ -59,60 +62,50 @@ class EvictionQueue(Generic[E]):
             review = self.learner.review(entry, now)
             if now < review < due:
                 due = review
-        if due < INF and due != entry.expiring:
+        if due != INF and due != entry.expiring:
             entry.expiring = due
-            self._pushed += 1
-            heapq.heappush(self._expiring, (due, self._pushed, entry))
+            self._pushed = number = self._pushed + 1
+            heappush(self._expiring, (due, number, entry))
 
     def remove(self, entry: E) -> None:
         """The entry may not leave now (or is gone); its item is skipped later."""
         if entry.queued is None:
             return
         entry.queued = None
-        self._live -= 1
-        if len(self._heap) > 64 + 2 * self._live:
-            self._heap = [item for item in self._heap if item[2].queued == item[0]]
-            heapq.heapify(self._heap)
-        if len(self._expiring) > 64 + 4 * self._live:
+        self.live = live = self.live - 1
+        if len(self._heap) > 64 + 2 * live:
+            self._heap = [item for item in self._heap if item[3].queued == item[:2]]
+            heapify(self._heap)
+        if len(self._expiring) > 64 + 4 * live:
             self._expiring = [item for item in self._expiring if item[2].expiring == item[0]]
             self._expiring = [item for item in self._expiring if item[2].queued is not None]
-            heapq.heapify(self._expiring)
+            heapify(self._expiring)
 
-    def peek(self, now: float) -> Key | None:
-        """The key of the entry that would leave next, spares excepted."""
-        self._expire(now)
+    def first(self, now: float) -> E | None:
+        """The entry that leaves next, spares excepted; it stays queued until it is removed."""
+        if self._expiring and self._expiring[0][0] <= now:
+            self._expire(now)
         heap = self._heap
         while heap:
-            key, _, entry = heap[0]
-            if entry.queued != key:
-                heapq.heappop(heap)
+            rank, priority, _, entry = heap[0]
+            queued = entry.queued
+            if queued is None or queued[1] != priority or queued[0] != rank:
+                heappop(heap)
                 continue
-            current = self._key(entry, now)
-            if current <= key:
-                return key
+            current = entry.rank(now), self.policy.priority(entry, now)
+            if current <= queued:
+                return entry
             entry.queued = current
             self._pushed += 1
-            heapq.heapreplace(heap, (current, self._pushed, entry))
+            heapreplace(heap, (*current, self._pushed, entry))
             if self.learner is not None:
                 self._look_again(entry, now)
         return None
 
-    def pop(self, now: float) -> E | None:
-        """Take the entry that leaves next, or None."""
-        if self.peek(now) is None:
-            return None
-        entry = heapq.heappop(self._heap)[2]
-        entry.queued = None
-        self._live -= 1
-        return entry
-
     def _expire(self, now: float) -> None:
         while self._expiring and self._expiring[0][0] <= now:
-            due, _, entry = heapq.heappop(self._expiring)
+            due, _, entry = heappop(self._expiring)
             if entry.expiring == due:
                 entry.expiring = None
                 if entry.queued is not None:
                     self.push(entry, now)
-
-    def _key(self, entry: E, now: float) -> Key:
-        return entry.rank(now), self.policy.priority(entry, now)

@@ -96,13 +96,17 @@ class Hints(Verbs):
             self.tree.offer_range(node, window, 0, max(0, node.end - 1) // self.block_tokens)
         self.tree.unlock(node, now)
 
-    def release_expired(self) -> None:
-        """End the pins whose time is over. Called whenever room is short."""
-        now = self.clock.now()
+    def release_expired(self) -> bool:
+        """End the pins whose time is over; whether there were any. Called whenever room is short."""
+        if not self._expiring:
+            return False
+        now, some = self.clock.now(), False
         while self._expiring and self._expiring[0][0] <= now:
             pin = self._pins.get(heapq.heappop(self._expiring)[1])
             if pin is not None:
                 self.unpin(pin)
+                some = True
+        return some
 
     def remember(self, session: str, node: Node) -> None:
         self._sessions[session] = node

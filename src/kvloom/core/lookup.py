@@ -79,7 +79,7 @@ class Lookup:
         path, matched = ([], 0) if root is None else tree.walk(root, data, limit)
         rows = tree.rows(path, matched)
         resume, reason = matched, ""
-        if self.room.media.width:
+        if media and self.room.media.width:
             for item in media:
                 run = self.room.runs.get(root_name + item.digest)
                 if run is not None and item.tokens not in (0, run.tokens):
@@ -95,7 +95,8 @@ class Lookup:
             stop = Stop(reason, resume)
         else:
             stop = self._where_text_ends(root_name, path, matched, data, limit)
-        blocks = -(-resume // tree.block)
+        if resume < matched:
+            rows = rows[: -(-resume // tree.block)]
         length = len(data) // TOKEN_BYTES
         return Match(
             root_name,
@@ -107,7 +108,7 @@ class Lookup:
             path,
             matched,
             resume,
-            rows[:blocks],
+            rows,
             checkpoint,
             stop,
             tree.version,

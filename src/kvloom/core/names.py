@@ -25,6 +25,8 @@ __all__ = ["NAME_BYTES", "NameIndex", "chain", "media_name", "root_name", "tail_
 
 NAME_BYTES = 16
 TOKEN_BYTES = 4
+token_at = struct.Struct("<i").unpack_from
+"""The token at a byte of a run of them, as a tuple of one."""
 _TOKEN = np.dtype("<i4")
 _GRAIN_BYTES = GRAIN * TOKEN_BYTES
 Resolve = Callable[[int], bytes]
@@ -36,12 +38,14 @@ def token_bytes(tokens: npt.ArrayLike) -> bytes:
     array = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
     if array.ndim != 1:
         raise ValueError(f"tokens must be one row of ids, got shape {array.shape}")
-    if array.dtype != _TOKEN and array.size:
-        if array.dtype.kind not in "iu":
-            raise ValueError(f"tokens must be integers, got {array.dtype}")
-        if not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
-            raise ValueError(f"token ids from {array.min()} to {array.max()} do not fit 31 bits")
-    data = array.astype(_TOKEN, copy=False).tobytes()
+    if array.dtype != _TOKEN:
+        if array.size:
+            if array.dtype.kind not in "iu":
+                raise ValueError(f"tokens must be integers, got {array.dtype}")
+            if not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
+                raise ValueError(f"token ids from {array.min()} to {array.max()} do not fit 31 bits")
+        array = array.astype(_TOKEN)
+    data: bytes = array.tobytes()
     if loops.any_negative(data):
         raise ValueError(f"token id {array.min()} is negative")
     return data

@@ -34,10 +34,6 @@ class Teller:
         self.window_columns = tuple(g.columns for g in windowed)
         self.window_groups = tuple(g.index for g in windowed)
 
-    @property
-    def listening(self) -> bool:
-        return self.events.listening
-
     def name_before(self, node: Node) -> bytes:
         """The name of the last whole grain that ends at or before the node's start."""
         return self._last_name(node.parent) if node.parent is not None else node.root.name

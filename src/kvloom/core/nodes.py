@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,7 +12,7 @@ from .policies import Entry, Memo
 from .pool import Ids
 from .tenants import Account
 
-__all__ = ["Checkpoint", "Node", "Root"]
+__all__ = ["Checkpoint", "Node", "Root", "meeting"]
 
 
 class Node(Entry):
@@ -38,7 +40,7 @@ class Node(Entry):
     root: Root
 
     def __init__(self, serial: int, now: float, start: int, text: bytearray, pages: Ids) -> None:
-        super().__init__(serial, now)
+        Entry.__init__(self, serial, now)
         self.start = start
         self.end = start + len(text) // TOKEN_BYTES
         self.text = text
@@ -121,3 +123,18 @@ class Checkpoint(Entry):
     @property
     def bytes(self) -> int:
         return self.row_bytes
+
+
+def meeting(node: Node, block: int) -> Iterator[Node]:
+    """The nodes that meet `node` inside its first block of `block` tokens or its last, where a page may stand in several."""
+    current, first = node, node.start // block * block
+    while current.start > first and current.parent is not None and current.parent.parent is not None:
+        current = current.parent
+        yield current
+    last = node.end // block
+    below = [child for child in node.children.values() if node.end % block]
+    while below:
+        current = below.pop()
+        yield current
+        if current.end // block == last:
+            below += current.children.values()

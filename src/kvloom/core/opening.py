@@ -33,39 +33,49 @@ class Opening(Verbs):
         """Of `hit_blocks`, those that a window had passed already."""
 
     def open(self, cache: Owner, match: Match) -> Sequence:
-        runs = [
-            self.room.runs[match.root_name + item.digest]
-            for item in match.media
-            if self.room.runs_last and self.needs_run(item, match.resume, match.resume)
-        ]
+        runs = self._runs(match) if match.media else ()
+        tree, control, point = self.tree, match.control, match.resume
         row = self.rows.take()
         now = self.clock.now()
-        account = self.accounts[match.control.tenant]
-        root = self.tree.root(match.root_name, account, match.control.tenant)
-        node = self._stand(match, root, now)
-        self.tree.lock(node)
-        seq = Sequence(cache, row, root, node, match.control)
+        account = self.accounts[control.tenant]
+        root = tree.root(match.root_name, account, control.tenant)
+        node = self._stand(match, root, now) if match.path else root
+        tree.lock(node)
+        seq = Sequence(cache, row, root, node, control, now)
         self.rows.handles[row] = seq
-        point = match.resume
         seq.resumed = point
         seq.prompt = match.length
-        seq.media = tuple(sorted(match.media, key=lambda m: m.start))
-        self._seat(seq, point, self.in_view(match.rows, point), match.data)
-        if match.checkpoint is not None:
-            self.start_from(seq, match.checkpoint, now)
-        elif point and self.snapshots.branch and self.tree.windows and not self.has_states:
-            self.tree.checkpoint(self._node_at(node, match.data, point), point, None, now)
+        if match.media:
+            seq.media = tuple(sorted(match.media, key=lambda m: m.start))
+        if point:
+            rows = self.in_view(match.rows, point) if tree.windows else match.rows
+            self._seat(seq, point, rows, match.data)
+        self.mark_special(seq)
+        self.rows.stale[row] = 0
+        if tree.keeps_checkpoints:
+            if match.checkpoint is not None:
+                self.start_from(seq, match.checkpoint, now)
+            elif point and self.snapshots.branch and tree.windows and not self.has_states:
+                tree.checkpoint(self._node_at(node, match.data, point), point, None, now)
+            seq.wanted = self._wanted(match)
+            self.rows.watched[row] = bool(seq.wanted)
         for run in runs:
             self.hold_run(seq, run, now)
             self.hit_media_blocks += len(run.rows)
         if point:
             self._count(match, point, row)
-        seq.wanted = self._wanted(match)
-        self.rows.watched[row] = bool(seq.wanted)
         learner = account.queue.learner
-        if learner is not None and match.control.store:
+        if learner is not None and control.store:
             seq.visit = learner.on_open(node, self._ghost(match), point, now)
         return seq
+
+    def _runs(self, match: Match) -> list[MediaRun]:
+        """The runs of images that a sequence which resumes there reads."""
+        return [
+            self.room.runs[match.root_name + item.digest]
+            for item in match.media
+            if self.room.runs_last and self.needs_run(item, match.resume, match.resume)
+        ]
 
     def _count(self, match: Match, point: int, row: int) -> None:
         """A sequence resumed at `point`: what it found, for whoever reads the counts."""
@@ -115,7 +125,8 @@ class Opening(Verbs):
             if node.hits == 1:
                 node.offered = 0  # it was used again: whoever waits for that hears of it once more
             node.ended = False
-            self._raise_priority(node, match.control, now)
+            if match.control.retain:
+                self._raise_priority(node, match.control, now)
             policy.on_hit(node, now)
             node.last_used = now
             if passed is not node:
@@ -137,19 +148,18 @@ class Opening(Verbs):
 
     def _seat(self, seq: Sequence, point: int, rows: Ids, data: bytes) -> None:
         """Give a row its first `point` tokens: holds, table, window edges, tail."""
-        row = seq.row
+        row, table, blocks = seq.row, self.rows, len(rows)
         seq.root.account.held += self.pages.retain(rows)
-        self.rows.tables[:, row, : len(rows)] = rows.T
-        self.rows.blocks[row] = len(rows)
-        self.rows.length[row] = self.rows.state_length[row] = point
-        self.set_window_edges(row, point)
+        table.tables[:, row, :blocks] = rows.T
+        table.blocks[row] = blocks
+        table.length[row] = table.state_length[row] = point
+        if self.tree.windows:
+            self.set_window_edges(row, point)
         tail = point - seq.published
         if tail:
             start = seq.published * TOKEN_BYTES
-            self.rows.tail[row, :tail] = np.frombuffer(data, np.int32, tail, start)
-        seq.shared_tail = bool(tail)
-        self.mark_special(seq)
-        self.rows.touch(row, 0)
+            table.tail[row, :tail] = np.frombuffer(data, np.int32, tail, start)
+            seq.shared_tail = True
 
     def _node_at(self, node: Node, data: bytes, point: int) -> Node:
         """The node that holds `point`, at or below `node` on the path of `data`."""
@@ -159,11 +169,13 @@ class Opening(Verbs):
         return node
 
     def _wanted(self, match: Match) -> tuple[int, ...]:
-        if not self.tree.keeps_checkpoints or not match.control.store:
+        """Where a sequence should leave resume points."""
+        if not match.control.store:
             return ()
         wanted = set()
         if self.snapshots.prompt_end:
-            wanted.add(match.length - self.snapshots.before_last)
+            early = self.snapshots.before_last and match.length > self.block_tokens
+            wanted.add(match.length - early)
         if self.snapshots.branch:
             # Others have come this way and could not resume here: leave a point for the next.
             wanted.add(match.matched // self.block_tokens * self.block_tokens)
@@ -179,7 +191,7 @@ class Opening(Verbs):
             self.rows.give_back(row)
             return None
         now = self.clock.now()
-        child = Sequence(seq.cache, row, seq.root, seq.node, seq.control)
+        child = Sequence(seq.cache, row, seq.root, seq.node, seq.control, now)
         self.rows.handles[row] = child
         self.tree.lock(seq.node)
         child.published, child.resumed, child.prompt = seq.published, seq.resumed, seq.prompt
@@ -220,18 +232,17 @@ class Opening(Verbs):
         self.ensure_open(seq)
         now = self.clock.now()
         account, row = seq.root.account, seq.row
-        length = int(self.rows.length[row])
+        length = self.rows.length.item(row)
         node = seq.node
         if seq.control.store and length > seq.resumed:
             node = self._leave_turn(seq, now)
-        blocks = int(self.rows.blocks[row])
-        firsts = self.rows.first[:, row].tolist()
-        self.let_go(account, self.pages, self.rows.tables[:, row, :blocks].T.copy())
+        firsts = self.rows.first[:, row].tolist() if self.tree.windows else ()
+        self.let_go(account, self.pages, self.rows.tables[:, row, : self.rows.blocks.item(row)].T)
         if self.has_states and self.rows.states[0, row]:
             self.let_go(account, self.states, self.rows.states[:, row][None].copy())
         if seq.state_source is not None:
             self.let_go(account, self.states, seq.state_source)
-        for run in list(seq.runs.values()):
+        for run in seq.runs.values():
             if isinstance(run, MediaRun):
                 self.room.let_run_go(run, now)
             else:
@@ -254,7 +265,10 @@ class Opening(Verbs):
 
     def _leave_turn(self, seq: Sequence, now: float) -> Node:
         """Enter the partial tail and leave a resume point at the end; live states become its snapshot."""
-        if self.tree.keeps_checkpoints and not self.snapshots.turn_end:
+        if not self.tree.keeps_checkpoints:
+            if self.rows.length.item(seq.row) == seq.published:
+                return seq.node
+        elif not self.snapshots.turn_end:
             return seq.node
         end = int((self.rows.state_length if self.has_states else self.rows.length)[seq.row])
         node = self.points.published_node(seq, end, now, closing=True)

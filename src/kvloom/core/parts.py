@@ -67,8 +67,12 @@ class Verbs:
         return seq
 
     def ensure_open(self, seq: Sequence) -> None:
-        if not 0 <= seq.row < len(self.rows.handles) or self.rows.handles[seq.row] is not seq:
-            raise ValueError(f"{seq!r} is not open in this cache")
+        try:
+            if self.rows.handles[seq.row] is seq:
+                return
+        except IndexError:  # it is another cache's, which has more rows
+            pass
+        raise ValueError(f"{seq!r} is not open in this cache")
 
     def let_go(self, account: Account, columns: Columns, rows: Ids) -> None:
         account.returned(*columns.release(rows))
@@ -114,11 +118,11 @@ class Verbs:
     def mark_special(self, seq: Sequence) -> None:
         """Note whether a sequence must be served one by one: it has something to copy, to be given, or
         images ahead."""
-        self.rows.special[seq.row] = (
-            seq.shared_tail
-            or (self.has_states and not self.rows.states[0, seq.row])
-            or any(item.stop > self.rows.length[seq.row] for item in seq.media)
-        )
+        row = seq.row
+        special = seq.shared_tail or (self.has_states and not self.rows.states[0, row])
+        if seq.media and not special:
+            special = any(item.stop > self.rows.length[row] for item in seq.media)
+        self.rows.special[row] = special
 
     @staticmethod
     def path(node: Node) -> list[Node]:

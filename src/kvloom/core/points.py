@@ -77,19 +77,30 @@ class Points(Verbs):
         return self.publish_part(seq, seq.node, data, seq.published, point, now, closing)
 
     def publish_part(
-        self, seq: Sequence, node: Node, data: bytes, first: int, last: int, now: float, closing: bool = False
+        self,
+        seq: Sequence,
+        node: Node,
+        data: bytes,
+        first: int,
+        last: int,
+        now: float,
+        closing: bool = False,
+        stands: bool = False,
     ) -> Node:
-        table = self.rows.tables[:, seq.row, first // self.block_tokens : -(-last // self.block_tokens)]
+        """Enter tokens [first, last) of a sequence after `node`; `stands` if that is where it stands from now on."""
+        block = self.block_tokens
+        table = self.rows.tables[:, seq.row, first // block : -(-last // block)]
         rows = table.T.copy()
-        node, met = self.tree.publish(node, data, rows, now, self._retention(seq, first), seq.node, closing)
-        if met and last % self.block_tokens == 0:
+        retention = self._retention(seq, first) if seq.control.retain else (0, None)
+        node, met = self.tree.publish(node, data, rows, now, retention, seq.node, closing, stands)
+        if met and last % block == 0:
             differs = rows != table.T
             if differs.any():
                 account = seq.root.account
                 account.held += self.pages.retain(np.where(differs, rows, 0))
                 self.let_go(account, self.pages, np.where(differs, table.T, 0))
                 table[:] = rows.T
-                self.rows.touch(seq.row, first // self.block_tokens)
+                self.rows.touch(seq.row, first // block)
         return node
 
     def _retention(self, seq: Sequence, position: int) -> Retention:

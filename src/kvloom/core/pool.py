@@ -101,6 +101,7 @@ class PagePool:
         sizes = dict.fromkeys(pages_per_slab)
         self.classes = tuple(SizeClass(i, per_slab, reserved) for i, per_slab in enumerate(sizes))
         self.class_of = tuple(list(sizes).index(n) for n in pages_per_slab)
+        self._plain = tuple(sizes) == (1,)  # slabs are pages, and all alike
         # |free slabs|unused: as many places as slabs are lent|absent slabs|; low slabs are lent first.
         ids = np.arange(reserved, dtype=np.int32)
         self._free: Ids = np.concatenate((ids[slabs - 1 : 0 : -1], ids[slabs:]))
@@ -109,24 +110,31 @@ class PagePool:
 
     # -- what fits ---------------------------------------------------------------------------
 
-    def missing_slabs(self, needs: Sequence[int]) -> int:
-        """Slabs lacking for `needs[c]` more held pages of each class once everything cached is evicted
+    def missing_slabs(self, needs: Sequence[int], more: int = 0) -> int:
+        """Slabs lacking for `needs[c]` and `more` held pages of each class once everything cached is evicted
         and live pages are moved together. 0 means it can be done. Exact, O(classes)."""
-        return max(0, self.fewest_slabs(needs) - (self.slabs - 1))
+        return max(0, self.fewest_slabs(needs, more) - (self.slabs - 1))
 
-    def fewest_slabs(self, needs: Sequence[int]) -> int:
-        """Slabs that the held pages and `needs[c]` more of each class fill when they are moved together."""
-        return sum(-(-(c.held_pages + n) // c.per_slab) for c, n in zip(self.classes, needs, strict=True))
+    def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
+        """Slabs that the held pages, `needs[c]` and `more` of each class fill when they are moved together."""
+        slabs = 0
+        for c in self.classes:
+            slabs -= -(c.held_pages + needs[c.index] + more) // c.per_slab
+        return slabs
 
     def lacking(self, needs: Sequence[int]) -> int:
         """Slabs that must come free before `allocate` can serve `needs` as things stand. If none, the
         slabs left over may be spent on keeping the pages of a sequence together."""
-        wanted = 0
-        for c, n in zip(self.classes, needs, strict=True):
-            if n > c.free_pages:
-                wanted += -(-(n - c.free_pages) // c.per_slab)
-        self._slack = self.free_slabs - wanted
-        return max(0, -self._slack)
+        slack = self.free_slabs
+        if self._plain:
+            slack -= needs[0]
+        else:
+            for c in self.classes:
+                more = needs[c.index] - c.free_pages
+                if more > 0:
+                    slack += -more // c.per_slab
+        self._slack = slack
+        return -slack if slack < 0 else 0
 
     # -- sequences ---------------------------------------------------------------------------
 
@@ -139,16 +147,18 @@ class PagePool:
             raise ValueError(f"cannot allocate {n} pages")
         c = self.classes[cls]
         if c.per_slab == 1:
-            if n > self.free_slabs:
+            free = self.free_slabs
+            if n > free:
                 return None
-            self.free_slabs -= n
-            ids = self._free[self.free_slabs : self.free_slabs + n].copy()
+            self.free_slabs = free - n
+            ids = self._free[free - n : free].copy()
             c.lent_slabs += n
+            loops.lend(c.held, c.kept, ids)
         else:
             if n > c.free_pages + self.free_slabs * c.per_slab:
                 return None
             ids = self._allocate_within(c, n, near)
-        c.held[ids.astype(np.intp)] = 1
+            c.held[ids.astype(np.intp)] = 1
         c.held_pages += n
         return ids
 
@@ -231,14 +241,14 @@ class PagePool:
         """The cache lets each page go once; returns how many became free."""
         c = self.classes[cls]
         freed = loops.drop(c.held, c.kept, ids, c.freed)
-        c.cached_pages -= freed
         if freed:
+            c.cached_pages -= freed
             self._free_pages(c, c.freed[:freed])
         return freed
 
     def _free_pages(self, c: SizeClass, ids: Ids) -> None:
         if c.per_slab == 1:
-            self._give_back(c, ids)
+            self._return_slabs(c, ids)
             return
         slabs, counts = np.unique(ids // c.per_slab, return_counts=True)
         used = c.used[slabs]
@@ -250,12 +260,13 @@ class PagePool:
         for k in np.flatnonzero((used < c.per_slab) | (left > 0)).tolist():
             c.file(int(slabs[k]), c.per_slab - int(left[k]), c.per_slab - int(used[k]))
         if emptied.size:
-            self._give_back(c, emptied)
+            self._return_slabs(c, emptied)
 
-    def _give_back(self, c: SizeClass, slabs: Ids) -> None:
-        c.lent_slabs -= slabs.size
-        self._free[self.free_slabs : self.free_slabs + slabs.size] = slabs
-        self.free_slabs += slabs.size
+    def _return_slabs(self, c: SizeClass, slabs: Ids) -> None:
+        free, n = self.free_slabs, len(slabs)
+        self._free[free : free + n] = slabs
+        self.free_slabs = free + n
+        c.lent_slabs -= n
 
     # -- moving pages together -----------------------------------------------------------------
 
@@ -294,7 +305,7 @@ class PagePool:
         c.held[new], c.kept[new] = c.held[old], c.kept[old]
         renumber(old, new)
         c.held[old] = c.kept[old] = c.used[slab] = 0
-        self._give_back(c, np.array([slab], np.int32))
+        self._return_slabs(c, np.array([slab], np.int32))
 
     # -- growing and shrinking -----------------------------------------------------------------
 

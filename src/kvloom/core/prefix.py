@@ -4,26 +4,20 @@
                      └── [37,64)         a node has a row of page ids for every block it touches
 
 Nodes meet inside a block where prompts part there; the block's row then stands in both (the upper
-node's copy is good for its own tokens). Rows hold 0 for pages that left (windows). A checkpoint
-marks a point where later requests will resume: it protects the window pages that end there and
-owns the state snapshot taken there. The tree decides nothing about when things leave; it knows how.
+node's copy is good for its own tokens). Rows hold 0 for pages that left (windows). Where one can resume
+is the matter of its checkpoints. The tree decides nothing about when things leave; it knows how.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
-from itertools import count
-
 import numpy as np
 
+from .checkpoints import Checkpoints
 from .columns import Columns
-from .layers import Span
 from .layout import GRAIN, PoolLayout
-from .names import TOKEN_BYTES
+from .names import TOKEN_BYTES, token_at
 from .naming import Teller
-from .nodes import Checkpoint, Node, Root
-from .parcels import Parcels
+from .nodes import Node, Root
 from .pool import Ids
 from .tenants import Account
 
@@ -33,36 +27,15 @@ Retention = tuple[int, float | None]
 """Priority, and when it expires."""
 
 
-def _position(checkpoint: Checkpoint) -> int:
-    return checkpoint.position
-
-
-class PrefixTree:
+class PrefixTree(Checkpoints):
     """See the module. Costs: walking is in proportion to nodes passed (and bytes compared), splitting
-    and trimming to the node, checkpoints to the window."""
+    and trimming to the node."""
 
-    def __init__(
-        self,
-        layout: PoolLayout,
-        pages: Columns,
-        states: Columns,
-        teller: Teller,
-    ) -> None:
-        self.block = layout.block_tokens
-        self.pages = pages
-        self.states = states
-        self.teller = teller
-        self.parcels: Parcels | None = None  # for whoever keeps copies below the pool
-        self.has_states = bool(states.width)
-        windowed = [g for g in layout.of("token") if g.spec.span.windowed]
-        self.windows: tuple[Span, ...] = tuple(g.spec.span for g in windowed)
-        self.window_columns = tuple(g.columns for g in windowed)
-        self.window_groups = tuple(g.index for g in windowed)
-        self.keeps_checkpoints = bool(self.windows) or self.has_states
+    def __init__(self, layout: PoolLayout, pages: Columns, states: Columns, teller: Teller) -> None:
+        super().__init__(layout, pages, states, teller)
         self.roots: dict[bytes, Root] = {}
         self.nodes = 0
-        self.version = 0  # changes when a path or its pages may have
-        self._serials = count(1)
+        self._no_rows: Ids = np.empty((0, pages.width), np.int32)
 
     # -- finding --------------------------------------------------------------------------------
 
@@ -76,9 +49,8 @@ class PrefixTree:
         """The nodes that `data`, the tokens after `node`, passes; how many of the first `limit` they match."""
         path: list[Node] = []
         at = 0
-        ids = memoryview(data).cast("i")
-        while at < limit:
-            child = node.children.get(ids[at])
+        while at < limit and node.children:
+            child = node.children.get(token_at(data, at * TOKEN_BYTES)[0])
             if child is None:
                 break
             node = child
@@ -103,6 +75,10 @@ class PrefixTree:
     def rows(self, path: list[Node], stop: int) -> Ids:
         """The rows of page ids of the blocks below `stop` tokens along a path; a view where one node has all."""
         block = self.block
+        if not path:
+            return self._no_rows
+        if path[0].end >= stop > 0:
+            return path[0].pages[: (stop - 1) // block + 1]
         parts: list[Ids] = []
         for node in path:
             if node.start >= stop:
@@ -111,9 +87,7 @@ class PrefixTree:
                 parts[-1] = parts[-1][:-1]
             last = (min(stop, node.end) - 1) // block - node.start // block + 1
             parts.append(node.pages[:last])
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty((0, self.pages.width), np.int32)
+        return np.concatenate(parts) if parts else self._no_rows
 
     # -- growing --------------------------------------------------------------------------------
 
@@ -126,21 +100,22 @@ class PrefixTree:
         retention: Retention = (0, None),
         standing: Node | None = None,
         last: bool = False,
+        lock: bool = False,
     ) -> tuple[Node, bool]:
-        """Enter the tokens `data` after `cursor` (which ends at a block's start) with their pages.
+        """Enter the tokens `data` after `cursor` (which ends at a block's start) with their pages, whose `rows` the
+        tree may keep: nobody else may change them afterwards.
 
         Where the tree already has a block's page, `rows` is changed to it: the caller then holds the
         tree's page instead of its own. Returns the node that now ends where `data` does, and
         whether anything of it was in the tree before. `standing` is the node that the caller has
         locked, if it is not `cursor`; `last` says that it will not stand there any more, so that the
-        node may grow by a partial block too.
+        node may grow by a partial block too; `lock` moves its lock to the node returned.
         """
         node, start = cursor, cursor.end
         standing = standing or cursor
         at, stop = start, start + len(data) // TOKEN_BYTES
-        ids = memoryview(data).cast("i")
         while at < stop and node.children:
-            child = node.children.get(ids[at - start])
+            child = node.children.get(token_at(data, (at - start) * TOKEN_BYTES)[0])
             if child is None:
                 break
             common = self._common(child, data, at - start, stop - at)
@@ -149,16 +124,24 @@ class PrefixTree:
             node.last_used = now
             node.ended = False
             at += common
+        born = False
         if at < stop:
-            rest = data[(at - start) * TOKEN_BYTES :]
-            fresh = rows[at // self.block - start // self.block :]
+            rest, fresh = data, rows
+            if at > start:
+                rest = data[(at - start) * TOKEN_BYTES :]
+                fresh = rows[at // self.block - start // self.block :]
             stays = node is standing and stop % self.block and not last
             if not stays and self._may_grow(node, standing, retention):
                 self._grow(node, rest, fresh, now)
             else:
-                node = self._add_child(node, rest, fresh, now, retention)
-            if self.teller.listening:
+                born = True
+                node = self._add_child(node, rest, fresh, now, retention, lock)
+            if self.events.listening:
                 self.teller.stored(node, at)
+        if lock and node is not standing:
+            if not born:
+                self.lock(node)
+            self.unlock(standing, now)
         return node, at > start
 
     def _adopt(self, node: Node, rows: Ids, stop: int) -> None:
@@ -172,7 +155,7 @@ class PrefixTree:
                 taken = np.where(missing, theirs, 0)
                 self.pages.keep(taken, node)
                 ours[missing] = theirs[missing]
-                if self.teller.listening:
+                if self.events.listening:
                     self.teller.adopted(node, missing)
             np.copyto(theirs, ours, where=theirs != 0)
             if node.end == stop and node.end % self.block:
@@ -214,7 +197,7 @@ class PrefixTree:
             node.last_used = now
             if self.pages.keepers:
                 self.pages.own(rows[i : i + 1], node)
-            if self.teller.listening:
+            if self.events.listening:
                 self.teller.stored(node, node.end - self.block)
 
     def _make_capacity(self, node: Node, capacity: int) -> None:
@@ -230,7 +213,7 @@ class PrefixTree:
         self.pages.keep(rows, node)
         have = node.count
         if node.end % self.block:  # a partial tail goes on: its last block gets the fuller page
-            if self.teller.listening:
+            if self.events.listening:
                 self.teller.grown(node)
             have -= 1
             self.version += 1
@@ -249,25 +232,28 @@ class PrefixTree:
         if node.queued is not None:
             node.root.account.queue.push(node, now)
 
-    def _add_child(self, parent: Node, data: bytes, rows: Ids, now: float, retention: Retention) -> Node:
-        node = Node(next(self._serials), now, parent.end, bytearray(data), rows.copy())
+    def _add_child(
+        self, parent: Node, data: bytes, rows: Ids, now: float, retention: Retention, lock: bool
+    ) -> Node:
+        pages = rows if rows.base is None else rows.copy()
+        node = Node(next(self._serials), now, parent.end, bytearray(data), pages)
         node.parent, node.root = parent, parent.root
         node.priority, node.expires = retention
         node.row_bytes = self.pages.row_bytes
         if self.windows:
             node.marks = np.zeros((node.count, len(self.windows)), np.int32)
         self.pages.keep(rows, node)
-        parent.children[self._first_id(node)] = node
+        parent.children[token_at(data)[0]] = node
         self.nodes += 1
-        account = node.root.account
-        account.queue.remove(parent)
-        account.queue.policy.on_insert(node, now)
-        account.queue.push(node, now)
+        queue = node.root.account.queue
+        if parent.queued is not None:
+            queue.remove(parent)
+        queue.policy.on_insert(node, now)
+        if lock:
+            node.locks = 1  # someone stands there from the first: no need to queue it until they leave
+        else:
+            queue.push(node, now)
         return node
-
-    @staticmethod
-    def _first_id(node: Node) -> int:
-        return int.from_bytes(node.text[:TOKEN_BYTES], "little", signed=True)
 
     def split(self, node: Node, at: int) -> Node:
         """Cut a run in two; returns the new upper node. `node` stays the lower one, so whoever stands at
@@ -299,13 +285,13 @@ class PrefixTree:
         grains = at // GRAIN - node.start // GRAIN
         upper.names, node.names = node.names[:grains], node.names[grains:]
         assert node.parent is not None
-        node.parent.children[self._first_id(node)] = upper
+        node.parent.children[token_at(node.text)[0]] = upper
         node.pages = node.pages[cut - first : node.count].copy()
         node.count = len(node.pages)
         del node.text[:offset]
         node.start = at
         node.parent = upper
-        upper.children = {self._first_id(node): node}
+        upper.children = {token_at(node.text)[0]: node}
         self.nodes += 1
         if node.spare:
             for window in range(len(self.windows)):
@@ -318,224 +304,62 @@ class PrefixTree:
     def trim(self, node: Node, end: int, why: str) -> None:
         """Cut a leaf's run to `end`, or remove it if nothing is left."""
         self.version += 1
+        start, block = node.start, self.block
         while node.checkpoints and node.checkpoints[-1].position > end:
             self.drop_checkpoint(node.checkpoints[-1], why)
-        if self.teller.listening:
-            self.teller.dropped(node, max(end, node.start), why)
+        if self.events.listening:
+            self.teller.dropped(node, max(end, start), why)
         if self.parcels is not None:
             self.parcels.trimmed(node, end)
             node.offered = min(node.offered, end)
-        keep = 0 if end <= node.start else (end - 1) // self.block - node.start // self.block + 1
+        keep = 0 if end <= start else (end - 1) // block - start // block + 1
         gone = node.pages[keep : node.count]
         node.root.account.used -= self.pages.drop(gone)
         node.count = keep
-        self._rehome(node, gone[:1])
-        if end <= node.start:
+        if self.pages.keepers:
+            self._rehome(node, gone[:1])
+        if end <= start:
             self._remove(node)
         else:
-            del node.text[(end - node.start) * TOKEN_BYTES :]
-            del node.names[end // GRAIN - node.start // GRAIN :]
+            del node.text[(end - start) * TOKEN_BYTES :]
+            if node.names:
+                del node.names[end // GRAIN - start // GRAIN :]
             node.end = end
-
-    def meeting(self, node: Node) -> Iterator[Node]:
-        """The nodes that meet `node` inside its first block or its last, where a page may stand in several."""
-        current, first = node, node.start // self.block * self.block
-        while current.start > first and current.parent is not None and current.parent.parent is not None:
-            current = current.parent
-            yield current
-        last = node.end // self.block
-        below = [child for child in node.children.values() if node.end % self.block]
-        while below:
-            current = below.pop()
-            yield current
-            if current.end // self.block == last:
-                below += current.children.values()
-
-    def _rehome(self, node: Node, rows: Ids) -> None:
-        """Pages that `node` let go and a node that meets it still keeps are that one's now."""
-        if self.pages.keepers:
-            for cls, page in self.pages.orphans(rows):
-                columns = self.pages.columns_of(cls)
-                for other in self.meeting(node):
-                    if (other.pages[: other.count, columns] == page).any():
-                        self.pages.keepers[cls][page] = other
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
-        del parent.children[self._first_id(node)]
+        del parent.children[token_at(node.text)[0]]
         node.root.account.queue.remove(node)
         node.end = node.start
         node.parent = None
-        node.text, node.names = bytearray(), []  # whoever remembers the node needs no more of it
-        node.pages = node.pages[:0].copy()
+        node.text, node.names, node.pages = (
+            bytearray(),
+            [],
+            self._no_rows,
+        )  # who remembers the node needs no more
         self.nodes -= 1
-        if isinstance(parent, Root):
-            if not parent.children and not parent.locks:
-                self.roots.pop(parent.name, None)
-
-    def last_resume(self, node: Node) -> int:
-        """The deepest point of a leaf that a request can resume at, or its start if there is none."""
-        if not self.keeps_checkpoints:
-            return node.end
-        if not self.has_states and self.complete(node, node.end):
-            return node.end
-        return node.checkpoints[-1].position if node.checkpoints else node.start
-
-    # -- windows and checkpoints ----------------------------------------------------------------
-
-    def _window_rows(
-        self, node: Node, position: int, window: int, query: int
-    ) -> Iterator[tuple[Node, slice]]:
-        """The node rows that hold what `query` sees of the tokens before `position`, upwards from `node`."""
-        first, last = self.windows[window].first_visible(query) // self.block, (position - 1) // self.block
-        current: Node | None = node
-        while current is not None and current.parent is not None and last >= first:
-            base = current.start // self.block
-            if base <= last:
-                yield (
-                    current,
-                    slice(max(first, base) - base, min(last, (current.end - 1) // self.block) - base + 1),
-                )
-            if base < first or (base == first and current.start % self.block == 0):
-                return
-            current = current.parent
-
-    def complete(self, node: Node, position: int, query: int | None = None) -> bool:
-        """Whether every window that ends at `position` (in `node`) has its pages for the query there, or
-        for `query`. The deepest node's row counts where a block stands in two."""
-        for window, columns in enumerate(self.window_columns):
-            covered = (position - 1) // self.block + 1
-            for current, rows in self._window_rows(
-                node, position, window, position if query is None else query
-            ):
-                base = current.start // self.block
-                stop = min(rows.stop, covered - base)
-                if stop > rows.start and not current.pages[rows.start : stop, columns.start].all():
-                    return False
-                covered = min(covered, base)
-        return True
-
-    def checkpoint(self, node: Node, position: int, states: Ids | None, now: float) -> Checkpoint | None:
-        """Mark `position` in `node` as a resume point; the tree takes over the `states` row if it has none
-        there yet (returns None otherwise, or where a window is broken)."""
-        existing = self.checkpoint_at(node, position)
-        if existing is not None or not self.complete(node, position):
-            if existing is not None:
-                existing.last_used = now
-            return None
-        checkpoint = Checkpoint(next(self._serials), now, node, position, states)
-        # Resuming one token earlier must work too: the same prompt again leaves its last token to compute.
-        checkpoint.reach = position - 1 if self.complete(node, position, position - 1) else position
-        if states is not None:
-            checkpoint.row_bytes = self.states.row_bytes
-            self.states.keep(states, checkpoint)
-        for span, columns in zip(self.windows, self.window_columns, strict=True):
-            rows = -(-position // self.block) - span.first_visible(position) // self.block
-            checkpoint.row_bytes += (
-                rows * self.pages.row_bytes * (columns.stop - columns.start) // self.pages.width
-            )
-        insort(node.checkpoints, checkpoint, key=_position)
-        self._mark(checkpoint, 1)
-        queue = node.root.account.queue
-        queue.policy.on_insert(checkpoint, now)
-        queue.push(checkpoint, now)
-        if states is not None and self.teller.listening:
-            self.teller.snapshot(checkpoint)
-        return checkpoint
-
-    @staticmethod
-    def checkpoint_at(node: Node, position: int) -> Checkpoint | None:
-        i = bisect_left(node.checkpoints, position, key=_position)
-        return (
-            node.checkpoints[i]
-            if i < len(node.checkpoints) and node.checkpoints[i].position == position
-            else None
-        )
-
-    def presence(self, rows: Ids) -> list[tuple[Span, Ids]]:
-        """Of each windowed group its span, and which rows have its page."""
-        columns = (rows[:, c.start] for c in self.window_columns)
-        return list(zip(self.windows, columns, strict=True))
-
-    def _mark(self, checkpoint: Checkpoint, delta: int) -> None:
-        for window in range(len(self.windows)):
-            for node, rows in self._window_rows(
-                checkpoint.node, checkpoint.position, window, checkpoint.reach
-            ):
-                assert node.marks is not None
-                node.marks[rows, window] += delta
-                if delta < 0:
-                    self.offer_spares(node, window)
-
-    def drop_checkpoint(self, checkpoint: Checkpoint, why: str) -> None:
-        """Forget a resume point and its snapshot; its window pages become spare."""
-        if self.teller.listening:
-            self.teller.forgotten(checkpoint, why)
-        if self.parcels is not None:
-            firsts = [span.first_visible(checkpoint.reach) // self.block for span in self.windows]
-            self.parcels.forgotten(checkpoint, list(zip(self.window_columns, firsts, strict=True)))
-        self.version += 1
-        checkpoint.node.checkpoints.remove(checkpoint)
-        self._mark(checkpoint, -1)
-        account = checkpoint.node.root.account
-        account.queue.remove(checkpoint)
-        if checkpoint.states is not None:
-            account.used -= self.states.drop(checkpoint.states)
-
-    def offer_spares(self, node: Node, window: int) -> None:
-        """Some pages of `node` may now be needed by no sequence and no checkpoint: first to leave."""
-        if not node.spare >> window & 1:
-            node.spare |= 1 << window
-            node.root.account.queue.spares.append((node, window))
-
-    def offer_range(self, node: Node, window: int, first: int, last: int) -> None:
-        """Offer the nodes above (and at) `node` that hold blocks `first` to `last`."""
-        current: Node | None = node
-        while current is not None and current.parent is not None:
-            if current.start // self.block <= last:
-                self.offer_spares(current, window)
-            if current.start // self.block <= first:
-                return
-            current = current.parent
-
-    def drop_spares(self, node: Node, window: int, most: int, why: str) -> None:
-        """Free the pages of up to `most` rows of a window that nobody needs."""
-        node.spare &= ~(1 << window)
-        if node.marks is None or node.parent is None:
-            return
-        columns = self.window_columns[window]
-        pages = node.pages[: node.count]
-        idle = (node.marks[: node.count, window] == 0) & (pages[:, columns.start] > 0)
-        rows = np.flatnonzero(idle & ~self.pages.held(pages, columns.start))
-        if rows.size > most:
-            rows = rows[:most]
-            self.offer_spares(node, window)
-        if not rows.size:
-            return
-        gone = np.zeros((rows.size, self.pages.width), np.int32)
-        gone[:, columns] = pages[rows, columns]
-        if self.teller.listening:
-            self.teller.rows(node, rows, self.window_groups[window], why)
-        self.version += 1
-        pages[rows, columns] = 0
-        node.root.account.used -= self.pages.drop(gone)
-        self._rehome(node, gone[[0, -1]])
+        if parent.parent is None and not parent.children and not parent.locks:
+            self.roots.pop(parent.root.name, None)
 
     # -- who stands where -----------------------------------------------------------------------
 
     def lock(self, node: Node) -> None:
         node.locks += 1
-        node.root.account.queue.remove(node)
+        if node.queued is not None:
+            node.root.account.queue.remove(node)
 
     def unlock(self, node: Node, now: float) -> None:
         node.locks -= 1
-        self.requeue(node, now)
-        if node.parent is None and not node.locks and not node.children:
-            self.roots.pop(node.root.name, None)
+        if not node.children and not node.locks:
+            if node.parent is None:
+                self.roots.pop(node.root.name, None)
+            else:
+                self.requeue(node, now)
 
     def requeue(self, node: Node, now: float) -> None:
         """Queue a node if it may leave; at the front if it has a tail in which nobody can resume."""
-        if node.leaf:
-            node.useless = self.last_resume(node) < node.end
+        if not node.children and not node.locks and node.parent is not None:  # a leaf, as `leaf` says
+            if self.keeps_checkpoints:
+                node.useless = self.last_resume(node) < node.end
             node.root.account.queue.push(node, now)

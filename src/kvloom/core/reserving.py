@@ -20,20 +20,22 @@ class Reserving(Verbs):
         n = index(n)
         if n < 0:
             raise ValueError(f"cannot extend by {n} tokens")
-        length = int(self.rows.length[seq.row])
+        length = self.rows.length.item(seq.row)
         if length + n > self.max_tokens:
             raise ValueError(f"{length} + {n} tokens exceed max_tokens {self.max_tokens}")
         account = seq.root.account
-        now = self.clock.now()
-        new_runs, held_runs = self._runs_for(seq, length + n, now)
+        new_runs: list[Media] = []
+        held_runs: list[MediaRun] = []
+        media = 0
+        if seq.media:
+            new_runs, held_runs = self._runs_for(seq, length + n, self.clock.now())
+            media = sum(-(-m.tokens // self.block_tokens) for m in new_runs)
         blocks, copy_tail, states = self._wants(seq, length, n)
-        needs = self.needs(
-            blocks + copy_tail, states, sum(-(-m.tokens // self.block_tokens) for m in new_runs)
-        )
+        needs = self.needs(blocks + copy_tail, states, media)
         missing = self.room.make(account, needs)
         if missing:
             for run in held_runs:
-                self._drop_run(seq, run, now)
+                self._drop_run(seq, run, self.clock.now())
             return missing
         account.charge(self.room.bytes_of(needs))
         if copy_tail:
@@ -45,7 +47,8 @@ class Reserving(Verbs):
         for item in new_runs:
             rows = self.media.allocate(-(-item.tokens // self.block_tokens))
             seq.runs[seq.root.name + item.digest] = rows
-        self.mark_special(seq)
+        if copy_tail or states or seq.media:
+            self.mark_special(seq)
         return 0
 
     def short_of_quota(self, seq: Sequence, n: int) -> bool:
@@ -60,14 +63,13 @@ class Reserving(Verbs):
 
     def _wants(self, seq: Sequence, length: int, n: int) -> tuple[int, int, int]:
         """Blocks to reserve, whether the tail must be copied, whether states are needed."""
-        have = int(self.rows.blocks[seq.row])
-        blocks = max(0, -(-(length + n) // self.block_tokens) - have)
+        blocks = -(-(length + n) // self.block_tokens) - self.rows.blocks.item(seq.row)
         copy_tail = int(n > 0 and seq.shared_tail)
         states = int(n > 0 and self.has_states and not self.rows.states[0, seq.row])
-        return blocks, copy_tail, states
+        return blocks if blocks > 0 else 0, copy_tail, states
 
     def _reserve(self, seq: Sequence, blocks: int) -> None:
-        row, have = seq.row, int(self.rows.blocks[seq.row])
+        row, have = seq.row, self.rows.blocks.item(seq.row)
         near = self.rows.tables[:, row, have - 1] if have and self.pages.keepers else None
         fresh = self.pages.allocate(blocks, near)
         self.rows.tables[:, row, have : have + blocks] = fresh.T

@@ -1,171 +1,31 @@
 """Making room: which pages leave, or move, so that others fit.
 
 Everything cached competes under one policy: run tails, checkpoints, media runs; spare window pages
-go before all of them. Where slabs hold several pages, live pages are moved together. Deciding
+go before all of them. Where slabs hold several pages, live pages are moved together (`gather`). Deciding
 happens here; the tree and the pool carry it out, and byte copies are left in `copies`.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import NamedTuple
-
-import numpy as np
 
 from .clock import Clock
 from .columns import Columns
+from .copies import Copies
+from .ghosts import Ghosts
 from .media import MediaRun
 from .names import NAME_BYTES, TOKEN_BYTES
-from .nodes import Checkpoint, Node, Root
-from .policies import Entry, Memo
-from .pool import Ids, Index, PagePool
+from .nodes import Checkpoint, Node
+from .policies import Entry
+from .pool import Ids, PagePool
 from .prefix import PrefixTree
 from .spread import Spread
 from .tenants import Account, Accounts
 
-__all__ = ["Copies", "CopyBatch", "Ghost", "Ghosts", "Room"]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyBatch:
-    """Pages to copy inside the pool: page `source[i]` to page `target[i]`, ids of one page size.
-
-    To run before the next step writes anything, batch after batch. Within a batch no page is both a
-    source and a target, so its copies may run at once.
-    """
-
-    page_stride: int
-    source: Ids
-    target: Ids
-
-
-class Copies:
-    """Copies decided since the engine last took them. Their sources stay as they are until then, but
-    for pages that were moved: a later copy into a slab that moved pages came from goes into a later
-    batch."""
-
-    def __init__(self, pool: PagePool, slab_bytes: int) -> None:
-        self._per_slab = [c.per_slab for c in pool.classes]
-        self._pool = pool
-        self._slab_bytes = slab_bytes
-        self._pending: list[dict[int, int]] = [{} for _ in pool.classes]
-        self._batches: list[CopyBatch] = []
-        self._vacated: set[int] = set()
-        self._held: list[tuple[Columns, Ids, Account]] = []
-
-    def add(self, cls: int, source: Ids, target: Ids) -> None:
-        if self._vacated and not self._vacated.isdisjoint((target // self._per_slab[cls]).tolist()):
-            self._close_batch()
-        pending = self._pending[cls]
-        sources = source.tolist()
-        if not pending.keys().isdisjoint(sources):
-            # A source that is itself still to be written is read where its bytes are now.
-            sources = [pending.get(src, src) for src in sources]
-        pending.update(zip(target.tolist(), sources, strict=True))
-
-    def add_rows(self, columns: Columns, source: Ids, target: Ids) -> None:
-        for cls in columns.classes:
-            at = columns.columns_of(cls)
-            self.add(cls, source[:, at].ravel(), target[:, at].ravel())
-
-    def add_move(self, cls: int, source: Ids, target: Ids) -> None:
-        """Pages leave a slab that may be lent again at once."""
-        self.add(cls, source, target)
-        self._vacated.update((source // self._per_slab[cls]).tolist())
-
-    def hold(self, columns: Columns, rows: Ids, account: Account) -> None:
-        """Take over a hold on source pages."""
-        self._held.append((columns, rows, account))
-
-    def held_rows(self) -> list[tuple[Columns, Ids]]:
-        return [(columns, rows) for columns, rows, _ in self._held]
-
-    def slabs(self) -> set[int]:
-        """Slabs that copies yet to be taken may read or write, free ones among them. O(copies)."""
-        pages = [
-            (cls, page) for cls, pairs in enumerate(self._pending) for pair in pairs.items() for page in pair
-        ]
-        slabs = {page // self._per_slab[cls] for cls, page in pages}
-        for batch in self._batches:
-            per_slab = self._slab_bytes // batch.page_stride
-            slabs.update((batch.source // per_slab).tolist(), (batch.target // per_slab).tolist())
-        return slabs
-
-    def where(self, columns: Columns, rows: Ids) -> Ids:
-        """Where the bytes of pages are now, while copies are still to be made; 0 where that cannot be said. It holds until
-        they are made, whatever is decided meanwhile."""
-        if not self._batches and not any(self._pending):
-            return rows
-        now = rows.copy()
-        for cls in columns.classes:
-            stride, pending = self._slab_bytes // self._per_slab[cls], self._pending[cls]
-            unsure = {t for b in self._batches if b.page_stride == stride for t in b.target.tolist()}
-            at = columns.columns_of(cls)
-            pages = now[:, at].ravel().tolist()
-            found = [pending.get(page, 0 if page in unsure else page) for page in pages]
-            now[:, at] = np.array(found, np.int32).reshape(len(rows), len(at))
-        return now
-
-    def _close_batch(self) -> None:
-        for cls, pending in enumerate(self._pending):
-            if pending:
-                target = np.fromiter(pending.keys(), np.int32, len(pending))
-                source = np.fromiter(pending.values(), np.int32, len(pending))
-                # What was let go before it was written is not: its bytes may be someone else's now.
-                counts = self._pool.classes[cls]
-                live = (counts.held[target] > 0) | (counts.kept[target] > 0)
-                stride = self._slab_bytes // self._per_slab[cls]
-                self._batches.append(CopyBatch(stride, source[live], target[live]))
-                pending.clear()
-        self._vacated.clear()
-
-    def take(self) -> list[CopyBatch]:
-        self._close_batch()
-        batches, self._batches = self._batches, []
-        for columns, rows, account in self._held:
-            account.returned(*columns.release(rows))
-        self._held.clear()
-        return batches
-
-
-class Ghost(NamedTuple):
-    """Something that left: when, by which policy, and what the policy remembers of it."""
-
-    when: float
-    why: str
-    memo: Memo | None
-
-
-class Ghosts:
-    """What left lately, so that a miss can be explained and learned from. Bounded; the oldest are
-    forgotten."""
-
-    LIMIT = 1 << 16
-    SEEN = 64  # bytes of text by which a run is known again
-
-    def __init__(self) -> None:
-        self._seen: OrderedDict[tuple[int | bytes, int], Ghost] = OrderedDict()
-
-    @staticmethod
-    def place(node: Node) -> int | bytes:
-        """What stands for the end of a node; for a root its name, which outlives it."""
-        return node.name if isinstance(node, Root) else node.serial
-
-    def add(self, place: int | bytes, text: bytes | bytearray, ghost: Ghost) -> None:
-        """The run that began with `text` after `place` left."""
-        self._seen[place, hash(bytes(text[: self.SEEN]))] = ghost
-        if len(self._seen) > self.LIMIT:
-            self._seen.popitem(last=False)
-
-    def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
-        return self._seen.get((place, hash(data[start : start + self.SEEN])))
-
-
-_KINDS: dict[type[Entry], str] = {Node: "blocks", Checkpoint: "snapshot", MediaRun: "media"}
+__all__ = ["Room"]
 
 
 class Room:
@@ -190,48 +50,57 @@ class Room:
         self.runs: dict[bytes, MediaRun] = {}
         self.runs_last = media_lasts
         """Whether tokens behind an image need its run, too (cross attention)."""
-        self.evictions = 0
         self.evicted: Counter[str] = Counter()
         """Evictions by what left: blocks, window (pages that left every window), snapshot, media."""
         self.idle = Spread()
         """Seconds that evicted entries had not been used for."""
         self.evicted_bytes = 0
         self.moves = 0
-        self.renumber: Callable[[int, Ids, Ids], None] = lambda cls, old, new: None
+        self.gather: Callable[[bool], bool] | None = None  # where pages can move: see Moving
         self.standing: Callable[[], Iterable[Node]] = lambda: ()
-        self.release_expired: Callable[[], None] = lambda: None
+        self.release_expired: Callable[[], bool] = lambda: False
         self._serials = count(1)
+        self._page_bytes = [slab_bytes // c.per_slab for c in pool.classes]
 
     def bytes_of(self, needs: Sequence[int]) -> int:
-        return sum(n * self.slab_bytes // c.per_slab for n, c in zip(needs, self.pool.classes, strict=True))
+        size = 0
+        for cls, page_bytes in enumerate(self._page_bytes):
+            size += needs[cls] * page_bytes
+        return size
 
     def make(self, account: Account, needs: Sequence[int]) -> int:
         """Make `needs[c]` pages of each class allocatable for `account`; returns how many pages are
         missing, and then nothing was evicted for it. (Shares are counted in bytes: where slabs hold several
         pages, a tenant's share may still stop it half way.)"""
-        if not self.pool.lacking(needs) and account.tenant.quota is None:
+        slabs = self.pool.lacking(needs)
+        limited, several = account.tenant.quota is not None, len(self.accounts.accounts) > 1
+        if not slabs and not limited:
             return 0
-        self.release_expired()
-        want = self.bytes_of(needs)
-        beyond = account.beyond_quota(want)
-        if beyond:
-            return self._pages(beyond, needs)
+        if self.release_expired():
+            slabs = self.pool.lacking(needs)
+        want = self.bytes_of(needs) if limited or several else 0
+        if limited:
+            beyond = account.beyond_quota(want)
+            if beyond:
+                return self._pages(beyond, needs)
         tight = self.tree.nodes * self.tree.pages.width  # no more pages than these can be stuck
-        if self.pool.missing_slabs([n + tight for n in needs]):
+        if self.pool.missing_slabs(needs, tight):
             short = self.pool.missing_slabs(needs) or self.pool.missing_slabs(self._with_stuck(needs))
             if short:
                 return self._pages(short * self.slab_bytes, needs)
-        if len(self.accounts.accounts) > 1:
+        if several:
             protected = want - self._reachable(account)
             if protected > 0:
                 return self._pages(protected, needs)
         now = self.clock.now()
-        while account.over_quota(want):
-            over = -(-account.over_quota(want) // self.slab_bytes)
-            if not self._evict_from(account, over, now):
-                return self._pages(account.over_quota(want), needs)
-        lacking = self._free_slabs(account, partial(self.pool.lacking, needs), now)
-        return self._pages(lacking * self.slab_bytes, needs) if lacking else 0
+        if limited:
+            while over := account.over_quota(want):
+                if not self._evict_from(account, -(-over // self.slab_bytes), now):
+                    return self._pages(over, needs)
+            slabs = self.pool.lacking(needs)
+        if slabs:
+            slabs = self._free_slabs(account, slabs, partial(self.pool.lacking, needs), now)
+        return self._pages(slabs * self.slab_bytes, needs) if slabs else 0
 
     def shrink(self, n: int) -> Ids:
         """Take up to `n` slabs out of the pool: free ones, and by evicting and moving as for a request;
@@ -242,22 +111,26 @@ class Room:
         total = self.pool.slabs - 1
         goal = min(n, total - self.pool.fewest_slabs([0] * len(self.pool.classes)))
         self.accounts.share_out((total - goal) * self.slab_bytes)
-        self._free_slabs(None, lambda: max(0, goal - self.pool.free_slabs), self.clock.now())
+        short = partial(self._short_of, goal)
+        self._free_slabs(None, short(), short, self.clock.now())
         taken = self.pool.shrink(goal, self.copies.slabs())
         self.accounts.share_out((self.pool.slabs - 1) * self.slab_bytes)
         return taken
 
-    def _free_slabs(self, account: Account | None, lacking: Callable[[], int], now: float) -> int:
-        """Evict and move for `account`, or for the pool itself, until no slab is lacking; returns how many
-        still are when nothing more can leave."""
-        while slabs := lacking():
-            if self._gather(cheaply=True):
-                continue
-            victim = self.accounts.victim(account, now)
-            if victim is not None:
-                self._evict_from(victim, self._fair(account, victim, slabs), now)
-            elif not self._gather(cheaply=False):
-                break
+    def _short_of(self, slabs: int) -> int:
+        return max(0, slabs - self.pool.free_slabs)
+
+    def _free_slabs(self, account: Account | None, slabs: int, lacking: Callable[[], int], now: float) -> int:
+        """Evict and move for `account`, or for the pool itself, until no slab of `slabs` is lacking; returns how
+        many still are when nothing more can leave."""
+        alone = account if len(self.accounts.accounts) == 1 else None
+        while slabs:
+            if self.gather is None or not self.gather(True):
+                victim = alone or self.accounts.victim(account, now)
+                if victim is None or not self._evict_from(victim, self._fair(account, victim, slabs), now):
+                    if self.gather is None or not self.gather(False):
+                        break
+            slabs = lacking()
         return slabs
 
     def _with_stuck(self, needs: Sequence[int]) -> list[int]:
@@ -306,74 +179,76 @@ class Room:
 
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
         """Let the next thing of `account` leave, about `slabs` slabs of it; False if there is none."""
-        queue = account.queue
-        before = account.used
-        entry: Entry
+        queue, before = account.queue, account.used
+        size = self.tree.pages.row_bytes
+        rows = -(-slabs * self.slab_bytes // size) if size else 1  # of pages, that fill so many slabs
+        entry: Entry | None
         if queue.spares:
             entry, window = queue.spares.popleft()
             assert isinstance(entry, Node)
             kind = "window"
-            self.tree.drop_spares(entry, window, self._rows(slabs), queue.policy.name)
+            self.tree.drop_spares(entry, window, rows, queue.policy.name)
             if account.used < before:
                 self.tree.requeue(entry, now)
         else:
-            found = queue.pop(now)
-            if found is None:
+            entry = queue.first(now)
+            if entry is None:
                 return False
-            entry, kind = found, _KINDS[type(found)]
-            queue.policy.on_evict(entry, now)
-            self._evict(entry, self._rows(slabs), now, queue.policy.name)
-        self.evictions += 1
+            policy = queue.policy
+            policy.on_evict(entry, now)
+            if isinstance(entry, Node):
+                kind = "blocks"
+                self._evict_tail(entry, rows, now, policy.name)
+            else:
+                kind = "snapshot" if isinstance(entry, Checkpoint) else "media"
+                queue.remove(entry)
+                self._evict_whole(entry, now, policy.name)
         account.evictions += 1
         self.evicted[kind] += 1
         self.idle.add(now - entry.last_used)
         self.evicted_bytes += before - account.used
         return True
 
-    def _rows(self, slabs: int) -> int:
-        """Rows of token pages that fill so many slabs."""
-        per_row = self.tree.pages.row_bytes
-        return max(1, -(-slabs * self.slab_bytes // per_row)) if per_row else 1
+    @property
+    def evictions(self) -> int:
+        """How many things left so far."""
+        return sum(self.evicted.values())
 
-    def _evict(self, entry: Entry, rows: int, now: float, why: str) -> None:
-        if isinstance(entry, Node):
-            if entry.leaf:
-                resume = self.tree.last_resume(entry)
-                if resume == entry.end:
-                    last = (entry.end - 1) // self.tree.block
-                    resume = max(entry.start, (last - rows + 1) * self.tree.block)
-                self._cut(entry, resume, now, why)
-        elif isinstance(entry, Checkpoint) and not entry.locks:
+    def _evict_tail(self, node: Node, rows: int, now: float, why: str) -> None:
+        """Cut `rows` rows off the end of a leaf, or all that nobody can resume in; what becomes a leaf is queued."""
+        tree, start, end = self.tree, node.start, node.end
+        resume = tree.last_resume(node) if tree.keeps_checkpoints else end
+        if resume == end:
+            resume = ((end - 1) // tree.block - rows + 1) * tree.block
+            if resume < start:
+                resume = start
+        while resume < end:
+            parent = node.parent
+            assert parent is not None
+            left = resume - start
+            text = node.text[left * TOKEN_BYTES : left * TOKEN_BYTES + Ghosts.SEEN]
+            self.ghosts.add(node if left else parent, text, (now, why, node.memo))
+            tree.trim(node, resume, why)
+            if not left:
+                tree.requeue(parent, now)
+                return
+            end = resume
+            if tree.keeps_checkpoints:  # what is left may complete no resume point any more
+                resume = tree.last_resume(node)
+        tree.requeue(node, now)
+
+    def _evict_whole(self, entry: Entry, now: float, why: str) -> None:
+        if isinstance(entry, Checkpoint) and not entry.locks:
             node = entry.node
             self.tree.drop_checkpoint(entry, why)
             if node.leaf:
-                self._cut(node, node.end, now, why)
+                self._evict_tail(node, 0, now, why)
         elif isinstance(entry, MediaRun) and not entry.holds:
             del self.runs[entry.key]
             self.tree.version += 1
-            if self.tree.teller.listening:
+            if self.tree.events.listening:
                 self.tree.teller.media_dropped(entry.key[:NAME_BYTES], entry.key[NAME_BYTES:], why)
             entry.account.used -= self.media.drop(entry.rows)
-
-    def _cut(self, node: Node, end: int, now: float, why: str) -> None:
-        """Trim a leaf to `end` and on to where someone can still resume; what becomes a leaf is queued."""
-        while True:
-            if end < node.end:
-                parent = node.parent
-                assert parent is not None
-                start = max(0, end - node.start) * TOKEN_BYTES
-                text = node.text[start : start + Ghosts.SEEN]
-                place = self.ghosts.place(parent if end <= node.start else node)
-                self.ghosts.add(place, text, Ghost(now, why, node.memo))
-                self.tree.trim(node, end, why)
-                if node.parent is None:
-                    self.tree.requeue(parent, now)
-                    return
-            resume = self.tree.last_resume(node)
-            if resume == node.end:
-                self.tree.requeue(node, now)
-                return
-            end = resume
 
     # -- media runs -----------------------------------------------------------------------------
 
@@ -384,7 +259,7 @@ class Room:
         self.media.keep(rows, run)
         account.queue.policy.on_insert(run, now)
         run.holds = 1
-        if self.tree.teller.listening:
+        if self.tree.events.listening:
             self.tree.teller.media_stored(key[:NAME_BYTES], key[NAME_BYTES:])
         return run
 
@@ -402,51 +277,3 @@ class Room:
         run.last_used = now
         if not run.holds:
             run.account.queue.push(run, now)
-
-    # -- moving pages together ------------------------------------------------------------------
-
-    def _gather(self, cheaply: bool) -> bool:
-        """Empty one partly used slab by moving its pages to others. Cheaply: only if it is mostly free."""
-        for c in self.pool.classes:
-            if c.per_slab == 1 or not c.free_pages:
-                continue
-            slab = self.pool.movable(c.index)
-            if slab is None or (cheaply and 2 * int(c.used[slab]) > c.per_slab):
-                continue
-            self.pool.move_out(c.index, slab, partial(self._moved, c.index))
-            return True
-        return False
-
-    def _moved(self, cls: int, old: Ids, new: Ids) -> None:
-        self.moves += old.size
-        self.tree.version += 1
-        self.copies.add_move(cls, old, new)
-        new_of = dict(zip(old.tolist(), new.tolist(), strict=True))
-        for columns in (self.tree.pages, self.tree.states, self.media):
-            keepers = columns.keepers.get(cls)
-            if keepers is None:
-                continue
-            for page, target in new_of.items():
-                keeper = keepers[page]
-                keepers[page], keepers[target] = None, keeper
-                if isinstance(keeper, Node):
-                    self._renumber_nodes(keeper, columns.columns_of(cls), page, target)
-                elif isinstance(keeper, Checkpoint) and keeper.states is not None:
-                    _renumber(keeper.states, columns.columns_of(cls), page, target)
-                elif isinstance(keeper, MediaRun):
-                    _renumber(keeper.rows, columns.columns_of(cls), page, target)
-        self.renumber(cls, old, new)
-
-    def _renumber_nodes(self, node: Node, columns: Index, page: int, target: int) -> None:
-        """A page stands in one node, or in some of those that meet it inside a block."""
-        for current in (node, *self.tree.meeting(node)):
-            _renumber(current.pages[: current.count], columns, page, target)
-
-
-def _renumber(rows: Ids, columns: Index, page: int, target: int) -> None:
-    """Replace a page id in some columns; ids of other page sizes stand in the others."""
-    part = rows[:, columns]
-    hit = part == page
-    if hit.any():
-        part[hit] = target
-        rows[:, columns] = part

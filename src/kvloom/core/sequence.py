@@ -57,7 +57,7 @@ class Snapshots:
     """Where sequences leave resume points in models with windows or states.
 
     `before_last` takes the prompt's snapshot one token early, so that the very same prompt can resume
-    from it too; it costs models with states one more step a prompt.
+    from it too; it costs models with states one more step, of one token, a prompt of more than a block.
     """
 
     prompt_end: bool = True
@@ -87,6 +87,7 @@ class SequenceRows:
         self.special = np.zeros(sequences, np.bool_)  # must be served one by one: see Verbs.mark_special
         self.watched = np.zeros(sequences, np.bool_)  # wants a resume point ahead: see Sequence.wanted
         self.stale: Ids = np.full(sequences, max_blocks, np.int32)  # first block the engine has not seen
+        self._has_states, self._has_windows = states > 0, windows > 0
         self.handles: list[Sequence | None] = [None] * sequences
         self._open = np.zeros(sequences, np.bool_)
         self._free = list(range(sequences - 1, -1, -1))
@@ -101,11 +102,12 @@ class SequenceRows:
         return row
 
     def give_back(self, row: int) -> None:
-        blocks = int(self.blocks[row])
-        self.tables[:, row, :blocks] = 0
-        self.states[:, row] = 0
+        self.tables[:, row, : self.blocks.item(row)] = 0
+        if self._has_states:
+            self.states[:, row] = 0
+        if self._has_windows:
+            self.first[:, row] = 0
         self.length[row] = self.blocks[row] = self.state_length[row] = 0
-        self.first[:, row] = 0
         self.special[row] = self.watched[row] = False
         self.stale[row] = 0
         self.handles[row] = None
@@ -127,7 +129,7 @@ class SequenceRows:
 
     def touch(self, row: int, block: int) -> None:
         """A row's entries differ from `block` on. (Those that leave a window need no word: nobody reads them again.)"""
-        if block < self.stale[row]:
+        if block < self.stale.item(row):
             self.stale[row] = block
 
     def seen(self, rows: npt.NDArray[np.int64]) -> Ids:
@@ -187,14 +189,14 @@ class Sequence:
         "wanted",
     )
 
-    def __init__(self, cache: Owner, row: int, root: Root, node: Node, control: Control) -> None:
+    def __init__(self, cache: Owner, row: int, root: Root, node: Node, control: Control, now: float) -> None:
         self.cache = cache
         self.row = row
         self.root = root
         self.node = node  # the deepest node on its path; ends at `published`
         self.control = control
         self.published = node.end
-        self.opened = cache.clock.now()
+        self.opened = now
         self.resumed = 0
         self.prompt = 0
         self.shared_tail = False  # its partial block is someone else's page: copy before writing

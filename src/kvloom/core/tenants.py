@@ -106,7 +106,7 @@ class Accounts:
         shares, anyone's where those have nothing. O(tenants)."""
         if len(self.accounts) == 1:
             only = requester or self.accounts[self.DEFAULT]
-            return only if only.queue.spares or len(only.queue) else None
+            return only if only.queue.live or only.queue.spares else None
         accounts = self.accounts.values()
         victim = self._first((a for a in accounts if a is requester or a.used > a.guaranteed), now)
         return self._first(accounts, now) if victim is None and requester is None else victim
@@ -117,7 +117,9 @@ class Accounts:
         for account in accounts:
             if account.queue.spares:
                 return account
-            key = account.queue.peek(now)
-            if key is not None and (best is None or key < best[0]):
-                best = (key, account)
+            entry = account.queue.first(now)
+            if entry is not None:
+                assert entry.queued is not None
+                if best is None or entry.queued < best[0]:
+                    best = (entry.queued, account)
         return best[1] if best else None

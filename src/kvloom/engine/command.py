@@ -76,6 +76,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="tell log-probabilities, of N more tokens each; implies --json",
     )
     add(
+        "--prompt-logprobs",
+        type=whole(0),
+        metavar="N",
+        help="the same of the prompt's tokens; implies --json",
+    )
+    add(
         "--json-schema",
         metavar="SCHEMA",
         help="the answer is JSON of this form: a schema, or the name of a file that has one",
@@ -102,8 +108,11 @@ def run(args: argparse.Namespace) -> int:
     prompts = [*args.prompts, *map(token_ids, args.tokens)]
     if not prompts:
         raise ValueError("nothing to go on from: give a PROMPT or --tokens")
-    if args.stream and (len(prompts) > 1 or args.n > 1 or args.json or args.logprobs is not None):
-        raise ValueError("--stream prints the text of one answer to one prompt, without --json or --logprobs")
+    args.json |= args.logprobs is not None or args.prompt_logprobs is not None
+    if args.stream and (len(prompts) > 1 or args.n > 1 or args.json):
+        raise ValueError(
+            "--stream prints the text of one answer to one prompt, without --json, --logprobs or --prompt-logprobs"
+        )
     params = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -112,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
         n=args.n,
         stop=args.stop,
         logprobs=args.logprobs,
+        prompt_logprobs=args.prompt_logprobs,
         json_schema=_schema(args.json_schema),
     )
     model = folder_of(args.model)
@@ -163,7 +173,7 @@ def _told(args: argparse.Namespace, llm: LLM, prompts: list[str | list[int]], pa
         print()
         return 0
     results = llm.generate(prompts, params, progress=sys.stderr.isatty())
-    if args.json or args.logprobs is not None:
+    if args.json:
         print(json.dumps([asdict(result) for result in results], indent=2))
         return 0
     for result in results:

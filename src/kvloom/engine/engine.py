@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.core import Control, KVCache, PoolLayout, Tenant
+from kvloom.core import Control, KVCache, PoolLayout, Snapshots, Tenant
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.views import allocate
 from kvloom.models.attention import install
-from kvloom.models.embeddings import Embeddings, with_embeddings
+from kvloom.models.crossing import eyes
 from kvloom.models.fingerprint import model_fingerprint
 from kvloom.models.scales import fingerprint, load_scales
 from kvloom.models.sight import Sight
@@ -100,9 +100,9 @@ class Engine:
         )
         scales = None if kv_scales == "dynamic" else load_scales(kv_scales, model, spec.layers)
         self.layout = PoolLayout.build(spec.layers, block_tokens)
-        self.vision = None if Vision.refusal(model) else Vision(model)
+        self.vision = eyes(model)
         if self.vision is not None:
-            self.layout = with_embeddings(spec.layers, self.layout)
+            self.layout = self.vision.lay_out(spec.layers, self.layout)
         self.limit = spec.max_context
         if max_context is not None:
             if not 1 <= max_context <= (self.limit or MAX_TOKENS):
@@ -134,9 +134,6 @@ class Engine:
                 f"a pool of {pool_bytes:,} bytes is too small: its unit is {self.layout.slab_bytes:,} and it needs two"
             )
         self.buffer = allocate(self.layout, slabs, self.device)
-        if self.vision is not None:
-            width = model.get_input_embeddings().weight.shape[1]
-            self.vision.embeddings = Embeddings(self.layout, self.buffer, width, weight.dtype)
         name = spec.name
         if tiers:  # who finds pages there must have computed just these
             name = f"{model.config.model_type} {model_fingerprint(model)}{' invariant' * batch_invariant}"
@@ -147,6 +144,7 @@ class Engine:
             max_sequences=max_running,
             max_tokens=self.limit or MAX_TOKENS,
             tenants=tenants,
+            snapshots=Snapshots(before_last=True),
         )
         self.runner = Runner(
             model, self.cache, self.buffer, token_budget, max_running, graphs, scales, self.vision, invariant

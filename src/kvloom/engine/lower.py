@@ -24,6 +24,7 @@ from kvloom.core import Arrival, KVCache, Match, Need, PageGroup, Prospect, Ques
 from kvloom.tiers import Form, HostTier, Lease, Objects, TierError
 from kvloom.tiers.mover import Fetch, Finding, Mover, MoverConfig
 from kvloom.tiers.opening import Place, check_tiers, host_capacity, open_place, shown
+from kvloom.tiers.shares import shares_of
 
 from .arena import Event, HostPages, form_of, open_host
 from .keeping import Keeping
@@ -99,6 +100,10 @@ def open_lower(
         plain, write = _taken_write(hosts[0])
         capacity, checked = host_capacity(plain)
     host = open_host(layout, capacity, checked, device)
+    tenants = (account.tenant for account in cache.accounts.accounts.values())
+    shares = shares_of(tenants, (cache.pool.slabs - 1) * layout.slab_bytes)
+    if hosts:  # what pages only pass through is shared by whoever needs it
+        host.share_out(shares)
     places: list[Place] = []
     left_out: list[tuple[str, str]] = []
     try:
@@ -107,7 +112,7 @@ def open_lower(
                 places.append(text)
             elif text not in hosts:
                 try:
-                    places.append(open_place(text))
+                    places.append(open_place(text, shares))
                 except TierError as error:
                     left_out.append((shown(text), str(error)))
                     log.warning("tier %s is left out, serving goes on without it: %s", *left_out[-1])

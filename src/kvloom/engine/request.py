@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +103,14 @@ class Request:
         if end <= size:
             return self._prompt_ids[:end]
         return np.concatenate((self._prompt_ids, np.array(self.tokens[size:end], np.int32)))
+
+    @property
+    def asking(self) -> Control:
+        """Its control as it asks the cache: one that leaves the cache alone, or tells of its prompt, takes nothing from it."""
+        if self.uncached:
+            return replace(self.control, read=False, store=False)
+        # What is found is not computed, and then not known.
+        return replace(self.control, read=False) if self.tells_prompt else self.control
 
     def count_cached(self, tokens: int) -> None:
         """It began with so many tokens found in the cache; what it finds when it comes back does not count."""

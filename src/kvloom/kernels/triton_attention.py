@@ -52,14 +52,14 @@ def _run(
         ok = (t >= lo) & (t < right)
         if NATIVE:
             peak, weight, acc0, acc1 = step_8bit(
-                i, right, t, ok, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
+                i, lo, right, t, ok, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
                 K, V, KS, VS, TABLE, TREES, k_page, k_token, v_page, v_token, v_column,
                 ks_page, ks_token, vs_page, vs_token, softcap,
                 DK0, DK1, DV0, DV1, PAGE, BM, BN, BOUNDS, TREE, SOFTCAP, SCALES, CHECK, K.dtype.element_ty,
             )  # fmt: skip
         else:
             peak, weight, acc0, acc1 = step(
-                t, ok, q0, q1, peak, weight, acc0, acc1, first, last, own, tree_rows,
+                t, ok, lo, right, q0, q1, peak, weight, acc0, acc1, first, last, own, tree_rows,
                 K, V, KS, VS, TABLE, TREES, k_page, k_token, v_page, v_token, v_column,
                 ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
                 DK0, DK1, DV0, DV1, PAGE, BM, BN, BOUNDS, TREE, SOFTCAP, SCALES, LATENT, TURNED, EXACT, CHECK, SMALL,

@@ -140,7 +140,7 @@ def _piece(
     for i in tl.range(begin, tl.minimum((piece + 1) * PIECE, hi), BN, num_stages=STAGES):
         t = i + tl.arange(0, BN)
         peak, weight, acc0, acc1 = page_step(
-            t, (t >= lo) & (t < hi), q0, q1, peak, weight, acc0, acc1, last, first, image,
+            t, lo, hi, q0, q1, peak, weight, acc0, acc1, last, first, image,
             K, V, KS, VS, TABLE, IDS, own, query,
             k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
             DK0, DK1, DV0, DV1, PAGE, BM, BN, SPAN > 0, IMAGES, SOFTCAP, SCALES, LATENT, TURNED, EXACT, True,

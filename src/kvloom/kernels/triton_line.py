@@ -138,7 +138,7 @@ def attend_line(
                 own = tl.load(TOKENS + token * TOKEN_WIDTH + OWN, mask=mine, other=0)
                 tree_rows = token.to(tl.int64) * tree_row
         peak, weight, acc0, acc1 = step(
-            t, ok, q0, q1, peak, weight, acc0, acc1, first, last, own, tree_rows,
+            t, ok, lo, hi, q0, q1, peak, weight, acc0, acc1, first, last, own, tree_rows,
             k_base, v_base, Q, Q, table, TREES, k_page, k_token, v_page, v_token, v_column, 0, 0, 0, 0,
             scale * LOG2E, softcap,
             DK0, DK1, DV0, DV1, PAGE, BM, BN, BOUNDS, TREE, SOFTCAP, 0, False, TURNED, EXACT, True, True,

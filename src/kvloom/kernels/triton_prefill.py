@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_units import load_rows, load_values, product
+from .triton_units import load_pages, load_rows, load_sizes, load_values, product
 from .triton_worklist import LOG2E, SMALLEST, first_visible, with_sink
 
 __all__ = ["attend_blocks", "join_blocks", "page_step", "soften"]
@@ -46,18 +46,16 @@ def soften(scores, factor, peak, weight, SCALED: tl.constexpr, CHECK: tl.constex
 
 @triton.jit
 def page_step(
-    t, ok, q0, q1, peak, weight, acc0, acc1, last, first, image,
+    t, lo, hi, q0, q1, peak, weight, acc0, acc1, last, first, image,
     K, V, KS, VS, TABLE, IDS, own, query, k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token,
     qk_scale, softcap,
     DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, WINDOW: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr, SCALES: tl.constexpr,
     LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """BN tokens at `t` of one table row against the block; without CHECK every row sees every token."""
-    if CHECK:
-        page = tl.load(TABLE + t // PAGE, mask=ok, other=0).to(tl.int64)
-    else:
-        page = tl.load(TABLE + t // PAGE).to(tl.int64)
+    """BN tokens at `t` of one table row against the block, those in [lo, hi); without CHECK every row sees every token."""
+    ok = (t >= lo) & (t < hi)
+    page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
     k_at = page * k_page + slot * k_token
     k0 = load_rows(K, k_at, ok, DK0, 0, CHECK).to(q0.dtype)
@@ -66,7 +64,7 @@ def page_step(
         k1 = load_rows(K, k_at, ok, DK1, DK0, CHECK).to(q0.dtype)
         scores = product(q1, tl.trans(k1), scores, EXACT)
     if SCALES == 2:
-        k_size = tl.load(KS + page * ks_page + slot * ks_token, mask=ok, other=1.0) * qk_scale
+        k_size = load_sizes(KS, page, slot, ks_page, ks_token, ok, CHECK) * qk_scale
         scores = scores * k_size[None, :]
     elif SOFTCAP:
         scores = scores * qk_scale
@@ -84,7 +82,7 @@ def page_step(
         scores = tl.where(seen & ok[None, :], scores, float("-inf"))
     if SCALES == 2:
         # Sizes of values enter the exponent, so that weights stay within [0, 1] whatever the sizes.
-        v_size = tl.maximum(tl.load(VS + page * vs_page + slot * vs_token, mask=ok, other=1.0), SMALLEST)
+        v_size = tl.maximum(load_sizes(VS, page, slot, vs_page, vs_token, ok, CHECK), SMALLEST)
         scores = scores + tl.log2(v_size)[None, :]
     p, fade, peak, weight = soften(scores, qk_scale, peak, weight, SOFTCAP or SCALES == 2, CHECK)
     if SCALES == 2:
@@ -176,7 +174,7 @@ def attend_blocks(
         for i in tl.range(left, clear_from, BN, num_stages=STAGES):
             t = i + tl.arange(0, BN)
             peak, weight, acc0, acc1 = page_step(
-                t, (t >= lo) & (t < hi), q0, q1, peak, weight, acc0, acc1, last, first, image,
+                t, lo, hi, q0, q1, peak, weight, acc0, acc1, last, first, image,
                 k_base, v_base, ks_base, vs_base, table, IDS, own, query,
                 k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
                 DK0, DK1, DV0, DV1, PAGE, BM, BN, SPAN > 0, IMAGES, SOFTCAP, SCALES, LATENT, TURNED, EXACT, True,
@@ -184,7 +182,7 @@ def attend_blocks(
     for i in tl.range(clear_from, clear_to, BN, num_stages=STAGES):
         t = i + tl.arange(0, BN)
         peak, weight, acc0, acc1 = page_step(
-            t, t >= 0, q0, q1, peak, weight, acc0, acc1, last, first, image,
+            t, lo, hi, q0, q1, peak, weight, acc0, acc1, last, first, image,
             k_base, v_base, ks_base, vs_base, table, IDS, own, query,
             k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
             DK0, DK1, DV0, DV1, PAGE, BM, BN, False, False, SOFTCAP, SCALES, LATENT, TURNED, EXACT, False,
@@ -192,7 +190,7 @@ def attend_blocks(
     for i in tl.range(clear_to, hi, BN, num_stages=STAGES):
         t = i + tl.arange(0, BN)
         peak, weight, acc0, acc1 = page_step(
-            t, (t >= lo) & (t < hi), q0, q1, peak, weight, acc0, acc1, last, first, image,
+            t, lo, hi, q0, q1, peak, weight, acc0, acc1, last, first, image,
             k_base, v_base, ks_base, vs_base, table, IDS, own, query,
             k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token, qk_scale, softcap,
             DK0, DK1, DV0, DV1, PAGE, BM, BN, SPAN > 0, IMAGES, SOFTCAP, SCALES, LATENT, TURNED, EXACT, True,

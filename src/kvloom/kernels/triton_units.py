@@ -12,7 +12,18 @@ import triton.language as tl
 
 from .triton_worklist import LOG2E, SMALLEST
 
-__all__ = ["INTERPRETED", "LOW_INT8", "load_rows", "load_values", "product", "step", "step_8bit", "two_parts"]
+__all__ = [
+    "INTERPRETED",
+    "LOW_INT8",
+    "load_pages",
+    "load_rows",
+    "load_sizes",
+    "load_values",
+    "product",
+    "step",
+    "step_8bit",
+    "two_parts",
+]
 
 MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it rounds half to even
 LOW_INT8: tl.constexpr = tl.constexpr(254.0)
@@ -33,7 +44,21 @@ def _log2(x):
 
 
 @triton.jit
-def _sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr):
+def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHECK: tl.constexpr):
+    """The page of each of a unit's tokens; 0 where it is not `ok`, that is outside [lo, hi). With RUNS, 16 tokens that stand
+    side by side have one page if any of them is inside: who loads their values in one piece does so from where the first
+    is, be it inside or not. Any page of tokens is whole runs."""
+    if CHECK:
+        if RUNS:
+            run = t // 16 * 16
+            ok = (run + 16 > lo) & (run < hi)
+        return tl.load(TABLE + t // PAGE, mask=ok, other=0).to(tl.int64)
+    else:
+        return tl.load(TABLE + t // PAGE).to(tl.int64)
+
+
+@triton.jit
+def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr):
     """The scales of a unit's tokens; 1 where there is none."""
     if CHECK:
         return tl.load(S + page * page_stride + slot * token_stride, mask=ok, other=1.0)
@@ -107,7 +132,7 @@ def product(left, right, acc, EXACT: tl.constexpr):
 
 @triton.jit
 def step(
-    t, ok, q0, q1, peak, weight, acc0, acc1, first, last, own, tree_rows,
+    t, ok, lo, hi, q0, q1, peak, weight, acc0, acc1, first, last, own, tree_rows,
     K, V, KS, VS, TABLE, TREES, k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token,
     qk_scale, softcap,
     DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, PAGE: tl.constexpr,
@@ -115,16 +140,13 @@ def step(
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr,
 ):  # fmt: skip
-    """One unit: `BN` tokens at `t` against the tile's rows. `ok` are the tokens that exist; `BOUNDS` says which
+    """One unit: `BN` tokens at `t` against the tile's rows. `ok` are the tokens that exist, in [lo, hi); `BOUNDS` says which
     of the rows' own bounds to look at (1 last token, 2 first token); without CHECK every row sees every token.
 
     Few rows (SMALL) stand in columns, scores being [tokens, rows]: tokens then fill the tall side that tensor cores
     want, and K and V go to them from shared memory without passing registers.
     """
-    if CHECK:
-        page = tl.load(TABLE + t // PAGE, mask=ok, other=0).to(tl.int64)
-    else:
-        page = tl.load(TABLE + t // PAGE).to(tl.int64)
+    page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
     k_at = page * k_page + slot * k_token
     k0 = load_rows(K, k_at, ok, DK0, 0, CHECK)
@@ -140,7 +162,7 @@ def step(
             scores = product(q1, tl.trans(k1.to(q1.dtype)), scores, EXACT)
     AXIS: tl.constexpr = 0 if SMALL else 1
     if SCALES == 2:
-        k_size = _sizes(KS, page, slot, ks_page, ks_token, ok, CHECK) * qk_scale
+        k_size = load_sizes(KS, page, slot, ks_page, ks_token, ok, CHECK) * qk_scale
         scores = scores * tl.expand_dims(k_size, 1 - AXIS)
     else:
         scores = scores * qk_scale
@@ -153,7 +175,7 @@ def step(
         )
     if SCALES == 2:
         # Sizes of values enter the exponent, so that weights stay within [0, 1] whatever the sizes.
-        v_size = _sizes(VS, page, slot, vs_page, vs_token, ok, CHECK)
+        v_size = load_sizes(VS, page, slot, vs_page, vs_token, ok, CHECK)
         v_size = _log2(tl.maximum(v_size, SMALLEST))
         scores = scores + tl.expand_dims(v_size, 1 - AXIS)
     top = tl.maximum(peak, tl.max(scores, AXIS))
@@ -244,7 +266,7 @@ def _load_unit(
 
 @triton.jit
 def step_8bit(
-    begin, right, t, ok, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
+    begin, lo, right, t, ok, q0, q1, q_size, peak, weight, acc0, acc1, first, last, own, tree_rows,
     K, V, KS, VS, TABLE, TREES, k_page, k_token, v_page, v_token, v_column, ks_page, ks_token, vs_page, vs_token,
     softcap,
     DK0: tl.constexpr, DK1: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, PAGE: tl.constexpr,
@@ -254,17 +276,14 @@ def step_8bit(
     """`step` for few rows over pages of 8 bits whose tokens are dense in V: K and V go to the tensor cores as they
     are, and queries and weights come in two parts of 8 bits each, side by side, so that nothing is lost by it. `q_size` is
     what the products of queries and keys count for; `weight` grows MOST times too large, the sums MOST * LOW times."""
-    if CHECK:
-        page = tl.load(TABLE + t // PAGE, mask=ok, other=0).to(tl.int64)
-    else:
-        page = tl.load(TABLE + t // PAGE).to(tl.int64)
+    page = load_pages(TABLE, t, ok, lo, right, PAGE, PAGE >= 64, CHECK)
     slot = t % PAGE
     k_at = page * k_page + slot * k_token
     scores = _one_part(tl.dot(load_rows(K, k_at, ok, DK0, 0, CHECK), q0), DTYPE, BN, BM)
     if DK1 > 0:
         scores += _one_part(tl.dot(load_rows(K, k_at, ok, DK1, DK0, CHECK), q1), DTYPE, BN, BM)
     if SCALES == 2:
-        k_size = _sizes(KS, page, slot, ks_page, ks_token, ok, CHECK) * q_size
+        k_size = load_sizes(KS, page, slot, ks_page, ks_token, ok, CHECK) * q_size
         scores = scores * k_size[:, None]
     else:
         scores = scores * q_size
@@ -275,7 +294,7 @@ def step_8bit(
             _seen(t, ok, first, last, own, tree_rows, TREES, BOUNDS, TREE, True), scores, float("-inf")
         )
     if SCALES == 2:
-        v_size = _sizes(VS, page, slot, vs_page, vs_token, ok, CHECK)
+        v_size = load_sizes(VS, page, slot, vs_page, vs_token, ok, CHECK)
         v_size = _log2(tl.maximum(v_size, SMALLEST))
         scores = scores + v_size[:, None]
     top = tl.maximum(peak, tl.max(scores, 0))

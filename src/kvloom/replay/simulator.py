@@ -195,17 +195,18 @@ class _Cache:
     ) -> None:
         """One request: `blocks` blocks of tokens in `buffer`, of which `asked` are looked up."""
         self.clock.advance(step)
-        cache = self.cache
-        kept, looked = min(blocks, self.blocks), min(asked, self.blocks)
-        after = buffer[looked * GRAIN].copy()
-        buffer[looked * GRAIN] = _END
-        match = cache.match(buffer[: looked * GRAIN + 1], control)
-        buffer[looked * GRAIN] = after
+        cache, most = self.cache, self.blocks
+        end = (blocks if blocks < most else most) * GRAIN
+        looked = (asked if asked < most else most) * GRAIN
+        after = int(buffer[looked])
+        buffer[looked] = _END
+        match = cache.match(buffer[: looked + 1], control)
+        buffer[looked] = after
         seq = cache.open(match)
-        self.hits.append(match.resume // GRAIN)
-        new = kept * GRAIN - match.resume
-        if not seq.extend(new):  # a quota may refuse it
-            seq.commit(buffer[match.resume : kept * GRAIN])
-            self.written += new // GRAIN
+        resume = match.resume
+        self.hits.append(resume // GRAIN)
+        if not seq.extend(end - resume):  # a quota may refuse it
+            seq.commit(buffer[resume:end])
+            self.written += (end - resume) // GRAIN
         seq.ending = ending
         seq.close()

@@ -10,7 +10,6 @@ import errno
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .codec import Codec, Head, most_bytes, seal
+from .dropped import Gone
 from .files import BLOCK, aligned, aligned_bytes
 from .segment import Record
 from .shelf import Shelf
@@ -31,7 +31,6 @@ _FIRST_BYTES = 1 << 20  # of a call's first frame, so that the disk begins soon
 _FRAME_RECORDS = 512
 _SYNC_BYTES = 128 << 20
 _AHEAD = 2  # sealed frames that wait for the disk
-Gone = Sequence[tuple[bytes, int, int]]
 
 
 @dataclass(slots=True)
@@ -47,6 +46,7 @@ class _Frame:
     transfer: Transfer
     which: list[int]
     page_bytes: int
+    tenant: str
     heads: list[Head] = field(default_factory=list)
     bodies: list[Any] = field(default_factory=list)
     size: int = 0
@@ -64,7 +64,6 @@ class Appender:
         self._asked: queue.SimpleQueue[_Write | Gone | None] = queue.SimpleQueue()
         self._sealed: queue.Queue[_Frame | Gone | None] = queue.Queue(_AHEAD)
         self._scratch: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._frame_bytes = min(_FRAME_BYTES, shelf.segment_bytes // 4)
         self._sync_bytes = min(_SYNC_BYTES, shelf.segment_bytes)  # acknowledged before its segment can leave
         self._threads = [
             threading.Thread(target=target, name=f"kvloom-disk-{name}", daemon=True)
@@ -101,16 +100,17 @@ class Appender:
             if not isinstance(job, _Write):
                 self._sealed.put(job)
                 continue
-            at, size = 0, min(_FIRST_BYTES, self._frame_bytes)
+            most = min(_FRAME_BYTES, self._shelf.segment_bytes_for(job.objects.tenant) // 4)
+            at, size = 0, min(_FIRST_BYTES, most)
             while at < len(job.which):
                 step = max(1, min(_FRAME_RECORDS, size // job.objects.form.page_bytes))
                 self._seal(job, job.which[at : at + step].tolist())
-                at, size = at + step, min(2 * size, self._frame_bytes)
+                at, size = at + step, min(2 * size, most)
             del job
         self._sealed.put(None)
 
     def _seal(self, job: _Write, which: list[int]) -> None:
-        frame = _Frame(job.transfer, which, job.objects.form.page_bytes)
+        frame = _Frame(job.transfer, which, job.objects.form.page_bytes, job.objects.tenant)
         if not job.transfer.enter():
             self._add(-len(which) * frame.page_bytes)
             return
@@ -183,7 +183,7 @@ class Appender:
                 self._drop(job)
                 continue
             try:
-                records = self._shelf.append(job.heads, job.bodies, job.size)
+                records = self._shelf.append(job.heads, job.bodies, job.size, job.tenant)
             except Exception as error:  # noqa: BLE001  the disk's trouble is these pages' alone
                 self._finish(job, *_why(error))
                 continue
@@ -224,5 +224,6 @@ class Appender:
 
 def _why(error: Exception) -> tuple[Outcome, str]:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Outcome.FULL, f"the disk is full: {error.strerror}"
+        what = "the disk" if error.errno == errno.ENOSPC else "a quota"
+        return Outcome.FULL, f"{what} is full: {error.strerror}"
     return Outcome.FAILED, str(error)

@@ -1,6 +1,6 @@
 """Calls into a client that has no timeouts: they run in a thread of their own, and who waits gives up in time.
 
-A call that was given up goes on in its thread; what it was lent must be its alone. Knows no stores.
+A call that was given up goes on in its thread, with what it was lent: `StillRunningError` says when that ends. Knows no stores.
 """
 
 from __future__ import annotations
@@ -10,9 +10,25 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Bounded"]
+__all__ = ["Bounded", "StillRunningError"]
 
 _MOST_STUCK = 16
+
+
+class StillRunningError(TimeoutError):
+    """A call was given up and goes on. If it was `lent` a caller's memory, that is the call's until it is over."""
+
+    def __init__(self, text: str, answer: _Answer, lent: bool) -> None:
+        super().__init__(text)
+        self._answer, self.lent = answer, lent
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Has `call()` called once when it is over: at once, or from the call's thread."""
+        with Bounded._lock:
+            if not self._answer.come.is_set():
+                self._answer.watchers.append(call)
+                return
+        call()
 
 
 class Bounded:
@@ -29,7 +45,9 @@ class Bounded:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], _Answer] | None] = queue.SimpleQueue()
         threading.Thread(target=self._loop, name="kvloom-bounded", daemon=True).start()
 
-    def call(self, function: Callable[[], Any], timeout: float | None = None) -> Any:
+    def call(self, function: Callable[[], Any], timeout: float | None = None, lent: bool = False) -> Any:
+        """What `function` returns or raises; StillRunningError when it takes too long. `lent` says that it was lent a caller's
+        memory."""
         if self._ended:
             raise TimeoutError(f"{self._what} did not answer before")
         answer = _Answer()
@@ -41,7 +59,7 @@ class Bounded:
                 Bounded._stuck += given_up
             if given_up:
                 self.close()
-                raise TimeoutError(f"{self._what} did not answer within {limit} s")
+                raise StillRunningError(f"{self._what} did not answer within {limit} s", answer, lent)
         if answer.error is not None:
             raise answer.error
         return answer.value
@@ -60,7 +78,10 @@ class Bounded:
             with Bounded._lock:
                 answer.come.set()
                 Bounded._stuck -= answer.given_up
-            del asked, function, answer
+                watchers, answer.watchers = answer.watchers, []
+            for call in watchers:
+                call()
+            del asked, function, answer, watchers
 
 
 class _Answer:
@@ -69,6 +90,7 @@ class _Answer:
         self.given_up = False
         self.value: Any = None
         self.error: BaseException | None = None
+        self.watchers: list[Callable[[], None]] = []
 
     def give_up(self) -> bool:
         self.given_up = not self.come.is_set()

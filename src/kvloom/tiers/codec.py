@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
 from typing import Any, Literal
 
+from .checks import checksum, checksums, copy_checked
 from .keys import SALT_BYTES, TAG_BYTES, Keyring, NoKeyError
 from .tier import KEY_BYTES, MOST_RUNS, Form, TierError
 from .transfer import Outcome
@@ -31,8 +31,6 @@ __all__ = [
     "Codec",
     "Compression",
     "Head",
-    "checksum",
-    "checksums",
     "make_codec",
     "most_bytes",
     "parse_head",
@@ -49,23 +47,6 @@ _CHECK = struct.Struct("<Q")
 Compression = Literal["none", "lz4", "zstd"]
 _METHODS: tuple[Compression, ...] = ("none", "lz4", "zstd")
 Bytes = memoryview | bytes
-
-_xxh3: Callable[[Any], int] | None = None
-
-
-def checksum(data: Bytes) -> int:
-    """xxh3, 64 bits: as fast as memory here, where zlib's crc32 does a quarter of it."""
-    global _xxh3  # noqa: PLW0603  found on first use, so that a tier without checksums needs no package
-    if _xxh3 is None:
-        found: Callable[[Any], int] = _library("xxhash").xxh3_64_intdigest
-        _xxh3 = found
-    return _xxh3(data)
-
-
-def checksums(page: memoryview, run_bytes: int) -> bytes:
-    """The checksums of a page's runs, as they stand in a head."""
-    ends = range(run_bytes, len(page) + 1, run_bytes)
-    return struct.pack(f"<{len(ends)}Q", *(checksum(page[end - run_bytes : end]) for end in ends))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,21 +234,17 @@ def unseal(
         return Outcome.SHORT
     if head.salt:
         return _unlock(head, body, first, into, codec, tenant)
-    checks = struct.unpack_from(f"<{last - first}Q", head.checks, first * 8)
-    if head.stored is None:
-        if body is not into:
-            into[:] = body[: high - low]
-    else:
+    if head.stored is None and body is not into:
+        sums = copy_checked(into, body[: high - low], step, arrived=True)
+        return Outcome.OK if sums == head.checks[first * 8 : last * 8] else Outcome.CORRUPT
+    if head.stored is not None:
         at = 0
         for number, length in enumerate(head.stored[first:last]):
             run = into[number * step : (number + 1) * step]
             if not _unpack(head, body[at : at + length], run, codec):
                 return Outcome.CORRUPT
             at += length
-    for number, check in enumerate(checks):
-        if checksum(into[number * step : (number + 1) * step]) != check:
-            return Outcome.CORRUPT
-    return Outcome.OK
+    return Outcome.OK if checksums(into, step) == head.checks[first * 8 : last * 8] else Outcome.CORRUPT
 
 
 def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bool:

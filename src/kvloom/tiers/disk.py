@@ -1,9 +1,10 @@
 """The disk tier: pages in segment files of one directory, there again after a restart or a crash.
 
     write -> sealing thread (checksums, compression) -> appending thread (one write a frame, one sync for several) -> OK
-    read  -> a few reading threads, straight into aligned memory of the caller, then the checksums
+    read  -> reading threads, straight into aligned memory of the caller; each read is checked while others come
 
-Knows objects and bytes. What is on the disk is `segment.py`; what is where, and what leaves, `shelf.py`.
+Knows objects and bytes. What is on the disk is `segment.py`; what is where, and what leaves, `shelf.py`; how pages get there and
+back, `append.py` and `fetch.py`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ import numpy as np
 import numpy.typing as npt
 
 from .append import Appender
-from .codec import Compression, make_codec, most_bytes, unseal
-from .files import BLOCK, Files, aligned, lock_directory
+from .codec import Compression, make_codec, most_bytes
+from .fetch import Fetcher
+from .files import BLOCK, Files, SystemFiles, aligned, lock_directory
 from .keys import Keyring
-from .segment import Record, Segment
+from .shares import Shares
 from .shelf import Shelf, ShelfConfig
 from .tier import Objects, Ranges, Tier, TierError, parted
-from .transfer import Outcome, Tally, TierStats, Transfer, explain, failed_transfer
-from .workers import Tools, Workers
+from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
 
 __all__ = ["DiskConfig", "DiskTier"]
 
-_READ_BYTES = 2 << 20  # one read; larger batches become several, so that the threads share them
+_SOON_BYTES = 4 << 20  # looked up before the disk begins with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class DiskConfig:
     evict: Literal["oldest", "least-used"] = "least-used"
     carry: bool = True
     direct: bool = True
-    readers: int = 4
+    readers: int = 8
     pending_bytes: int = 1 << 30
     close_seconds: float = 10.0
 
@@ -88,7 +89,7 @@ class DiskTier(Tier):
     a full disk, a lost mount, a damaged file are outcomes.
     """
 
-    def __init__(self, config: DiskConfig, files: Callable[[int], Files] = Files) -> None:
+    def __init__(self, config: DiskConfig, files: Callable[[int], Files] = SystemFiles) -> None:
         self._config = config
         keys = None if config.keys is None else Keyring.read(config.keys)
         self._make_codec = partial(make_codec, config.compression, keys)
@@ -106,11 +107,10 @@ class DiskTier(Tier):
             raise TierError(f"the disk tier cannot read {self._path}: {error.strerror or error}") from error
         self._tally = Tally()
         self._closed = False
-        self._reading = 0
         self._counts = threading.Lock()
         self._open: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._appender = Appender(self._shelf, self._make_codec(), config.durable == "power")
-        self._readers: Workers[_Read] = Workers(config.readers, "kvloom-disk-read", self._reader)
+        self._fetcher = Fetcher(self.name, self._files, self._shelf, self._make_codec, config.readers)
 
     @property
     def name(self) -> str:
@@ -123,6 +123,18 @@ class DiskTier(Tier):
     @property
     def closed(self) -> bool:
         return self._closed
+
+    def share_out(self, shares: Shares) -> None:
+        """Raises TierError where the disk does not let files go that a share has no room for."""
+        try:
+            self._shelf.share_out(shares)
+        except OSError as error:
+            raise TierError(
+                f"the disk tier cannot make room in {self._path}: {error.strerror or error}"
+            ) from error
+
+    def kept_for(self, tenant: str) -> int:
+        return self._shelf.kept_for(tenant)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         with self._shelf.lock:
@@ -137,38 +149,52 @@ class DiskTier(Tier):
                 len(objects), self._tally, "read", Outcome.FAILED, "the disk tier is closed"
             )
         transfer = Transfer(len(objects), self._tally, "read", stop - start)
-        missing, wrong, found = [], [], []
-        form, shelf = objects.form, self._shelf
-        room = self._config.pending_bytes - self._reading
+        with self._counts:
+            self._open.add(transfer)
+        each = max(1, _SOON_BYTES // (stop - start))
+        share = self._fetcher.share(len(objects) * (stop - start))
+        for at in range(0, len(objects), each):
+            which = range(at, min(at + each, len(objects)))
+            self._ask(transfer, objects, which, into, (start, stop), share)
+        return transfer
+
+    def _ask(
+        self,
+        transfer: Transfer,
+        objects: Objects,
+        which: range,
+        into: Ranges,
+        part: tuple[int, int],
+        share: int,
+    ) -> None:
+        """Hands records to the reading threads, and settles what there is not."""
+        missing, wrong, busy, found = [], [], [], []
+        keys, shelf, size = objects.keys, self._shelf, part[1] - part[0]
+        checks, run_bytes = 8 * objects.form.runs, objects.form.run_bytes
+        room = self._config.pending_bytes - self._fetcher.pending
         with shelf.lock:
-            for index, key in enumerate(objects.keys):
-                record = shelf.index.get(key)
+            for index in which:
+                record = shelf.index.get(keys[index])
                 if record is None:
                     missing.append(index)
-                elif (record.head.runs, record.head.run_bytes) != (form.runs, form.run_bytes):
+                elif record.head.run_bytes != run_bytes or len(record.head.checks) != checks:
                     wrong.append(index)
                 elif room > 0:
-                    room -= stop - start
+                    room -= size
                     shelf.touch(record)
                     found.append((index, record))
-        jobs = self._plan(found, transfer, into, start, stop, objects.tenant)
+                else:
+                    busy.append(index)
         transfer.settle(missing, Outcome.MISSING)
         transfer.settle(wrong, Outcome.LAYOUT, "an object's head disagrees with its form")
-        if len(missing) + len(wrong) + len(found) < len(objects):
-            taken = np.ones(len(objects), np.bool_)
-            taken[missing + wrong + [index for index, _ in found]] = False
-            transfer.settle(np.flatnonzero(taken), Outcome.BUSY, "too many reads are under way")
+        transfer.settle(busy, Outcome.BUSY, "too many reads are under way")
         with self._counts:  # close() ends the threads after what was submitted under this lock
             if not (closed := self._closed):
-                self._open.add(transfer)
-                self._reading += len(found) * (stop - start)
-                for job in jobs:
-                    self._readers.submit(job)
+                self._fetcher.submit(transfer, found, into, part, objects.tenant, share)
         if closed:
-            for job in jobs:
-                self._shelf.let_go(job.segment, len(job.items))
+            for _, record in found:
+                shelf.let_go(record.segment, 1)
             transfer.settle_rest(Outcome.FAILED, "the disk tier is closed")
-        return transfer
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         source.check(objects, writable=False)
@@ -218,7 +244,7 @@ class DiskTier(Tier):
                 return
             self._closed = True
         quiet = self._appender.close(self._config.close_seconds)
-        quiet = self._readers.close(self._config.close_seconds if quiet else 0.1) and quiet
+        quiet = self._fetcher.close(self._config.close_seconds if quiet else 0.1) and quiet
         with self._counts:
             left = list(self._open)
         for transfer in left:
@@ -230,114 +256,3 @@ class DiskTier(Tier):
     def _unlock(self) -> None:
         os.close(self._lock_file)
         os.close(self._directory)
-
-    # --- reading
-
-    def _plan(
-        self,
-        found: list[tuple[int, Record]],
-        transfer: Transfer,
-        into: Ranges,
-        start: int,
-        stop: int,
-        tenant: str,
-    ) -> list[_Read]:
-        """Reads that together bring every record; neighbours on the disk that land in place come in one."""
-        found.sort(key=_place)
-        starts, address = into.starts.tolist(), into.address + start
-        size = stop - start
-        blocks = not (start % BLOCK or size % BLOCK)
-        jobs: list[_Read] = []
-        end, items, segment = -1, [], None  # of the read that the next record may join
-        for index, record in found:
-            at = starts[index]
-            in_place = record.head.stored is None and (
-                not record.segment.direct or (blocks and (address + at) % BLOCK == 0)
-            )
-            if (
-                record.offset == end
-                and in_place
-                and record.segment is segment
-                and len(items) * size < _READ_BYTES
-            ):
-                items.append((index, record, at + start))
-            else:
-                items = [(index, record, at + start)]
-                jobs.append(_Read(transfer, record.segment, into, start, stop, in_place, items, tenant))
-                segment = record.segment if in_place else None
-            end = record.offset + size  # a part of a page has no neighbour: the next page begins further on
-        return jobs
-
-    def _reader(self) -> Callable[[_Read], None]:
-        tools = Tools(self._make_codec())
-
-        def run(job: _Read) -> None:
-            try:
-                if job.transfer.enter():
-                    try:
-                        job.in_place_read(self, tools) if job.in_place else job.scratch_read(self, tools)
-                    finally:
-                        job.transfer.leave()
-            except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
-                which = [index for index, _, _ in job.items]
-                job.transfer.settle(which, Outcome.FAILED, f"{self.name}: {error}")
-            finally:
-                self._shelf.let_go(job.segment, len(job.items))
-                with self._counts:
-                    self._reading -= len(job.items) * (job.stop - job.start)
-
-        return run
-
-    def _settle(self, transfer: Transfer, index: int, record: Record, outcome: Outcome) -> None:
-        if outcome != Outcome.OK:
-            self._shelf.forget(record.head.key, record)  # it will not get better
-        transfer.settle(index, outcome, "" if outcome == Outcome.OK else f"{self.name}: {explain(outcome)}")
-
-
-def _place(item: tuple[int, Record]) -> tuple[int, int]:
-    return item[1].segment.number, item[1].offset
-
-
-@dataclass(slots=True)
-class _Read:
-    """One call to the disk: records that follow each other, each with where its part goes."""
-
-    transfer: Transfer
-    segment: Segment
-    into: Ranges
-    start: int
-    stop: int
-    in_place: bool
-    items: list[tuple[int, Record, int]]
-    tenant: str
-
-    def in_place_read(self, tier: DiskTier, tools: Tools) -> None:
-        pages, size = self.into.view, self.stop - self.start
-        pieces = [pages[at : at + size] for _, _, at in self.items]
-        got = tier._files.read(self.segment.fd, pieces, self.items[0][1].offset + self.start)
-        good = []
-        for (index, record, _), piece in zip(self.items, pieces, strict=True):
-            outcome = Outcome.SHORT
-            if got >= size:
-                outcome = unseal(record.head, piece, self.start // record.head.run_bytes, piece, tools.codec)
-            got -= size
-            if outcome == Outcome.OK:
-                good.append(index)
-            else:
-                tier._settle(self.transfer, index, record, outcome)
-        self.transfer.settle(good, Outcome.OK)  # together: one by one costs as much as the checksums
-
-    def scratch_read(self, tier: DiskTier, tools: Tools) -> None:
-        pages = self.into.view
-        for index, record, at in self.items:
-            head = record.head
-            first, last = self.start // head.run_bytes, self.stop // head.run_bytes
-            low, high = head.span(first, last)
-            base = low // BLOCK * BLOCK
-            room = tools.room(aligned(high - base))[: aligned(high - base)]
-            got = tier._files.read(self.segment.fd, [room], record.offset + base)
-            body = room[low - base : max(low - base, min(got, high - base))]
-            into = pages[at : at + self.stop - self.start]
-            tier._settle(
-                self.transfer, index, record, unseal(head, body, first, into, tools.codec, self.tenant)
-            )

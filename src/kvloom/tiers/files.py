@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .checks import checksums, read_checked, read_step
 from .tier import TierError
 
-__all__ = ["BLOCK", "Files", "aligned", "aligned_bytes", "lock_directory"]
+__all__ = ["BLOCK", "Files", "SystemFiles", "aligned", "aligned_bytes", "lock_directory"]
 
 BLOCK = 4096
 _MOST_PIECES = 1024  # Linux's IOV_MAX
@@ -80,6 +81,18 @@ class Files:
                 break
         return done
 
+    def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
+        """Fills one piece of whole runs, some at a time; how many bytes came, and the checksums of the runs. Those of runs
+        that did not come mean nothing."""
+        step, done = read_step(run_bytes), 0
+        sums = []
+        for at in range(0, len(into), step):
+            piece = into[at : at + step]
+            got = self.read(fd, [piece], offset + at) if done == at else 0
+            sums.append(checksums(piece, run_bytes))
+            done += got
+        return done, b"".join(sums)
+
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
         """All of it, or an OSError."""
         done = 0
@@ -96,6 +109,13 @@ class Files:
 
     def sync_directory(self) -> None:
         os.fsync(self.directory)
+
+
+class SystemFiles(Files):
+    """Files whose pages are read and checked in one call, where there is one."""
+
+    def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
+        return read_checked(fd, into, offset, run_bytes) or super().read_checked(fd, into, offset, run_bytes)
 
 
 def lock_directory(path: Path) -> tuple[int, int]:

@@ -1,6 +1,6 @@
-"""The host tier: pages in this process's memory, least recently used first to leave.
+"""The host tier: pages in this process's memory, least recently used first to leave, of those whose share allows it.
 
-A read or write copies in the calling thread (numpy lets other threads run meanwhile) and is done when it returns. A
+A read or write copies in the calling thread, a large one with a second beside it, and is done when it returns. A
 device copies by itself: `hold` and `reserve` lend the places in the arena for as long as its copies run.
 Knows no devices: pinned memory is handed in as the arena's buffer.
 """
@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .arena import Arena, copy_pages
-from .codec import Head, checksums, make_codec, unseal
+from .checks import checksums
+from .codec import Head, make_codec, unseal
+from .shares import Account, Share, Shares
 from .tier import Objects, Ranges, Tier, parted
 from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
 
@@ -40,11 +42,22 @@ class HostConfig:
     checked: bool = False
 
 
-class _Entry:
-    __slots__ = ("checks", "gone", "held", "offset", "ready", "size")
+class _Account(Account):
+    """A tenant's pages, least recently used first."""
 
-    def __init__(self, offset: int, size: int) -> None:
-        self.offset, self.size = offset, size
+    __slots__ = ("order",)
+
+    def __init__(self, share: Share, capacity: int) -> None:
+        super().__init__(share, capacity)
+        self.order: OrderedDict[bytes, _Entry] = OrderedDict()
+
+
+class _Entry:
+    __slots__ = ("account", "checks", "gone", "held", "offset", "ready", "size", "tick")
+
+    def __init__(self, offset: int, size: int, account: _Account, tick: int) -> None:
+        self.offset, self.size, self.account = offset, size, account
+        self.tick = tick  # when it was used last: what orders pages of different accounts
         self.held = 1  # transfers under way: it can neither be evicted nor its page lent
         self.ready = False  # its bytes have come
         self.gone = False  # dropped while held: its page comes back with the last hold
@@ -98,8 +111,12 @@ class HostTier(Tier):
         self._arena = Arena(config.capacity, config.slab_bytes, buffer)
         self._codec = make_codec() if config.checked else None
         self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: dict[bytes, _Entry] = {}
         self._in_slab: list[dict[int, bytes]] = [{} for _ in range(self._arena.slabs)]
+        self._others = _Account(Share(), self.capacity)
+        self._accounts: dict[str, _Account] = {}
+        self._all = [self._others]
+        self._ticks = 0
         self._tally = Tally()
         self._coming = 0  # entries whose bytes have not come
         self._evicted = 0
@@ -123,6 +140,18 @@ class HostTier(Tier):
         """The largest page it takes."""
         return self._arena.slab_bytes
 
+    def share_out(self, shares: Shares) -> None:
+        with self._lock:
+            if self._entries or self._accounts:
+                raise ValueError("shares are given once, before anything is kept here")
+            self._accounts = {tenant: _Account(share, self.capacity) for tenant, share in shares.items()}
+            self._others = self._accounts.get("", self._others)
+            self._all = list({id(a): a for a in (self._others, *self._accounts.values())}.values())
+
+    def kept_for(self, tenant: str) -> int:
+        with self._lock:
+            return self._accounts.get(tenant, self._others).used
+
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         with self._lock:
             get = self._entries.get
@@ -133,14 +162,16 @@ class HostTier(Tier):
         entries: list[_Entry | None] = []
         results: list[int] = []
         with self._lock:
-            table = self._entries
+            table, self._ticks = self._entries, self._ticks + 1
+            tick = self._ticks
             for key in objects.keys:
                 entry = table.get(key)
                 if entry is None or not entry.ready:
                     entries.append(None)
                     results.append(_MISSING)
                     continue
-                table.move_to_end(key)
+                entry.account.order.move_to_end(key)
+                entry.tick = tick
                 entry.held += 1
                 entries.append(entry)
                 results.append(_OK)
@@ -148,7 +179,7 @@ class HostTier(Tier):
 
     def reserve(self, objects: Objects) -> Lease:
         """Places for objects that are not there, evicting as needed: fill those whose result is PENDING, then
-        release. OK: it is there already, or on its way. FULL: everything is held."""
+        release. OK: it is there already, or on its way. FULL: all that may leave for them is held."""
         size = objects.form.page_bytes
         if not self._arena.fits(size):
             raise ValueError(
@@ -157,21 +188,25 @@ class HostTier(Tier):
         entries: list[_Entry | None] = []
         results: list[int] = []
         with self._lock:
-            table, slab_bytes = self._entries, self._arena.slab_bytes
+            table, slab_bytes, self._ticks = self._entries, self._arena.slab_bytes, self._ticks + 1
+            account, tick = self._accounts.get(objects.tenant, self._others), self._ticks
             fresh = 0 if self._closed else sum(key not in table for key in objects.keys)
-            free = self._arena.take(size, fresh)[::-1]
+            within = max(0, account.most - account.used) // size
+            free = self._arena.take(size, min(fresh, within))[::-1]
             for key in objects.keys:
-                if key in table:
-                    table.move_to_end(key)
+                if (there := table.get(key)) is not None:
+                    there.account.order.move_to_end(key)
+                    there.tick = tick
                     entries.append(None)
                     results.append(_OK)
                     continue
-                offset = -1 if self._closed else free.pop() if free else self._make_room(size)
+                offset = -1 if self._closed else free.pop() if free else self._make_room(size, account)
                 if offset < 0:
                     entries.append(None)
                     results.append(int(Outcome.FAILED if self._closed else Outcome.FULL))
                     continue
-                table[key] = entry = _Entry(offset, size)
+                table[key] = account.order[key] = entry = _Entry(offset, size, account, tick)
+                account.used += size
                 self._coming += 1
                 self._in_slab[offset // slab_bytes][offset] = key
                 entries.append(entry)
@@ -217,7 +252,7 @@ class HostTier(Tier):
             lease.release(written)
         for outcome in np.unique(lease.results).tolist():
             why = {
-                Outcome.FULL: "every page of the host tier is held",
+                Outcome.FULL: "every page that could leave the host tier is held, or the tenant's share holds none",
                 Outcome.FAILED: "the host tier is closed",
             }
             transfer.settle(
@@ -250,47 +285,69 @@ class HostTier(Tier):
 
     # --- under the lock
 
-    def _make_room(self, size: int) -> int:
-        """A page where none is free: that of the least recently used object, if it has this size; else the whole slab
-        that object lies in leaves. -1 when everything is held."""
-        for (
-            key,
-            entry,
-        ) in self._entries.items():  # the least recently used: mostly its place simply changes hands
-            if entry.size == size and not entry.held:
-                del self._entries[key], self._in_slab[entry.offset // self._arena.slab_bytes][entry.offset]
-                self._evicted += 1
-                return entry.offset
-            break
-        tries = min(len(self._entries), _MOST_TRIES)
-        for _ in range(tries):
-            if taken := self._arena.take(size, 1):
+    def _make_room(self, size: int, account: _Account) -> int:
+        """A page where none is free: that of the least recently used object that may leave, if it has this size; else the
+        whole slab that object lies in leaves. Whose share is full loses pages of its own. -1 where none may leave."""
+        source = self._victim(account, size)
+        if source is None:
+            return -1
+        key, entry = next(iter(source.order.items()))
+        if entry.size == size and not entry.held:  # mostly its place simply changes hands
+            del self._entries[key], source.order[key]
+            del self._in_slab[entry.offset // self._arena.slab_bytes][entry.offset]
+            source.used -= size
+            self._evicted += 1
+            return entry.offset
+        for _ in range(min(len(self._entries), _MOST_TRIES)):
+            source = self._victim(account, size)
+            own = account.used + size > account.most
+            if source is None:
+                return -1
+            if not own and (taken := self._arena.take(size, 1)):
                 return taken[0]
-            key, entry = next(iter(self._entries.items()))
-            slab = entry.offset // self._arena.slab_bytes
-            places = {entry.offset: key} if entry.size == size else self._in_slab[slab]
-            if not all(map(self._may_leave, places, places.values())):
-                self._entries.move_to_end(key)  # in use now, so not the least recently used
+            key, entry = next(iter(source.order.items()))
+            alone = own or entry.size == size
+            places = {entry.offset: key} if alone else self._in_slab[entry.offset // self._arena.slab_bytes]
+            if not all(self._may_leave(offset, other, account) for offset, other in places.items()):
+                source.order.move_to_end(key)  # in use now, so not the least recently used
+                entry.tick = self._ticks
                 continue
             for other in list(places.values()):
                 self._forget(other, self._entries[other])
                 self._evicted += 1
-        taken = self._arena.take(size, 1)
+        taken = self._arena.take(size, 1) if account.used + size <= account.most else []
         return taken[0] if taken else -1
 
-    def _may_leave(self, offset: int, key: bytes) -> bool:
-        """Nobody holds this page; one that was dropped while held is under no key, or its key is elsewhere now."""
+    def _victim(self, account: _Account, size: int) -> _Account | None:
+        """Whose page leaves next for one of `size` bytes of `account`: its own where its share is full, else the least
+        recently used of its own and of those above what is sure to be theirs. O(accounts)."""
+        if len(self._all) == 1 or account.used + size > account.most:
+            return account if account.order and size <= account.most else None
+        best = None
+        for one in self._all:
+            if one.order and (one is account or one.spares):
+                tick = next(iter(one.order.values())).tick
+                if best is None or tick < best[0]:
+                    best = tick, one
+        return best[1] if best else None
+
+    def _may_leave(self, offset: int, key: bytes, account: _Account) -> bool:
+        """Nobody holds this page, and its owner spares it or has to; one that was dropped while held is under no key, or
+        its key is elsewhere now."""
         entry = self._entries.get(key)
-        return entry is not None and entry.offset == offset and not entry.held
+        if entry is None or entry.offset != offset or entry.held:
+            return False
+        return entry.account is account or entry.account.spares or account.used + entry.size <= account.sure
 
     def _forget(self, key: bytes, entry: _Entry) -> None:
-        del self._entries[key]
+        del self._entries[key], entry.account.order[key]
         if entry.held:
             entry.gone = True
         else:
             self._free(entry)
 
     def _free(self, entry: _Entry) -> None:
+        entry.account.used -= entry.size
         del self._in_slab[entry.offset // self._arena.slab_bytes][entry.offset]
         self._arena.give(entry.size, entry.offset)
 

@@ -1,7 +1,7 @@
 """Mooncake Store as a tier: `mooncake://master:50051?capacity=64GiB&segment=16GiB`.
 
-One client for a tier, as its library wants it; every thread has a registered buffer, through which values pass. The store
-neither counts for us nor tells what it evicted, so `capacity` bounds what this process put there. An empty or negative answer
+One client for a tier, as its library wants it. Pages go straight between their memory, which is registered, and the store; heads,
+and what is compressed or encrypted, pass through a registered buffer that every thread has. The store neither counts for us nor tells what it evicted, so `capacity` bounds what this process put there. An empty or negative answer
 is a miss, a length is never believed, and nothing is asked of a client whose set-up failed: that would end the process.
 """
 
@@ -19,9 +19,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import numpy.typing as npt
 
 from .bounded import Bounded
-from .files import aligned, aligned_bytes
+from .files import BLOCK, aligned, aligned_bytes
 from .options import Options
 from .remote import RemoteConfig, RemoteTier, StoreError, Usage
 from .tier import TierError
@@ -30,9 +31,11 @@ from .values import Counted, Place, Store, Want, store_tier
 
 __all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "opener"]
 
-_NO_ROOM, _TOO_LONG = -200, -600
+_NO_ROOM, _TOO_LONG, _ABSENT = -200, -600, -704
+_MOST_LENT = 8  # regions of callers' memory that stay registered; what lies elsewhere passes through a buffer
+_LEAST_LENT = 1 << 20
 _SETUP_SECONDS = 20.0
-_LOST: list[memoryview] = []  # buffers that must outlive their connections
+_LOST: list[Any] = []  # buffers that must outlive their connections
 _FAILED: list[Any] = []  # clients that were never set up: their end can crash the process
 
 
@@ -59,6 +62,31 @@ class _Client:
         self._config, self._timeout = config, timeout
         self._lock = threading.Lock()
         self._ready: Any = None
+        # Two batches at once are slower than one after the other; one is checked while the other travels.
+        self.turn = {"get": threading.Lock(), "put": threading.Lock()}
+        # Registered (address, bytes) -> the memory, which stays while it is.
+        self._lent: dict[tuple[int, int], Any] = {}
+
+    def lend(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
+        """Registers memory once, until the tier is closed. May take long, and may be refused: then it is not lent."""
+        region = (_address(memory), len(memory))
+        if region in self._lent or region[1] < _LEAST_LENT:
+            return
+        with self._lock:
+            if (
+                region in self._lent
+                or len(self._lent) >= _MOST_LENT
+                or any(_overlap(region, other) for other in self._lent)
+            ):
+                return
+            if client.register_buffer(*region) == 0:
+                self._lent = {**self._lent, region: memory}
+
+    def address(self, piece: memoryview) -> int:
+        """Where a piece lies, if it is in memory that was lent; else 0."""
+        at = _address(np.frombuffer(piece, np.uint8))
+        here = any(low <= at and at + len(piece) <= low + size for low, size in self._lent)
+        return at if here else 0
 
     def get(self) -> Any:
         """A StoreError while the master cannot be reached."""
@@ -109,9 +137,20 @@ class _Client:
         """Gives back the segment, and with it what lies there."""
         with self._lock:
             client, self._ready = self._ready, None
+            lent, self._lent = self._lent, {}
+
+        def end() -> None:
+            for address, _ in lent:
+                client.unregister_buffer(address)
+            client.close()
+
         if client is not None:
             bounded = Bounded(_SETUP_SECONDS, str(self._config))
-            bounded.call(client.close)
+            try:
+                bounded.call(end)
+            except TimeoutError:
+                _LOST.extend(lent.values())  # a call that hangs may still use it
+                raise
             bounded.close()
 
 
@@ -119,7 +158,7 @@ class MooncakeStore(Store):
     """One thread's way to the store: calls that are bounded in time, and a buffer that is registered."""
 
     def __init__(self, client: _Client, counted: Counted, timeout: float, what: str) -> None:
-        self._client, self._counted = client.get(), counted
+        self._shared, self._client, self._counted = client, client.get(), counted
         self._bounded = Bounded(timeout, what)
         self._room = aligned_bytes(0)
         self._address = 0
@@ -132,45 +171,110 @@ class MooncakeStore(Store):
             raise StoreError(f"the master does not answer: code {min(found)}")
         return [code == 1 for code in found]
 
+    def lend(self, memory: npt.NDArray[np.uint8]) -> None:
+        self._call(lambda: self._shared.lend(self._client, memory))
+
     def get(self, wants: Sequence[Want], place: Place) -> list[int]:
         """A key that is in a batch twice is asked for once: the client would fill one of its places only."""
-        places = {want: number for number, want in enumerate(dict.fromkeys(wants))}
+        self._counted.touch(list(dict.fromkeys(want.key for want in wants)))
+        lengths = self._straight(wants, place) if len(set(wants)) == len(wants) else [0] * len(wants)
+        left = [number for number, length in enumerate(lengths) if not length]
+        if not left:
+            return lengths
+        places = {want: number for number, want in enumerate(dict.fromkeys(wants[n] for n in left))}
         distinct = list(places)
-        self._counted.touch([want.key for want in distinct])
         sizes = [want.stop - want.start if want.stop else want.most for want in distinct]
         begins = [0, *accumulate(aligned(size) for size in sizes)]
         self._stage(begins[-1])
         got = self._fetch(distinct, begins, sizes)
-        lengths = []
-        for number, want in enumerate(wants):
+        for number in left:
+            want = wants[number]
             at, length = begins[places[want]], got[places[want]]
-            lengths.append(length if length > 0 else -1)
+            lengths[number] = length if length > 0 else -1
             for piece in (place(number, length) or ()) if length > 0 else ():
                 piece[:] = self._room[at : at + len(piece)]
                 at += len(piece)
         return lengths
 
+    def _straight(self, wants: Sequence[Want], place: Place) -> list[int]:
+        """Values of the likely length straight to where they go: their lengths, -1 for what is not there, 0 for what must be
+        fetched through the buffer."""
+        lengths = [0] * len(wants)
+        pieces = {n: place(n, want.likely) or () for n, want in enumerate(wants) if want.likely}
+        targets = {number: self._laid(here) for number, here in pieces.items()}
+        direct = [number for number, laid in targets.items() if any(address for address, _ in laid)]
+        if not direct:
+            return lengths
+        self._stage(sum(aligned(size) for n in direct for address, size in targets[n] if not address))
+        at, small = 0, []  # what is not lent comes through the buffer
+        buffers: list[list[int]] = []
+        for number in direct:
+            buffers.append([])
+            for piece, (address, size) in zip(pieces[number], targets[number], strict=True):
+                if not address:
+                    address = self._address + at
+                    small.append((number, piece, at))
+                    at += aligned(size)
+                buffers[-1].append(address)
+        names = [wants[number].key.hex() for number in direct]
+        rooms = [[size for _, size in targets[number]] for number in direct]
+
+        def fetch() -> Any:
+            with self._shared.turn["get"]:
+                return self._client.batch_get_into_multi_buffers(names, buffers, rooms)
+
+        got = self._call(fetch, lent=True)
+        self._checked(got, len(direct))
+        for number, length in zip(direct, got, strict=True):
+            likely = wants[number].likely
+            lengths[number] = -1 if length == _ABSENT else likely if length == likely else 0
+        for number, piece, begin in small:
+            if lengths[number] > 0:
+                piece[:] = self._room[begin : begin + len(piece)]
+        return lengths
+
+    def _laid(self, pieces: Sequence[Any]) -> list[tuple[int, int]]:
+        """Address and length of each piece; address 0 where it is not lent."""
+        views = [memoryview(piece) for piece in pieces]
+        return [(self._shared.address(view) if len(view) >= BLOCK else 0, len(view)) for view in views]
+
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
-        sizes = {key: sum(map(len, pieces)) for key, pieces in items}
-        keys = list(sizes)
+        values = dict(items)
+        laid = {key: self._laid(pieces) for key, pieces in items}
+        sizes = {key: sum(size for _, size in parts) for key, parts in laid.items()}
         self._evict(self._counted.reserve(sizes))
-        self._stage(sum(map(aligned, sizes.values())))
-        at, begins, values = 0, [], dict(items)
-        for key in keys:
-            begins.append(at)
-            done = at
-            for piece in values[key]:
-                self._room[done : done + len(piece)] = memoryview(piece)
-                done += len(piece)
-            at += aligned(sizes[key])
-        names, pointers = [key.hex() for key in keys], [self._address + begin for begin in begins]
-        lengths = [sizes[key] for key in keys]
-        codes = self._call(lambda: self._client.batch_put_from(names, pointers, lengths))
-        self._checked(codes, len(keys))
-        self._counted.forget([key for key, code in zip(keys, codes, strict=True) if code])
+        self._stage(sum(aligned(s) for parts in laid.values() for address, s in parts if not address))
+        at, buffers, lengths = 0, [], []
+        for key, parts in laid.items():
+            pointers: list[int] = []
+            rooms: list[int] = []
+            for piece, (address, size) in zip(values[key], parts, strict=True):
+                if address:
+                    pointers.append(address)
+                    rooms.append(size)
+                    continue
+                self._room[at : at + size] = memoryview(piece)
+                if pointers and pointers[-1] + rooms[-1] == self._address + at:
+                    rooms[-1] += size
+                else:
+                    pointers.append(self._address + at)
+                    rooms.append(size)
+                at += size
+            at = aligned(at)
+            buffers.append(pointers)
+            lengths.append(rooms)
+        names, lent = [key.hex() for key in laid], any(len(each) > 1 for each in buffers)
+
+        def send() -> Any:
+            with self._shared.turn["put"]:
+                return self._client.batch_put_from_multi_buffers(names, buffers, lengths)
+
+        codes = self._call(send, lent=lent)
+        self._checked(codes, len(names))
+        self._counted.forget([key for key, code in zip(laid, codes, strict=True) if code])
         outcome = {
             key: Outcome.OK if code == 0 else Outcome.FULL if code == _NO_ROOM else Outcome.FAILED
-            for key, code in zip(keys, codes, strict=True)
+            for key, code in zip(laid, codes, strict=True)
         }
         return [outcome[key] for key, _ in items]
 
@@ -195,8 +299,8 @@ class MooncakeStore(Store):
 
     # --- inside
 
-    def _call(self, function: Any) -> Any:
-        return self._bounded.call(function)
+    def _call(self, function: Any, lent: bool = False) -> Any:
+        return self._bounded.call(function, lent=lent)
 
     @staticmethod
     def _checked(answers: Any, count: int) -> None:
@@ -213,7 +317,7 @@ class MooncakeStore(Store):
         if size <= len(self._room) and self._address:
             return
         room = aligned_bytes(max(size, 1 << 20))
-        address = int(np.frombuffer(room, np.uint8).__array_interface__["data"][0])
+        address = _address(np.frombuffer(room, np.uint8))
         old = self._address
         if self._call(lambda: self._client.register_buffer(address, len(room))):
             raise StoreError(f"a buffer of {len(room)} bytes could not be registered")
@@ -253,6 +357,14 @@ class MooncakeStore(Store):
             lambda: self._client.get_into_ranges([self._address], [[name]], [[[to]]], [[[start]]], [[[size]]])
         )
         return int(answer[0][0][0])
+
+
+def _address(array: npt.NDArray[np.uint8]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
 
 
 def _library() -> Any:

@@ -21,7 +21,8 @@ from kvloom.core.sizes import parse_size
 from .codec import Compression
 from .disk import DiskConfig, DiskTier
 from .host import HostConfig, HostTier
-from .tier import Tier
+from .shares import Shares, Sharing
+from .tier import Tier, TierError
 
 __all__ = [
     "SCHEMES",
@@ -98,10 +99,18 @@ def open_tier(text: str) -> Tier:
     return SCHEMES[scheme_of(text)](text)()
 
 
-def open_place(text: str) -> Place:
-    """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`."""
+def open_place(text: str, shares: Shares | None = None) -> Place:
+    """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`. `shares`
+    hold in it where it is a tier that knows them."""
     rest, write = _taken_write(text)
-    return Place(open_tier(rest), write)
+    tier = open_tier(rest)
+    if shares and isinstance(tier, Sharing):
+        try:
+            tier.share_out(shares)
+        except TierError:
+            tier.close()
+            raise
+    return Place(tier, write)
 
 
 def _taken_write(text: str) -> tuple[str, Write]:

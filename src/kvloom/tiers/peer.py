@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from .codec import Head, checksum, checksums, unseal
+from .checks import checksums, copy_checked
+from .codec import Head, unseal
 from .options import Options
 from .peer_nixl import NixlReach
 from .remote import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage
@@ -33,7 +34,7 @@ from .workers import Tools
 
 __all__ = ["By", "PeerConnection", "open_peer", "opener"]
 
-_STEP_BYTES = 256 << 10  # copied, then compared while the processor still has it
+_BATCH_BYTES = 32 << 20  # between two batches a connection waits for an answer: the fewer, the faster
 _LOST: list[Channel] = []  # connections that are kept for what they have reserved
 Address = tuple[str, int]
 By = Literal["auto", "shared", "nixl", "connection"]
@@ -89,9 +90,9 @@ class PeerConnection(Connection):
         if self.nixl is not None:
             self.nixl.close()
 
-    def _ask(self, message: Message, pieces: Sequence[memoryview] = ()) -> Message:
+    def _ask(self, message: Message) -> Message:
         self._channel.begin()
-        self._channel.send(message, pieces)
+        self._channel.send(message)
         return self._channel.receive()
 
     # --- pages
@@ -99,7 +100,7 @@ class PeerConnection(Connection):
     def read(self, job: Job, tools: Tools) -> dict[int, Outcome]:
         if self.nixl is not None:
             return self._read_nixl(job, tools, self.nixl)
-        return self._read_shared(job, self.arena) if self.arena is not None else self._read(job, tools)
+        return self._read_shared(job, self.arena) if self.arena is not None else self._read(job)
 
     def write(self, job: Job) -> dict[int, Outcome]:
         if self.nixl is not None:
@@ -158,49 +159,41 @@ class PeerConnection(Connection):
     def _read_shared(self, job: Job, arena: npt.NDArray[np.uint8]) -> dict[int, Outcome]:
         form, (start, stop) = job.objects.form, job.part
         answer, results, offsets, checks = self._lease(Verb.HOLD, job)
-        run, size, last = form.run_bytes, form.page_bytes, len(arena) - form.page_bytes
-        step = max(run, _STEP_BYTES // run * run)
-        into, view, starts = job.ranges.bytes, job.ranges.view, job.ranges.starts.tolist()
-        wanted = slice(start // run, stop // run)
+        last, view = len(arena) - form.page_bytes, arena.data
         outcomes = {}
         for index, result, offset in zip(job.which, results, offsets, strict=True):
             outcome = Outcome(result)
             if outcome == Outcome.OK:
-                sums = struct.unpack(f"<{size // run}Q", checks.next())[wanted]
-                at, number = starts[index], 0
-                outcome = Outcome.OK if 0 <= offset <= last else Outcome.CORRUPT
-                for low in range(start, stop, step) if outcome == Outcome.OK else ():
-                    high = min(low + step, stop)
-                    into[at + low : at + high] = arena[offset + low : offset + high]
-                    for here in range(at + low, at + high, run):
-                        if checksum(view[here : here + run]) != sums[number]:
-                            outcome = Outcome.CORRUPT
-                        number += 1
+                wanted = checks.next(job.part, form.run_bytes)
+                page = view[offset + start : offset + stop] if 0 <= offset <= last else None
+                good = page is not None and wanted == copy_checked(
+                    job.target(index), page, form.run_bytes, arrived=True
+                )
+                outcome = Outcome.OK if good else Outcome.CORRUPT
             outcomes[index] = outcome
         self._channel.send(Message(Verb.RELEASE, a=answer.a))
         return outcomes
 
-    def _read(self, job: Job, tools: Tools) -> dict[int, Outcome]:
+    def _read(self, job: Job) -> dict[int, Outcome]:
         form, (start, stop) = job.objects.form, job.part
         message = _about(Verb.READ, job.keys(), form.page_bytes, form.run_bytes)
         message.a, message.b = start, stop
         answer = self._ask(message)
         results = np.frombuffer(answer.payload, np.uint8, len(job.which)).tolist()
         checks = _Checks(answer.payload, len(job.which), form.runs)
-        outcomes = {}
-        for index, key, result in zip(job.which, job.keys(), results, strict=True):
-            outcome = Outcome(result)
-            if outcome == Outcome.OK:
-                page = job.target(index)
-                self._channel.fill(page)
-                head = Head(key, 0, form.run_bytes, checks.next())
-                outcome = unseal(head, page, start // form.run_bytes, page, tools.codec)
-            outcomes[index] = outcome
+        outcomes = {index: Outcome(result) for index, result in zip(job.which, results, strict=True)}
+        found = [index for index, outcome in outcomes.items() if outcome == Outcome.OK]
+        self._channel.begin(len(found) * (stop - start))
+        came = b"".join(self._channel.fill_checked(span, form.run_bytes) for span in job.spans(found))
+        size = (stop - start) // form.run_bytes * 8
+        for number, index in enumerate(found):
+            if checks.next(job.part, form.run_bytes) != came[number * size : (number + 1) * size]:
+                outcomes[index] = Outcome.CORRUPT
         return outcomes
 
     def _write_shared(self, job: Job, arena: npt.NDArray[np.uint8]) -> dict[int, Outcome]:
         form = job.objects.form
-        size = form.page_bytes
+        size, view = form.page_bytes, arena.data
         answer, results, offsets, _ = self._lease(Verb.RESERVE, job)
         outcomes, checks = {}, []
         for index, result, offset in zip(job.which, results, offsets, strict=True):
@@ -208,10 +201,9 @@ class PeerConnection(Connection):
             if result == Outcome.PENDING:
                 if not 0 <= offset <= len(arena) - size:
                     raise StoreError(f"the peer lends bytes {offset} to {offset + size} of {len(arena)}")
-                source = job.target(index)
-                arena[offset : offset + size] = np.frombuffer(source, np.uint8)
-                # Of the source, not of the copy: what went wrong between is then seen.
-                checks.append(checksums(source, form.run_bytes))
+                # Checksums of the source, not of the copy: what went wrong between is then seen.
+                page = view[offset : offset + size]
+                checks.append(copy_checked(page, job.target(index), form.run_bytes, arrived=False))
                 outcomes[index] = Outcome.OK
         self._ask(Message(Verb.COMMIT, a=answer.a, b=1, payload=b"".join(checks)))
         return outcomes
@@ -223,12 +215,12 @@ class PeerConnection(Connection):
         outcomes = {index: Outcome.OK for index, there in zip(job.which, here, strict=True) if there}
         left = [index for index in job.which if index not in outcomes]
         if left:
-            pages = [job.target(index) for index in left]
-            message = _about(
-                Verb.WRITE, [job.objects.keys[index] for index in left], form.page_bytes, form.run_bytes
-            )
-            message.payload += b"".join(checksums(page, form.run_bytes) for page in pages)
-            answer = self._ask(message, pages)
+            wanted = [job.objects.keys[index] for index in left]
+            channel = self._channel
+            channel.begin(len(left) * form.page_bytes)
+            channel.send(_about(Verb.WRITE, wanted, form.page_bytes, form.run_bytes))
+            channel.push([b"".join(channel.push_checked(span, form.run_bytes) for span in job.spans(left))])
+            answer = channel.receive()
             outcomes |= zip(left, map(Outcome, answer.payload[: len(left)]), strict=True)
         return outcomes
 
@@ -239,12 +231,13 @@ class _Checks:
     def __init__(self, payload: bytes, at: int, runs: int) -> None:
         self._payload, self._at, self._size = payload, at, 8 * runs
 
-    def next(self) -> bytes:
+    def next(self, part: tuple[int, int] | None = None, run_bytes: int = 1) -> bytes:
+        """Of the next page, or of a part of it."""
         found = self._payload[self._at : self._at + self._size]
         if len(found) < self._size:
             raise StoreError("the peer's answer is short")
         self._at += self._size
-        return found
+        return found if part is None else found[part[0] // run_bytes * 8 : part[1] // run_bytes * 8]
 
 
 def _about(verb: Verb, keys: Sequence[bytes], page_bytes: int = 1, run_bytes: int = 1) -> Message:
@@ -286,9 +279,8 @@ def open_peer(
     except Exception as error:
         raise TierError(f"the tier {name} cannot be opened: {error}") from error
     first.close()
-    return RemoteTier(
-        name, replace(asked, capacity=first.capacity), connect, (_Read, _Write), largest=first.slab_bytes
-    )
+    config = replace(asked, capacity=first.capacity, batch_bytes=max(asked.batch_bytes, _BATCH_BYTES))
+    return RemoteTier(name, config, connect, (_Read, _Write), largest=first.slab_bytes)
 
 
 def opener(text: str) -> Callable[[], RemoteTier]:

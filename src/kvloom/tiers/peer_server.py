@@ -182,9 +182,9 @@ class _Guest:
         self._leases.clear()
 
     @staticmethod
-    def _objects(message: Message, more: int = 0) -> Objects:
-        """The objects that the payload begins with; `more` is what follows their keys, for each."""
-        if len(message.payload) != message.count * (KEY_BYTES + more):
+    def _objects(message: Message) -> Objects:
+        """The objects whose keys are the payload."""
+        if len(message.payload) != message.count * KEY_BYTES:
             raise ValueError(f"{len(message.payload)} bytes are not {message.count} keys of {KEY_BYTES}")
         data = message.payload
         keys = [data[at : at + KEY_BYTES] for at in range(0, message.count * KEY_BYTES, KEY_BYTES)]
@@ -253,25 +253,22 @@ class _Guest:
             lease.release(written=False)
 
     def _write(self, message: Message) -> None:
-        """Pages come one after the other, also those that are not wanted: the sender does not wait for leave."""
-        runs = Form("", "", message.page_bytes, message.run_bytes).runs
-        objects = self._objects(message, more=8 * runs)
-        checks = message.payload[message.count * KEY_BYTES :]
-        lease = self._tier.reserve(objects)
+        """Pages come one after the other, also those that are not wanted: the sender does not wait for leave. Their checksums
+        come last, so that they are made while pages travel."""
+        size, form = message.page_bytes, Form("", "", message.page_bytes, message.run_bytes)
+        each = 8 * form.runs
+        lease = self._tier.reserve(self._objects(message))
         written = False
         try:
-            wanted = []
-            for number, at in enumerate(lease.offsets.tolist()):
-                page = (
-                    self._tier.arena[at : at + message.page_bytes].data
-                    if at >= 0
-                    else memoryview(bytearray(message.page_bytes))
-                )
+            arena, nowhere = self._tier.arena, memoryview(b"")
+            for at in lease.offsets.tolist():
+                if at < 0 and not nowhere:
+                    nowhere = memoryview(bytearray(size))
                 self._channel.begin()
-                self._channel.fill(page)
-                if at >= 0:
-                    wanted.append(checks[number * 8 * runs : (number + 1) * 8 * runs])
-            lease.keep_checks(b"".join(wanted))
+                self._channel.fill(arena[at : at + size].data if at >= 0 else nowhere)
+            checks = bytes(self._channel.take(message.count * each))
+            wanted = np.flatnonzero(lease.offsets >= 0).tolist()
+            lease.keep_checks(b"".join(checks[number * each : (number + 1) * each] for number in wanted))
             written = True
         finally:
             lease.release(written)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .bounded import StillRunningError
 from .codec import Compression, make_codec
 from .keys import Keyring
 from .tier import Objects, Ranges, Tier, TierError, parted
@@ -274,14 +275,16 @@ class RemoteTier(Tier):
         self._links.append(link)
 
         def run(job: Job) -> None:
-            try:
-                if job.transfer.enter():
-                    try:
-                        job.run(link, tools)
-                    finally:
-                        job.transfer.leave()
-            except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
-                job.transfer.settle(job.which, Outcome.FAILED, f"{self.name}: {error}")
+            if job.transfer.enter():
+                leave = job.transfer.leave
+                try:
+                    job.run(link, tools)
+                except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
+                    job.transfer.settle(job.which, Outcome.FAILED, f"{self.name}: {error}")
+                    hung = error.__cause__
+                    if isinstance(hung, StillRunningError) and hung.lent:  # it has these pages until it ends
+                        leave = partial(hung.when_over, leave)
+                leave()
             with self._lock:
                 self._under_way[job.verb] -= len(job.which) * (job.part[1] - job.part[0])
 
@@ -312,6 +315,19 @@ class Job(ABC):
         """Where the part of an object is, or goes."""
         at = int(self.ranges.starts[index])
         return self.ranges.view[at + self.part[0] : at + self.part[1]]
+
+    def spans(self, which: Sequence[int]) -> list[memoryview]:
+        """Where the parts of objects are, or go, in that order: neighbours in memory as one."""
+        low, high = self.part
+        starts = self.ranges.starts[np.asarray(which, np.int64)].tolist()
+        edges: list[list[int]] = []
+        for at in starts:
+            if edges and edges[-1][1] == at + low:
+                edges[-1][1] = at + high
+            else:
+                edges.append([at + low, at + high])
+        view = self.ranges.view
+        return [view[first:last] for first, last in edges]
 
     def settle(self, outcomes: dict[int, Outcome]) -> None:
         """`outcomes` by object."""

@@ -1,6 +1,6 @@
 """A disk tier's file: a header, then frames, each with the heads of some objects and their bodies. Only appended to.
 
-    block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64
+    block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16  checksum u64   (0: everybody's)
     frame     "KVLF"  version u16  0 u16  id 16  offset u64  records u32  heads u32  bodies u64
               heads (see codec)  checksum u64              of the frame's header and heads
               … from the next block on: bodies, each beginning on a block of 4096 bytes
@@ -16,13 +16,15 @@ import errno
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
-from .codec import Head, checksum, parse_head
+from .checks import checksum
+from .codec import Head, parse_head
 from .files import BLOCK, Files, aligned, aligned_bytes
 from .transfer import Outcome
 
-__all__ = ["SEGMENT_VERSION", "Record", "Segment", "frame_bytes"]
+__all__ = ["NOBODY", "SEGMENT_VERSION", "Record", "Segment", "frame_bytes", "owner_of"]
 
 SEGMENT_VERSION = 1
 _MAGIC, _FRAME_MAGIC = b"KVLSEG", b"KVLF"
@@ -30,6 +32,14 @@ _HEADER = struct.Struct("<6sH16sQ")
 _FRAME = struct.Struct("<4sHH16sQIIQ")
 _CHECK = struct.Struct("<Q")
 _SCAN_BYTES = 1 << 20
+NOBODY = bytes(16)
+"""The owner of segments that hold everybody's pages."""
+_OWNER_AT = _HEADER.size + _CHECK.size
+
+
+def owner_of(tenant: str) -> bytes:
+    """What a segment says of the tenant whose pages it holds."""
+    return blake2b(tenant.encode(), digest_size=16, person=b"kvloom.owner").digest() if tenant else NOBODY
 
 
 class Record:
@@ -49,9 +59,19 @@ class Record:
 class Segment:
     """One open file. `end` is where the next frame goes. Reads of a removed segment go on: see `retire`."""
 
-    def __init__(self, files: Files, number: int, fd: int, identity: bytes, direct: bool, size: int) -> None:
+    def __init__(
+        self,
+        files: Files,
+        number: int,
+        fd: int,
+        identity: bytes,
+        direct: bool,
+        size: int,
+        owner: bytes = NOBODY,
+    ) -> None:
         self._files = files
         self.number, self.fd, self.id, self.direct, self.size = number, fd, identity, direct, size
+        self.owner = owner
         self.end = BLOCK
         self.last_used = number
         self.keys: set[bytes] = set()  # of records whose newest copy is here
@@ -63,7 +83,7 @@ class Segment:
         return f"{number:012d}.seg"
 
     @classmethod
-    def create(cls, files: Files, number: int, size: int, direct: bool) -> Segment:
+    def create(cls, files: Files, number: int, size: int, direct: bool, owner: bytes = NOBODY) -> Segment:
         """A new file with room for `size` bytes; buffered where O_DIRECT is refused. OSError: nothing is left."""
         name = cls.file_name(number)
         try:
@@ -71,28 +91,30 @@ class Segment:
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
-            return cls._refused(files, number, size)
+            return cls._refused(files, number, size, owner)
         try:
             files.allocate(fd, size)
             identity = os.urandom(16)
             block = aligned_bytes(BLOCK)
             header = _HEADER.pack(_MAGIC, SEGMENT_VERSION, identity, number)
             header += _CHECK.pack(checksum(header))
+            if owner != NOBODY:
+                header += owner + _CHECK.pack(checksum(owner))
             block[: len(header)] = header
             files.write(fd, [block], 0)
         except OSError as error:
             files.close(fd)
             files.remove(name)
             if direct and error.errno == errno.EINVAL:
-                return cls._refused(files, number, size)
+                return cls._refused(files, number, size, owner)
             raise
-        return cls(files, number, fd, identity, direct, size)
+        return cls(files, number, fd, identity, direct, size, owner)
 
     @classmethod
-    def _refused(cls, files: Files, number: int, size: int) -> Segment:
+    def _refused(cls, files: Files, number: int, size: int, owner: bytes) -> Segment:
         with contextlib.suppress(FileNotFoundError):
             files.remove(cls.file_name(number))  # some systems make the file, then refuse
-        return cls.create(files, number, size, direct=False)
+        return cls.create(files, number, size, False, owner)
 
     @classmethod
     def open(cls, files: Files, number: int, direct: bool) -> Segment | Outcome:
@@ -114,7 +136,10 @@ class Segment:
                 elif magic != _MAGIC or told != number or check != checksum(block[: _HEADER.size]):
                     outcome = Outcome.CORRUPT
                 else:
-                    return cls(files, number, fd, identity, direct, files.size(fd))
+                    owner = bytes(block[_OWNER_AT : _OWNER_AT + len(NOBODY)])
+                    (check,) = _CHECK.unpack_from(block, _OWNER_AT + len(owner))
+                    owner = owner if check == checksum(owner) else NOBODY
+                    return cls(files, number, fd, identity, direct, files.size(fd), owner)
         except OSError:
             files.close(fd)
             raise

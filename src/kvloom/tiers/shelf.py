@@ -1,29 +1,28 @@
 """A disk tier's segments and the index over them: what is where, what comes back after a crash, what leaves.
 
 One thread appends (frames, new segments, eviction); any thread looks up. Room for the next segment is made as soon
-as one is begun, so the capacity is never passed. Knows no transfers and no callers.
+as one is begun, so the capacity is never passed. A tenant with a share has segments of its own, so that what leaves for its
+pages is its own, or nobody's sure part. Knows no transfers and no callers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import struct
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .codec import Head, checksum
+from .codec import Head
+from .dropped import Dropped, Gone
 from .files import BLOCK, Files, aligned_bytes
+from .owners import Owner, Owners
 from .segment import Record, Segment, frame_bytes
-from .tier import KEY_BYTES
+from .shares import Shares
 from .transfer import Outcome
 
 __all__ = ["Shelf", "ShelfConfig"]
-
-_DROPPED = struct.Struct(f"<{KEY_BYTES}sQQQ")
-_DROPPED_NAME = "dropped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,9 @@ class Shelf:
         self.evicted = 0
         self.notes: dict[str, None] = {}  # what a person should know, each once
         self._segments: dict[int, Segment] = {}
+        self._owners = Owners(self._segments, config.capacity, config.segment_bytes)
         self._foreign: dict[int, int] = {}  # other versions' files: never read, the first to leave
-        self._current: Segment | None = None
+        self._dropped = Dropped(files)
         self._dirty: set[Segment] = set()
         self._unsure: OSError | None = None  # a sync that failed while carrying: the next caller is told
         self._gave_way = False  # a segment left because the disk was full, and no new one could be made since
@@ -67,6 +67,15 @@ class Shelf:
     def file_bytes(self) -> int:
         """What the files take."""
         return sum(segment.size for segment in self._segments.values()) + sum(self._foreign.values())
+
+    def segment_bytes_for(self, tenant: str) -> int:
+        """How large a segment is that a tenant's pages go to."""
+        return self._owners.of_tenant(tenant).segment_bytes
+
+    def kept_for(self, tenant: str) -> int:
+        """What the files of a tenant's pages take."""
+        with self.lock:
+            return self._owners.used(self._owners.of_tenant(tenant))
 
     def touch(self, record: Record) -> None:
         """A read of it begins. The caller holds the lock, and lets go of the segment afterwards."""
@@ -117,20 +126,37 @@ class Shelf:
 
     # --- the appending thread
 
-    def append(self, heads: Sequence[Head], bodies: Sequence[Any], size: int) -> list[Record]:
+    def share_out(self, shares: Shares) -> None:
+        """Who has a share has segments of its own from here on, and those that were its own before. Before the first frame."""
+        self._owners.share_out(shares)
+        for owner in self._owners:
+            if owner.current is None:
+                self._reopen_last(owner)
+            self._make_room(owner, carry=False)
+
+    def append(
+        self, heads: Sequence[Head], bodies: Sequence[Any], size: int, tenant: str = ""
+    ) -> list[Record]:
         """Writes a frame. Its records are not found before `publish`. OSError: nothing was kept."""
         need = frame_bytes(heads, size)
         if need > self._config.segment_bytes - BLOCK:
             raise OSError(errno.EFBIG, f"{need} bytes do not fit a segment of {self._config.segment_bytes}")
-        if self._current is None or not self._current.fits(heads, size):
-            self._roll()
-        segment = self._current
+        owner = self._owners.of_tenant(tenant)
+        if owner.current is None or not owner.current.fits(heads, size):
+            self._widen(owner, need + BLOCK)
+            self._roll(owner)
+        segment = owner.current
         if segment is None:
             raise OSError(errno.EIO, "the new segment failed while pages were carried over to it")
+        return self._append(owner, segment, heads, bodies, size)
+
+    def _append(
+        self, owner: Owner, segment: Segment, heads: Sequence[Head], bodies: Sequence[Any], size: int
+    ) -> list[Record]:
         try:
             records = segment.append(heads, bodies, size)
         except OSError:
-            self._current = None
+            owner.current = None
             with contextlib.suppress(OSError):
                 segment.seal()  # what the failed write left there is no frame
             raise
@@ -149,23 +175,15 @@ class Shelf:
             for segment in dirty:
                 segment.sync()
         except OSError as error:
-            self._current = None
+            for owner in self._owners:
+                if owner.current in dirty:
+                    owner.current = None
             return error
         return None
 
-    def write_dropped(self, gone: Sequence[tuple[bytes, int, int]]) -> None:
+    def write_dropped(self, gone: Gone) -> None:
         """Keeps dropped objects from coming back with the next opening."""
-        lines = []
-        for key, number, offset in gone:
-            line = _DROPPED.pack(key, number, offset, 0)[:-8]
-            lines.append(line + checksum(line).to_bytes(8, "little"))
-        fd = self._open_dropped()
-        try:
-            whole = self._files.size(fd) // _DROPPED.size * _DROPPED.size  # not after a line cut short
-            self._files.write(fd, [b"".join(lines)], whole)
-            self._files.sync(fd)
-        finally:
-            self._files.close(fd)
+        self._dropped.add(gone)
 
     def close(self) -> None:
         """Seals and closes every file."""
@@ -181,38 +199,49 @@ class Shelf:
 
     # --- making room
 
-    def _roll(self) -> None:
+    def _widen(self, owner: Owner, need: int) -> None:
+        """An owner's segments take its largest page. OSError: its share does not hold three such."""
+        if need > owner.segment_bytes:
+            owner.require(need)
+            owner.segment_bytes = need
+            self._make_room(owner, carry=False)
+
+    def _roll(self, owner: Owner) -> None:
         """A new current segment, and room for the one after it."""
-        before, self._current = self._current, None
+        owner.require(owner.segment_bytes)
+        before, owner.current = owner.current, None
         if before is not None:
             before.last_used = max(before.last_used, self._ticks)  # being written to is use, too
             before.seal()
         try:
-            segment = self._create()
+            segment = self._create(owner)
         except OSError as error:
             # Someone else filled the disk: with one segment less of ours it may do, but they do not all go for it.
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not full or self._gave_way or not self._evict_one(carry=False):
+            if not full or self._gave_way or not self._evict_one(owner, carry=False):
                 raise
             self._gave_way = True
-            segment = self._create()
+            segment = self._create(owner)
         self._gave_way = False
         if segment.direct != self._config.direct:
             self.notes["the file system has no O_DIRECT: reads and writes go through the page cache"] = None
         with self.lock:
             self._segments[segment.number] = segment
-        self._current = segment
-        self._make_room(self._config.carry)
+        owner.current = segment
+        self._make_room(owner, self._config.carry)
 
-    def _make_room(self, carry: bool) -> None:
-        """Room for the next segment, so that beginning it does not pass the capacity."""
+    def _make_room(self, owner: Owner, carry: bool) -> None:
+        """Room for the next segment, so that beginning it passes neither the capacity nor the owner's share."""
         most = self._config.capacity - self._config.segment_bytes
-        while self.file_bytes > most and self._evict_one(carry):
+        while self.file_bytes > most and self._evict_one(owner, carry):
+            pass
+        most = owner.most - owner.segment_bytes
+        while self._owners.used(owner) > most and self._evict_one(owner, carry, own=True):
             pass
 
-    def _create(self) -> Segment:
+    def _create(self, owner: Owner) -> Segment:
         number, self._next = self._next, self._next + 1
-        segment = Segment.create(self._files, number, self._config.segment_bytes, self._config.direct)
+        segment = Segment.create(self._files, number, owner.segment_bytes, self._config.direct, owner.name)
         try:
             self._files.sync_directory()
         except OSError:
@@ -221,21 +250,22 @@ class Shelf:
             raise
         return segment
 
-    def _evict_one(self, carry: bool) -> bool:
-        """One file leaves; False if there is none that may."""
-        if self._foreign:
+    def _evict_one(self, owner: Owner, carry: bool, own: bool = False) -> bool:
+        """One file leaves, of the owner's `own` or of anybody's who spares it; False if there is none that may."""
+        if self._foreign and not own:
             number = min(self._foreign)
             with self.lock:
                 del self._foreign[number]
             self._files.remove(Segment.file_name(number))
             return True
-        sealed = [segment for segment in self._segments.values() if segment is not self._current]
-        if not sealed:
+        victim = self._owners.victim(owner, own, self._config.evict == "oldest")
+        if victim is None:
             return False
-        oldest = self._config.evict == "oldest"
-        victim = min(sealed, key=lambda s: s.number if oldest else s.last_used)
-        if carry:
-            self._carry(victim)
+        whose = self._owners.of(victim)
+        if victim is whose.current:
+            whose.current = None
+        elif carry:
+            self._carry(victim, whose)
         with self.lock:
             for key in victim.keys:
                 del self.index[key]
@@ -255,21 +285,22 @@ class Shelf:
             segment.removed = True
             self.let_go(segment, 0)
 
-    def _carry(self, victim: Segment) -> None:
-        """Moves what was used to the current segment, most used first. A page that cannot move is left to go."""
+    def _carry(self, victim: Segment, whose: Owner) -> None:
+        """Moves what was used to its owner's current segment, most used first. A page that cannot move is left to go."""
         with self.lock:
             used = [record for key in victim.keys if (record := self.index[key]).used]
         used.sort(key=lambda record: -record.used)
-        left = self._config.segment_bytes // 2
+        left = whose.segment_bytes // 2
         moved: list[Record] = []
         try:
             for record in used:
                 left -= record.span
-                if left < 0 or self._current is None or not self._current.fits([record.head], record.span):
+                current = whose.current
+                if left < 0 or current is None or not current.fits([record.head], record.span):
                     break
                 body = aligned_bytes(record.span)
                 if self._files.read(victim.fd, [body], record.offset) == record.span:
-                    moved += self.append([record.head], [body], record.span)
+                    moved += self._append(whose, current, [record.head], [body], record.span)
             self._unsure = self._sync()  # before the file goes that has them now
             if self._unsure is not None:
                 raise self._unsure
@@ -283,7 +314,7 @@ class Shelf:
     # --- opening
 
     def _recover(self) -> None:
-        dead = self._read_dropped()
+        dead = self._dropped.read()
         stems = [name[:-4] for name in self._files.names() if name.endswith(".seg")]
         numbers = sorted(
             int(s) for s in stems if s.isascii() and s.isdigit() and Segment.file_name(int(s)) == f"{s}.seg"
@@ -305,22 +336,32 @@ class Shelf:
             else:
                 self._segments[number] = segment
                 self._index(segment, dead, still)
-        last = max(self._segments, default=-1)
+        everybody = self._owners.everybody
+        self._reopen_last(everybody)
         for number, segment in list(self._segments.items()):
-            if number == last and segment.end < self._config.segment_bytes // 2:
-                try:
-                    segment.reopen(self._config.segment_bytes)
-                except OSError:
-                    segment.seal()  # a full disk: it can still be read
-                else:
-                    self._current = segment
-            elif not segment.keys:
+            if segment is everybody.current:
+                continue
+            if not segment.keys:
                 del self._segments[number]
                 self._remove(segment)
             else:
                 segment.seal()
-        self._rewrite_dropped({key: place for key, place in dead.items() if key in still}, len(dead))
-        self._make_room(carry=False)
+        alive = {key: place for key, place in dead.items() if key in still}
+        if len(alive) < len(dead):
+            self._dropped.rewrite(alive)
+        self._make_room(everybody, carry=False)
+
+    def _reopen_last(self, owner: Owner) -> None:
+        """An owner goes on in the last of its segments, if half of that is free."""
+        last = self._owners.last_of(owner)
+        if last is None or last.end >= owner.segment_bytes // 2:
+            return
+        try:
+            last.reopen(owner.segment_bytes)
+        except OSError:
+            last.seal()  # a full disk: it can still be read
+        else:
+            owner.current = last
 
     def _leave_alone(self, number: int, why: str) -> None:
         self.notes[why] = None
@@ -337,37 +378,3 @@ class Shelf:
         except OSError as error:  # a bad spot: what came before it is served, and nothing is cut off
             self.notes[f"a segment can be read in part only: {error.strerror}"] = None
             segment.end = segment.size
-
-    def _open_dropped(self) -> int:
-        try:
-            return self._files.open(_DROPPED_NAME, create=False, direct=False)
-        except FileNotFoundError:
-            return self._files.open(_DROPPED_NAME, create=True, direct=False)
-
-    def _read_dropped(self) -> dict[bytes, tuple[int, int]]:
-        """key -> the last place at which it was dropped."""
-        fd = self._open_dropped()
-        try:
-            data = bytearray(self._files.size(fd))
-            got = self._files.read(fd, [data], 0) if data else 0
-        finally:
-            self._files.close(fd)
-        dead: dict[bytes, tuple[int, int]] = {}
-        for at in range(0, got - _DROPPED.size + 1, _DROPPED.size):
-            key, number, offset, check = _DROPPED.unpack_from(data, at)
-            if check == checksum(bytes(data[at : at + _DROPPED.size - 8])):
-                dead[key] = max(dead.get(key, (-1, -1)), (number, offset))
-        return dead
-
-    def _rewrite_dropped(self, dead: dict[bytes, tuple[int, int]], before: int) -> None:
-        """Forgets those that have left the disk since."""
-        if len(dead) == before:
-            return
-        fd = self._open_dropped()
-        try:
-            # Cut first: losing this in a crash lets a dropped page come back, never a wrong one.
-            self._files.truncate(fd, 0)
-        finally:
-            self._files.close(fd)
-        if dead:
-            self.write_dropped([(key, *place) for key, place in dead.items()])

@@ -11,17 +11,22 @@ import ssl
 import struct
 import time
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import Any
 
 __all__ = ["Bytestream"]
 
 _MOST_PIECES = 512  # of one call; Linux takes 1024
-_BUFFER_BYTES = 4 << 20
+_BUFFER_BYTES = 4 << 20  # what a fast network keeps under way
+_SLOWEST = 16e6  # bytes a second that are waited for
+_NEAR_BYTES = (
+    128 << 10
+)  # on one host nothing is under way, and what waits in a small buffer the processor still has
 
 
 class Bytestream:
-    """For one thread at a time. An exchange begins with `begin` and has `timeout` seconds, within one timeout more; None
-    waits for ever. Raises TimeoutError, ConnectionError or another OSError: it is of no further use then."""
+    """For one thread at a time. An exchange begins with `begin` and has `timeout` seconds, and as many more as its bytes take
+    on a slow network, within one timeout more. Raises TimeoutError, ConnectionError or another OSError: it is of no further use then."""
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:
         self.socket, self._timeout = connected, timeout
@@ -29,9 +34,10 @@ class Bytestream:
         self._deadline = 0.0
         with contextlib.suppress(OSError):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        size = _NEAR_BYTES if _near(connected) else _BUFFER_BYTES
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             with contextlib.suppress(OSError):
-                connected.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+                connected.setsockopt(socket.SOL_SOCKET, option, size)
         if self._plain:
             connected.settimeout(None)
             limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6) or (0 if timeout >= 1 else 1000))
@@ -41,8 +47,9 @@ class Bytestream:
             connected.settimeout(timeout)
         self.begin()
 
-    def begin(self) -> None:
-        self._deadline = time.monotonic() + self._timeout
+    def begin(self, size: int = 0) -> None:
+        """`size` bytes are to come or to go."""
+        self._deadline = time.monotonic() + self._timeout + size / _SLOWEST
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -106,3 +113,12 @@ class Bytestream:
 
     def _late(self) -> TimeoutError:
         return TimeoutError(f"no answer within {self._timeout} s")
+
+
+def _near(connected: socket.socket) -> bool:
+    """Is the other side on this host, by TCP?"""
+    try:
+        name = connected.getpeername()
+        return isinstance(name, tuple) and ip_address(name[0]).is_loopback
+    except (OSError, ValueError):
+        return False

@@ -3,8 +3,8 @@
     object   name (content) + group + form (how the bytes lie)     one page, cut into equal layer runs
     range    where a page begins in the caller's buffer            a read may ask for some runs only
 
-A tier sees names and bytes. It does not know kinds, tokens or devices, and of a tenant only whose key encrypts;
-nothing here imports torch.
+A tier sees names and bytes. It does not know kinds, tokens or devices, and of a tenant only whose key encrypts and whose
+share pays; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Form:
 class Objects:
     """A batch of objects of one group and form. Keep it and use it again: its keys are made once.
 
-    `tenant` says whose key encrypts them, where a tier encrypts. It is not part of their keys: a tenant's salt is in
+    `tenant` says whose key encrypts them, where a tier encrypts, and whose share they count for (`shares.py`). It is not part of their keys: a tenant's salt is in
     their names already."""
 
     names: Sequence[bytes]

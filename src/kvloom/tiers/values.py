@@ -32,20 +32,26 @@ Place = Callable[[int, int], Sequence[memoryview] | None]
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Bytes [start, stop) of a value; `stop` 0 is all of it, `most` bytes if it is one of ours. Fewer come where the value
-    is shorter."""
+    """Bytes [start, stop) of a value; `stop` 0 is all of it, `most` bytes if it is one of ours, and `likely` so many. Fewer come
+    where the value is shorter."""
 
     key: bytes
     start: int = 0
     stop: int = 0
     most: int = 0
+    likely: int = 0
 
 
 class Store(Connection, Protocol):
     """A connection to a key-value store."""
 
+    def lend(self, memory: Any) -> None:
+        """Pages come from this memory, or go there: a store that moves them by itself gets ready for it. Most need nothing."""
+        return
+
     def get(self, wants: Sequence[Want], place: Place) -> list[int]:
-        """The length of what came for each, -1 where there is nothing; the bytes are where `place` said."""
+        """The length of what came for each, -1 where there is nothing; the bytes are where `place` said. It may ask for the
+        likely length first, and again when another came."""
         ...
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
@@ -124,6 +130,8 @@ class _Write(Job):
 
     def run(self, link: Link, tools: Tools) -> None:
         keys = self.keys()
+        if tools.codec.plain:
+            link.call(lambda named: named.store.lend(self.ranges.buffer))
         here = link.call(lambda store: store.exists(keys))
         outcomes = {index: Outcome.OK for index, there in zip(self.which, here, strict=True) if there}
         items: list[tuple[bytes, list[Any]]] = []
@@ -182,6 +190,7 @@ class _Read(Job):
 
     def _whole(self, link: Link, tools: Tools) -> dict[int, Outcome]:
         """One round trip. A plain body goes straight to its page; anything else through scratch memory."""
+        link.call(lambda named: named.store.lend(self.ranges.buffer))
         form = self.objects.form
         plain, most = plain_head_bytes(form), most_bytes(form)
         heads = memoryview(bytearray(plain * len(self.which)))
@@ -195,7 +204,7 @@ class _Read(Job):
             scratch[number] = memoryview(bytearray(length))
             return (scratch[number],)
 
-        wants = [Want(PREFIX + key, most=most) for key in self.keys()]
+        wants = [Want(PREFIX + key, most=most, likely=plain + form.page_bytes) for key in self.keys()]
         outcomes = {}
         for number, length in enumerate(self._get(link, wants, place)):
             index = self.which[number]

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from .checks import checksums
 from .sockets import Bytestream
 
-__all__ = ["MOST_OBJECTS", "Channel", "Message", "PeerError", "Verb", "greet", "welcome"]
+__all__ = ["MOST_OBJECTS", "WIRE_VERSION", "Channel", "Message", "PeerError", "Verb", "greet", "welcome"]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MOST_OBJECTS = 1 << 16
+_STEP_BYTES = 256 << 10  # sent or received, and checked
 _MOST_PAYLOAD = 64 << 20  # of keys, offsets and checksums; pages are not payload
 _HELLO = struct.Struct("<6sH32s")
 _HEADER = struct.Struct("<4sBBHIIIQQQ")
@@ -42,7 +44,7 @@ class Verb(IntEnum):
     RESERVE = 5  # keys -> lease in a; results, offsets
     COMMIT = 6  # lease in a, written in b, checksums -> done
     READ = 7  # keys, part in a, b -> results, checksums of those found; then their bytes
-    WRITE = 8  # keys, checksums; then the pages -> results
+    WRITE = 8  # keys; then the pages, then their checksums -> results
     DROP = 9  # keys -> count in a
     USAGE = 10  # -> objects, bytes, evicted, u64 each
 
@@ -60,13 +62,13 @@ class Message:
 
 
 class Channel:
-    """One connection; for one thread at a time. `timeout` bounds every exchange (`begin` starts one)."""
+    """One connection; for one thread at a time. `timeout` bounds every exchange (`begin` starts one, of `size` bytes)."""
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:
         self._stream = Bytestream(connected, timeout)
 
-    def begin(self) -> None:
-        self._stream.begin()
+    def begin(self, size: int = 0) -> None:
+        self._stream.begin(size)
 
     def close(self) -> None:
         self._stream.close()
@@ -114,6 +116,27 @@ class Channel:
 
     def fill(self, into: memoryview) -> None:
         self._stream.receive(into)
+
+    def fill_checked(self, into: memoryview, run_bytes: int) -> bytes:
+        """Fills whole runs; their checksums, each taken while the processor still has it."""
+        sums = []
+        for piece in _pieces(into, run_bytes):
+            self.fill(piece)
+            sums.append(checksums(piece, run_bytes))
+        return b"".join(sums)
+
+    def push_checked(self, data: memoryview, run_bytes: int) -> bytes:
+        """Sends whole runs; their checksums."""
+        sums = []
+        for piece in _pieces(data, run_bytes):
+            sums.append(checksums(piece, run_bytes))
+            self.push([piece])
+        return b"".join(sums)
+
+
+def _pieces(data: memoryview, run_bytes: int) -> list[memoryview]:
+    step = max(run_bytes, _STEP_BYTES // run_bytes * run_bytes)
+    return [data[at : at + step] for at in range(0, len(data), step)]
 
 
 def _proof(secret: bytes, who: bytes, *nonces: bytes) -> bytes:

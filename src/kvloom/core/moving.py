@@ -1,0 +1,110 @@
+"""Moving pages together, so that a partly used slab comes free for another page size.
+
+Only where slabs hold several pages. A page that moves gets another id: the cache's own rows, the tables of
+sequences, pins and arrivals follow at once, and the bytes by a copy that the engine makes before its next step.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from .arrivals import Arrivals
+from .columns import Columns
+from .hints import Hints
+from .media import MediaRun
+from .nodes import Checkpoint, Node, meeting
+from .parts import Parts, Verbs
+from .pool import Ids, Index
+
+__all__ = ["Moving"]
+
+
+class Moving(Verbs):
+    def __init__(self, parts: Parts, hints: Hints, arrivals: Arrivals) -> None:
+        super().__init__(parts)
+        self.hints = hints
+        self.arrivals = arrivals
+
+    def gather(self, cheaply: bool) -> bool:
+        """Empty one partly used slab by moving its pages to others. Cheaply: only if it is mostly free."""
+        pool = self.room.pool
+        for c in pool.classes:
+            if c.per_slab == 1 or not c.free_pages:
+                continue
+            slab = pool.movable(c.index)
+            if slab is None or (cheaply and 2 * int(c.used[slab]) > c.per_slab):
+                continue
+            pool.move_out(c.index, slab, partial(self.moved, c.index))
+            return True
+        return False
+
+    def moved(self, cls: int, old: Ids, new: Ids) -> None:
+        """Pages `old` of a size class are now `new`: whoever names them follows."""
+        self.room.moves += old.size
+        self.tree.version += 1
+        self.room.copies.add_move(cls, old, new)
+        new_of = dict(zip(old.tolist(), new.tolist(), strict=True))
+        for columns in (self.pages, self.states, self.media):
+            keepers = columns.keepers.get(cls)
+            if keepers is None:
+                continue
+            for page, target in new_of.items():
+                keeper = keepers[page]
+                keepers[page], keepers[target] = None, keeper
+                at = columns.columns_of(cls)
+                if isinstance(keeper, Node):
+                    # A page stands in one node, or in some of those that meet it inside a block.
+                    for node in (keeper, *meeting(keeper, self.block_tokens)):
+                        _renumber(node.pages[: node.count], at, page, target)
+                elif isinstance(keeper, Checkpoint) and keeper.states is not None:
+                    _renumber(keeper.states, at, page, target)
+                elif isinstance(keeper, MediaRun):
+                    _renumber(keeper.rows, at, page, target)
+        order = np.argsort(old)
+        self._follow_tables(cls, old[order], new[order])
+
+    def _follow_tables(self, cls: int, old: Ids, new: Ids) -> None:
+        """Every table that names pages `old` (in order) follows."""
+
+        def follow(columns: Columns, array: Ids) -> bool:
+            if cls not in columns.classes:
+                return False
+            at = columns.columns_of(cls)
+            part = array[:, at]
+            place = np.minimum(np.searchsorted(old, part), old.size - 1)
+            hit = old[place] == part
+            if hit.any():
+                array[:, at] = np.where(hit, new[place], part)
+            return bool(hit.any())
+
+        rows = self.rows
+        for row in rows.open_rows():
+            seq = self.handle(row)
+            moved = follow(self.pages, rows.tables[:, row, : int(rows.blocks[row])].T)
+            moved |= follow(self.states, rows.states[:, row][None])
+            for run in seq.runs.values():
+                if not isinstance(run, MediaRun):
+                    moved |= follow(self.media, run)
+            if seq.state_source is not None:
+                follow(self.states, seq.state_source)
+            if moved:
+                rows.touch(row, 0)
+        for pin in self.hints.pins():
+            follow(self.pages, pin.rows)
+            if pin.states is not None:
+                follow(self.states, pin.states)
+        for arrival in self.arrivals.open():
+            follow(self.pages, arrival.rows)  # those it shares with the tree: what is written to stays
+        for columns, held in self.room.copies.held_rows():
+            follow(columns, held)
+
+
+def _renumber(rows: Ids, columns: Index, page: int, target: int) -> None:
+    """Replace a page id in some columns; ids of other page sizes stand in the others."""
+    part = rows[:, columns]
+    hit = part == page
+    if hit.any():
+        part[hit] = target
+        rows[:, columns] = part

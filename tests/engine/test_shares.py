@@ -1,0 +1,77 @@
+"""A tenant's quota and weight hold below the pool, too: in host memory and on disk, under a running engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom.core import Control, Tenant
+from kvloom.engine.engine import Engine
+from kvloom.engine.lower import LowerConfig
+from kvloom.engine.request import Request
+from kvloom.tiers import DiskTier, HostTier
+from tests.models.zoo import expected, tiny
+
+from .test_lower import closed, drawn, greedy, lower_of, stored
+
+
+def said(engine: Engine, tenant: str, prompts: list[list[int]]) -> list[Request]:
+    requests = [engine.add(prompt, greedy(2), Control(tenant=tenant)) for prompt in prompts]
+    engine.run()
+    lower_of(engine).poll()
+    stored(engine)
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("family", "below", "rule"),
+    [
+        ("llama", "host", "quota"),
+        ("llama", "host", "weight"),
+        ("llama", "disk", "quota"),
+        ("llama", "disk", "weight"),
+        ("qwen3_next", "host", "quota"),
+    ],
+)
+def test_a_flood_of_one_tenant_pushes_nobody_else_out(
+    family: str, below: str, rule: str, tmp_path: Path
+) -> None:
+    def model() -> Any:
+        return tiny(family, max_position_embeddings=512)
+
+    layout = Engine(model(), 1 << 24).layout
+    talk = max(layout.slab_bytes, layout.slab_bytes_for(80))
+    flooding = Tenant("flood", quota=2 * talk) if rule == "quota" else Tenant("flood", weight=1)
+    tenants = (flooding, Tenant("calm", weight=0 if rule == "quota" else 1))
+    calm, flood = drawn(family, 70, 60), drawn((family, "flood"), *[64] * 20)
+    text = f"host:{8 * talk}" if below == "host" else f"disk:{tmp_path}:{12 * talk}?durable=process"
+
+    def opened() -> Engine:
+        return Engine(model(), 6 * talk, tenants=tenants, tiers=[text], lower=LowerConfig("always"))
+
+    engine = opened()
+    first = said(engine, "calm", calm)
+    lower = lower_of(engine)
+    tier = lower.host if below == "host" else lower.mover.lanes[0].tier
+    assert isinstance(tier, HostTier | DiskTier)
+    kept = tier.kept_for("calm")
+    flooded = [said(engine, "flood", flood[at : at + 4]) for at in range(0, 20, 4)]
+    assert tier.kept_for("calm") == kept > 0
+    pool = (engine.cache.pool.slabs - 1) * layout.slab_bytes
+    assert 0 < tier.kept_for("flood") <= tier.capacity * (2 * talk / pool if rule == "quota" else 1)
+    assert tier.stats().evicted, "the flood has lost pages of its own"
+    if below == "disk":
+        closed(engine)
+        engine = opened()
+    else:  # whatever is cached leaves the pool
+        engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
+    back = said(engine, "calm", [[*one.tokens, 5] for one in first])
+    for one, turn in zip(first, back, strict=True):
+        computed = len(one.tokens) - 1
+        assert turn.cached_tokens == (computed if engine.layout.of("state") else computed // 16 * 16)
+    assert sum(turn.cached_tokens or 0 for turn in back) == lower_of(engine).counts["landed_tokens"]
+    closed(engine)
+    wanted = expected(model(), [*calm, *flood[-4:]], 2)
+    assert [one.tokens for one in [*first, *flooded[-1]]] == wanted
