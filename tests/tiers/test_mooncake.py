@@ -90,6 +90,7 @@ class TestMooncakeStraight(TestMooncake):
     @pytest.fixture(autouse=True)
     def lent(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mooncake, "_LEAST_LENT", PAGE)
+        monkeypatch.setattr(mooncake, "_LEAST_PIECE", PAGE)
         monkeypatch.setattr(mooncake, "_MOST_LENT", 1 << 20)
 
 
@@ -164,7 +165,10 @@ def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_a_page_that_was_lent_to_a_call_that_hangs_is_not_quiet_before_its_end(tmp_path: Path) -> None:
+def test_a_page_that_was_lent_to_a_call_that_hangs_is_not_quiet_before_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, "_LEAST_PIECE", PAGE)
     with mooncake_master(tmp_path) as (port, process):
         tier = opened(port, timeout=0.5)
         assert put(tier, range(32)).ok.all()
@@ -179,7 +183,10 @@ def test_a_page_that_was_lent_to_a_call_that_hangs_is_not_quiet_before_its_end(t
         tier.close()
 
 
-def test_what_another_server_compressed_is_read_all_the_same(tier: RemoteTier, port: int) -> None:
+def test_what_another_server_compressed_is_read_all_the_same(
+    tier: RemoteTier, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, "_LEAST_PIECE", PAGE)
     other = opened(port, compression="zstd")
     assert put(other, range(40)).ok.all()
     assert get(tier, range(40)).ok.all()

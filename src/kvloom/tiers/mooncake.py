@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .bounded import Bounded
-from .files import BLOCK, aligned, aligned_bytes
+from .files import aligned, aligned_bytes
 from .options import Options
 from .remote import RemoteConfig, RemoteTier, StoreError, Usage
 from .tier import TierError
@@ -34,6 +34,9 @@ __all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "opener"]
 _NO_ROOM, _TOO_LONG, _ABSENT = -200, -600, -704
 _MOST_LENT = 8  # regions of callers' memory that stay registered; what lies elsewhere passes through a buffer
 _LEAST_LENT = 1 << 20
+_LEAST_PIECE = (
+    256 << 10
+)  # a value in two places is two requests of its client: shorter pages are sooner copied
 _SETUP_SECONDS = 20.0
 _LOST: list[Any] = []  # buffers that must outlive their connections
 _FAILED: list[Any] = []  # clients that were never set up: their end can crash the process
@@ -60,27 +63,27 @@ class _Client:
 
     def __init__(self, config: MooncakeConfig, timeout: float) -> None:
         self._config, self._timeout = config, timeout
-        self._lock = threading.Lock()
+        self._lock, self._lending = threading.Lock(), threading.Lock()
         self._ready: Any = None
         # Two batches at once are slower than one after the other; one is checked while the other travels.
         self.turn = {"get": threading.Lock(), "put": threading.Lock()}
         # Registered (address, bytes) -> the memory, which stays while it is.
         self._lent: dict[tuple[int, int], Any] = {}
 
+    def wants(self, memory: npt.NDArray[np.uint8]) -> bool:
+        """Is it worth lending, and not lent yet?"""
+        region = (_address(memory), len(memory))
+        return (
+            region[1] >= _LEAST_LENT
+            and len(self._lent) < _MOST_LENT
+            and not any(_overlap(region, other) for other in self._lent)
+        )
+
     def lend(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
         """Registers memory once, until the tier is closed. May take long, and may be refused: then it is not lent."""
-        region = (_address(memory), len(memory))
-        if region in self._lent or region[1] < _LEAST_LENT:
-            return
-        with self._lock:
-            if (
-                region in self._lent
-                or len(self._lent) >= _MOST_LENT
-                or any(_overlap(region, other) for other in self._lent)
-            ):
-                return
-            if client.register_buffer(*region) == 0:
-                self._lent = {**self._lent, region: memory}
+        with self._lending:
+            if self.wants(memory) and client.register_buffer(_address(memory), len(memory)) == 0:
+                self._lent = {**self._lent, (_address(memory), len(memory)): memory}
 
     def address(self, piece: memoryview) -> int:
         """Where a piece lies, if it is in memory that was lent; else 0."""
@@ -172,7 +175,8 @@ class MooncakeStore(Store):
         return [code == 1 for code in found]
 
     def lend(self, memory: npt.NDArray[np.uint8]) -> None:
-        self._call(lambda: self._shared.lend(self._client, memory))
+        if self._shared.wants(memory):
+            self._call(lambda: self._shared.lend(self._client, memory))
 
     def get(self, wants: Sequence[Want], place: Place) -> list[int]:
         """A key that is in a batch twice is asked for once: the client would fill one of its places only."""
@@ -236,7 +240,7 @@ class MooncakeStore(Store):
     def _laid(self, pieces: Sequence[Any]) -> list[tuple[int, int]]:
         """Address and length of each piece; address 0 where it is not lent."""
         views = [memoryview(piece) for piece in pieces]
-        return [(self._shared.address(view) if len(view) >= BLOCK else 0, len(view)) for view in views]
+        return [(self._shared.address(view) if len(view) >= _LEAST_PIECE else 0, len(view)) for view in views]
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
         values = dict(items)
