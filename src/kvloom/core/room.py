@@ -198,6 +198,8 @@ class Room:
             policy.on_evict(entry, now)
             if isinstance(entry, Node):
                 kind = "blocks"
+                if queue.learner is not None:
+                    rows = min(rows, max(1, queue.learner.portion(entry) // self.tree.block))
                 self._evict_tail(entry, rows, now, policy.name)
             else:
                 kind = "snapshot" if isinstance(entry, Checkpoint) else "media"
