@@ -10,17 +10,16 @@ import pytest
 
 from kvloom.core import Control
 from kvloom.engine.engine import Engine
-from kvloom.engine.lower import LowerConfig
 from kvloom.engine.request import Request
 from tests.models.zoo import expected, tiny
 
-from .test_lower import POOL, closed, drawn, greedy, lower_of, stored
+from .test_lower import PATIENT, POOL, closed, drawn, greedy, lower_of, stored
 
 NEAR = Control(lossy=True)
 
 
 def opened(*tiers: str) -> Engine:
-    return Engine(tiny("llama"), POOL, tiers=tiers, lower=LowerConfig("always"))
+    return Engine(tiny("llama"), POOL, tiers=tiers, lower=PATIENT)
 
 
 def said(engine: Engine, prompts: list[list[int]], control: Control | None = None) -> list[Request]:

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvloom.engine.engine import Engine
-from kvloom.engine.lower import LowerConfig
 from kvloom.tiers.peer_server import PeerServer
 from tests.models.zoo import expected, tiny
 
-from .test_lower import POOL, closed, drawn, lower_of, served, stored
+from .test_lower import PATIENT, POOL, closed, drawn, lower_of, served, stored
 
 
 def offered(engine: Engine) -> PeerServer:
@@ -24,9 +23,7 @@ def offered(engine: Engine) -> PeerServer:
 
 def guest(engine: Engine, options: str = "") -> Engine:
     host, port = offered(engine).address
-    return Engine(
-        tiny("llama"), POOL, tiers=[f"peer://{host}:{port}?timeout=1{options}"], lower=LowerConfig("always")
-    )
+    return Engine(tiny("llama"), POOL, tiers=[f"peer://{host}:{port}?timeout=1{options}"], lower=PATIENT)
 
 
 @pytest.mark.parametrize("by", ["shared", "connection"])
@@ -35,9 +32,7 @@ def test_another_engine_reads_what_one_has_and_changes_nothing(by: str, tmp_path
     secret.write_text("a secret of more than 16 bytes")
     prompts, other = drawn("offer", 70, 50), drawn("other", 40)
     wanted = expected(tiny("llama"), [*prompts, *other], 8)
-    owner = Engine(
-        tiny("llama"), POOL, tiers=[f"host:8MiB?share=0&secret={secret}"], lower=LowerConfig("always")
-    )
+    owner = Engine(tiny("llama"), POOL, tiers=[f"host:8MiB?share=0&secret={secret}"], lower=PATIENT)
     served(owner, prompts)
     assert offered(owner).address[0] == "127.0.0.1"
     before = lower_of(owner).host.stats()

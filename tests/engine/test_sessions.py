@@ -8,19 +8,16 @@ import pytest
 
 from kvloom.core import Control
 from kvloom.engine.engine import Engine
-from kvloom.engine.lower import LowerConfig
 from kvloom.engine.sessions import Sessions
 from tests.models.zoo import expected, tiny
 
 from .test_lossy import empty
-from .test_lower import POOL, QUICK, closed, drawn, faulty, greedy, lower_of, stored
+from .test_lower import PATIENT, POOL, QUICK, closed, drawn, faulty, greedy, lower_of, stored
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_a_hint_brings_what_a_session_said_into_host_memory(family: str, tmp_path: Path) -> None:
-    engine = Engine(
-        tiny(family), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], lower=LowerConfig("always")
-    )
+    engine = Engine(tiny(family), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], lower=PATIENT)
     control = Control(session="talk", tenant="someone")
     prompt = drawn(family, 70)[0]
     first = engine.add(prompt, greedy(8), control)
