@@ -19,7 +19,7 @@ from kvloom.engine.arena import HostPages
 from kvloom.engine.engine import Engine
 from kvloom.engine.lower import Lower, LowerConfig
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.tiers import DiskConfig, DiskTier
+from kvloom.tiers import DiskConfig, DiskTier, Objects
 from kvloom.tiers.breaker import BreakerConfig
 from kvloom.tiers.faulty import Faults, FaultyTier
 from kvloom.tiers.lane import LaneConfig
@@ -172,6 +172,68 @@ def test_a_pool_far_too_small_keeps_its_hits_in_host_memory(family: str, write: 
         closed(engine)
     assert said[0] == said[1]
     assert hits[1] >= 0.9 * hits[0] > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_conversations_that_run_at_once_in_a_tenth_of_their_pages_find_all_they_said(family: str) -> None:
+    """What comes for a request stays until it begins: there is room for it to go on before anything is loaded."""
+    model = tiny(family, max_position_embeddings=512)
+    layout = Engine(model, POOL).layout
+    talks, turns, more, new = 20, 3, 28, 4
+    prompts = drawn(family, *[64] * talks)
+    longest = 64 + turns * new + (turns - 1) * more
+    pool = talks * layout.slab_bytes_for(longest) // 10
+    engine = Engine(
+        tiny(family, max_position_embeddings=512), pool, tiers=["host:32MiB"], lower=LowerConfig("always")
+    )
+    running = {engine.add(prompt, greedy(new)): 0 for prompt in prompts}
+    found = said = 0
+    while running:
+        engine.step()
+        for request in [request for request in running if request.finish is not None]:
+            turn = running.pop(request)
+            if turn:
+                before = len(request.prompt) - more - 1
+                found += request.cached_tokens or 0
+                said += before if layout.of("state") else before // 16 * 16
+            if turn < turns - 1:
+                running[
+                    engine.add([*request.tokens, *drawn((turn, request.order), more)[0]], greedy(new))
+                ] = turn + 1
+    assert found >= 0.99 * said > 0
+    closed(engine)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"), [("qwen3_next", "snapshot missing"), ("gemma3_text", "window page missing")]
+)
+def test_what_keeps_pages_below_from_serving_a_prompt_is_said(family: str, why: str, tmp_path: Path) -> None:
+    """After a restart the pool knows none of the tokens; the disk has their pages, and lacks what one could resume on."""
+    prompt = drawn(why, 100)[0]
+    wanted = expected(tiny(family), [prompt], 4)[0]
+    tiers = ["host:8MiB", f"disk:{tmp_path}:64MiB"]
+    engine = Engine(tiny(family), POOL, tiers=tiers, lower=LowerConfig("always"))
+    first = served(engine, [prompt], 4)[0]
+    assert (first.stop.reason, first.tokens) == ("never seen", wanted)  # type: ignore[union-attr]
+    stored(engine)
+    lower = lower_of(engine)
+    match = engine.cache.match(np.array([*wanted, 5], np.int32))
+    prospect = engine.cache.prospect(match)
+    names = [prospect.name_at(position) for position in range(1, len(wanted) + 1)]
+    for group in engine.layout.groups:
+        if group.spec.unit == "state" or group.spec.span.windowed:
+            for form in lower.forms[group.index]:
+                lower.mover.lanes[0].tier.drop(Objects(names, group.index, form))
+    closed(engine)
+    engine = Engine(tiny(family), POOL, tiers=tiers, lower=LowerConfig("always"))
+    again = served(engine, [[*wanted, 5]], 4)[0]
+    assert again.cached_tokens == 0
+    assert again.stop is not None
+    assert (again.stop.reason, again.stop.position) == (why, 0)
+    nothing = served(engine, drawn("new", 40), 4)[0]
+    assert nothing.stop is not None
+    assert nothing.stop.reason == "never seen"
+    closed(engine)
 
 
 def faulty(tmp_path: Path, faults: Faults) -> tuple[Place, FaultyTier]:

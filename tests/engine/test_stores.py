@@ -49,9 +49,9 @@ def nixl_text(folder: Path) -> Iterator[str]:
 def mooncake_text(folder: Path) -> Iterator[str]:
     """What a process put into its own segment goes with it: someone else's has to be there."""
     with mooncake_master(folder) as (port, _):
-        from kvloom.tiers.mooncake import MooncakeConfig, _Client
+        from kvloom.tiers.mooncake_client import Client, MooncakeConfig
 
-        storage = _Client(MooncakeConfig(f"127.0.0.1:{port}", segment=128 * MIB), 5.0)
+        storage = Client(MooncakeConfig(f"127.0.0.1:{port}", segment=128 * MIB), 5.0)
         storage.get()
         yield f"mooncake://127.0.0.1:{port}?capacity=64MiB&timeout=5"
         storage.close()

@@ -20,8 +20,13 @@ from transformers.models.mllama.processing_mllama import (
 
 from kvloom.core import Control
 from kvloom.engine.engine import Engine
+from kvloom.engine.llm import LLM
+from kvloom.engine.lower import LowerConfig
 from kvloom.engine.request import Request, SamplingParams
+from kvloom.models.crossing import attend_seen
 from kvloom.models.load import refusal
+from kvloom.models.sight import Part
+from tests.engine.made_tokenizers import byte_level
 from tests.models.seeing import words
 
 IMAGE, TILES, NEW = 65, 4, 8
@@ -29,12 +34,12 @@ GREEDY = SamplingParams(max_tokens=NEW, temperature=0)
 Picture = dict[str, torch.Tensor]
 
 
-def config() -> Any:
+def config(**changes: Any) -> Any:
     text = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 512, "cross_attention_layers": [1, 3], "pad_token_id": 0,
         "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **changes,
     }  # fmt: skip
     vision = {
         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_global_layers": 1, "attention_heads": 2,
@@ -44,9 +49,10 @@ def config() -> Any:
     return transformers.MllamaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE)
 
 
-def crossing() -> Any:
+def crossing(**changes: Any) -> Any:
     torch.manual_seed(0)
-    model = transformers.MllamaForConditionalGeneration._from_config(config(), dtype=torch.float32).eval()
+    made = config(**changes)
+    model = transformers.MllamaForConditionalGeneration._from_config(made, dtype=torch.float32).eval()
     model.set_attn_implementation("eager")
     for name, weight in model.named_parameters():
         if name.endswith("gate"):  # they begin at zero: no image would be seen
@@ -82,23 +88,28 @@ def picture(seed: int) -> Picture:
     return {"pixel_values": pixels, "aspect_ratio_ids": torch.tensor([tiles]), "aspect_ratio_mask": mask}
 
 
+def inputs_of(prompt: list[int], pictures: list[Picture]) -> dict[str, torch.Tensor]:
+    """What a model takes beside its token ids, where those have images."""
+    if not pictures:
+        return {}
+    sees = get_cross_attention_token_mask(prompt, IMAGE)
+    tiles = [int(one["aspect_ratio_mask"].sum()) for one in pictures]
+    dense = convert_sparse_cross_attention_mask_to_dense([sees], [tiles], TILES, len(prompt))
+    return {
+        "pixel_values": torch.stack([one["pixel_values"] for one in pictures])[None],
+        "aspect_ratio_ids": torch.cat([one["aspect_ratio_ids"] for one in pictures])[None],
+        "aspect_ratio_mask": torch.stack([one["aspect_ratio_mask"] for one in pictures])[None],
+        "cross_attention_mask": torch.from_numpy(dense),
+    }
+
+
 def expected(model: Any, prompt: list[int], pictures: list[Picture], new: int = NEW) -> list[int]:
-    inputs: dict[str, Any] = {}
-    if pictures:
-        inputs = {
-            "pixel_values": torch.stack([p["pixel_values"] for p in pictures])[None],
-            "aspect_ratio_ids": torch.cat([p["aspect_ratio_ids"] for p in pictures])[None],
-            "aspect_ratio_mask": torch.stack([p["aspect_ratio_mask"] for p in pictures])[None],
-        }
-        sees = get_cross_attention_token_mask(prompt, IMAGE)
-        tiles = [int(p["aspect_ratio_mask"].sum()) for p in pictures]
-        dense = convert_sparse_cross_attention_mask_to_dense([sees], [tiles], TILES, len(prompt))
-        inputs["cross_attention_mask"] = torch.from_numpy(dense)
+    """Greedy tokens of a prompt by itself, prompt included, from transformers' own loop."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         found = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-            pad_token_id=0, **inputs,
+            pad_token_id=0, **inputs_of(prompt, pictures),
         )  # fmt: skip
     tokens: list[int] = found[0].tolist()
     return tokens
@@ -185,7 +196,7 @@ def test_an_image_is_written_once_for_each_content_whatever_stands_before_it() -
     assert engine.vision.runs == 3, "tenants share nothing"
 
 
-def test_answers_share_the_image_and_quantised_pages_give_a_hit_what_they_gave_a_miss() -> None:
+def test_answers_share_the_image() -> None:
     prompt, pictures = [IMAGE, *words(2, 20)], [picture(2)]
     params = SamplingParams(max_tokens=NEW, temperature=0.8, seed=5, n=3)
     engine = engine_of()
@@ -198,11 +209,43 @@ def test_answers_share_the_image_and_quantised_pages_give_a_hit_what_they_gave_a
         )
         alone.run()
         assert one.tokens == single.tokens
-    for kv_dtype in ("int8", "fp8"):
-        engine = engine_of(kv_dtype=kv_dtype)
-        miss, hit = (ask(engine, prompt, pictures) for _ in range(2))
-        assert miss.tokens == hit.tokens
-        assert hit.cached_tokens == len(prompt) - 1
+    assert engine.vision is not None
+    assert engine.vision.runs == 1
+
+
+@pytest.mark.parametrize(("kv_dtype", "error"), [("int8", 0.01), ("fp8", 0.05)])
+def test_quantised_pages_of_images_are_read_by_their_scales(kv_dtype: str, error: float) -> None:
+    prompt, pictures = [IMAGE, *words(2, 20)], [picture(2)]
+    plain, engine = engine_of(), engine_of(kv_dtype=kv_dtype)
+    ask(plain, prompt, pictures)
+    miss, hit = (ask(engine, prompt, pictures) for _ in range(2))
+    assert miss.tokens == hit.tokens
+    assert hit.cached_tokens == len(prompt) - 1
+    query = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for one in (plain, engine):
+        [run] = one.cache.room.runs.values()
+        part = Part(2, torch.from_numpy(run.rows.T.astype(np.int64)), torch.arange(3 * 17))
+        view, column = one.runner.pages.crosses[3]
+        found.append(attend_seen(view, column, query, [part], 0.35))
+    assert torch.dist(*found) < error * found[0].norm()
+
+
+def test_text_before_an_image_comes_back_from_a_tier_and_the_image_is_seen_again() -> None:
+    model = causal(crossing())
+    slab = engine_of().layout.slab_bytes
+    engine = engine_of(30 * slab, tiers=["host:16MiB"], lower=LowerConfig("always"))
+    prompt = [*words(1, 40), IMAGE, *words(2, 30)]
+    wanted = expected(model, prompt, [picture(3)])
+    seeds = iter(range(20, 60))
+    for round_ in range(2):
+        request = ask(engine, prompt, [picture(3)])
+        assert request.tokens == wanted
+        assert request.cached_tokens is not None
+        assert round_ * 32 <= request.cached_tokens <= round_ * 40
+        while engine.cache.room.runs:
+            ask(engine, words(next(seeds), 60), [])
+    engine.close()
 
 
 def test_pages_of_an_image_leave_and_what_stood_behind_it_is_computed_again() -> None:
@@ -232,9 +275,17 @@ def test_requests_that_could_never_hold_their_images_are_refused() -> None:
     ask(small, [IMAGE, IMAGE, IMAGE, *words(1, 20)], [picture(3)] * 3)  # the same content is held once
     with pytest.raises(ValueError, match=r"2 image tokens .* for 1 images: each needs one"):
         engine.add([IMAGE, IMAGE, 5], GREEDY, images=[picture(0)])
-    wrong = {**picture(0), "aspect_ratio_mask": torch.ones(3)}
-    with pytest.raises(ValueError, match="a mask of its tiles"):
-        engine.add([IMAGE, 5], GREEDY, images=[wrong])
+    for wrong, said in (
+        ({"aspect_ratio_mask": torch.ones(3)}, "a mask of its 4 tiles"),
+        ({"aspect_ratio_mask": torch.zeros(4)}, "one at least"),
+        ({"aspect_ratio_mask": torch.tensor([3, 1, 0, 0])}, r"not .*\[3, 1, 0, 0\]"),
+        ({"pixel_values": torch.zeros(4, 3, 8, 9)}, r"is pixels \[4, 3, 8, 8\].*, not \[4, 3, 8, 9\]"),
+        ({"aspect_ratio_ids": torch.tensor([9])}, r"aspect_ratio_ids \[9\] is none of the model's: 1 to 8"),
+        ({"aspect_ratio_ids": torch.tensor([0])}, "1 to 8"),
+        ({"more": torch.zeros(1)}, "consists of pixel_values and aspect_ratio_ids and aspect_ratio_mask"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            engine.add([IMAGE, 5], GREEDY, images=[{**picture(0), **wrong}])
 
 
 def test_what_a_processor_makes_is_taken_apart_and_the_family_is_not_refused() -> None:
@@ -255,3 +306,22 @@ def test_what_a_processor_makes_is_taken_apart_and_the_family_is_not_refused() -
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name].flatten(), other[name].flatten()) for name in one)
     assert len(vision.embed(vision.sample())) == TILES * 17
+
+
+def test_prompts_of_text_and_pictures_go_through_the_models_processor() -> None:
+    pytest.importorskip("PIL.Image")
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"], "bos_token": "<bos>"})
+    placeholder = tokenizer.convert_tokens_to_ids("<|image|>")
+    model = crossing(vocab_size=len(tokenizer))
+    model.config.image_token_index = placeholder
+    shrink = transformers.MllamaImageProcessor(size={"height": 8, "width": 8}, max_image_tiles=TILES)
+    processor = transformers.MllamaProcessor(shrink, tokenizer)
+    noise = np.random.default_rng(0).integers(0, 255, (12, 30, 3), dtype=np.uint8)
+    text = "<|image|>So"
+    made = processor(text=text, images=[noise], return_tensors="pt")
+    with torch.inference_mode():
+        wanted = model.generate(**made, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0].tolist()
+    llm = LLM(model, pool_bytes=8 << 20, tokenizer=tokenizer, processor=processor)
+    [result] = llm.generate({"prompt": text, "images": [noise]}, GREEDY)
+    assert [*result.prompt_token_ids, *result.outputs[0].token_ids] == wanted

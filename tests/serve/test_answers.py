@@ -213,6 +213,8 @@ def test_usage_says_what_the_cache_had(server: Running) -> None:
     assert cached(tenant="usage", read=False) == 0
     assert cached(tenant="another") == 0  # what one tenant stored is not there for others
     assert cached(tenant="usage", session_id="s", ttl=5.0, priority=3) == 99
+    status, _, told = server.send("POST", "/v1/sessions/s?tenant=usage")
+    assert (status, told["expected"]) == (202, True)
     assert server.send("DELETE", "/v1/sessions/s?tenant=usage")[2]["ended"] is True
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 __all__ = ["main"]
@@ -258,6 +259,10 @@ def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[
         context.close()
         client.close()
         _end(server)
+        for left in Path("/dev/shm").glob(
+            f"lmcache_kv_{os.getpid()}_*"
+        ):  # its worker leaves that to the process's end
+            left.unlink(missing_ok=True)
 
     world.close, world.check = end, check  # type: ignore[method-assign]
     return put, get, clear

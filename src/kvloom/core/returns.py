@@ -152,7 +152,7 @@ class Returns:
         used = size * back
         shape = (self.strata, BINS)
         cells = self.strata * BINS
-        count = np.bincount(cell, used, cells).reshape(shape).astype(np.float64)
+        count = np.asarray(np.bincount(cell, used, cells), np.float64).reshape(shape)
         table = np.frombuffer(self._values, np.uint8).reshape(self.window, self.features)
         values = table[:n].T.astype(np.int64)
         seen = [np.bincount(value, used, VALUES) for value in values]

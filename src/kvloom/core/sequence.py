@@ -42,7 +42,8 @@ class Retain:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What a request may say about caching."""
+    """What a request may say about caching. `lossy`: it may be served pages that a tier re-encoded (int8, fp8), and is kept
+    apart from those that may not: what it computes is found by its like alone."""
 
     tenant: str = ""
     adapter: str = ""
@@ -50,6 +51,7 @@ class Control:
     read: bool = True
     session: str | None = None
     retain: tuple[Retain, ...] = ()
+    lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

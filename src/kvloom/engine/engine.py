@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence as Many
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,14 @@ from .beams import BeamSearch
 from .flight import Flight, told_prompts
 from .grammar import Grammars
 from .logprobs import TokenLogprobs
-from .lower import Lower, LowerConfig, open_lower
+from .lower import Lower, LowerConfig
 from .odds import send
+from .opening import open_lower
 from .request import Finish, Request, SamplingParams
 from .runner import Runner
 from .sampler import Chosen, Sampler
 from .scheduler import Scheduled, Scheduler
+from .sessions import Sessions
 from .sizing import Room, room_for
 from .text import Text
 
@@ -163,6 +166,7 @@ class Engine:
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Grammars | None = None
         self._count = 0
+        self._sessions = Sessions()
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels and capture graphs now, so that no request waits for them; on a CPU there are none."""
@@ -185,6 +189,8 @@ class Engine:
         tokens = tuple(int(token) for token in prompt)
         self._refuse(tokens, params, text)
         control = control or Control()
+        if control.lossy and (self.lower is None or not self.lower.lossy):
+            control = replace(control, lossy=False)  # nothing here is re-encoded: it shares with everybody
         sight = self._look(tokens, images, control.tenant) if len(images) else None
         request = Request(self._count, tokens, params, control, priority, sight=sight)
         request.children = [
@@ -227,7 +233,23 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would do something."""
-        return self.scheduler.busy or self._flight is not None
+        prepares = self.lower is not None and self.lower.preparing
+        return self.scheduler.busy or self._flight is not None or prepares
+
+    def expect_session(self, session: str) -> bool:
+        """A session is about to come back: what it said is brought from below into host memory before it asks, while steps
+        are made. Whether anything is looked for; nothing is where it is not known, or nothing lies below."""
+        known = self._sessions.of(session)
+        if known is None or self.lower is None:
+            return False
+        tokens, control = known
+        likely = Request(-1, tuple(tokens.tolist()), SamplingParams(max_tokens=1), control)
+        return self.lower.hint(likely, self.cache.match(tokens, control))
+
+    def end_session(self, session: str) -> int:
+        """A session will not come back: what only it used may leave first. Returns how many of its pages are cached."""
+        self._sessions.forget(session)
+        return self.cache.end_session(session)
 
     def step(self) -> list[Request]:
         """Launch one step, and take in the tokens of the last that was; the requests that got one, or ended for want of
@@ -248,6 +270,9 @@ class Engine:
             landed = self._land(flight, [])
         if self.lower is not None:
             self._look_at_clock(done, began)
+            for request in landed:
+                if request.finish is not None and request.control.session and request.sight is None:
+                    self._sessions.heard(request.control.session, request.tokens, request.control)
         given_up, self.scheduler.given_up = self.scheduler.given_up, []
         return landed + given_up
 
@@ -258,7 +283,7 @@ class Engine:
         if done is not None:
             tokens = sum(len(part.tokens) for _, part in done.work if len(part.tokens) > 1)
             self.lower.computed(tokens, time.perf_counter() - began)
-        elif self._flight is None and self.scheduler.loads:
+        elif self._flight is None and (self.scheduler.loads or self.lower.preparing):
             self.lower.wait(0.002)
 
     def close(self, seconds: float = 10.0) -> None:

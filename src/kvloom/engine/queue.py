@@ -72,4 +72,4 @@ def front_of(request: Request, start: int, block: int) -> Front | None:
     if end > len(request.tokens) or alone or not (control.read and control.store):
         return None
     shown = b"" if request.sight is None else request.sight.content(end)
-    return control.tenant, control.adapter, request.ids(end).tobytes() + shown
+    return control.tenant, f"{control.adapter}{'~' * control.lossy}", request.ids(end).tobytes() + shown

@@ -30,6 +30,8 @@ __all__ = ["Scheduled", "Scheduler"]
 UNKNOWN = np.array([-1])
 MOST_ROOTS = 64
 """Tenants and adapters up to which a miss is looked for among the others', too: each costs a walk."""
+UNKNOWN_TEXT = ("never seen", "evicted")
+"""Why a prompt hit no further, where the pool has nothing of the tokens that come next."""
 MOST_TOLD = 256
 """Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
 MOST_ASIDE = 32
@@ -271,6 +273,9 @@ class Scheduler:
         if request.cached_tokens is None:
             request.count_cached(request.computed)
             request.stop = found.stop
+            lacking = request.lacking  # of what lies below, which the pool knows nothing of
+            if lacking is not None and lacking.position == found.resume and found.stop.reason in UNKNOWN_TEXT:
+                request.stop = lacking
             if len(self.cache.tree.roots) <= MOST_ROOTS:
                 request.elsewhere = self.cache.explain(found).reason == "other tenant"
             request.looked_up, request.began = looked_up, self.cache.clock.now()

@@ -147,28 +147,36 @@ class CrossVision(Vision):
             return states.flatten(0, 1).to(self._dtype)  # type: ignore[no-any-return]
 
     def _count(self, image: Image) -> int:
-        return int(image.inputs["aspect_ratio_mask"].sum()) * int(self._base.vision_model.num_patches)
+        tiles = int(image.inputs["aspect_ratio_mask"].count_nonzero())
+        return tiles * int(self._base.vision_model.num_patches)
 
     def _image(self, given: Any, tenant: str = "") -> Image:
+        """What does not fit is refused here: the tower runs in a step, which others share."""
         image = super()._image(given, tenant)
         pixels, ratio, mask = (image.inputs[name] for name in INPUTS)
-        if pixels.dim() != 4 or ratio.numel() != 1 or mask.numel() != len(pixels) or not mask.any():
+        wanted, known = self._shape, int(self._model.config.vision_config.max_aspect_ratio_id)
+        masks = mask.numel() == wanted[0] and bool(mask.any()) and bool(((mask == 0) | (mask == 1)).all())
+        if tuple(pixels.shape) != wanted or not masks or ratio.numel() != 1:
             raise ValueError(
-                f"an image of {type(self._model).__name__} is pixels [tiles, channels, height, width], one aspect ratio and a "
-                f"mask of its tiles, not {list(pixels.shape)}, {list(ratio.shape)} and {list(mask.shape)}"
+                f"an image of {type(self._model).__name__} is pixels {list(wanted)}, one aspect ratio and a mask of its "
+                f"{wanted[0]} tiles (1: shown; one at least), not {list(pixels.shape)}, {list(ratio.shape)} and {mask.tolist()}"
             )
+        if ratio.is_floating_point() or not 1 <= int(ratio) <= known:
+            raise ValueError(f"aspect_ratio_ids {ratio.tolist()} is none of the model's: 1 to {known}")
         return image
 
-    def sample(self) -> Image:
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        """An image's pixels: tiles, channels, height, width."""
         config = self._model.config.vision_config
-        tiles, size = int(config.max_num_tiles), config.image_size
+        size = config.image_size
         high, wide = (size, size) if isinstance(size, int) else size
+        return int(config.max_num_tiles), int(config.num_channels), int(high), int(wide)
+
+    def sample(self) -> Image:
+        tiles = torch.ones(self._shape[0], dtype=torch.int64)
         return self._image(
-            {
-                "pixel_values": torch.zeros(tiles, int(config.num_channels), high, wide),
-                "aspect_ratio_ids": torch.tensor([1]),
-                "aspect_ratio_mask": torch.ones(tiles, dtype=torch.int64),
-            }
+            dict(zip(INPUTS, (torch.zeros(self._shape), torch.tensor([1]), tiles), strict=True))
         )
 
     def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:

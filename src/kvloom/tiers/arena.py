@@ -13,6 +13,7 @@ import heapq
 import mmap
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ __all__ = ["Arena", "copy_pages"]
 
 _SHARED_BYTES = 4 << 20  # below it a second thread is not worth waking
 _PIECE_BYTES = 1 << 20
+_PATIENCE, _REST_SECONDS = 0.25, 2.0
 
 
 class Arena:
@@ -144,17 +146,19 @@ def _copy(
 
 class _Helper:
     """One thread that takes pieces from the other end; who finds it busy copies alone. It is never waited for, but for the piece
-    that it has in its hands."""
+    that it has in its hands: where that took long, because no core was free, everyone copies alone for a while."""
 
     def __init__(self) -> None:
         self._free = threading.Lock()
+        self._resting = 0.0  # until then
         self._thread: ThreadPoolExecutor | None = None
 
     @contextlib.contextmanager
     def lent(
         self, target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], pieces: deque[_Piece]
     ) -> Iterator[None]:
-        if not self._free.acquire(blocking=False):
+        began = time.monotonic()
+        if began < self._resting or not self._free.acquire(blocking=False):
             yield
             return
         try:
@@ -168,8 +172,12 @@ class _Helper:
             try:
                 yield
             finally:
+                ended = time.monotonic()
                 if not other.cancel():
                     other.result()  # it has left the caller's memory before the caller goes on
+                now = time.monotonic()
+                if now - ended > _PATIENCE * (ended - began):
+                    self._resting = now + _REST_SECONDS
         finally:
             self._free.release()
 

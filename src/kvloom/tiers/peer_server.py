@@ -33,11 +33,13 @@ _NAME_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """Where to listen. `port` 0 is any free one. Beyond loopback a secret of 16 bytes or more is a must."""
+    """Where to listen. `port` 0 is any free one. Beyond loopback a secret of 16 bytes or more is a must. `read_only`: others
+    may read what is there, and change nothing."""
 
     host: str = "127.0.0.1"
     port: int = 0
     secret: bytes = b""
+    read_only: bool = False
     connections: int = 64
     timeout: float = 30.0
 
@@ -132,7 +134,7 @@ class PeerServer:
             threading.Thread(target=self._serve, args=(channel,), name="kvloom-peer", daemon=True).start()
 
     def _serve(self, channel: Channel) -> None:
-        guest = _Guest(self._tier, channel, self._about)
+        guest = _Guest(self._tier, channel, self._about, self._config.read_only)
         try:
             if not welcome(channel, self._config.secret):
                 with self._lock:
@@ -155,8 +157,9 @@ class PeerServer:
 class _Guest:
     """One connection's requests and leases."""
 
-    def __init__(self, tier: HostTier, channel: Channel, about: dict[str, Any]) -> None:
+    def __init__(self, tier: HostTier, channel: Channel, about: dict[str, Any], read_only: bool) -> None:
         self._tier, self._channel, self._where = tier, channel, about
+        self._read_only = read_only
         self._leases: dict[int, Lease] = {}
         self._next = 1
         self._verbs: dict[Verb, Callable[[Message], None]] = {
@@ -216,8 +219,14 @@ class _Guest:
         if lease is not None:
             lease.release(written=False)
 
+    def _places(self, objects: Objects) -> Lease:
+        """Places for a guest's pages; none where it may only read."""
+        if self._read_only:
+            return Lease(self._tier, objects, [None] * len(objects), [int(Outcome.FULL)] * len(objects))
+        return self._tier.reserve(objects)
+
     def _reserve(self, message: Message) -> None:
-        lease = self._tier.reserve(self._objects(message))
+        lease = self._places(self._objects(message))
         payload = lease.results.tobytes() + lease.offsets.tobytes()
         self._channel.send(Message(Verb.RESERVE, message.count, a=self._keep(lease), payload=payload))
 
@@ -257,7 +266,7 @@ class _Guest:
         come last, so that they are made while pages travel."""
         size, form = message.page_bytes, Form("", "", message.page_bytes, message.run_bytes)
         each = 8 * form.runs
-        lease = self._tier.reserve(self._objects(message))
+        lease = self._places(self._objects(message))
         written = False
         try:
             arena, nowhere = self._tier.arena, memoryview(b"")
@@ -276,7 +285,8 @@ class _Guest:
         self._channel.send(Message(Verb.WRITE, message.count, payload=results.tobytes()))
 
     def _drop(self, message: Message) -> None:
-        self._channel.send(Message(Verb.DROP, a=self._tier.drop(self._objects(message))))
+        dropped = 0 if self._read_only else self._tier.drop(self._objects(message))
+        self._channel.send(Message(Verb.DROP, a=dropped))
 
     def _usage(self, message: Message) -> None:
         stats = self._tier.stats()
