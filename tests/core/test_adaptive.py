@@ -136,7 +136,7 @@ def test_a_use_is_seen_where_it_happens_and_not_deeper() -> None:
     service.ask(1, 2, 3, 4, 5, 6, 7, 8)
     visit = service.leaf(1, 2, 3, 4, 5, 6, 7, 8).memo
     assert isinstance(visit, Visit)
-    assert [place for place, _ in visit.watched] == [64]  # the middle of what was new
+    assert visit.watched == (64, 0)  # the middle of what was new
     service.wait(3)
     service.ask(1, 2, 3, 50)
     assert visit.watched
@@ -261,7 +261,7 @@ def test_two_caches_that_see_the_same_decide_the_same() -> None:
     assert twins[0].cache.stats() == twins[1].cache.stats()
 
 
-def test_a_visit_takes_less_than_64_bytes_a_block() -> None:
+def test_what_it_remembers_takes_less_than_64_bytes_a_block() -> None:
     service = Service(400)
     chats(service, 2, 200)
     nodes: list[Node] = list(service.cache.tree.roots.values())
@@ -275,7 +275,9 @@ def test_a_visit_takes_less_than_64_bytes_a_block() -> None:
     size = 8 * blocks  # the slot of each run, at the most
     for memo in memos.values():
         if memo is not None:
-            parts = [getattr(memo, name) for name in type(memo).__slots__]  # type: ignore[attr-defined]
+            assert isinstance(memo, Visit)
+            parts = [getattr(memo, name) for name in Visit.__slots__]
+            parts += memo.watched
             size += sys.getsizeof(memo) + sum(sys.getsizeof(p) for p in parts if p is not None)
     assert blocks > 300
     assert size < 64 * blocks

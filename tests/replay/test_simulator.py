@@ -4,6 +4,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 
 import pytest
@@ -93,6 +94,15 @@ def test_tenants_share_nothing_and_keep_to_their_quota() -> None:
     assert replay(sample, 100, "lru").hits == [0, 0, 3, 3]
     quotas = (Tenant("a", quota=2 * 16), Tenant("b", quota=10 * 16))
     assert replay(sample, 100, "lru", tenants=quotas).hits == [0, 0, 0, 3]
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_a_session_that_says_it_is_over_leaves_first(policy: str) -> None:
+    plain = traffic([1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 3])
+    sessions = [replace(r, session=s) for r, s in zip(plain.requests, "abca", strict=True)]
+    sample = Traffic(tuple(sessions), plain.block_tokens, plain.distinct)
+    assert replay(sample, 6, policy).hits == [0, 0, 0, 0]
+    assert replay(sample, 6, policy, ended=True).hits == [0, 0, 0, 3]
 
 
 def test_bad_input_is_refused() -> None:

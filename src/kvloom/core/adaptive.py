@@ -8,8 +8,9 @@ learns that; this file says who is asked about and turns what was learned into p
 | an entry is  | when                                         | leaves by                                  |
 |--------------|----------------------------------------------|--------------------------------------------|
 | in use       | somebody may come back to its last visit     | the index that `Returns` gives             |
-| a last end   | the end of a visit, when others came back to less than all of one | the same, times how many want it |
+| an end       | those who came back wanted less than all     | the same, times the share that wants it    |
 | left behind  | its conversation went on without it          | least recently used, before the others     |
+| long away    | longer than nearly all took who came back    | the same                                   |
 
 Before anything is learned the longest away leaves first: the policy begins as least recently used.
 """
@@ -68,7 +69,7 @@ class Visit(Memo):
         self.values = b""  # of the features, once it is closed
         self.stratum = 0
         self.level, self.fit = 0.0, 0  # what `Returns` makes of the values, and by which fit
-        self.watched: tuple[tuple[int, int], ...] = ()  # places in its text, and their numbers
+        self.watched: tuple[int, ...] = ()  # place in its text and number, of each that is watched
 
 
 class Adaptive:
@@ -87,6 +88,8 @@ class Adaptive:
         self._tenants: dict[str, int] = {}
         self._endings: dict[str | None, int] = {None: 0}
         self._closed = 0
+        self._asked: Entry | None = None  # whose priority was asked for last: its review is asked next
+        self._placed = 0, 0.0
         # Of those who came back, how many did not want the last so many tokens (by their bit length), and
         # from that the logarithm of the share that wanted what stands so far from the end.
         self._without = [0.0] * _ENDS
@@ -100,7 +103,8 @@ class Adaptive:
         age = now - entry.last_used
         if not isinstance(memo, Visit) or not memo.open or age >= self.returns.horizon:
             return (0.0, entry.last_used)
-        stratum, level = self._place(entry, memo)
+        stratum, level = self._placed = self._place(entry, memo)
+        self._asked = entry
         return (1.0, self.returns.index(stratum, level, age), entry.last_used)
 
     def review(self, entry: Entry, now: float) -> float:
@@ -108,8 +112,10 @@ class Adaptive:
         age = now - entry.last_used
         if not isinstance(memo, Visit) or not memo.open or age >= self.returns.horizon:
             return math.inf  # it keeps its place among them
-        stratum, level = self._place(entry, memo)
-        return entry.last_used + min(self.returns.horizon, self.returns.falls(stratum, level, age))
+        stratum, level = self._placed if entry is self._asked else self._place(entry, memo)
+        self._asked = None
+        later, horizon = self.returns.falls(stratum, level, age), self.returns.horizon
+        return entry.last_used + (later if later < horizon else horizon)
 
     def portion(self, entry: Entry) -> int:
         """Tokens at the end of `entry` that are worth no more than its last ones."""
@@ -192,12 +198,13 @@ class Adaptive:
     def _watch(self, visit: Visit, path: Sequence[Entry], now: float) -> None:
         """Watch the middle of what the request brought, and a place in what it found."""
         new = visit.length - visit.resumed - self._tail
-        watched = []
+        watched: list[int] = []
         if new > 0:
             number = self.returns.start(
                 visit.stratum, bytes((_uses(visit.again),)) + visit.values, math.sqrt(new), now
             )
-            watched.append((visit.resumed + new // 2, number))
+            if number >= 0:
+                watched += [visit.resumed + new // 2, number]
         brought = 0
         while brought < len(path) and path[brought].depth >= visit.resumed:
             brought += 1
@@ -207,17 +214,18 @@ class Adaptive:
             values = bytes((_uses(entry.hits),)) + (_OTHERS if shared else visit.values)
             stratum = _SHARED if shared else visit.stratum
             number = self.returns.start(stratum, values, math.sqrt(visit.resumed), now)
-            watched.append((entry.depth + entry.tokens // 2, number))
-        visit.watched = tuple(item for item in watched if item[1] >= 0)
+            if number >= 0:
+                watched += [entry.depth + entry.tokens // 2, number]
+        visit.watched = tuple(watched)
 
     def _see(self, visit: Visit, first: int, last: int, now: float) -> None:
         """Tokens `first` to `last` of a visit are wanted."""
-        rest = []
-        for place, number in visit.watched:
+        rest: list[int] = []
+        for place, number in zip(visit.watched[::2], visit.watched[1::2], strict=True):
             if first <= place < last:
                 self.returns.returned(number, max(0.0, now - visit.start))
             else:
-                rest.append((place, number))
+                rest += place, number
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:

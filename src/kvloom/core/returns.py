@@ -29,21 +29,22 @@ _LOG_STEP = math.log(1.25)
 _EDGES = [0.0, 2.0, 4.0, *(_FINE * 1.25**k for k in range(37))]
 BINS = len(_EDGES)
 """Ages up to 8 · 1.25^36 seconds, about 7 hours; what is older counts as that old."""
-_LEVELS, _LOWEST, _LEVEL_STEP = 37, -5.0, 1 / 4
+_LEVELS, _LOWEST, _LEVEL_STEP = 37, -5.0, 0.25
 _LEAST = 1e-12
 
 
 class Returns:
-    """See the module. `strata` baselines, `features` factors; the newest `window` places are remembered.
+    """See the module. `strata` baselines (the last has nothing in common with the others), `features`
+    factors; the newest `window` places are remembered.
 
     | call     | cost                                                                       |
     |----------|----------------------------------------------------------------------------|
-    | start    | O(features); every `every`-th call fits the model: O(window times features)|
+    | start    | O(features); every `every`-th call, in the beginning more often, fits the model |
     | returned | O(1)                                                                       |
     | index    | O(1)                                                                       |
     """
 
-    def __init__(self, strata: int, features: int, window: int = 8192, every: int = 512) -> None:
+    def __init__(self, strata: int, features: int, window: int = 8192, every: int = 1024) -> None:
         self.strata, self.features = strata, features
         self.window, self.every = window, every
         self.fits = 1
@@ -61,16 +62,16 @@ class Returns:
         self._weight = np.zeros(window)
         self._values = bytearray(window * features)
         self._seen = 0
+        self._due = every // 16
         self._recorded = 0
         self._stride = 1
         self._wrapped = 0.0
         self._index: list[list[list[float]]] = []
         self._lower: list[list[list[float]]] = []  # the age from which the index is clearly lower
         age = self._middle
+        reads, stays = (age / READS) ** 2, 1 / (1 + (age / GONE) ** 2)
         self._flat = PRIOR / age
-        self._prior = (
-            PRIOR / age * ((age / READS) ** 2 / (1 + (age / READS) ** 2) / (1 + (age / GONE) ** 2) + 0.1)
-        )
+        self._prior = self._flat * (reads / (1 + reads) * stays + 0.01)
         self._tabulate(np.tile(self._flat, (strata, 1)))
 
     # -- what happens ---------------------------------------------------------------------------
@@ -79,7 +80,8 @@ class Returns:
         """A use ends and an absence begins. Returns its number, or -1 for one that is not watched: where
         thousands come in an hour a share of them tells enough."""
         self._seen += 1
-        if self._seen % (self.every if self._seen >= 4 * self.every else self.every // 8) == 0:
+        if self._seen >= self._due:
+            self._due += min(self.every, max(self.every // 16, self._seen // 16))
             self.fit(now)
         if self._seen % self._stride:
             return -1
@@ -191,6 +193,7 @@ class Returns:
         return found
 
     def _far(self, count: Floats, exposure: Floats) -> float:
+        """The age by which SEEN of all will have come; censored absences do not make it shorter."""
         hazard = self._pulled(count, exposure, self._prior, PULL)
         come = 1 - np.exp(-np.cumsum(hazard * self._width))
         last = int(np.argmax(come >= SEEN * come[-1]))
@@ -200,7 +203,8 @@ class Returns:
         """The index at the start of every bin, for every stratum and level: the best stop for one who pays
         for waiting by the second and earns one at the return."""
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
-        hazard = (baseline[:, None, :] * levels[None, :, None]).reshape(-1, BINS)
+        kinds, which = np.unique(baseline, axis=0, return_inverse=True)  # strata without data are alike
+        hazard = (kinds[:, None, :] * levels[None, :, None]).reshape(-1, BINS)
         mean = hazard * self._width
         stays = np.exp(-mean)
         waits = np.where(mean > 1e-9, (1 - stays) / hazard, self._width)
@@ -214,11 +218,12 @@ class Returns:
             index[:, b] = (gain / cost).max(1)
         index[:, :BINS] = np.log(np.maximum(index[:, :BINS], _LEAST))
         index[:, BINS] = index[:, BINS - 1] - _LOG_STEP
-        shape = self.strata, _LEVELS, BINS + 1
-        self._index = index.reshape(shape).tolist()
         falls = (index[:, None, :] <= index[:, :, None] - FALL) & np.tri(BINS + 1, k=-1, dtype=bool).T
-        edges = np.append(self.edges, math.inf)
-        self._lower = np.where(falls.any(2), edges[falls.argmax(2)], math.inf).reshape(shape).tolist()
+        lower = np.where(falls.any(2), np.append(self.edges, math.inf)[falls.argmax(2)], math.inf)
+        shape = len(kinds), _LEVELS, BINS + 1
+        indices, lowers = index.reshape(shape).tolist(), lower.reshape(shape).tolist()
+        self._index = [indices[kind] for kind in which.ravel()]
+        self._lower = [lowers[kind] for kind in which.ravel()]
 
 
 def _row(level: float) -> int:
@@ -229,14 +234,15 @@ def _row(level: float) -> int:
 PRIOR = 0.1
 """Before anything is known: hazard times age, the same at every age, so that the longest away leaves first."""
 READS, GONE = 40.0, 600.0
+"""Seconds: people read and type that long before they come back, and have mostly gone after that long."""
 PULL = 30.0
-"""As many places' worth of belief that a bin's hazard times age is this share of the bin before's."""
+"""As many places' worth of belief that hazards have the shape which this gives, times a ratio that is learned."""
 STRATUM_PULL = 50.0
 """As many places' worth of belief that a stratum's hazard is everyone's, times its own ratio."""
 DOUBT = 8.0
 """Uses' worth of belief that a feature's value makes no difference."""
 ROUNDS = 3
-SEEN = 0.97
+SEEN = 0.92
 """The share of all that ever come who come before the horizon."""
 FALL, LOOK = 0.69, 30.0
 """A clear fall of the index, as a logarithm; and seconds within which there is no need to look again."""

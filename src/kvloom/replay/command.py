@@ -90,6 +90,7 @@ def arguments(parser: ArgumentParser) -> None:
         metavar="S",
         help="seconds in which they start (default: 3600)",
     )
+    add("--ended", action="store_true", help="sessions say after their last request that they are over")
     add("--plot", metavar="FILE", help="write hit-rate curves to this picture (needs kvloom[plot])")
     add("--json", action="store_true", help="print JSON instead of tables")
 
@@ -120,7 +121,7 @@ def run(args: Namespace) -> int:
     for capacity in capacities:
         for policy in policies:
             _say(f"{policy} at {capacity:,} blocks")
-            outcome = replay(traffic, capacity, policy, tiers=tiers)
+            outcome = replay(traffic, capacity, policy, tiers=tiers, ended=args.ended)
             rows.append((outcome, estimate(traffic, outcome, cost) if cost else None))
     _say("")
     if args.plot:
