@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from types import FrameType
 
 import pytest
 
@@ -166,3 +168,22 @@ def test_a_request_costs_a_bounded_number_of_plain_ones(
         for _ in range(4)
     ]
     assert min(ours for ours, _ in rounds) < times * min(plain for _, plain in rounds)
+
+
+@pytest.mark.parametrize(("policy", "most"), [("lru", 185), ("adaptive", 235)])
+def test_a_request_takes_a_bounded_number_of_calls(policy: str, most: int) -> None:
+    """Counted, not timed, so that no machine decides: what a request costs is mostly the core's own functions."""
+    sample = random_traffic(6)
+    calls = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        evictions = replay(sample, 60, policy).evictions
+    finally:
+        sys.setprofile(None)
+    assert evictions > len(sample.requests), "there was nothing to make room for"
+    assert calls / len(sample.requests) < most

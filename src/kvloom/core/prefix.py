@@ -333,11 +333,8 @@ class PrefixTree(Checkpoints):
         node.root.account.queue.remove(node)
         node.end = node.start
         node.parent = None
-        node.text, node.names, node.pages = (
-            bytearray(),
-            [],
-            self._no_rows,
-        )  # who remembers the node needs no more
+        # Whoever remembers the node needs no more of it.
+        node.text, node.names, node.pages = bytearray(), [], self._no_rows
         self.nodes -= 1
         if parent.parent is None and not parent.children and not parent.locks:
             self.roots.pop(parent.root.name, None)

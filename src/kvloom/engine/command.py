@@ -14,9 +14,10 @@ from kvloom.arguments import (
     DTYPE,
     KV_DTYPE,
     KV_SCALES,
+    LOAD_FORMAT,
+    LOAD_FORMATS,
     MODEL,
     POOL,
-    RANDOM_WEIGHTS,
     THREADS,
     TIER,
     device,
@@ -92,7 +93,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
     add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
     add("--device", type=device, metavar="D", help=DEVICE)
-    add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help=LOAD_FORMAT)
     add("--pool", type=size, metavar="SIZE", help=POOL)
     add("--tier", action="append", default=[], metavar="TIER", help=TIER)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     model = folder_of(args.model)
     check_engine(
         model,
-        random_weights=args.random_weights,
+        load_format=args.load_format,
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
@@ -148,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
         batch_invariant=args.batch_invariant,
-        load_format="random" if args.random_weights else "auto",
+        load_format=args.load_format,
         threads=args.threads,
         progress=sys.stderr.isatty(),
         tiers=args.tier,

@@ -25,6 +25,8 @@ from .fetching import Forms
 __all__ = ["Keeping"]
 
 Moment = tuple[int, int]
+MOST_ROOTS = 4096
+"""Roots of lossy names that are remembered before those that have gone are looked for."""
 
 
 @dataclass(slots=True)
@@ -64,6 +66,8 @@ class Keeping:
     def know(self, lossy: bool, root: bytes) -> None:
         """Whether what is named from `root` on is of requests that allow for loss. Told before any of them computes."""
         if lossy:
+            if len(self._lossy) > MOST_ROOTS:
+                self._lossy &= self.cache.tree.roots.keys()  # of the others nothing is cached any more
             self._lossy.add(root)
 
     @property

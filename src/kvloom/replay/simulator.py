@@ -105,8 +105,8 @@ def replay(
 ) -> Outcome:
     """Replay `traffic` through a cache of `capacity` blocks under `policy`: one of NAMES.
 
-    A block takes 16 bytes of these caches: tenants' quotas are in those. About 7 seconds a million blocks
-    where requests have 24 of them, less where they are longer. Of a request longer than a cache only the
+    A block takes 16 bytes of these caches: tenants' quotas are in those. About 4 seconds a million blocks
+    where requests have 24 of them (7 under the policy that learns), less where they are longer. Of a request longer than a cache only the
     beginning is kept there.
     """
     if capacity < 1:

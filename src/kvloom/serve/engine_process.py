@@ -113,7 +113,7 @@ def load_engine(start: Start) -> Engine:
         start.model,
         start.cpu_dtype if start.dtype == "auto" and device.type == "cpu" else start.dtype,
         device,
-        load_format="random" if start.random_weights else "auto",
+        load_format=start.load_format,
         progress=start.progress,
     )
     engine = Engine(

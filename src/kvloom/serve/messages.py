@@ -9,7 +9,7 @@ A message is msgpack behind its length, four bytes. Log-probabilities are triple
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -69,7 +69,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     batch_invariant: bool = False
     tiers: tuple[str, ...] = ()
     device: str | None = None
-    random_weights: bool = False
+    load_format: Literal["auto", "random"] = "auto"
     pool_bytes: int | None = None
     memory_fraction: float = 0.9
     token_budget: int | None = None
