@@ -188,7 +188,7 @@ def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Call
 
 def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
     """Its multi-process server, as its worker in an engine without a GPU uses it: blocks of a KV cache, 32 MiB a request, looked
-    up before they are retrieved. `mode` says who copies: its server, which maps the cache, or the worker, into the server's shared
+    up before they are retrieved (which counts as part of the store: it shows that it is over). `mode` says who copies: its server, which maps the cache, or the worker, into the server's shared
     memory."""
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
     from lmcache.v1.multiprocess.transfer_context import create_transfer_context
@@ -235,15 +235,29 @@ def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[
             ):
                 raise RuntimeError("LMCache's multi-process server did not store")
 
-    def get() -> None:
         for pages, key in requests():
+            wait_for(len(pages), key)
+
+    def wait_for(pages: int, key: Any) -> None:
+        """Until a lookup finds them: a store's answer comes before its end. Their reading locks are ours from then on."""
+        deadline = time.monotonic() + seconds
+        while True:
             client.lookup(replace(key, worker_id=None), 1).result(timeout=seconds)
             while (found := client.query_prefetch_status(key.request_id).result(timeout=seconds)) is None:
                 time.sleep(0.0002)
+            if found >= pages:
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"LMCache's multi-process server has {found} of {pages} pages")
+            client.end_session(key.request_id).result(timeout=seconds)
+            time.sleep(0.0005)
+
+    def get() -> None:
+        for pages, key in requests():
             blocks = [[1 + world.count + number for number in pages]]
             event = context.create_recorded_event()
             done = context.submit_retrieve(key.request_id, key, caches, blocks, event, 1)
-            if not found or not done.result(timeout=seconds):
+            if not done.result(timeout=seconds):
                 raise RuntimeError("LMCache's multi-process server has lost a page")
 
     def check() -> None:
