@@ -30,7 +30,10 @@ def commands() -> list[str]:
     """Every line of the documents that begins with `kvloom COMMAND`, as one would type it."""
     found: dict[str, None] = {}
     for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
-        for block in re.findall(r"```(?:console)?\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        blocks = re.findall(
+            r"^```(.*?)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        )
+        for block in [text for kind, text in blocks if kind in ("", "console")]:
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line.removeprefix("$ "), comments=True) if "kvloom " in line else []
                 if words[:1] == ["kvloom"] and words[1] in COMMANDS:
