@@ -14,7 +14,7 @@ from kvloom.tiers.bounded import Bounded, StillRunningError
 from kvloom.tiers.mooncake import MooncakeStore, open_mooncake
 from kvloom.tiers.mooncake_client import Client, MooncakeConfig
 from kvloom.tiers.opening import open_tier
-from kvloom.tiers.remote import RemoteConfig, RemoteTier
+from kvloom.tiers.remote import RemoteConfig, RemoteTier, StoreError
 from kvloom.tiers.values import PREFIX, Counted, store_tier
 
 from .conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, never_wrong, objects, put
@@ -148,6 +148,24 @@ def test_a_master_that_dies_costs_misses_and_a_bounded_wait_and_comes_back(tmp_p
             put(tier, range(4))
         assert get(tier, range(4)).ok.all()
         tier.close()
+
+
+def test_a_client_that_a_call_is_in_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_client, "_LAST_SECONDS", 0.1)
+    with mooncake_master(tmp_path) as (port, _):
+        client = Client(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 0.1)
+        library, inside, gate = client.get(), threading.Event(), threading.Event()
+        waiting = threading.Thread(target=lambda: client.run(lambda: (inside.set(), gate.wait(20))))
+        waiting.start()
+        assert inside.wait(20)
+        with pytest.raises(TimeoutError, match="a call hangs"):
+            client.close()
+        with pytest.raises(StoreError, match="is closed"):
+            client.run(lambda: None)
+        assert library.is_exist("nothing") == 0, "whoever is in it can go on"
+        gate.set()
+        waiting.join(20)
+        library.close()
 
 
 def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ class MooncakeStore(Store):
     # --- inside
 
     def _call(self, function: Any, lent: bool = False) -> Any:
-        return self._bounded.call(function, lent=lent)
+        return self._bounded.call(partial(self._shared.run, function), lent=lent)
 
     @staticmethod
     def _checked(answers: Any, count: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,8 +24,10 @@ from .tier import TierError
 __all__ = ["LOST", "Client", "MooncakeConfig", "address_of", "library"]
 
 LOST: list[Any] = []  # memory that must outlive who lent it: a call that hangs may still use it
-_FAILED: list[Any] = []  # clients that were never set up: their end can crash the process
-_SETUP_SECONDS = 20.0
+_FAILED: list[
+    Any
+] = []  # clients that were never set up, or that a call hangs in: their end would crash the process
+_SETUP_SECONDS, _LAST_SECONDS = 20.0, 5.0
 _LEAST_LENT = 1 << 20
 _MOST_LENT = 8  # regions of callers' memory that stay registered; what lies elsewhere passes through a buffer
 
@@ -53,6 +55,8 @@ class Client:
         self._config, self._timeout = config, timeout
         self._lock, self._lending = threading.Lock(), threading.Lock()
         self._ready: Any = None
+        self._calls, self._ended = 0, False
+        self._over = threading.Condition()  # a call is
         self._turn = {"get": threading.Lock(), "put": threading.Lock()}
         # Registered (address, bytes) -> the memory, which stays while it is.
         self._lent: dict[tuple[int, int], Any] = {}
@@ -88,6 +92,19 @@ class Client:
         at = address_of(np.frombuffer(piece, np.uint8))
         here = any(low <= at and at + len(piece) <= low + size for low, size in self._lent)
         return at if here else 0
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """`call()`, which uses the client: while that is there, for one that was ended would end the process."""
+        with self._over:
+            if self._ended:
+                raise StoreError(f"{self._config} is closed")
+            self._calls += 1
+        try:
+            return call()
+        finally:
+            with self._over:
+                self._calls -= 1
+                self._over.notify_all()
 
     def get(self) -> Any:
         """A StoreError while the master cannot be reached."""
@@ -135,10 +152,17 @@ class Client:
         return client
 
     def close(self) -> None:
-        """Gives back the segment, and with it what lies there."""
+        """Gives back the segment, and with it what lies there. A TimeoutError where a call hangs: then all stays as it is."""
+        with self._over:
+            self._ended = True
+            over = self._over.wait_for(lambda: not self._calls, max(self._timeout, _LAST_SECONDS))
         with self._lock:
             client, self._ready = self._ready, None
             lent, self._lent = self._lent, {}
+        if not over:
+            _FAILED.append(client)
+            LOST.extend(lent.values())
+            raise TimeoutError(f"{self._config}: a call hangs, so it is left as it is")
 
         def end() -> None:
             for address, _ in lent:
