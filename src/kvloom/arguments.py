@@ -22,9 +22,10 @@ __all__ = [
     "DTYPE",
     "KV_DTYPE",
     "KV_SCALES",
+    "LOAD_FORMAT",
+    "LOAD_FORMATS",
     "MODEL",
     "POOL",
-    "RANDOM_WEIGHTS",
     "SERVER",
     "THREADS",
     "TIER",
@@ -35,6 +36,7 @@ __all__ = [
     "number",
     "parse_size",
     "progress_bar",
+    "said",
     "server",
     "size",
     "token_ids",
@@ -48,7 +50,10 @@ KV_DTYPE = "bf16, fp16, fp32, int8 or fp8 (default: the model's own); by kind of
 KV_SCALES = "scales of int8 and fp8: dynamic (default), checkpoint, or a file of `kvloom calibrate`"
 MODEL = "a folder with a Hugging Face model, its hub id, or one that comes along: kvloom-llama, kvloom-hybrid"
 POOL = "memory for the cache (default: 1GiB; on a GPU what is left)"
-RANDOM_WEIGHTS = "make up the weights: MODEL may be a config.json or a name of `kvloom plan --list`, too"
+LOAD_FORMAT = (
+    "'random' makes the weights up: MODEL may be a config.json or a name of `kvloom plan --list`, too"
+)
+LOAD_FORMATS = ("auto", "random")
 SERVER = "the server, like 127.0.0.1:8000 or https://host/path (default: http://127.0.0.1:8000)"
 THREADS = "CPU threads of the model (default: $KVLOOM_THREADS, $OMP_NUM_THREADS, or all cores but one)"
 TIER = "a place for pages below the pool, nearest first: host:64GiB, disk:/path:1TiB, …; repeatable (docs/tiers.md)"
@@ -160,6 +165,15 @@ def token_ids(text: str) -> list[int]:
         return [int(token) for token in text.replace(",", " ").split()]
     except ValueError:
         raise ValueError(f'--tokens {text!r} must be whole numbers, like "5 6 7"') from None
+
+
+def said(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed: pip install 'kvloom[engine,serve,grammar]' has what commands need"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 @contextmanager

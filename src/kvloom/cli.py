@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, ImportError) as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "kvloom").startswith("kvloom"):
             raise
-        print(f"kvloom {name}: {_said(error)}", file=sys.stderr)
+        from kvloom.arguments import said
+
+        print(f"kvloom {name}: {said(error)}", file=sys.stderr)
         return BAD_INPUT
     except SystemExit as ended:  # argparse has said what is to be said
         return int(ended.code or 0)
@@ -67,15 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)  # the shell's next line begins on its own
         return INTERRUPTED
     return code
-
-
-def _said(error: Exception) -> str:
-    """An error in one line."""
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed: pip install 'kvloom[engine,serve,grammar]' has what commands need"
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
 
 
 def _tell(word: str) -> NoReturn:

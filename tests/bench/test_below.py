@@ -7,10 +7,14 @@ import json
 import pytest
 
 from kvloom import cli
+from kvloom.bench import below
 from kvloom.bench.below import main
 
 
-def test_every_part_says_what_it_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_part_says_what_it_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(below, "FEWEST", 8)
     given = ["--prompt", "128", "--pool", "8MiB", "--host", "32MiB", "--rounds", "1", "--works", "W3", "W6"]
     assert main([*given, "--scale", "0.03", "--device", "cpu", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -19,7 +23,10 @@ def test_every_part_says_what_it_measured(capsys: pytest.CaptureFixture[str]) ->
     assert first["bytes"] > 0
     assert set(first["gb_per_s"]) == {"host", "disk"}
     assert all(row["same_tokens"] for row in report["workloads"])
-    assert 0 < report["hits"]["kept"]
+    assert 0.5 < report["hits"]["kept"]
+    assert report["hits"]["small_pool"] < 0.5 * report["hits"]["pool"]
+    for place in ("host", "disk"):
+        assert report["layers"][place]["first"] < report["layers"][place]["whole"]
 
 
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvloom import cli
-from kvloom.bench.tiers import main, measure
-from kvloom.bench.tiers_work import Memory, Side, Work
+from kvloom.bench.tiers import LMCache, main, measure
+from kvloom.bench.tiers_media import Memory, Side
+from kvloom.bench.tiers_work import Work
 
 
 def test_every_tier_that_needs_no_server_is_measured(
@@ -40,6 +42,35 @@ def test_bytes_that_came_back_wrong_end_it() -> None:
     wrong = Side(lambda: None, lambda: None)
     with pytest.raises(RuntimeError, match="not those that were written"):
         measure(Work("a", "b", wrong, right), memory, 1, None)
+
+
+class SomeBackends(LMCache):
+    """LMCache of which one backend runs."""
+
+    def __init__(self) -> None:
+        self.missing = {}
+
+    def ask(self, what: dict[str, Any]) -> dict[str, Any]:
+        if what["backend"] == "absent":
+            raise RuntimeError("no such thing")
+        return {"write": 1e6, "read": 2e6}
+
+
+def test_every_backend_of_lmcache_has_rows_and_one_that_does_not_run_is_said() -> None:
+    memory = Memory(65536, 1 << 20)
+    side = Side(lambda: None, lambda: np.copyto(memory.target, memory.source))
+    lmcache = SomeBackends()
+    rows = measure(Work("a", "b", side, side, ("one", "absent")), memory, 2, lmcache)
+    assert [(row.backend, row.verb) for row in rows] == [
+        ("one", "write"),
+        ("one", "read"),
+        ("", "write"),
+        ("", "read"),
+    ]
+    assert rows[0].times_lmcache is not None
+    assert rows[0].times_lmcache > 1000
+    assert rows[2].lmcache is None
+    assert lmcache.missing == {"absent": "no such thing"}
 
 
 @pytest.mark.parametrize(

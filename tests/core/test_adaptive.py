@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvloom.core import Control, KVCache, PoolLayout, VirtualClock
-from kvloom.core.adaptive import Adaptive, Shared, Visit
+from kvloom.core.adaptive import Adaptive, Visit
 from kvloom.core.nodes import Node
 
 from .world import LAYOUTS
@@ -85,7 +85,8 @@ def test_a_prompt_that_shares_little_is_another_conversation() -> None:
     assert isinstance(other, Visit)
     assert first.open
     assert other.turn == 0
-    assert isinstance(service.leaf(1).memo, Shared)
+    assert service.leaf(1).value == 1.0  # used by another than before
+    assert service.leaf(1, 7, 8, 9).value == 0.0
 
 
 def test_what_a_conversation_went_on_without_is_left_behind_and_leaves_first() -> None:
@@ -99,7 +100,6 @@ def test_what_a_conversation_went_on_without_is_left_behind_and_leaves_first() -
     assert isinstance(tail.memo, Visit)
     assert not tail.memo.open
     policy = learner(service)
-    policy.returns.horizon = 1e6  # as if much had been seen
     now = service.clock.now()
     assert policy.priority(tail, now) < policy.priority(service.leaf(50, 51), now)
 
@@ -120,13 +120,45 @@ def test_a_return_to_what_was_evicted_is_seen() -> None:
     assert (back.turn, back.since) == (1, 7.0)
 
 
-def test_a_cut_gives_both_parts_the_visit_but_a_count_of_its_own() -> None:
-    visit, shared = Visit(None, 0, 1.0), Shared(5.0, 2.0, 3)
-    assert visit.split() is visit
-    copy = shared.split()
-    assert copy is not shared
-    assert isinstance(copy, Shared)
-    assert (copy.between, copy.used, copy.uses) == (5.0, 2.0, 3)
+def test_both_parts_of_a_cut_have_the_visit_and_the_count() -> None:
+    service = Service(100)
+    for last in (4, 5, 6, 7):
+        service.ask(1, 2, last, 8, 9, 10)
+        service.wait(1)
+    assert service.leaf(1, 2).value == 3.0
+    service.ask(1, 20, 21, 22)
+    assert service.leaf(1).value == 4.0
+    assert service.leaf(1, 2).value == 3.0
+
+
+def test_a_use_is_seen_where_it_happens_and_not_deeper() -> None:
+    service = Service(100)
+    service.ask(1, 2, 3, 4, 5, 6, 7, 8)
+    visit = service.leaf(1, 2, 3, 4, 5, 6, 7, 8).memo
+    assert isinstance(visit, Visit)
+    assert visit.watched == (64, 0)  # the middle of what was new
+    service.wait(3)
+    service.ask(1, 2, 3, 50)
+    assert visit.watched
+    service.wait(4)
+    service.ask(1, 2, 3, 4, 5, 60)
+    assert not visit.watched
+    away = learner(service).returns._away[0]
+    assert away == 7.0
+
+
+def test_the_end_that_nobody_comes_back_to_leaves_first_and_alone() -> None:
+    service = Service(400)
+    for chat in range(1, 41):
+        for turn in (1, 2, 3):
+            history = [100 * chat + i for i in range(4 * turn)]
+            service.ask(*history, 100 * chat + 50 + turn, 100 * chat + 60 + turn)  # and two that are not kept
+            service.wait(2.0)
+    policy = learner(service)
+    last = service.leaf(*(4000 + i for i in range(12)), 4053, 4063)
+    assert policy.portion(last) == 2 * BLOCK
+    ends = {n: policy._wanted[n] for n in (0, (2 * BLOCK).bit_length())}
+    assert ends[0] < -1.0 < -0.2 < ends[(2 * BLOCK).bit_length()]
 
 
 # -- what it keeps ---------------------------------------------------------------------------------------------
@@ -229,7 +261,7 @@ def test_two_caches_that_see_the_same_decide_the_same() -> None:
     assert twins[0].cache.stats() == twins[1].cache.stats()
 
 
-def test_a_visit_takes_less_than_64_bytes_a_block() -> None:
+def test_what_it_remembers_takes_less_than_64_bytes_a_block() -> None:
     service = Service(400)
     chats(service, 2, 200)
     nodes: list[Node] = list(service.cache.tree.roots.values())
@@ -243,7 +275,9 @@ def test_a_visit_takes_less_than_64_bytes_a_block() -> None:
     size = 8 * blocks  # the slot of each run, at the most
     for memo in memos.values():
         if memo is not None:
-            parts = [getattr(memo, name) for name in type(memo).__slots__]  # type: ignore[attr-defined]
+            assert isinstance(memo, Visit)
+            parts = [getattr(memo, name) for name in Visit.__slots__]
+            parts += memo.watched
             size += sys.getsizeof(memo) + sum(sys.getsizeof(p) for p in parts if p is not None)
     assert blocks > 300
     assert size < 64 * blocks

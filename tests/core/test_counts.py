@@ -18,7 +18,7 @@ native = pytest.importorskip(
 PAGES = 12
 calls = st.lists(
     st.tuples(
-        st.sampled_from(["retain", "release", "keep", "drop"]),
+        st.sampled_from(["lend", "retain", "release", "keep", "drop"]),
         st.lists(st.integers(0, PAGES - 1), max_size=8),
     ),
     max_size=12,
@@ -29,7 +29,7 @@ def run(loops: ModuleType, held: np.ndarray, kept: np.ndarray, verb: str, ids: l
     pages = np.array(ids, np.int32)
     out = np.zeros(PAGES, np.int32)
     try:
-        if verb in ("retain", "keep"):
+        if verb in ("lend", "retain", "keep"):
             return getattr(loops, verb)(held, kept, pages)
         result = getattr(loops, verb)(held, kept, pages, out)
         return result, sorted(out[: result[1] if isinstance(result, tuple) else result].tolist())
@@ -47,6 +47,18 @@ def test_native_and_plain_loops_agree(
         assert run(native, held, kept, verb, ids) == run(counts, twin_held, twin_kept, verb, ids)
         assert (held == twin_held).all()
         assert (kept == twin_kept).all()
+
+
+@pytest.mark.parametrize("loops", [native, counts], ids=["native", "plain"])
+@pytest.mark.parametrize("wrong", [[3, 4, 3], [3, 1], [3, 2]], ids=["twice", "held", "kept"])
+def test_only_free_pages_are_lent_and_a_refusal_changes_nothing(loops: ModuleType, wrong: list[int]) -> None:
+    held, kept = np.zeros(6, np.int32), np.zeros(6, np.int16)
+    held[1], kept[2] = 1, 1
+    with pytest.raises(ValueError, match=f"page {wrong[-1]} is not free"):
+        loops.lend(held, kept, np.array(wrong, np.int32))
+    assert held.tolist() == [0, 1, 0, 0, 0, 0]
+    loops.lend(held, kept, np.array([3, 0, 4], np.int32))
+    assert held.tolist() == [0, 1, 0, 1, 1, 0]
 
 
 def test_native_loops_refuse_what_does_not_fit() -> None:

@@ -189,6 +189,24 @@ def test_priority_lets_what_expires_soonest_leave() -> None:
     assert retained("lru", wishes) == [A, B, C]
 
 
+@every_policy
+def test_a_run_is_queued_when_its_sequence_leaves_and_stays_so_while_it_loses_its_tail(policy: str) -> None:
+    world = make_world("full", 1 + 40, policy=policy)
+    queue = world.cache.accounts[""].queue
+    item = start(world, prompt_of(30 * 16))
+    run(world, item)
+    assert len(queue) == 0, "someone stands on it"
+    finish(world, item)
+    assert len(queue) == 1
+    hog = press(world, 20 * 16)
+    (entry,) = world.cache.tree.roots[world.cache.root_name(Control())].children.values()
+    assert entry.tokens < 30 * 16
+    assert len(queue) == 1
+    assert queue.first(world.clock.now()) is entry
+    finish(world, hog)
+    world.cache.check()
+
+
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'belady'.*lru"):
         make_policy("belady")

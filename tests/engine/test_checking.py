@@ -38,7 +38,7 @@ def test_what_runs_is_let_through(tmp_path: Path) -> None:
     check_engine(LLAMA, kv_dtype="fp8", kv_scales=scales, dtype="float32", pool_bytes=64 << 20)
     check_engine(LLAMA, kv_dtype={"full": "int8"}, kv_scales="checkpoint", tiers=["host:1GiB"])
     check_engine(folder_of("kvloom-hybrid"), kv_dtype="sliding=int8")
-    check_engine("llama-3-8b", random_weights=True, pool_bytes=1 << 30)
+    check_engine("llama-3-8b", load_format="random", pool_bytes=1 << 30)
 
 
 def test_a_pool_is_measured_as_the_engine_will_have_it() -> None:

@@ -264,7 +264,7 @@ def test_the_command_goes_on_from_text_and_ids(folder: Path, capsys: pytest.Capt
     for wrong, said in (
         ([str(folder)], "give a PROMPT"),
         ([str(folder), "--tokens", "9 x"], "whole numbers"),
-        ([str(folder), "w5", "--temperature", "-1"], "must not be negative"),
+        ([str(folder), "w5", "--temperature", "-1"], "--temperature: -1 is out of range"),
         ([str(folder), "w5", "--pool", "1KiB"], "is too small"),
         ([str(folder / "nothing"), "w5"], "nothing"),
         ([str(folder), "w5", "w6", "--stream"], "one answer to one prompt"),

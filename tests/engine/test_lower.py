@@ -7,6 +7,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvloom.engine.arena import HostPages
 from kvloom.engine.engine import Engine
 from kvloom.engine.lower import Lower, LowerConfig
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.tiers import DiskConfig, DiskTier
+from kvloom.tiers import DiskConfig, DiskTier, Objects
 from kvloom.tiers.breaker import BreakerConfig
 from kvloom.tiers.faulty import Faults, FaultyTier
 from kvloom.tiers.lane import LaneConfig
@@ -29,6 +30,8 @@ from tests.models.zoo import expected, tiny
 
 POOL = 1 << 22
 KINDS = ["llama", "gemma3_text", "qwen3_next", "bamba", "mamba", "deepseek_v3", "llama4_text"]
+PATIENT = LowerConfig("always", seconds=(20.0, 20.0), mover=MoverConfig(lookup_seconds=20.0))
+"""For what must be found, however busy the machine is."""
 QUICK = LowerConfig(
     load="always",
     seconds=(0.2, 0.2),
@@ -75,9 +78,7 @@ def test_a_restart_on_the_same_disk_answers_from_it(family: str, tmp_path: Path)
     again = expected(tiny(family), turns, 8)
     found = []
     for round_ in range(2):
-        engine = Engine(
-            tiny(family), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], lower=LowerConfig("always")
-        )
+        engine = Engine(tiny(family), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], lower=PATIENT)
         requests = served(engine, turns if round_ else prompts)
         assert [request.tokens for request in requests] == (again if round_ else wanted)
         found.append([request.cached_tokens for request in requests])
@@ -94,7 +95,7 @@ def test_the_very_same_prompt_is_found_below_the_second_time(family: str, tmp_pa
     prompts = drawn(family, 70, 50)
     wanted = expected(tiny(family), prompts, 1)
     for round_ in range(2):
-        engine = Engine(tiny(family), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=LowerConfig("always"))
+        engine = Engine(tiny(family), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=PATIENT)
         requests = served(engine, prompts, 1)
         assert [request.tokens for request in requests] == wanted
         found = [69, 49] if engine.layout.of("state") else [64, 48]
@@ -109,9 +110,7 @@ def test_quantised_pages_come_back_with_their_scales(kv_dtype: Any, tmp_path: Pa
     turns = [[*request.tokens, 5, 6] for request in plain]
     wanted = [request.tokens for request in served(Engine(tiny("llama"), POOL, kv_dtype=kv_dtype), turns)]
     for round_ in range(2):
-        engine = Engine(
-            tiny("llama"), POOL, kv_dtype, tiers=[f"disk:{tmp_path}:64MiB"], lower=LowerConfig("always")
-        )
+        engine = Engine(tiny("llama"), POOL, kv_dtype, tiers=[f"disk:{tmp_path}:64MiB"], lower=PATIENT)
         requests = served(engine, turns if round_ else prompts)
         closed(engine)
     assert [request.cached_tokens for request in requests] == [64, 48]
@@ -122,7 +121,7 @@ def test_other_weights_layouts_tenants_and_dtypes_never_meet_on_one_disk(tmp_pat
     prompt = drawn("meet", 80)
 
     def cached(model: Any, control: Control | None = None, **options: Any) -> int:
-        engine = Engine(model, POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=LowerConfig("always"), **options)
+        engine = Engine(model, POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=PATIENT, **options)
         request = engine.add(prompt[0], greedy(1), control)
         engine.run()
         closed(engine)
@@ -158,9 +157,7 @@ def test_a_pool_far_too_small_keeps_its_hits_in_host_memory(family: str, write: 
     small = int(1.6 * layout.slab_bytes_for(whole)) + 4 * layout.slab_bytes
     hits, said = [], []
     for pool, tiers in ((POOL * 4, []), (small, [f"host:32MiB?write={write}"])):
-        engine = Engine(
-            tiny(family, max_position_embeddings=512), pool, tiers=tiers, lower=LowerConfig("always")
-        )
+        engine = Engine(tiny(family, max_position_embeddings=512), pool, tiers=tiers, lower=PATIENT)
         talk = [list(prompt) for prompt in prompts]
         for turn in range(turns):
             for i in range(talks):
@@ -172,6 +169,66 @@ def test_a_pool_far_too_small_keeps_its_hits_in_host_memory(family: str, write: 
         closed(engine)
     assert said[0] == said[1]
     assert hits[1] >= 0.9 * hits[0] > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_conversations_that_run_at_once_in_a_tenth_of_their_pages_find_all_they_said(family: str) -> None:
+    """What comes for a request stays until it begins: there is room for it to go on before anything is loaded."""
+    model = tiny(family, max_position_embeddings=512)
+    layout = Engine(model, POOL).layout
+    talks, turns, more, new = 20, 3, 28, 4
+    prompts = drawn(family, *[64] * talks)
+    longest = 64 + turns * new + (turns - 1) * more
+    pool = talks * layout.slab_bytes_for(longest) // 10
+    engine = Engine(tiny(family, max_position_embeddings=512), pool, tiers=["host:32MiB"], lower=PATIENT)
+    running = {engine.add(prompt, greedy(new)): 0 for prompt in prompts}
+    found = said = 0
+    while running:
+        engine.step()
+        for request in [request for request in running if request.finish is not None]:
+            turn = running.pop(request)
+            if turn:
+                before = len(request.prompt) - more - 1
+                found += request.cached_tokens or 0
+                said += before if layout.of("state") else before // 16 * 16
+            if turn < turns - 1:
+                running[
+                    engine.add([*request.tokens, *drawn((turn, request.order), more)[0]], greedy(new))
+                ] = turn + 1
+    assert found >= 0.99 * said > 0
+    closed(engine)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"), [("qwen3_next", "snapshot missing"), ("gemma3_text", "window page missing")]
+)
+def test_what_keeps_pages_below_from_serving_a_prompt_is_said(family: str, why: str, tmp_path: Path) -> None:
+    """After a restart the pool knows none of the tokens; the disk has their pages, and lacks what one could resume on."""
+    prompt = drawn(why, 100)[0]
+    wanted = expected(tiny(family), [prompt], 4)[0]
+    tiers = ["host:8MiB", f"disk:{tmp_path}:64MiB"]
+    engine = Engine(tiny(family), POOL, tiers=tiers, lower=PATIENT)
+    first = served(engine, [prompt], 4)[0]
+    assert (first.stop.reason, first.tokens) == ("never seen", wanted)  # type: ignore[union-attr]
+    stored(engine)
+    lower = lower_of(engine)
+    match = engine.cache.match(np.array([*wanted, 5], np.int32))
+    prospect = engine.cache.prospect(match)
+    names = [prospect.name_at(position) for position in range(1, len(wanted) + 1)]
+    for group in engine.layout.groups:
+        if group.spec.unit == "state" or group.spec.span.windowed:
+            for form in lower.forms[group.index]:
+                lower.mover.lanes[0].tier.drop(Objects(names, group.index, form))
+    closed(engine)
+    engine = Engine(tiny(family), POOL, tiers=tiers, lower=PATIENT)
+    again = served(engine, [[*wanted, 5]], 4)[0]
+    assert again.cached_tokens == 0
+    assert again.stop is not None
+    assert (again.stop.reason, again.stop.position) == (why, 0)
+    nothing = served(engine, drawn("new", 40), 4)[0]
+    assert nothing.stop is not None
+    assert nothing.stop.reason == "never seen"
+    closed(engine)
 
 
 def faulty(tmp_path: Path, faults: Faults) -> tuple[Place, FaultyTier]:
@@ -240,7 +297,7 @@ def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
     assert [request.tokens for request in served(engine, fresh, 4)] == after
     assert lower.mover.lanes[0].breaker.closed
     closed(engine)
-    engine = Engine(tiny(family), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=LowerConfig("always"))
+    engine = Engine(tiny(family), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=PATIENT)
     requests = served(engine, fresh, 4)  # what was stored after the fault is there
     assert [request.tokens for request in requests] == after
     assert all(request.cached_tokens for request in requests) or bool(engine.layout.of("state"))
@@ -288,7 +345,7 @@ def test_quotas_hold_for_what_comes_from_below(tmp_path: Path) -> None:
     prompts = drawn("quota", 100, 100, 100)
     engine = Engine(
         tiny("llama", max_position_embeddings=512), POOL, tenants=(tenant,), tiers=["host:16MiB"],
-        lower=LowerConfig("always"),
+        lower=PATIENT,
     )  # fmt: skip
     control = Control(tenant="small")
     for _ in range(2):
@@ -308,7 +365,7 @@ def test_what_a_preempted_request_gets_back_is_no_hit() -> None:
     wanted = expected(tiny("llama", max_position_embeddings=512), prompts, 24)
     engine = Engine(
         tiny("llama", max_position_embeddings=512), layout.slab_bytes_for(130) + 2 * layout.slab_bytes,
-        tiers=["host:16MiB?write=back"], lower=LowerConfig("always"),
+        tiers=["host:16MiB?write=back"], lower=PATIENT,
     )  # fmt: skip
     requests = [engine.add(prompt, greedy(24)) for prompt in prompts[:2]]
     while requests[0].output_count < 4:
@@ -329,7 +386,7 @@ def test_a_request_that_loads_holds_nobody_up(tmp_path: Path) -> None:
     closed(engine)
     faults = Faults(slow=0.15)
     place, _ = faulty(tmp_path, faults)
-    engine = Engine(tiny("llama"), POOL, tiers=[place], lower=LowerConfig("always", seconds=(9, 9)))
+    engine = Engine(tiny("llama"), POOL, tiers=[place], lower=PATIENT)
     slow = engine.add(prompts[0], greedy(8))
     quick = engine.add(prompts[1][:14], greedy(2))  # nothing of it can be below
     while quick.finish is None:
@@ -387,7 +444,7 @@ def test_the_head_is_computed_while_the_tail_loads_and_they_meet(family: str, tm
         POOL,
         tiers=[place],
         token_budget=16,
-        lower=LowerConfig(seconds=(9.0, 9.0)),
+        lower=replace(PATIENT, load="auto"),
     )
     lower = lower_of(engine)
     for tokens in (16, 32):
@@ -456,7 +513,7 @@ def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
     slab = Engine(tiny(family), POOL).layout.slab_bytes
     engine = Engine(
         tiny(family), 24 * slab, token_budget=24, max_running=5, tiers=[f"host:4MiB?write={write}"],
-        lower=LowerConfig("always"),
+        lower=PATIENT,
     )  # fmt: skip
     for _ in range(2):
         requests = [engine.add(prompt, greedy(6)) for prompt in prompts]

@@ -9,12 +9,11 @@ import pytest
 
 from kvloom.core import Control, Tenant
 from kvloom.engine.engine import Engine
-from kvloom.engine.lower import LowerConfig
 from kvloom.engine.request import Request
 from kvloom.tiers import DiskTier, HostTier
 from tests.models.zoo import expected, tiny
 
-from .test_lower import closed, drawn, greedy, lower_of, stored
+from .test_lower import PATIENT, closed, drawn, greedy, lower_of, stored
 
 
 def said(engine: Engine, tenant: str, prompts: list[list[int]]) -> list[Request]:
@@ -49,7 +48,7 @@ def test_a_flood_of_one_tenant_pushes_nobody_else_out(
     text = f"host:{8 * talk}" if below == "host" else f"disk:{tmp_path}:{12 * talk}?durable=process"
 
     def opened() -> Engine:
-        return Engine(model(), 6 * talk, tenants=tenants, tiers=[text], lower=LowerConfig("always"))
+        return Engine(model(), 6 * talk, tenants=tenants, tiers=[text], lower=PATIENT)
 
     engine = opened()
     first = said(engine, "calm", calm)

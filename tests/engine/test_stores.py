@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvloom.engine.engine import Engine
-from kvloom.engine.lower import LowerConfig
 from kvloom.tiers import HostConfig, HostTier
 from kvloom.tiers.peer_server import PeerConfig, PeerServer
 from kvloom.tiers.shared import SharedMemory
 from tests.models.zoo import expected, tiny
 from tests.tiers.servers import mooncake_master, redis_server
 
-from .test_lower import POOL, QUICK, closed, drawn, served
+from .test_lower import PATIENT, POOL, QUICK, closed, drawn, served
 
 pytestmark = pytest.mark.server
 MIB = 1 << 20
@@ -49,9 +48,9 @@ def nixl_text(folder: Path) -> Iterator[str]:
 def mooncake_text(folder: Path) -> Iterator[str]:
     """What a process put into its own segment goes with it: someone else's has to be there."""
     with mooncake_master(folder) as (port, _):
-        from kvloom.tiers.mooncake import MooncakeConfig, _Client
+        from kvloom.tiers.mooncake_client import Client, MooncakeConfig
 
-        storage = _Client(MooncakeConfig(f"127.0.0.1:{port}", segment=128 * MIB), 5.0)
+        storage = Client(MooncakeConfig(f"127.0.0.1:{port}", segment=128 * MIB), 5.0)
         storage.get()
         yield f"mooncake://127.0.0.1:{port}?capacity=64MiB&timeout=5"
         storage.close()
@@ -66,7 +65,7 @@ def test_a_restarted_engine_answers_from_the_store(family: str, text_of: object,
     again = expected(tiny(family), turns, 8)
     with text_of(tmp_path) as text:  # type: ignore[operator]
         for round_ in range(2):
-            engine = Engine(tiny(family), POOL, tiers=[text], lower=LowerConfig("always", seconds=(2.0, 5.0)))
+            engine = Engine(tiny(family), POOL, tiers=[text], lower=PATIENT)
             assert engine.lower is not None
             requests = served(engine, turns if round_ else prompts)
             assert [request.tokens for request in requests] == (again if round_ else wanted)

@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from kvloom.core import PoolLayout
 from kvloom.kernels.views import allocate
-from kvloom.models.attention import Pages
+from kvloom.models.pages import Pages
 from kvloom.models.reading import ModelError
 from kvloom.models.specs import model_spec
 
@@ -19,10 +19,13 @@ from .tiny import SIZES, TINY
 from .zoo import Runner, expected, prompts_of, tiny
 
 
-def test_what_reads_images_is_refused_by_name() -> None:
+def test_what_is_no_layer_of_a_model_is_refused_by_name() -> None:
     config = {**SIZES, **TINY["mllama_text_model"]}
-    layout = PoolLayout.build(model_spec(config, kv_dtype="fp32").layers)
-    with pytest.raises(ModelError, match=r"layers\.1\.cross.* is not supported yet"):
+    layers = dict(model_spec(config, kv_dtype="fp32").layers)
+    layout = PoolLayout.build(layers)
+    assert Pages(layout, allocate(layout, 3)).crosses.keys() == {1, 3}
+    layout = PoolLayout.build({"encoder": layers["layers.0.attention"]})
+    with pytest.raises(ModelError, match=r"'encoder'.* is not one of a model's"):
         Pages(layout, allocate(layout, 3))
 
 

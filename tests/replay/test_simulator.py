@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
 
 import pytest
 
@@ -93,6 +96,15 @@ def test_tenants_share_nothing_and_keep_to_their_quota() -> None:
     assert replay(sample, 100, "lru", tenants=quotas).hits == [0, 0, 0, 3]
 
 
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_a_session_that_says_it_is_over_leaves_first(policy: str) -> None:
+    plain = traffic([1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 3])
+    sessions = [replace(r, session=s) for r, s in zip(plain.requests, "abca", strict=True)]
+    sample = Traffic(tuple(sessions), plain.block_tokens, plain.distinct)
+    assert replay(sample, 6, policy).hits == [0, 0, 0, 0]
+    assert replay(sample, 6, policy, ended=True).hits == [0, 0, 0, 3]
+
+
 def test_bad_input_is_refused() -> None:
     sample = traffic([1])
     with pytest.raises(ValueError, match="a cache of 0 blocks"):
@@ -166,3 +178,22 @@ def test_a_request_costs_a_bounded_number_of_plain_ones(
         for _ in range(4)
     ]
     assert min(ours for ours, _ in rounds) < times * min(plain for _, plain in rounds)
+
+
+@pytest.mark.parametrize(("policy", "most"), [("lru", 185), ("adaptive", 310)])
+def test_a_request_takes_a_bounded_number_of_calls(policy: str, most: int) -> None:
+    """Counted, not timed, so that no machine decides: what a request costs is mostly the core's own functions."""
+    sample = random_traffic(6)
+    calls = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        evictions = replay(sample, 60, policy).evictions
+    finally:
+        sys.setprofile(None)
+    assert evictions > len(sample.requests), "there was nothing to make room for"
+    assert calls / len(sample.requests) < most

@@ -71,6 +71,8 @@ def test_agent_sessions_start_at_drawn_times_and_share_nothing(tmp_path: Path) -
     assert max(times) <= 105.0
     sub = next(r for r in found.requests if r.ending is None)
     assert any(r.at == pytest.approx(sub.at - 3.0) and r.ending == "tool_use" for r in found.requests)
+    assert sub.session is not None
+    assert sub.session.rpartition("/")[0] in {r.session for r in found.requests if r is not sub}
 
 
 def test_azure_has_lengths_alone(tmp_path: Path) -> None:

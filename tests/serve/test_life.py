@@ -145,9 +145,9 @@ def test_a_server_that_cannot_start_says_why(
         (["--api-keys", str(tmp_path / "none")], "none"),
         (["--port", "70000"], "70000"),
         (["--pool", "much"], "much"),
-        (["--drain-seconds", "-1"], "drain_seconds"),
+        (["--drain-seconds", "-1"], "--drain-seconds: -1"),
         (["--silent-seconds", "0.5"], "--silent-seconds 0.5"),
-        (["--step-seconds", "-1"], "--step-seconds -1"),
+        (["--step-seconds", "0.5"], "--step-seconds 0.5"),
         (["--host", "no.such.host.invalid", "--api-keys", str(keys)], "line 1"),
     ):
         assert main(["serve", str(folder), *wrong]) == 2

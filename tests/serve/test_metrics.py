@@ -12,13 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvloom.core import REASONS
 from kvloom.engine.engine import Engine
-from kvloom.engine.lower import LowerConfig
 from kvloom.engine.params import SamplingParams
 from kvloom.serve.messages import Add, Stats, Story
 from kvloom.serve.series import Pool, Row, engine_rows, exposition
 from kvloom.serve.stats import tier_use
 from kvloom.serve.worker import Worker
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Ranges
+from tests.engine.test_lower import PATIENT
 from tests.models.zoo import tiny
 from tests.serve.running import MODEL, Running, running
 
@@ -217,7 +217,7 @@ def test_what_comes_from_a_tier_is_told_with_its_name_and_times(tmp_path: Path) 
     told: list[Story] = []
     for _ in range(2):
         tiers = ["host:8MiB", f"disk:{tmp_path}:64MiB"]
-        engine = Engine(tiny("llama"), 1 << 20, tiers=tiers, lower=LowerConfig("always"))
+        engine = Engine(tiny("llama"), 1 << 20, tiers=tiers, lower=PATIENT)
         worker = Worker(engine)
         stats = Stats()
         worker.take(Add(1, prompt, SamplingParams(max_tokens=2, temperature=0)))

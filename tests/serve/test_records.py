@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvloom import cli
 from kvloom.core import REASONS
 from kvloom.engine.params import SamplingParams
 from kvloom.serve.explain_command import sentences
@@ -168,6 +169,20 @@ def explain(server: Running, *arguments: str, key: str | None = RED) -> subproce
     command = [sys.executable, "-m", "kvloom.cli", "explain", *arguments, "--url", server.url]
     env = {**os.environ, **({} if key is None else {"KVLOOM_API_KEY": key})}
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=env)
+
+
+def test_a_key_that_is_wanted_is_said_to_be_with_the_way_to_give_it(
+    observed: Observed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = observed[0].url.removeprefix("http://")  # an address needs no scheme
+    for command in ("top", "explain"):
+        assert cli.main([command, "--url", url]) == 2
+        assert (
+            "an API key is needed: give one with --api-key, or in $KVLOOM_API_KEY" in capsys.readouterr().err
+        )
+    assert cli.main(["top", "--url", url, "--api-key", "key-of-red-1"]) == 2
+    assert "the key is no admin's" in capsys.readouterr().err
+    assert cli.main(["top", "--once", "--url", url, "--api-key", "key-of-admin-1"]) == 0
 
 
 def test_the_command_explains_a_request_in_sentences(observed: Observed) -> None:

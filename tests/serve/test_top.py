@@ -143,20 +143,6 @@ def test_ctrl_c_ends_it_quietly(server: Running) -> None:
         terminal.process.kill()
 
 
-def test_a_key_that_is_wanted_is_said_to_be_with_the_way_to_give_it(
-    observed: tuple[Running, object], capsys: pytest.CaptureFixture[str]
-) -> None:
-    url = observed[0].url.removeprefix("http://")  # an address needs no scheme
-    for command in ("top", "explain"):
-        assert main([command, "--url", url]) == 2
-        assert (
-            "an API key is needed: give one with --api-key, or in $KVLOOM_API_KEY" in capsys.readouterr().err
-        )
-    assert main(["top", "--url", url, "--api-key", "key-of-red-1"]) == 2
-    assert "the key is no admin's" in capsys.readouterr().err
-    assert main(["top", "--once", "--url", url, "--api-key", "key-of-admin-1"]) == 0
-
-
 def test_a_key_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,8 @@ def test_memory_is_shared_with_who_has_the_secret_until_it_is_ended(tmp_path: Pa
         (["much"], "'much' is not understood"),
         (["64MiB", "--listen", "0.0.0.0:0"], "can be reached from elsewhere"),
         (["64MiB", "--secret", "/nonexistent"], "No such file"),
+        (["64MiB", "--secret", "/dev/null"], "--secret /dev/null has 0 bytes: give 16 or more"),
+        (["8388607TiB"], "8388607TiB cannot be shared here"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -55,3 +58,11 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     assert main(["share", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["share", "16MiB", "--listen", where]) == 2
+    said = capsys.readouterr().err
+    assert f"{where} cannot be had: Address already in use; choose another with --listen" in said

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome
+from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome, arena
 from kvloom.tiers.arena import Arena, copy_pages
 
 from .conformance import FORM, PAGE, Harness, TierConformance, filled, get, objects, page, put
@@ -27,10 +30,10 @@ class HostHarness(Harness):
 
     def swap(self, first: Objects, second: Objects) -> None:
         (a,), (b,) = self.places(first), self.places(second)
-        arena, size = self.tier.arena, first.form.page_bytes
-        kept = arena[a : a + size].copy()
-        arena[a : a + size] = arena[b : b + size]
-        arena[b : b + size] = kept
+        pages, size = self.tier.arena, first.form.page_bytes
+        kept = pages[a : a + size].copy()
+        pages[a : a + size] = pages[b : b + size]
+        pages[b : b + size] = kept
 
 
 class TestHostTier(TierConformance):
@@ -156,3 +159,54 @@ def test_an_unchecked_tier_needs_no_checksums_and_says_what_does_not_fit() -> No
     with pytest.raises(ValueError, match=r"raise HostConfig\.slab_bytes"):
         tier.reserve(objects([1], Form("f", "x", 2 * PAGE, PAGE)))
     assert put(tier, range(3), FORM).ok.all()
+
+
+def test_a_large_copy_is_shared_with_a_second_thread_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_SHARED_BYTES", 1)
+    monkeypatch.setattr(arena, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(arena, "_cores", lambda: 2)
+    random = np.random.default_rng(0)
+    source = random.integers(0, 256, 64 * 4096, dtype=np.uint8)
+    failed: list[int] = []
+
+    def many(seed: int) -> None:
+        mine = np.random.default_rng(seed)
+        for _ in range(50):
+            pages = int(mine.integers(1, 64))
+            to, at = mine.permutation(64)[:pages] * 4096, mine.permutation(64)[:pages] * 4096
+            to, at = (np.sort(to), np.sort(at)) if mine.integers(2) else (to, at)
+            target, wanted = np.zeros_like(source), np.zeros_like(source)
+            for one, other in zip(to.tolist(), at.tolist(), strict=True):
+                wanted[one : one + 4096] = source[other : other + 4096]
+            arena.copy_pages(target, to, source, at, 4096)
+            if not np.array_equal(target, wanted):
+                failed.append(seed)
+
+    threads = [
+        threading.Thread(target=many, args=(seed,)) for seed in range(3)
+    ]  # one has the helper, the others none
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failed == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_SHARED_BYTES", 1)
+    monkeypatch.setattr(arena, "_cores", lambda: 2)
+    source = np.arange(1 << 16, dtype=np.uint8)
+
+    def copied() -> bool:
+        target = np.zeros_like(source)
+        arena.copy_pages(target, np.array([0]), source, np.array([0]), len(source))
+        return np.array_equal(target, source)
+
+    assert copied()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if copied() else 1)
+    assert os.waitpid(child, 0)[1] == 0

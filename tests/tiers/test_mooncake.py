@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import Objects, Outcome, TierError, mooncake
+from kvloom.tiers import Objects, Outcome, TierError, mooncake, mooncake_client
 from kvloom.tiers.bounded import Bounded, StillRunningError
-from kvloom.tiers.mooncake import MooncakeConfig, MooncakeStore, _Client, open_mooncake
+from kvloom.tiers.mooncake import MooncakeStore, open_mooncake
+from kvloom.tiers.mooncake_client import Client, MooncakeConfig
 from kvloom.tiers.opening import open_tier
-from kvloom.tiers.remote import RemoteConfig, RemoteTier
+from kvloom.tiers.remote import RemoteConfig, RemoteTier, StoreError
 from kvloom.tiers.values import PREFIX, Counted, store_tier
 
 from .conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, never_wrong, objects, put
@@ -63,16 +64,16 @@ def opened(port: int, **options: object) -> RemoteTier:
 
 
 @pytest.fixture(scope="module")
-def client(port: int) -> Iterator[_Client]:
+def client(port: int) -> Iterator[Client]:
     """One for many tiers: the end of each takes seconds."""
-    client = _Client(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 5.0)
+    client = Client(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 5.0)
     yield client
     client.close()
 
 
 class TestMooncake(TierConformance):
     @pytest.fixture(autouse=True)
-    def server(self, client: _Client) -> None:
+    def server(self, client: Client) -> None:
         client.get().remove_all(True)
         self.client = client
 
@@ -89,8 +90,9 @@ class TestMooncakeStraight(TestMooncake):
 
     @pytest.fixture(autouse=True)
     def lent(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(mooncake, "_LEAST_LENT", PAGE)
-        monkeypatch.setattr(mooncake, "_MOST_LENT", 1 << 20)
+        monkeypatch.setattr(mooncake_client, "_LEAST_LENT", PAGE)
+        monkeypatch.setattr(mooncake, "_LEAST_PIECE", PAGE)
+        monkeypatch.setattr(mooncake_client, "_MOST_LENT", 1 << 20)
 
 
 @pytest.fixture
@@ -148,6 +150,24 @@ def test_a_master_that_dies_costs_misses_and_a_bounded_wait_and_comes_back(tmp_p
         tier.close()
 
 
+def test_a_client_that_a_call_is_in_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_client, "_LAST_SECONDS", 0.1)
+    with mooncake_master(tmp_path) as (port, _):
+        client = Client(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 0.1)
+        library, inside, gate = client.get(), threading.Event(), threading.Event()
+        waiting = threading.Thread(target=lambda: client.run(lambda: (inside.set(), gate.wait(20))))
+        waiting.start()
+        assert inside.wait(20)
+        with pytest.raises(TimeoutError, match="a call hangs"):
+            client.close()
+        with pytest.raises(StoreError, match="is closed"):
+            client.run(lambda: None)
+        assert library.is_exist("nothing") == 0, "whoever is in it can go on"
+        gate.set()
+        waiting.join(20)
+        library.close()
+
+
 def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
     with mooncake_master(tmp_path) as (port, process):
         tier = opened(port, timeout=0.5)
@@ -164,7 +184,10 @@ def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_a_page_that_was_lent_to_a_call_that_hangs_is_not_quiet_before_its_end(tmp_path: Path) -> None:
+def test_a_page_that_was_lent_to_a_call_that_hangs_is_not_quiet_before_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, "_LEAST_PIECE", PAGE)
     with mooncake_master(tmp_path) as (port, process):
         tier = opened(port, timeout=0.5)
         assert put(tier, range(32)).ok.all()
@@ -179,7 +202,10 @@ def test_a_page_that_was_lent_to_a_call_that_hangs_is_not_quiet_before_its_end(t
         tier.close()
 
 
-def test_what_another_server_compressed_is_read_all_the_same(tier: RemoteTier, port: int) -> None:
+def test_what_another_server_compressed_is_read_all_the_same(
+    tier: RemoteTier, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, "_LEAST_PIECE", PAGE)
     other = opened(port, compression="zstd")
     assert put(other, range(40)).ok.all()
     assert get(tier, range(40)).ok.all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +99,18 @@ class TestPeerByNixl(TierConformance):
         harness = PeerHarness(open_peer(self.peer.address, by="nixl", config=config))
         harness.host = self.host
         return harness
+
+
+def test_nothing_spins_while_nobody_moves_pages(shared: tuple[HostTier, PeerServer]) -> None:
+    tier = open_peer(shared[1].address, by="nixl", config=RemoteConfig(1, timeout=10))
+    assert put(tier, range(4)).ok.all()
+    spent, began = time.process_time(), time.monotonic()
+    time.sleep(1)
+    assert time.process_time() - spent < 0.3 * (
+        time.monotonic() - began
+    )  # each thread that spins has nearly a core
+    assert get(tier, range(4)).ok.all()
+    tier.close()
 
 
 def test_a_peer_that_does_not_offer_nixl_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import socket
@@ -345,3 +346,15 @@ def test_a_peer_may_have_more_objects_than_a_message() -> None:
     assert tier.drop(many) == 70_000
     tier.close()
     server.close()
+
+
+def test_memory_that_is_offered_to_read_cannot_be_written_by_others() -> None:
+    offered = SharedMemory(1 << 20, read_only=True)
+    offered.buffer[:4] = b"mine"
+    mapped = map_shared(offered.path, offered.token, offered.size)
+    assert mapped is not None
+    assert not mapped.flags.writeable
+    offered.buffer[4:8] = b"more"
+    assert bytes(mapped[:8]) == b"minemore"
+    with Path(offered.path).open("r+b") as file, pytest.raises(PermissionError):
+        mmap.mmap(file.fileno(), offered.size)

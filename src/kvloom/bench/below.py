@@ -5,6 +5,7 @@
 | ttft      | a long prompt's first token: computed, from host memory, from disk; and the bytes a second of loading |
 | workloads | W1 to W6 with the host tier and without, in the same pool                                            |
 | hits      | W6 in a pool of all its pages, and in a tenth of that with the host tier below it                    |
+| layers    | pages copied and read whole, and layer by layer                                                      |
 
 Each part says what it did beside its figures. Pages are evicted from the pool by taking its slabs away and giving them back.
 """
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,15 +38,18 @@ from kvloom.tiers.opening import check_tiers
 
 from .engine import say
 from .engine_runners import Kvloom, Options
+from .layers import by_layers
 from .shapes import SHAPES, build, hf_config
 from .workloads import Workload, chosen
 
 __all__ = ["main"]
 
-PARTS = ("ttft", "workloads", "hits")
+PARTS = ("ttft", "workloads", "hits", "layers")
+FEWEST = 32
+"""Conversations at least, where a tenth of them has to fit the pool."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench below",
         description="Tiers under an engine: first tokens from host memory and disk against computing, whole workloads with the "
@@ -133,6 +138,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             report["workloads"] = workloads(args.shape, device, pool, host, works, args.rounds)
         if "hits" in args.only:
             report["hits"] = hits(args.shape, device, host, chosen(["W6"], scale)[0])
+        if "layers" in args.only:
+            with tempfile.TemporaryDirectory() as pages:
+                report["layers"] = by_layers(pages, rounds=args.rounds)
     return report
 
 
@@ -280,14 +288,20 @@ def workloads(
 
 
 def hits(shape: str, device: str, host: str, work: Workload) -> dict[str, Any]:
-    """How many tokens conversations find cached: in a pool that holds them all, and in a tenth of it, without and with the
-    host tier. Conversations take turns, so that each has left a small pool when it comes back."""
+    """How many tokens conversations find cached: in a pool that holds them all, and in a tenth of what they need at their ends,
+    without and with the host tier. Conversations take turns, so that each has left a small pool when it comes back; there are
+    enough of them for three at once in the small pool."""
     vocabulary = hf_config(shape).vocab_size
     layout = Engine(build(hf_config(shape), SHAPES[shape].dtype, device), 64 << 20).layout
+    work = replace(work, requests=max(work.requests, FEWEST))
     whole = work.requests * layout.slab_bytes_for(work.longest) + 8 * layout.slab_bytes
+    leaves = layout.of("state") or any(group.spec.span.windowed for group in layout.of("token"))
+    large = whole * (
+        4 if leaves else 1
+    )  # snapshots, and pages that windows have passed, are cached beside them
     small = max(whole // 10, 2 * layout.slab_bytes_for(work.longest) + 4 * layout.slab_bytes)
     found: dict[str, Any] = {"workload": work.name, "pool": whole, "small_pool": small}
-    for which, pool, tiers in (("large", whole, ()), ("small", small, ()), ("small + host", small, (host,))):
+    for which, pool, tiers in (("large", large, ()), ("small", small, ()), ("small + host", small, (host,))):
         runner = Kvloom(shape, Options(device=device, pool=pool, tiers=tiers))
         figures = runner.run(work.draw(vocabulary, 0, 1), work.output).figures
         found[which] = figures["hit_rate"]
@@ -320,6 +334,12 @@ def _show(report: dict[str, Any]) -> None:
             f"{part['workload']} cached: {part['large']:.1%} in a pool for all, {part['small']:.1%} in "
             f"{part['small_pool'] / part['pool']:.0%} of it, {part['small + host']:.1%} there with the host tier: "
             f"{part['kept']:.1%} kept"
+        )
+    for place in ("host", "disk") if "layers" in report else ():
+        part = report["layers"][place]
+        print(
+            f"{report['layers']['pages']} pages of {report['layers']['page'] / 2**20:.0f} MiB, {place}: whole {part['whole'] * 1e3:.1f} ms, "
+            f"layer by layer {part['layers'] * 1e3:.1f} ms ({part['layers'] / part['whole']:.2f} times), the first {part['first'] * 1e3:.2f} ms"
         )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from importlib import import_module
 
 __all__ = ["arguments", "run"]
 
+TERMINATED = 143
 BENCHMARKS = {
     "index": "names, match, allocate, publish, evict (CPU)",
     "kernels": "attention, writes, copies (GPU)",
@@ -33,4 +35,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.benchmark is None:
         raise ValueError(f"which benchmark? One of {', '.join(BENCHMARKS)}")
-    return int(import_module(f"kvloom.bench.{args.benchmark}").main(args.arguments) or 0)
+    benchmark = import_module(f"kvloom.bench.{args.benchmark}")
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        return int(benchmark.main(args.arguments) or 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(*_: object) -> None:
+    """Ends what a benchmark has started, too, as Ctrl-C does."""
+    raise SystemExit(TERMINATED)

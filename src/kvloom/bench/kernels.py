@@ -119,7 +119,7 @@ def render(rows: Sequence[Row], device: str) -> None:
         console.print(f"{name}: {version}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench kernels",
         description="Time the GPU kernels beside the floor and the installed attention libraries.",
@@ -135,7 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="turns of each call (default: 5)",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
     if not torch.cuda.is_available():
         print(
             "kvloom bench kernels: there is no CUDA GPU here; it measures nothing on a CPU", file=sys.stderr

@@ -17,6 +17,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 __all__ = ["main"]
@@ -128,26 +131,40 @@ def _disk(world: _World) -> tuple[Callable[[], None], Callable[[], None], Callab
     return put, get, clear
 
 
-def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    from lmcache.v1.storage_backend.connector.lm_connector import LMCServerConnector
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port), "cpu"],
-        stdout=sys.stderr,
-        stdin=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
+def _started(command: list[str], port: int) -> subprocess.Popen[bytes]:
+    """A server of LMCache's that listens on `port` of loopback."""
+    server = subprocess.Popen(command, stdout=sys.stderr, stdin=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
-            break
+            return server
         except OSError:
             if server.poll() is not None or time.monotonic() > deadline:
+                server.kill()
                 raise
             time.sleep(0.1)
+
+
+def _port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(20)
+    except subprocess.TimeoutExpired:
+        server.kill()
+
+
+def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    from lmcache.v1.storage_backend.connector.lm_connector import LMCServerConnector
+
+    port = _port()
+    server = _started([sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port), "cpu"], port)
     connector = LMCServerConnector("127.0.0.1", port, world.loop, world.cpu)
 
     def run(task: Any) -> Any:
@@ -165,15 +182,114 @@ def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Call
         for number, key in enumerate(world.keys):
             world.taken(number, run(connector.get(key)))
 
-    def end() -> None:
-        server.terminate()
-        server.wait(10)
-
-    world.close = end  # type: ignore[method-assign]
+    world.close = lambda: _end(server)  # type: ignore[method-assign]
     return put, get, lambda: None
 
 
-BACKENDS = {"cpu": _cpu, "disk": _disk, "remote": _remote}
+def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    """Its multi-process server, as its worker in an engine without a GPU uses it: blocks of a KV cache, 32 MiB a request, looked
+    up before they are retrieved (which counts as part of the store: it shows that it is over). `mode` says who copies: its server, which maps the cache, or the worker, into the server's shared
+    memory."""
+    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
+    from lmcache.v1.multiprocess.transfer_context import create_transfer_context
+    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
+    port, seconds, torch = _port(), 120.0, world.torch
+    gigabytes = 3 * world.count * world.page / 2**30 + 0.25
+    command = [sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--chunk-size", str(TOKENS), "--l1-size-gb", f"{gigabytes:.2f}", "--eviction-policy", "LRU"]
+    command += ["--supported-transfer-mode", mode, "--disable-observability", "--no-l1-use-lazy"]
+    command += ["--http-host", "127.0.0.1", "--http-port", str(_port())]
+    command += ["--shm-name", f"kvloom-bench-{os.getpid()}-{port}"]
+    server = _started(command, port)
+    client: Any = RequestClientFactory.create(f"tcp://127.0.0.1:{port}")
+    # Block 0 is nobody's; then those that are stored, then those that are retrieved into.
+    cache = torch.zeros((2, 2 * world.count + 1, 8, TOKENS, world.shape[-1] // 8), dtype=world.dtype)
+    cache.share_memory_()
+    stored = slice(1, world.count + 1)
+    came = slice(world.count + 1, 2 * world.count + 1)
+    cache[:, stored].view(torch.uint8).random_(0, 256)
+    caches = {"layer.0": cache}
+    context: Any = create_transfer_context(caches, instance_id=1, req_client=client, mode=mode)
+    context.register(caches, "bench", 1, 1, seconds)
+    step = max(1, (32 << 20) // world.page)
+
+    def requests() -> list[tuple[range, Any]]:
+        made = []
+        for at in range(0, world.count, step):
+            pages = range(at, min(at + step, world.count))
+            first = (world.round * world.count + at) * TOKENS
+            tokens = tuple(range(first, first + len(pages) * TOKENS))
+            who = f"{world.round}-{at}"
+            made.append(
+                (pages, IPCCacheServerKey("bench", 1, 0, tokens, 0, len(tokens), who, num_kv_readers=1))
+            )
+        return made
+
+    def put() -> None:
+        for pages, key in requests():
+            blocks = [[1 + number for number in pages]]
+            event = context.create_recorded_event()
+            if not context.submit_store(key.request_id, key, caches, blocks, event, 1).result(
+                timeout=seconds
+            ):
+                raise RuntimeError("LMCache's multi-process server did not store")
+
+        for pages, key in requests():
+            wait_for(len(pages), key)
+
+    def wait_for(pages: int, key: Any) -> None:
+        """Until a lookup finds them: a store's answer comes before its end. Their reading locks are ours from then on."""
+        deadline = time.monotonic() + seconds
+        while True:
+            client.lookup(replace(key, worker_id=None), 1).result(timeout=seconds)
+            while (found := client.query_prefetch_status(key.request_id).result(timeout=seconds)) is None:
+                time.sleep(0.0002)
+            if found >= pages:
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"LMCache's multi-process server has {found} of {pages} pages")
+            client.end_session(key.request_id).result(timeout=seconds)
+            time.sleep(0.0005)
+
+    def get() -> None:
+        for pages, key in requests():
+            blocks = [[1 + world.count + number for number in pages]]
+            event = context.create_recorded_event()
+            done = context.submit_retrieve(key.request_id, key, caches, blocks, event, 1)
+            if not done.result(timeout=seconds):
+                raise RuntimeError("LMCache's multi-process server has lost a page")
+
+    def check() -> None:
+        if not torch.equal(cache[:, stored].view(torch.uint8), cache[:, came].view(torch.uint8)):
+            raise RuntimeError("LMCache gave other bytes back")
+        cache[:, came] = 0
+
+    def clear() -> None:
+        for _, key in requests():
+            client.end_session(key.request_id).result(timeout=seconds)
+
+    def end() -> None:
+        context.close()
+        client.close()
+        _end(server)
+        for left in Path("/dev/shm").glob(
+            f"lmcache_kv_{os.getpid()}_*"
+        ):  # its worker leaves that to the process's end
+            left.unlink(missing_ok=True)
+
+    world.close, world.check = end, check  # type: ignore[method-assign]
+    return put, get, clear
+
+
+Verbs = tuple[Callable[[], None], Callable[[], None], Callable[[], None]]
+BACKENDS: dict[str, Callable[[_World], Verbs]] = {
+    "cpu": _cpu,
+    "disk": _disk,
+    "server": _remote,
+    "multi-process": partial(_processes, mode="lmcache_driven"),
+    "multi-process, shm": partial(_processes, mode="engine_driven"),
+}
 
 
 def main() -> None:
@@ -182,7 +298,8 @@ def main() -> None:
     os.dup2(2, 1)
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
-    key, world, verbs = None, None, None
+    key: tuple[str, int, int] | None = None
+    world: _World | None = None  # one at a time: servers that wait still take part of a core
     for line in sys.stdin:
         asked = json.loads(line)
         try:
@@ -192,12 +309,11 @@ def main() -> None:
                 told: dict[str, Any] = {"version": version("lmcache")}
             else:
                 wanted = (asked["backend"], asked["page"], asked["total"])
-                if wanted != key or world is None or verbs is None:
+                if world is None or wanted != key:
                     if world is not None:
                         world.close()
                     key, world = wanted, _World(asked["page"], asked["total"])
-                    verbs = BACKENDS[asked["backend"]](world)
-                put, get, clear = verbs
+                    put, get, clear = BACKENDS[asked["backend"]](world)
                 world.next_round()
                 began = time.perf_counter()
                 put()

@@ -15,7 +15,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,7 +217,7 @@ def _summary(turns: list[tuple[Turn, Turn]], parts: Parts, tokens_a_request: flo
     }  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> int:
+def _parser() -> Parser:
     parser = Parser(prog="kvloom bench metrics", description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--turns", type=whole(1), default=8, metavar="N", help="pairs of turns (default: 8)")
@@ -233,7 +233,11 @@ def main(arguments: list[str] | None = None) -> int:
         help="the rest of the line are arguments for both servers",
     )
     add("--json", action="store_true", help="print figures as JSON")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
     from kvloom.models.catalog import folder_of
     from kvloom.serve.engine_process import load_engine
     from kvloom.serve.messages import Start

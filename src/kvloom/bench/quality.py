@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.arguments import DEVICE, MODEL, THREADS, Parser, device, dtype, size, whole
+from kvloom.arguments import DEVICE, MODEL, THREADS, Parser, device, dtype, said, size, whole
 from kvloom.core import Control
 from kvloom.engine.calibrate import calibrate
 from kvloom.engine.checking import check_engine
@@ -85,7 +85,7 @@ def _read(engine: Engine, window: Any, chunk: int) -> Iterator[torch.Tensor]:
         sequence.close()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench quality",
         description="Perplexity of texts under several ways of keeping K and V, computed through kvloom's pages.",
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _bench(args)
     except (OSError, ValueError) as error:
-        print(f"kvloom bench quality: {error}", file=sys.stderr)
+        print(f"kvloom bench quality: {said(error)}", file=sys.stderr)
         return 2
 
 

@@ -272,7 +272,7 @@ def _served(url: str, key: str | None) -> str:
         ) from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench serve",
         description="Keep many streams open on a server for some time: rates, waiting times, errors, memory.",

@@ -24,10 +24,12 @@ from kvloom.arguments import Parser, interpreter, size, whole
 from kvloom.plan import format_bytes
 from kvloom.tiers import TierError
 
-from .tiers_work import WORKS, Memory, Work, folder_in
+from .tiers_media import Memory
+from .tiers_work import WORKS, Work, folder_in
 
 __all__ = ["Row", "main", "measure"]
 
+_WORDS = ("tier", "verb", "medium", "LMCache's")  # columns that are no figures
 GOALS = {"host": 0.85, "disk (power)": 0.9, "disk (process)": 0.9}
 PEER_GOALS = {
     ("host", 2 << 20): 1.0,
@@ -39,7 +41,7 @@ PEER_GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """GB/s of one verb; ratios are ours to theirs."""
+    """GB/s of one verb; ratios are ours to theirs. `backend` is what LMCache does the same with, "" where it was not run."""
 
     tier: str
     page_bytes: int
@@ -49,6 +51,7 @@ class Row:
     medium_speed: float
     share: float
     goal: float
+    backend: str = ""
     lmcache: float | None = None
     times_lmcache: float | None = None
     lmcache_goal: float | None = None
@@ -61,16 +64,19 @@ class LMCache:
         script = Path(__file__).parent / "lmcache_process.py"
         environment = {**os.environ, "KVLOOM_BENCH_DIR": str(folder)}
         environment.pop("PYTHONPATH", None)
-        self._process = subprocess.Popen(
-            [python, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=folder,
-            env=environment,
-        )
-        self._seen: dict[tuple[str, int], list[dict[str, float]]] = {}
+        self._log = folder / "lmcache.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [python, str(script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=folder,
+                env=environment,
+            )
+        self.missing: dict[str, str] = {}
+        """Backends that do not run here, and why."""
         self.version = str(self.ask({"backend": "version"})["version"])
 
     def ask(self, what: dict[str, Any]) -> dict[str, Any]:
@@ -80,20 +86,23 @@ class LMCache:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("LMCache's process has ended")
+            said = self._log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise RuntimeError(f"LMCache's process has ended, code {self._process.wait(20)}: {said}")
         told: dict[str, Any] = json.loads(line)
         if "error" in told:
             raise RuntimeError(f"LMCache: {told['error']}")
         return told
 
-    def moved(self, backend: str, page: int, total: int, rounds: int) -> dict[str, float]:
-        """Seconds by verb of its next round; the best ones again once it had `rounds` of them for another row."""
-        seen = self._seen.setdefault((backend, page), [])
-        if len(seen) < rounds:
+    def moved(self, backend: str, page: int, total: int) -> dict[str, float]:
+        """Seconds by verb of one round; nothing of a backend that does not run."""
+        if backend in self.missing:
+            return {}
+        try:
             told = self.ask({"backend": backend, "page": page, "total": total})
-            seen.append({"write": told["write"], "read": told["read"]})
-            return seen[-1]
-        return {verb: min(each[verb] for each in seen) for verb in ("write", "read")}
+        except RuntimeError as error:
+            self.missing[backend] = str(error)
+            return {}
+        return {"write": told["write"], "read": told["read"]}
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -111,7 +120,13 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def measure(work: Work, memory: Memory, rounds: int, lmcache: LMCache | None) -> list[Row]:
-    """One row for each verb. Every side's bytes are compared in every round."""
+    """A row for each verb, beside each backend of LMCache, from rounds of their own. Every side's bytes are compared in every
+    round."""
+    beside = work.lmcache if lmcache is not None else ()
+    return [row for backend in beside or ("",) for row in _beside(work, memory, rounds, backend, lmcache)]
+
+
+def _beside(work: Work, memory: Memory, rounds: int, backend: str, lmcache: LMCache | None) -> list[Row]:
     best: dict[tuple[str, str], float] = {}
 
     def note(side: str, verb: str, seconds: float) -> None:
@@ -123,15 +138,15 @@ def measure(work: Work, memory: Memory, rounds: int, lmcache: LMCache | None) ->
             note(side, "write", _seconds(verbs.write))
             note(side, "read", _seconds(verbs.read))
             memory.check()
-        if lmcache is not None and work.lmcache:
-            for verb, seconds in lmcache.moved(work.lmcache, memory.page, memory.total, rounds).items():
-                note("lmcache", verb, seconds)
-    return [_row(work, memory, verb, best) for verb in ("write", "read")]
+        if lmcache is not None and backend:
+            for verb, seconds in lmcache.moved(backend, memory.page, memory.total).items():
+                note(backend, verb, seconds)
+    return [_row(work, memory, verb, backend, best) for verb in ("write", "read")]
 
 
-def _row(work: Work, memory: Memory, verb: str, best: dict[tuple[str, str], float]) -> Row:
+def _row(work: Work, memory: Memory, verb: str, backend: str, best: dict[tuple[str, str], float]) -> Row:
     ours, medium = best["ours", verb], best["medium", verb]
-    theirs = best.get(("lmcache", verb))
+    theirs = best.get((backend, verb))
     goal = PEER_GOALS.get((work.tier, memory.page), PEER_GOALS.get((work.tier, 0)))
     return Row(
         work.tier,
@@ -142,13 +157,14 @@ def _row(work: Work, memory: Memory, verb: str, best: dict[tuple[str, str], floa
         memory.total / medium / 1e9,
         medium / ours,
         GOALS.get(work.tier, 0.85),
+        "" if theirs is None else backend,
         None if theirs is None else memory.total / theirs / 1e9,
         None if theirs is None else theirs / ours,
         None if theirs is None else goal or 1.0,
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench tiers",
         description="Host, disk and every store against what the medium itself does, in one run.",
@@ -224,6 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}
     if lmcache is not None:
         versions["lmcache"] = lmcache.version
+        missing |= {f"LMCache, {backend}": why for backend, why in lmcache.missing.items()}
     if args.json:
         told = {"rows": [asdict(row) for row in rows], "missing": missing, "versions": versions}
         print(json.dumps(told, indent=2))
@@ -274,16 +291,17 @@ def _show(
         "its GB/s",
         "share",
         "goal",
-        "LMCache",
+        "LMCache's",
+        "its GB/s",
         "times",
         "goal",
     ):
-        table.add_column(heading, justify="left" if heading in ("tier", "verb", "medium") else "right")
+        table.add_column(heading, justify="left" if heading in _WORDS else "right")
     for row in rows:
         lmcache = (
-            ("", "", "")
+            ("", "", "", "")
             if row.lmcache is None or row.times_lmcache is None
-            else (f"{row.lmcache:.2f}", f"{row.times_lmcache:.1f}", f"{row.lmcache_goal:g}")
+            else (row.backend, f"{row.lmcache:.2f}", f"{row.times_lmcache:.1f}", f"{row.lmcache_goal:g}")
         )
         table.add_row(
             row.tier,
@@ -296,7 +314,7 @@ def _show(
             f"{row.goal:.0%}",
             *lmcache,
         )
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(table)
     for name, why in missing.items():
         print(f"{name}: not measured: {why}")

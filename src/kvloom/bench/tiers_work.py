@@ -16,29 +16,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import blake2b
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Ranges, Tier, TierError
-from kvloom.tiers.files import Files, aligned_bytes
+from kvloom.tiers import DiskConfig, DiskTier, HostConfig, HostTier, Ranges, Tier, TierError
 from kvloom.tiers.mooncake import MooncakeConfig, open_mooncake
 from kvloom.tiers.nixl import NixlFiles, open_nixl
 from kvloom.tiers.peer import open_peer
 from kvloom.tiers.redis import RedisAddress, open_redis
 from kvloom.tiers.remote import RemoteConfig
 
-__all__ = ["WORKS", "Memory", "Side", "Work"]
+from .tiers_media import WAIT_SECONDS, Memory, Side, address, memcpy, raw, tcp
 
-_WAIT_SECONDS = 120.0
-_IO_BYTES = 512 << 10  # of a raw read, and the threads: what the disk does best with
-_READ_THREADS = 8
+__all__ = ["WORKS", "Work", "folder_in"]
+
 _SLAB_BYTES = 8 << 20
 _DISK = 24  # rounds that a disk tier holds: what leaves, and is carried, is not what is measured
 _STORAGE = """
@@ -50,13 +45,6 @@ print(code, flush=True)
 sys.stdin.read()
 store.close()
 """
-_rounds = count()
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    write: Callable[[], None]
-    read: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,40 +53,12 @@ class Work:
     medium_name: str
     ours: Side
     medium: Side
-    lmcache: str = ""  # the backend of LMCache that does the same
-
-
-class Memory:
-    """Pages to write and room to read them into, aligned; and the batch of objects of this round."""
-
-    def __init__(self, page: int, total: int) -> None:
-        self.page, self.total, self.count = page, total, total // page
-        self.form = Form("bf16", "LKTHD", page, max(min(page, 64 << 10), page // 32))
-        self.source = np.frombuffer(aligned_bytes(total), np.uint8)
-        self.target = np.frombuffer(aligned_bytes(total), np.uint8)
-        self.source[:] = np.random.default_rng(0).integers(0, 256, total, dtype=np.uint8)
-        self.target[:] = 0
-        self.starts = np.arange(self.count) * page
-        self.objects = self.fresh()
-
-    def fresh(self) -> Objects:
-        """Names that no tier has seen."""
-        salt = f"{os.getpid()} {next(_rounds)}"
-        names = [blake2b(f"{salt} {i}".encode(), digest_size=16).digest() for i in range(self.count)]
-        self.objects = Objects(names, 0, self.form)
-        _ = self.objects.keys
-        return self.objects
-
-    def check(self) -> None:
-        """What was read is what was written. A RuntimeError would make every figure worthless."""
-        if not np.array_equal(self.source, self.target):
-            raise RuntimeError("the bytes that came back are not those that were written")
-        self.target[:] = 0
+    lmcache: tuple[str, ...] = ()  # the backends of LMCache that do the same
 
 
 def _of_tier(tier: Tier, memory: Memory) -> Side:
     def done(transfer: Any) -> None:
-        if not transfer.wait(_WAIT_SECONDS) or transfer.failed:
+        if not transfer.wait(WAIT_SECONDS) or transfer.failed:
             raise RuntimeError(f"{tier.name}: {transfer}")
 
     return Side(
@@ -107,51 +67,13 @@ def _of_tier(tier: Tier, memory: Memory) -> Side:
     )
 
 
-def _memcpy(memory: Memory) -> Side:
-    room = np.frombuffer(aligned_bytes(memory.total), np.uint8)
-    room[:] = 0
-
-    def write() -> None:
-        room[:] = memory.source
-
-    def read() -> None:
-        memory.target[:] = room
-
-    return Side(write, read)
-
-
 @contextlib.contextmanager
 def host(memory: Memory, folder: Path) -> Iterator[list[Work]]:
     tier = HostTier(HostConfig(memory.total, min(_SLAB_BYTES, memory.total)))
     _of_tier(tier, memory).write()  # the arena's memory comes with its first use: a tier in service has it
 
-    yield [Work("host", "memcpy", _of_tier(tier, memory), _memcpy(memory), "cpu")]
+    yield [Work("host", "memcpy", _of_tier(tier, memory), memcpy(memory), ("cpu",))]
     tier.close()
-
-
-def _raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> Side:
-    """The file alone; `files` are calls to use instead of the system's."""
-    files = files or Files(-1)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    source, target, total = memory.source.data, memory.target.data, memory.total
-    pool = ThreadPoolExecutor(_READ_THREADS)
-
-    def write() -> None:
-        os.ftruncate(fd, 0)
-        os.posix_fallocate(fd, 0, total)
-        for at in range(0, total, 16 << 20):
-            files.write(fd, [source[at : at + (16 << 20)]], at)
-        if sync:
-            os.fdatasync(fd)
-
-    def read() -> None:
-        def some(first: int) -> None:
-            for at in range(first * _IO_BYTES, total, _READ_THREADS * _IO_BYTES):
-                files.read(fd, [target[at : at + _IO_BYTES]], at)
-
-        list(pool.map(some, range(_READ_THREADS)))
-
-    return Side(write, read)
 
 
 @contextlib.contextmanager
@@ -163,10 +85,10 @@ def disk(memory: Memory, folder: Path) -> Iterator[list[Work]]:
             folder / durable, _DISK * memory.total, segment_bytes=4 * memory.total, durable=durable
         )
         tiers.append(DiskTier(config))
-        raw = _raw(memory, folder / f"raw-{durable}", durable == "power")
+        alone = raw(memory, folder / f"raw-{durable}", durable == "power")
         name = "raw O_DIRECT + sync" if durable == "power" else "raw O_DIRECT"
-        lmcache = "" if durable == "power" else "disk"
-        works.append(Work(f"disk ({durable})", name, _of_tier(tiers[-1], memory), raw, lmcache))
+        lmcache = () if durable == "power" else ("disk",)
+        works.append(Work(f"disk ({durable})", name, _of_tier(tiers[-1], memory), alone, lmcache))
     yield works
     for tier in tiers:
         tier.close()
@@ -178,8 +100,8 @@ def nixl(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         folder / "nixl", _DISK * memory.total, segment_bytes=4 * memory.total, durable="process"
     )
     tier = open_nixl(config)
-    raw = _raw(memory, folder / "raw", False, NixlFiles(-1))
-    yield [Work("nixl POSIX", "NIXL alone", _of_tier(tier, memory), raw)]
+    alone = raw(memory, folder / "raw", False, NixlFiles(-1))
+    yield [Work("nixl POSIX", "NIXL alone", _of_tier(tier, memory), alone)]
     tier.close()
 
 
@@ -288,7 +210,7 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
 
         def each(verb: Any, array: npt.NDArray[np.uint8]) -> None:
             for batch in batches:
-                pointers = [_address(array) + number * memory.page for number in batch]
+                pointers = [address(array) + number * memory.page for number in batch]
                 codes = verb([keys[number] for number in batch], pointers, [memory.page] * len(batch))
                 if any(code < 0 for code in codes):
                     raise RuntimeError(f"Mooncake says {min(codes)}")
@@ -304,10 +226,6 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         tier.close()
 
 
-def _address(array: npt.NDArray[np.uint8]) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
 @contextlib.contextmanager
 def peer(memory: Memory, folder: Path) -> Iterator[list[Work]]:
     slab = str(min(_SLAB_BYTES, memory.total))
@@ -321,10 +239,13 @@ def peer(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         _of_tier(shared, memory).write()  # once round its memory
         memory.fresh()
         _of_tier(shared, memory).write()
+        alone, end = tcp(memory)
+        near = ("server", "multi-process", "multi-process, shm")
         yield [
-            Work("peer, same host", "memcpy", _of_tier(shared, memory), _memcpy(memory), "remote"),
-            Work("peer, by TCP", "memcpy", _of_tier(plain, memory), _memcpy(memory), "remote"),
+            Work("peer, same host", "memcpy", _of_tier(shared, memory), memcpy(memory), near),
+            Work("peer, by TCP", "TCP alone", _of_tier(plain, memory), alone, ("server",)),
         ]
+        end()
         shared.close()
         plain.close()
         process.terminate()

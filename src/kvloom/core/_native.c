@@ -91,10 +91,12 @@ static PyObject *lend(PyObject *self, PyObject *args)
         int32_t page = c.p[i];
         if (page && (c.h[page] != 0 || c.k[page] != 0)) {
             while (--i >= 0)
-                c.h[c.p[i]] = 0;
+                if (c.p[i])
+                    c.h[c.p[i]] = 0;
             return refuse(&c, 0, page, "page %d is not free and cannot be lent");
         }
-        c.h[page] = page != 0;
+        if (page)
+            c.h[page] = 1;
     }
     let_go(&c, 0);
     Py_RETURN_NONE;

@@ -1,49 +1,52 @@
-"""The policy that learns: whoever is least likely to be wanted soon leaves first.
+"""The policy that learns: what is least likely to be wanted soon leaves first.
 
-A request comes back to a run of tokens, or it does not. What the policy can tell of the future is
-how long it takes others to come back: by how often this one has come back, after how long, with how
-much that was new, how the last answer ended, and how long it has been away. `Returns` learns that;
-this file decides which visit an entry belongs to and turns what was learned into priorities.
+A request comes back to a run of tokens, or it does not. What the policy can tell of the future is how long
+it took others: by how often the run was used, how often its conversation came back and after how long, how
+much the last request brought that was new, how its answer ended, and how long ago all that was. `Returns`
+learns that; this file says who is asked about and turns what was learned into priorities.
 
-| an entry is   | when                                          | leaves by                              |
-|---------------|-----------------------------------------------|----------------------------------------|
-| one visit's   | the same conversation used it each time       | the index that `Returns` gives         |
-| left behind   | its visit went on without it                  | before all that may come back          |
-| shared        | different conversations used it               | how often it is used, how long it idles|
-| long away     | longer than nearly every return took          | least recently used, before the others |
+| an entry is  | when                                         | leaves by                                  |
+|--------------|----------------------------------------------|--------------------------------------------|
+| in use       | somebody may come back to its last visit     | the index that `Returns` gives             |
+| an end       | those who came back wanted less than all     | the same, times the share that wants it    |
+| left behind  | its conversation went on without it          | least recently used, before the others     |
+| long away    | longer than nearly all took who came back    | the same                                   |
 
-Before anything is learned every entry is long away: the policy begins as least recently used, and
-where a cache is so large that only what is long away has to leave it stays that.
+Before anything is learned the longest away leaves first: the policy begins as least recently used.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from operator import getitem
 from typing import TypeVar
 
 from .policies import Entry, Memo
 from .returns import VALUES, Returns
 
-__all__ = ["Adaptive", "Shared", "Visit"]
+__all__ = ["Adaptive", "Visit"]
 
 K = TypeVar("K", bound=Hashable)
 
-_FIRST, _AGAIN = 0, 1
-_KINDS = 8
-_UNKNOWN = 60.0
-"""Seconds between uses that a shared entry is taken to have before it has shown any."""
+_ENDINGS = 4
+_SHARED = _ENDINGS  # the stratum of what different conversations use
+_ENDS = 24
+_NONE = VALUES - 1  # the value of a feature that does not matter
+_OTHERS = bytes([_NONE] * 4)
+SWITCHES = 2.0
+"""Uses by another conversation than the one before that make an entry shared."""
 
 
 class Visit(Memo):
     """One request's use of a run of tokens, and what it is known by. Shared by the entries on its path."""
 
     __slots__ = (
+        "again",
         "before",
         "fit",
         "length",
         "level",
-        "number",
         "open",
         "resumed",
         "since",
@@ -51,39 +54,22 @@ class Visit(Memo):
         "stratum",
         "turn",
         "values",
+        "watched",
     )
 
     def __init__(self, before: Visit | None, resumed: int, now: float) -> None:
         self.before = before  # the visit it came back to; None once it is closed
         self.resumed = resumed
         self.turn: int = 0 if before is None else min(before.turn + 1, VALUES - 1)
-        self.stratum = _AGAIN if self.turn else _FIRST
         self.since: float = -1.0 if before is None else max(0.0, now - before.start)
         self.start: float = now
         self.length = 0
-        self.number = -1
+        self.again = 0  # its turn, if what it brought had been cached before and left
         self.open = True  # nobody has come back to it yet
         self.values = b""  # of the features, once it is closed
-        self.level = self.fit = 0  # what `Returns` makes of the values, and by which fit
-
-
-class Shared(Memo):
-    """How often an entry that several conversations use is used."""
-
-    __slots__ = ("between", "counted", "used", "uses")
-
-    def __init__(self, between: float, used: float, uses: int = 1) -> None:
-        self.between = max(1.0, between)  # seconds, smoothed
-        self.used = used  # when it was last
-        self.uses = uses
-        self.counted = 0.0  # how much of its present absence has been counted
-
-    def split(self) -> Shared:
-        return Shared(self.between, self.used, self.uses)
-
-    @property
-    def kind(self) -> int:
-        return min(_KINDS - 1, self.uses.bit_length())
+        self.stratum = 0
+        self.level, self.fit = 0.0, 0  # what `Returns` makes of the values, and by which fit
+        self.watched: tuple[int, ...] = ()  # place in its text and number, of each that is watched
 
 
 class Adaptive:
@@ -98,43 +84,58 @@ class Adaptive:
     """A request that resumes this share of a visit or more has come back to it."""
 
     def __init__(self) -> None:
-        self.returns = Returns(strata=2, features=5)
+        self.returns = Returns(strata=_ENDINGS + 1, features=5)
         self._tenants: dict[str, int] = {}
         self._endings: dict[str | None, int] = {None: 0}
-        # Of what is shared, by how often it was used: uses seen, and those that one use per
-        # `between + age` would have made. Their ratio is how much to believe that rate.
-        self._used = [1.0] * _KINDS
-        self._due = [1.0] * _KINDS
+        self._closed = 0
+        self._asked: Entry | None = None  # whose priority was asked for last: its review is asked next
+        self._placed = 0, 0.0
+        # Of those who came back, how many did not want the last so many tokens (by their bit length), and
+        # from that the logarithm of the share that wanted what stands so far from the end.
+        self._without = [0.0] * _ENDS
+        self._wanted = [0.0] * _ENDS
+        self._tail = 0  # tokens at the end of a visit that most do not want
 
     # -- who leaves first -----------------------------------------------------------------------
 
     def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
-        age = now - entry.last_used
         memo = entry.memo
-        if age >= self.returns.horizon:
+        age = now - entry.last_used
+        if not isinstance(memo, Visit) or not memo.open or age >= self.returns.horizon:
             return (0.0, entry.last_used)
-        if isinstance(memo, Visit):
-            if not memo.open:
-                return (0.0, entry.last_used)
-            return (1.0, self.returns.index(memo.stratum, self._level(memo), age), entry.last_used)
-        if isinstance(memo, Shared):
-            rate = self._used[memo.kind] / self._due[memo.kind] / (memo.between + age)
-        else:
-            rate = self._used[1] / self._due[1] / (_UNKNOWN + age)
-        return (1.0, math.log(rate), entry.last_used)
+        stratum, level = self._placed = self._place(entry, memo)
+        self._asked = entry
+        return (1.0, self.returns.index(stratum, level, age), entry.last_used)
 
     def review(self, entry: Entry, now: float) -> float:
-        age = now - entry.last_used
         memo = entry.memo
-        if isinstance(memo, Shared):
-            self._count_idle(memo, age)
-        if age >= self.returns.horizon or (isinstance(memo, Visit) and not memo.open):
+        age = now - entry.last_used
+        if not isinstance(memo, Visit) or not memo.open or age >= self.returns.horizon:
             return math.inf  # it keeps its place among them
-        if isinstance(memo, Visit):
-            later = self.returns.falls(memo.stratum, self._level(memo), age)
-        else:
-            later = age + 0.3 * ((memo.between if isinstance(memo, Shared) else _UNKNOWN) + age)
-        return entry.last_used + min(later, self.returns.horizon)
+        stratum, level = self._placed if entry is self._asked else self._place(entry, memo)
+        self._asked = None
+        later, horizon = self.returns.falls(stratum, level, age), self.returns.horizon
+        return entry.last_used + (later if later < horizon else horizon)
+
+    def portion(self, entry: Entry) -> int:
+        """Tokens at the end of `entry` that are worth no more than its last ones."""
+        memo = entry.memo
+        if not isinstance(memo, Visit) or not memo.open:
+            return entry.tokens
+        more = self._tail - (memo.length - entry.depth - entry.tokens)
+        return min(more, entry.tokens) if more > 0 else entry.tokens
+
+    def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
+        """Stratum and level of an entry."""
+        factors = self.returns.factors
+        uses = factors[0][_uses(entry.hits or visit.again)]
+        if entry.value >= SWITCHES:
+            return _SHARED, uses
+        if visit.fit != self.returns.fits:
+            visit.level, visit.fit = sum(map(getitem, factors[1:], visit.values)), self.returns.fits
+        if self._tail and (behind := visit.length - entry.depth - entry.tokens) < self._tail:
+            uses += self._wanted[max(0, behind).bit_length()]
+        return visit.stratum, visit.level + uses
 
     # -- what happens ---------------------------------------------------------------------------
 
@@ -142,22 +143,12 @@ class Adaptive:
         pass
 
     def on_hit(self, entry: Entry, now: float) -> None:
-        memo, age = entry.memo, now - entry.last_used
-        if isinstance(memo, Shared):
-            if memo.used == now:
-                return  # a run and its checkpoint are one use
-            memo.used = now
-            self._count_idle(memo, age)
-            self._used[memo.kind] += 1
-            memo.uses += 1
-            memo.between += 0.3 * (max(age, 1.0) - memo.between)
-            memo.counted = 0.0
-        elif memo is None:
-            entry.memo = Shared(age, now)
+        memo = entry.memo
+        if isinstance(memo, Visit) and memo.watched:
+            self._see(memo, entry.depth, entry.depth + entry.tokens, now)
 
     def on_evict(self, entry: Entry, now: float) -> None:
-        if isinstance(entry.memo, Shared):
-            self._count_idle(entry.memo, now - entry.last_used)
+        pass
 
     def on_open(self, entry: Entry, ghost: Memo | None, resumed: int, now: float) -> Visit:
         """A request begins at the end of `entry`; `ghost` is the memo of what would have come next, had it
@@ -165,11 +156,12 @@ class Adaptive:
         before: Visit | None = None
         if isinstance(ghost, Visit):
             before = ghost
-        elif isinstance(entry.memo, Visit) and resumed >= self.COVER * entry.memo.length:
-            before = entry.memo
+            self._see(ghost, resumed, 1 << 62, now)  # how much more of it was wanted nobody knows
+        elif isinstance(entry.memo, Visit) and entry.value < SWITCHES:
+            before = entry.memo if resumed >= self.COVER * entry.memo.length else None
         if before is not None and before.open:
             before.open = False
-            self.returns.returned(before.number, max(0.0, now - before.start))
+            self._count_end(before.length - resumed, before is ghost)
         return Visit(before, resumed, now)
 
     def on_close(
@@ -179,43 +171,89 @@ class Adaptive:
         assert isinstance(visit, Visit)
         before, visit.before = visit.before, None
         visit.start, visit.length = now, length
-        visit.values = self._values(visit, length, tenant, ending)
-        visit.number = self.returns.start(visit.stratum, visit.values, now)
+        visit.stratum = min(_code(self._endings, ending), _ENDINGS - 1)
+        known = visit.resumed if before is None else max(visit.resumed, before.length - self._tail)
+        visit.again = visit.turn if 2 * visit.resumed < known else 0
+        visit.values = self._values(visit, max(0, length - known), tenant)
         for entry in path:
-            memo = entry.memo
-            if memo is None or memo is before or memo is visit:
-                entry.memo = visit
-            elif isinstance(memo, Visit):
-                entry.memo = Shared(now - memo.start, now)
-        if visit.number >= 0 and visit.number % 512 == 511:
-            self._forget()
+            if entry.memo is not None and entry.memo is not before and entry.memo is not visit:
+                entry.value += 1.0
+            entry.memo = visit
+        self._watch(visit, path, now)
+        self._closed += 1
+        if self._closed % 32 == 0:
+            self._learn_ends()
 
-    def _values(self, visit: Visit, length: int, tenant: str, ending: str | None) -> bytes:
-        new = max(0, length - visit.resumed).bit_length()
-        values = (
-            min(visit.turn, 7),
-            min(7, max(0, new - 4) * 2 // 3) + (8 if visit.turn else 0),
-            0 if visit.since < 0 else min(VALUES - 1, int(visit.since / 2).bit_length() + 1),
-            _code(self._tenants, tenant),
-            _code(self._endings, ending),
+    def _values(self, visit: Visit, new: int, tenant: str) -> bytes:
+        new = new.bit_length()
+        return bytes(
+            (
+                min(7, max(0, new - 4)) if visit.turn == 0 else min(14, 8 + max(0, new - 4)),
+                min(visit.turn, 8),
+                0 if visit.since < 0 else min(_NONE - 1, int(visit.since).bit_length() + 1),
+                min(_code(self._tenants, tenant), _NONE - 1),
+            )
         )
-        return bytes(values)
 
-    def _level(self, visit: Visit) -> int:
-        if visit.fit != self.returns.fits:
-            visit.level, visit.fit = self.returns.level(visit.values), self.returns.fits
-        return visit.level
+    def _watch(self, visit: Visit, path: Sequence[Entry], now: float) -> None:
+        """Watch the middle of what the request brought, and a place in what it found."""
+        new = visit.length - visit.resumed - self._tail
+        watched: list[int] = []
+        if new > 0:
+            number = self.returns.start(
+                visit.stratum, bytes((_uses(visit.again),)) + visit.values, math.sqrt(new), now
+            )
+            if number >= 0:
+                watched += [visit.resumed + new // 2, number]
+        brought = 0
+        while brought < len(path) and path[brought].depth >= visit.resumed:
+            brought += 1
+        if brought < len(path):
+            entry = path[brought + self._closed % (len(path) - brought)]
+            shared = entry.value >= SWITCHES
+            values = bytes((_uses(entry.hits),)) + (_OTHERS if shared else visit.values)
+            stratum = _SHARED if shared else visit.stratum
+            number = self.returns.start(stratum, values, math.sqrt(visit.resumed), now)
+            if number >= 0:
+                watched += [entry.depth + entry.tokens // 2, number]
+        visit.watched = tuple(watched)
 
-    def _count_idle(self, memo: Shared, age: float) -> None:
-        if age > memo.counted:
-            self._due[memo.kind] += math.log((memo.between + age) / (memo.between + memo.counted))
-            memo.counted = age
+    def _see(self, visit: Visit, first: int, last: int, now: float) -> None:
+        """Tokens `first` to `last` of a visit are wanted."""
+        rest: list[int] = []
+        for place, number in zip(visit.watched[::2], visit.watched[1::2], strict=True):
+            if first <= place < last:
+                self.returns.returned(number, max(0.0, now - visit.start))
+            else:
+                rest += place, number
+        visit.watched = tuple(rest)
 
-    def _forget(self) -> None:
-        """What was long ago counts less."""
-        for kind in range(_KINDS):
-            self._used[kind] = 0.5 * (self._used[kind] + 1.0)
-            self._due[kind] = 0.5 * (self._due[kind] + 1.0)
+    def _count_end(self, without: int, at_most: bool) -> None:
+        """Somebody came back who did not want the last `without` tokens of a visit, or `at_most` those: then
+        how many is guessed from the others."""
+        end = min(max(0, without).bit_length(), _ENDS - 1)
+        if not at_most:
+            self._without[end] += 1.0
+            return
+        weights = [n + 0.5 * (i == 0) for i, n in enumerate(self._without[: max(1, end)])]
+        total = sum(weights)
+        for i, weight in enumerate(weights):
+            self._without[i] += weight / total
+
+    def _learn_ends(self) -> None:
+        total, wanted = sum(self._without) + 4.0, 4.0
+        for end in range(_ENDS):
+            wanted += self._without[end]
+            self._wanted[end] = math.log(wanted / total)
+        few = sum(share < math.log(0.5) for share in self._wanted)
+        self._tail = 1 << (few - 1) if few else 0
+        if total > 1024.0:
+            self._without = [0.5 * n for n in self._without]  # what was long ago counts less
+
+
+def _uses(hits: int) -> int:
+    """How often an entry was used, as a feature: exact for the first few, then by powers of two."""
+    return hits if hits < 6 else min(VALUES - 1, 3 + hits.bit_length())
 
 
 def _code(codes: dict[K, int], key: K) -> int:

@@ -94,7 +94,8 @@ class Arrivals(Verbs):
         self.let_go(self.accounts[parcel.tenant], columns, parcel.rows)
 
     def expect(self, prospect: Prospect) -> Arrival | None:
-        """Reserve the pages of `prospect.needs()`; None where there is no room. The match must be fresh."""
+        """Reserve the pages of `prospect.needs()`; None where there is no room for them and to go on. The match must be
+        fresh."""
         match = prospect.match
         account = self.accounts[match.control.tenant]
         root = self.tree.root(match.root_name, account, match.control.tenant)
@@ -119,7 +120,9 @@ class Arrivals(Verbs):
         arrival = Arrival(prospect, root, node, rows, fresh)
         self._open[id(arrival)] = arrival  # now: making room may move pages that it shares with the tree
         needs = self._needs(fresh, states)
-        if self.room.make(account, needs):
+        # And a block more: whom it is for begins with that, or what came leaves again before it was of use.
+        begun = self.needs(1, int(self.has_states), 0)
+        if self.room.make(account, [a + b for a, b in zip(needs, begun, strict=True)]):
             del self._open[id(arrival)]
             self.let_go(account, self.pages, rows)
             self.tree.unlock(node, self.clock.now())

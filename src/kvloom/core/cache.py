@@ -98,7 +98,7 @@ class KVCache:
         self.misses: Counter[str] = Counter()
         self.looked_up_tokens = 0
         self.hit_tokens = 0
-        self._roots: dict[tuple[str, str], bytes] = {}
+        self._roots: dict[tuple[str, str, bool], bytes] = {}
         self._parts = parts = Parts(
             layout,
             self.pages,
@@ -143,13 +143,14 @@ class KVCache:
     # -- looking up -----------------------------------------------------------------------------
 
     def root_name(self, control: Control) -> bytes:
-        """Where the names of a request's tenant and adapter begin."""
-        key = (control.tenant, control.adapter)
+        """Where the names of a request's tenant and adapter begin; apart, for those that allow for loss."""
+        key = (control.tenant, control.adapter, control.lossy)
         name = self._roots.get(key)
         if name is None:
             if len(self._roots) > 4096:
                 self._roots.clear()
-            name = self._roots[key] = root_name(self.model, control.tenant, control.adapter)
+            model = f"{self.model}, near" if control.lossy else self.model
+            name = self._roots[key] = root_name(model, control.tenant, control.adapter)
         return name
 
     def match(self, tokens: npt.ArrayLike, control: Control | None = None, media: Many[Media] = ()) -> Match:

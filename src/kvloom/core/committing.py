@@ -24,15 +24,15 @@ class Committing(Verbs):
         self.ensure_open(seq)
         data = token_bytes(tokens)
         row, table, block = seq.row, self.rows, self.block_tokens
-        length = int(table.length[row])
+        length = table.length.item(row)
         n = len(data) // TOKEN_BYTES
         end = length + n
-        if end > int(table.blocks[row]) * block or (n and not self._ready(seq, end)):
+        if end > table.blocks.item(row) * block or (n and not self._ready(seq, end)):
             raise ValueError(
                 f"commit of {n} tokens after {length}, but {seq.reserve} are reserved; extend first"
             )
         at = end if state_length is None else state_length
-        if not int(table.state_length[row]) <= at <= end:
+        if not table.state_length.item(row) <= at <= end:
             raise ValueError(
                 f"states cannot stand at {at}: they were at {seq.state_length}, tokens end at {end}"
             )

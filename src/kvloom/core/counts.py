@@ -13,39 +13,36 @@ __all__ = ["any_negative", "drop", "keep", "lend", "release", "retain", "wrong_r
 
 Ids = npt.NDArray[np.int32]
 Kept = npt.NDArray[np.int16]
+At = npt.NDArray[np.intp]
 
 
 def lend(held: Ids, kept: Kept, ids: Ids) -> None:
     """The first hold of each page, none of which may be in use or listed twice."""
-    at = _real(ids)
+    at, once = _real(ids)
     _refuse(at, (held[at] != 0) | (kept[at] != 0), "is not free and cannot be lent")
-    np.add.at(held, at, 1)
-    twice = held[at] > 1
-    if twice.any():
-        held[at] = 0
-    _refuse(at, twice, "is not free and cannot be lent")
+    if not once:
+        listed = at.tolist()
+        again = np.array([page in listed[:place] for place, page in enumerate(listed)])
+        _refuse(at, again, "is not free and cannot be lent")
+    held[at] = 1
 
 
 def retain(held: Ids, kept: Kept, ids: Ids) -> int:
     """One more hold of each page; returns how many nobody held before."""
-    at = _real(ids)
+    at, once = _real(ids)
     idle = held[at] == 0
     _refuse(at, idle & (kept[at] == 0), "is free; only a live page can be held")
-    fresh = _once(at[idle]).size
-    np.add.at(held, at, 1)
+    fresh = _once(at[idle], once).size
+    _add(held, at, 1, once)
     return fresh
 
 
 def release(held: Ids, kept: Kept, ids: Ids, out: Ids) -> tuple[int, int]:
     """One hold less of each page; returns how many nobody holds now, and how many of those are free and
     written to `out`."""
-    at = _real(ids)
-    np.subtract.at(held, at, 1)
-    short = held[at] < 0
-    if short.any():
-        np.add.at(held, at, 1)
-    _refuse(at, short, "is released more often than it was held")
-    idle = _once(at[held[at] == 0])
+    at, once = _real(ids)
+    left = _less(held, at, once, "is released more often than it was held")
+    idle = _once(at[left == 0], once)
     free = idle[kept[idle] == 0]
     out[: free.size] = free
     return idle.size, free.size
@@ -53,20 +50,16 @@ def release(held: Ids, kept: Kept, ids: Ids, out: Ids) -> tuple[int, int]:
 
 def keep(held: Ids, kept: Kept, ids: Ids) -> None:
     """The cache keeps each page once more."""
-    at = _real(ids)
+    at, once = _real(ids)
     _refuse(at, (held[at] == 0) & (kept[at] == 0), "is free and cannot be kept")
-    np.add.at(kept, at, 1)
+    _add(kept, at, 1, once)
 
 
 def drop(held: Ids, kept: Kept, ids: Ids, out: Ids) -> int:
     """The cache lets each page go once; returns how many are free now and written to `out`."""
-    at = _real(ids)
-    np.subtract.at(kept, at, 1)
-    short = kept[at] < 0
-    if short.any():
-        np.add.at(kept, at, 1)
-    _refuse(at, short, "is dropped more often than it was kept")
-    free = _once(at[(kept[at] == 0) & (held[at] == 0)])
+    at, once = _real(ids)
+    left = _less(kept, at, once, "is dropped more often than it was kept")
+    free = _once(at[(left == 0) & (held[at] == 0)], once)
     out[: free.size] = free
     return free.size
 
@@ -86,18 +79,40 @@ def wrong_row(rows: npt.NDArray[np.int64], is_open: npt.NDArray[np.bool_]) -> in
     return -1
 
 
-def _real(ids: Ids) -> npt.NDArray[np.intp]:
-    at: npt.NDArray[np.intp] = ids.ravel().astype(np.intp)
-    real: npt.NDArray[np.intp] = at[at != 0]
-    return real
+def _real(ids: Ids) -> tuple[At, bool]:
+    """The pages, and whether each is listed once: then adding to them all at once does."""
+    at: At = ids.ravel().astype(np.intp)
+    if not at.all():
+        at = at[at != 0]
+    return at, len(set(at.tolist())) == at.size
 
 
-def _once(at: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+def _once(at: At, once: bool) -> At:
     """The pages in the order they are listed, each once."""
-    first: npt.NDArray[np.intp] = np.sort(np.unique(at, return_index=True)[1])
+    if once:
+        return at
+    first: At = np.sort(np.unique(at, return_index=True)[1])
     return at[first]
 
 
-def _refuse(at: npt.NDArray[np.intp], wrong: npt.NDArray[np.bool_], why: str) -> None:
+def _add(counts: Ids | Kept, at: At, one: int, once: bool) -> None:
+    if once:
+        counts[at] += one
+    else:
+        np.add.at(counts, at, one)
+
+
+def _less(counts: Ids | Kept, at: At, once: bool, why: str) -> Ids | Kept:
+    """One less of each page; returns what is left of each, and changes nothing where that is below 0."""
+    _add(counts, at, -1, once)
+    left: Ids | Kept = counts[at]
+    short = left < 0
+    if short.any():
+        _add(counts, at, 1, once)
+        _refuse(at, short, why)
+    return left
+
+
+def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
     if wrong.any():
         raise ValueError(f"page {at[wrong][0]} {why}")

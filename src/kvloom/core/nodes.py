@@ -40,7 +40,7 @@ class Node(Entry):
     root: Root
 
     def __init__(self, serial: int, now: float, start: int, text: bytearray, pages: Ids) -> None:
-        super().__init__(serial, now)
+        Entry.__init__(self, serial, now)
         self.start = start
         self.end = start + len(text) // TOKEN_BYTES
         self.text = text

@@ -48,7 +48,8 @@ class Opening(Verbs):
         if match.media:
             seq.media = tuple(sorted(match.media, key=lambda m: m.start))
         if point:
-            self._seat(seq, point, self.in_view(match.rows, point), match.data)
+            rows = self.in_view(match.rows, point) if tree.windows else match.rows
+            self._seat(seq, point, rows, match.data)
         self.mark_special(seq)
         self.rows.stale[row] = 0
         if tree.keeps_checkpoints:
@@ -231,12 +232,12 @@ class Opening(Verbs):
         self.ensure_open(seq)
         now = self.clock.now()
         account, row = seq.root.account, seq.row
-        length = int(self.rows.length[row])
+        length = self.rows.length.item(row)
         node = seq.node
         if seq.control.store and length > seq.resumed:
             node = self._leave_turn(seq, now)
         firsts = self.rows.first[:, row].tolist() if self.tree.windows else ()
-        self.let_go(account, self.pages, self.rows.tables[:, row, : self.rows.blocks[row]].T)
+        self.let_go(account, self.pages, self.rows.tables[:, row, : self.rows.blocks.item(row)].T)
         if self.has_states and self.rows.states[0, row]:
             self.let_go(account, self.states, self.rows.states[:, row][None].copy())
         if seq.state_source is not None:
@@ -265,7 +266,7 @@ class Opening(Verbs):
     def _leave_turn(self, seq: Sequence, now: float) -> Node:
         """Enter the partial tail and leave a resume point at the end; live states become its snapshot."""
         if not self.tree.keeps_checkpoints:
-            if int(self.rows.length[seq.row]) == seq.published:
+            if self.rows.length.item(seq.row) == seq.published:
                 return seq.node
         elif not self.snapshots.turn_end:
             return seq.node

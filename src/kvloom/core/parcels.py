@@ -22,7 +22,7 @@ class Parcel(NamedTuple):
     """Rows of page ids, one a name, in the columns of one numbering ("token" or "state"); 0 where there is no page.
 
     The bytes of `rows` are those of the pages `at` (0: nobody can say where) until the next `take_copies`. `leaving`: the bytes will be overwritten soon; else their sequence has ended, and they stay for now. `used`: someone
-    came back to them. `tenant` is whose they are.
+    came back to them. `tenant` is whose they are, `root` where their names begin.
     """
 
     numbering: str
@@ -32,6 +32,7 @@ class Parcel(NamedTuple):
     tenant: str
     leaving: bool
     used: bool
+    root: bytes
 
 
 class Parcels:
@@ -114,7 +115,7 @@ class Parcels:
     def _tell(self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool) -> None:
         tenant = node.root.tenant
         at = self.where(numbering, rows)
-        self.listener(Parcel(numbering, names, rows, at, tenant, leaving, node.hits > 0))
+        self.listener(Parcel(numbering, names, rows, at, tenant, leaving, node.hits > 0, node.root.name))
 
     def _row_names(self, node: Node, first: int, last: int) -> list[bytes]:
         """The names of the prefixes that end where some of the node's rows do."""

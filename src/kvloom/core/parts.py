@@ -67,9 +67,12 @@ class Verbs:
         return seq
 
     def ensure_open(self, seq: Sequence) -> None:
-        handles, row = self.rows.handles, seq.row
-        if row >= len(handles) or handles[row] is not seq:
-            raise ValueError(f"{seq!r} is not open in this cache")
+        try:
+            if self.rows.handles[seq.row] is seq:
+                return
+        except IndexError:  # it is another cache's, which has more rows
+            pass
+        raise ValueError(f"{seq!r} is not open in this cache")
 
     def let_go(self, account: Account, columns: Columns, rows: Ids) -> None:
         account.returned(*columns.release(rows))
@@ -85,8 +88,6 @@ class Verbs:
     def in_view(self, rows: Ids, point: int) -> Ids:
         """A copy of `rows` without the pages that a query at `point` sees no more."""
         rows = rows.copy()
-        if not self.tree.windows:
-            return rows
         for span, columns in zip(self.tree.windows, self.tree.window_columns, strict=True):
             rows[: span.first_visible(point) // self.block_tokens, columns] = 0
         return rows

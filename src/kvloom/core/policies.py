@@ -106,6 +106,10 @@ class Learner(Policy, Protocol):
         """When to ask for the priority again, because it may have fallen; infinity for never."""
         ...
 
+    def portion(self, entry: Entry) -> int:
+        """Of an entry that leaves, the tokens at its end that are worth as little as its priority says."""
+        ...
+
     def on_open(self, entry: Entry, ghost: Memo | None, resumed: int, now: float) -> Memo:
         """A request resumes `resumed` tokens that end in `entry` (a root, if none); `ghost` is the memo of
         what it would have met next, had that not left. Returns what `on_close` will be given."""

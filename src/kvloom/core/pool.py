@@ -101,6 +101,7 @@ class PagePool:
         sizes = dict.fromkeys(pages_per_slab)
         self.classes = tuple(SizeClass(i, per_slab, reserved) for i, per_slab in enumerate(sizes))
         self.class_of = tuple(list(sizes).index(n) for n in pages_per_slab)
+        self._plain = tuple(sizes) == (1,)  # slabs are pages, and all alike
         # |free slabs|unused: as many places as slabs are lent|absent slabs|; low slabs are lent first.
         ids = np.arange(reserved, dtype=np.int32)
         self._free: Ids = np.concatenate((ids[slabs - 1 : 0 : -1], ids[slabs:]))
@@ -125,10 +126,13 @@ class PagePool:
         """Slabs that must come free before `allocate` can serve `needs` as things stand. If none, the
         slabs left over may be spent on keeping the pages of a sequence together."""
         slack = self.free_slabs
-        for c in self.classes:
-            more = needs[c.index] - c.free_pages
-            if more > 0:
-                slack += -more // c.per_slab
+        if self._plain:
+            slack -= needs[0]
+        else:
+            for c in self.classes:
+                more = needs[c.index] - c.free_pages
+                if more > 0:
+                    slack += -more // c.per_slab
         self._slack = slack
         return -slack if slack < 0 else 0
 
@@ -154,7 +158,7 @@ class PagePool:
             if n > c.free_pages + self.free_slabs * c.per_slab:
                 return None
             ids = self._allocate_within(c, n, near)
-            c.held[ids] = 1
+            c.held[ids.astype(np.intp)] = 1
         c.held_pages += n
         return ids
 
@@ -223,8 +227,7 @@ class PagePool:
         c.held_pages -= idle
         c.cached_pages += idle - freed
         if freed:
-            free = self._give_back if c.per_slab == 1 else self._free_pages
-            free(c, c.freed[:freed])
+            self._free_pages(c, c.freed[:freed])
         return idle, freed
 
     # -- the cache ---------------------------------------------------------------------------
@@ -240,18 +243,13 @@ class PagePool:
         freed = loops.drop(c.held, c.kept, ids, c.freed)
         if freed:
             c.cached_pages -= freed
-            free = self._give_back if c.per_slab == 1 else self._free_pages
-            free(c, c.freed[:freed])
+            self._free_pages(c, c.freed[:freed])
         return freed
 
-    def _give_back(self, c: SizeClass, slabs: Ids) -> None:
-        free, n = self.free_slabs, len(slabs)
-        self._free[free : free + n] = slabs
-        self.free_slabs = free + n
-        c.lent_slabs -= n
-
     def _free_pages(self, c: SizeClass, ids: Ids) -> None:
-        """`_give_back` where a slab holds several pages."""
+        if c.per_slab == 1:
+            self._return_slabs(c, ids)
+            return
         slabs, counts = np.unique(ids // c.per_slab, return_counts=True)
         used = c.used[slabs]
         left = used - counts
@@ -261,7 +259,14 @@ class PagePool:
         # A slab that was full and is empty now was in no list and goes to none.
         for k in np.flatnonzero((used < c.per_slab) | (left > 0)).tolist():
             c.file(int(slabs[k]), c.per_slab - int(left[k]), c.per_slab - int(used[k]))
-        self._give_back(c, emptied)
+        if emptied.size:
+            self._return_slabs(c, emptied)
+
+    def _return_slabs(self, c: SizeClass, slabs: Ids) -> None:
+        free, n = self.free_slabs, len(slabs)
+        self._free[free : free + n] = slabs
+        self.free_slabs = free + n
+        c.lent_slabs -= n
 
     # -- moving pages together -----------------------------------------------------------------
 
@@ -300,7 +305,7 @@ class PagePool:
         c.held[new], c.kept[new] = c.held[old], c.kept[old]
         renumber(old, new)
         c.held[old] = c.kept[old] = c.used[slab] = 0
-        self._give_back(c, np.array([slab], np.int32))
+        self._return_slabs(c, np.array([slab], np.int32))
 
     # -- growing and shrinking -----------------------------------------------------------------
 

@@ -102,7 +102,8 @@ class PrefixTree(Checkpoints):
         last: bool = False,
         lock: bool = False,
     ) -> tuple[Node, bool]:
-        """Enter the tokens `data` after `cursor` (which ends at a block's start) with their pages.
+        """Enter the tokens `data` after `cursor` (which ends at a block's start) with their pages, whose `rows` the
+        tree may keep: nobody else may change them afterwards.
 
         Where the tree already has a block's page, `rows` is changed to it: the caller then holds the
         tree's page instead of its own. Returns the node that now ends where `data` does, and
@@ -234,7 +235,8 @@ class PrefixTree(Checkpoints):
     def _add_child(
         self, parent: Node, data: bytes, rows: Ids, now: float, retention: Retention, lock: bool
     ) -> Node:
-        node = Node(next(self._serials), now, parent.end, bytearray(data), rows.copy())
+        pages = rows if rows.base is None else rows.copy()
+        node = Node(next(self._serials), now, parent.end, bytearray(data), pages)
         node.parent, node.root = parent, parent.root
         node.priority, node.expires = retention
         node.row_bytes = self.pages.row_bytes
@@ -331,11 +333,8 @@ class PrefixTree(Checkpoints):
         node.root.account.queue.remove(node)
         node.end = node.start
         node.parent = None
-        node.text, node.names, node.pages = (
-            bytearray(),
-            [],
-            self._no_rows,
-        )  # who remembers the node needs no more
+        # Whoever remembers the node needs no more of it.
+        node.text, node.names, node.pages = bytearray(), [], self._no_rows
         self.nodes -= 1
         if parent.parent is None and not parent.children and not parent.locks:
             self.roots.pop(parent.root.name, None)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from .layers import Span
 from .layout import GRAIN, PageGroup, PoolLayout
-from .lookup import Lookup, Match
+from .lookup import Lookup, Match, Stop
 from .names import TOKEN_BYTES, tail_name
 from .resume import longest_resume, missing_unit
 
@@ -199,6 +199,16 @@ class Prospect:
                     self.point, self._tail_below = point, not self._is_here(point)
                     self._round = LAST_ROUND
                     return
+
+    @property
+    def lacking(self) -> Stop | None:
+        """Why one cannot resume further, where the pages of tokens beyond `point` are there, here or below: a state's
+        snapshot was not kept, or a window's page has left. None where that is not why."""
+        full = any(not group.spec.span.windowed for group in self._tokens)
+        known = min(self.limit, self._reach * self.block) if full and self._round else 0
+        if known < self.point + self.block:
+            return None
+        return Stop("snapshot missing" if self._states else "window page missing", self.point)
 
     # -- what it takes --------------------------------------------------------------------------
 

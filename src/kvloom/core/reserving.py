@@ -20,7 +20,7 @@ class Reserving(Verbs):
         n = index(n)
         if n < 0:
             raise ValueError(f"cannot extend by {n} tokens")
-        length = int(self.rows.length[seq.row])
+        length = self.rows.length.item(seq.row)
         if length + n > self.max_tokens:
             raise ValueError(f"{length} + {n} tokens exceed max_tokens {self.max_tokens}")
         account = seq.root.account
@@ -63,13 +63,13 @@ class Reserving(Verbs):
 
     def _wants(self, seq: Sequence, length: int, n: int) -> tuple[int, int, int]:
         """Blocks to reserve, whether the tail must be copied, whether states are needed."""
-        blocks = -(-(length + n) // self.block_tokens) - int(self.rows.blocks[seq.row])
+        blocks = -(-(length + n) // self.block_tokens) - self.rows.blocks.item(seq.row)
         copy_tail = int(n > 0 and seq.shared_tail)
         states = int(n > 0 and self.has_states and not self.rows.states[0, seq.row])
         return blocks if blocks > 0 else 0, copy_tail, states
 
     def _reserve(self, seq: Sequence, blocks: int) -> None:
-        row, have = seq.row, int(self.rows.blocks[seq.row])
+        row, have = seq.row, self.rows.blocks.item(seq.row)
         near = self.rows.tables[:, row, have - 1] if have and self.pages.keepers else None
         fresh = self.pages.allocate(blocks, near)
         self.rows.tables[:, row, have : have + blocks] = fresh.T

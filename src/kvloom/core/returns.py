@@ -1,78 +1,87 @@
-"""When will they come back? What the adaptive policy learns of visits, as numbers.
+"""When will it be wanted again? What the adaptive policy learns of runs of tokens, as numbers.
 
-A visit is one use of a run of tokens by one request. It is open until the next request comes back to
-it. From the last few thousand visits this model learns the hazard of a return: how likely it is in
-the next second, after so long away, for a visit of such features. It knows no entries and no pages.
+The policy watches places in the text of requests, each from the end of one use until the next. From the
+last few thousand of them this model learns the hazard of a use: how likely it is in the next second, after
+so long without, for a place of such features. It knows no entries and no pages.
 
     hazard(age, features) = baseline of the stratum at that age, times a factor for each feature's value
 
-Ages fall into bins that grow by √2. Visits that have not returned count as watched until now, also when
-their pages left long ago: the ghosts of the cache tell of returns that found nothing.
+Ages fall into bins that grow by a quarter, fine enough to see a service's sessions time out. What was not
+used again counts as watched until now, also when its pages left long ago: the ghosts of the cache tell of
+uses that found nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["VALUES", "Returns"]
+__all__ = ["BINS", "VALUES", "Returns"]
 
 Floats = npt.NDArray[np.float64]
 
-BINS = 32
-"""Ages up to 2^15.5 seconds, about 13 hours; what is older counts as that old."""
 VALUES = 16
 """Values a feature may take: 0 to 15."""
-
-_LOG_STEP = math.log(2) / 2
-_LEVELS, _LOWEST, _LEVEL_STEP = 49, -4.0, 1 / 6
+_FINE = 8.0
+_LOG_STEP = math.log(1.25)
+_EDGES = [0.0, 2.0, 4.0, *(_FINE * 1.25**k for k in range(37))]
+BINS = len(_EDGES)
+"""Ages up to 8 · 1.25^36 seconds, about 7 hours; what is older counts as that old."""
+_LEVELS, _LOWEST, _LEVEL_STEP = 37, -5.0, 0.25
 _LEAST = 1e-12
 
 
 class Returns:
-    """See the module. `strata` baselines, `features` factors; the newest `window` visits are remembered.
+    """See the module. `strata` baselines (the last has nothing in common with the others), `features`
+    factors; the newest `window` places are remembered.
 
-    | call     | cost                                                              |
-    |----------|-------------------------------------------------------------------|
-    | start    | O(features); every `every`-th call fits the model: O(window)      |
-    | returned | O(1)                                                              |
-    | index    | O(1)                                                              |
+    | call     | cost                                                                       |
+    |----------|----------------------------------------------------------------------------|
+    | start    | O(features); every `every`-th call, in the beginning more often, fits the model |
+    | returned | O(1)                                                                       |
+    | index    | O(1)                                                                       |
     """
 
-    def __init__(self, strata: int, features: int, window: int = 4096, every: int = 256) -> None:
+    def __init__(self, strata: int, features: int, window: int = 8192, every: int = 1024) -> None:
         self.strata, self.features = strata, features
         self.window, self.every = window, every
         self.fits = 1
         """How often the model was fitted."""
-        self.horizon = 0.0
-        """The age by which nearly all returns that were seen had come; 0 while too few were seen."""
-        self.edges: Floats = np.concatenate([[0.0], np.exp(_LOG_STEP * np.arange(BINS))])
-        self._width = np.diff(self.edges)
-        self._middle = np.maximum((self.edges[1:] + self.edges[:-1]) / 2, 1.0)
+        self.horizon = math.inf
+        """The age by which nearly all have come who ever will; beyond it the features tell nothing."""
+        self.factors = [[0.0] * VALUES for _ in range(features)]
+        """Of each feature and value, as logarithms. They change when the model is fitted."""
+        self.edges: Floats = np.array(_EDGES)
+        self._width = np.diff(self.edges, append=self.edges[-1] * 1.25)
+        self._middle = np.maximum(self.edges + self._width / 2, 1.0)
         self._started = np.zeros(window)
         self._away = np.full(window, np.nan)  # how long until the return; NaN: not yet
-        self._stratum = np.zeros(window, np.int8)
-        self._values = np.zeros((features, window), np.int8)
+        self._stratum = np.zeros(window, np.int16)
+        self._weight = np.zeros(window)
+        self._values = bytearray(window * features)
         self._seen = 0
+        self._due = every // 16
         self._recorded = 0
         self._stride = 1
         self._wrapped = 0.0
-        self._factors = [[0.0] * VALUES for _ in range(features)]  # logarithms
         self._index: list[list[list[float]]] = []
         self._lower: list[list[list[float]]] = []  # the age from which the index is clearly lower
-        self._tabulate(np.tile(PRIOR / self._middle, (strata, 1)))
+        age = self._middle
+        reads, stays = (age / READS) ** 2, 1 / (1 + (age / GONE) ** 2)
+        self._flat = PRIOR / age
+        self._prior = self._flat * (reads / (1 + reads) * stays + 0.01)
+        self._tabulate(np.tile(self._flat, (strata, 1)))
 
     # -- what happens ---------------------------------------------------------------------------
 
-    def start(self, stratum: int, values: Sequence[int], now: float) -> int:
-        """A visit ends and its absence begins. Returns its number, or -1 for one that is not watched:
-        where thousands come in an hour a share of them tells enough."""
+    def start(self, stratum: int, values: bytes, weight: float, now: float) -> int:
+        """A use ends and an absence begins. Returns its number, or -1 for one that is not watched: where
+        thousands come in an hour a share of them tells enough."""
         self._seen += 1
-        if self._seen % (self.every if self._seen >= 4 * self.every else self.every // 8) == 0:
+        if self._seen >= self._due:
+            self._due += min(self.every, max(self.every // 16, self._seen // 16))
             self.fit(now)
         if self._seen % self._stride:
             return -1
@@ -83,18 +92,18 @@ class Returns:
         self._started[place] = now
         self._away[place] = np.nan
         self._stratum[place] = stratum
-        for feature, value in enumerate(values):
-            self._values[feature, place] = value
+        self._weight[place] = weight
+        self._values[place * self.features : (place + 1) * self.features] = values
         self._recorded += 1
         return number
 
     def returned(self, number: int, away: float) -> None:
-        """Visit `number` was come back to after `away` seconds."""
+        """Place `number` was used again after `away` seconds."""
         if number >= 0 and self._recorded - number <= self.window:
             self._away[number % self.window] = away
 
     def _keep_span(self, now: float) -> None:
-        """Watch fewer visits where the window would span less than SPAN seconds, more where much more."""
+        """Watch fewer places where the window would span less than SPAN seconds, more where much more."""
         if self._recorded:
             if now - self._wrapped < SPAN:
                 self._stride *= 2
@@ -104,92 +113,98 @@ class Returns:
 
     # -- what it means --------------------------------------------------------------------------
 
-    def level(self, values: Sequence[int]) -> int:
-        """The features of a visit as one number for `index`. It changes when the model is fitted again."""
-        total = 0.0
-        for factors, value in zip(self._factors, values, strict=True):
-            total += factors[value]
-        level = int((total - _LOWEST) / _LEVEL_STEP + 0.5)
-        return min(max(level, 0), _LEVELS - 1)
-
-    def index(self, stratum: int, level: int, age: float) -> float:
-        """What keeping the pages of a visit is worth: the logarithm of the most returns per second of
-        waiting that any time to wait would bring, for one away for `age` seconds."""
-        row = self._index[stratum][level]
-        if age < 1.0:
-            return row[0]
-        place = 1.0 + math.log(age) / _LOG_STEP
+    def index(self, stratum: int, level: float, age: float) -> float:
+        """What keeping pages is worth whose features' factors add up to `level`: the logarithm of the most
+        uses per second of waiting that any time to wait would bring, after `age` seconds without one."""
+        row = self._index[stratum][_row(level)]
+        if age < _FINE:
+            return row[0] if age < 2.0 else row[1] if age < 4.0 else row[2]
+        place = 3.0 + math.log(age / _FINE) / _LOG_STEP
         bin_ = int(place)
         if bin_ >= BINS:
             return row[BINS] - (place - BINS) * _LOG_STEP
         return row[bin_] + (row[bin_ + 1] - row[bin_]) * (place - bin_)
 
-    def falls(self, stratum: int, level: int, age: float) -> float:
+    def falls(self, stratum: int, level: float, age: float) -> float:
         """The age at which `index` will be clearly lower than now: twice the age at the latest."""
-        first = 0 if age < 1.0 else min(BINS, 1 + int(math.log(age) / _LOG_STEP))
+        if age < _FINE:
+            first = 0 if age < 2.0 else 1 if age < 4.0 else 2
+        else:
+            first = min(BINS, 3 + int(math.log(age / _FINE) / _LOG_STEP))
         latest = age + (age if age > LOOK else LOOK)
-        lower = self._lower[stratum][level][first]
-        return lower if lower < latest else latest
+        lower = self._lower[stratum][_row(level)][first]
+        return lower if age < lower < latest else latest
 
     # -- learning -------------------------------------------------------------------------------
 
     def fit(self, now: float) -> None:
-        """Learn from the visits in the window. O(window times bins)."""
+        """Learn from the places in the window. O(window times features)."""
         n = min(self._recorded, self.window)
         if not n:
             return
-        order = np.argsort(self._stratum[:n], kind="stable")
-        stratum, values = self._stratum[order].astype(np.int64), self._values[:, order].astype(np.int64)
-        away = self._away[order]
+        away = self._away[:n]
         back = ~np.isnan(away)
-        age = np.where(back, away, np.maximum(now - self._started[order], 0.0))
-        watched = age[:, None] - self.edges[:-1]  # in each bin; in place, which is seven times as fast as np.clip
-        np.maximum(watched, 0.0, out=watched)
-        np.minimum(watched, self._width, out=watched)
-        bins = stratum[back] * BINS + np.searchsorted(self.edges[1:-1], age[back], "right")
-        count = np.bincount(bins, minlength=self.strata * BINS).reshape(self.strata, BINS).astype(float)
-        cuts = np.searchsorted(stratum, np.arange(self.strata + 1)).tolist()
-        members = [slice(first, last) for first, last in pairwise(cuts)]
-        returns = [np.bincount(v, back, VALUES) for v in values]
+        age = np.where(back, away, np.maximum(now - self._started[:n], 0.0))
+        bin_ = np.searchsorted(self.edges[1:], age, "right")
+        cell = self._stratum[:n] * np.int64(BINS) + bin_
+        into = age - self.edges[bin_]
+        size = self._weight[:n] / self._weight[:n].mean()
+        used = size * back
+        shape = (self.strata, BINS)
+        cells = self.strata * BINS
+        count = np.asarray(np.bincount(cell, used, cells), np.float64).reshape(shape)
+        table = np.frombuffer(self._values, np.uint8).reshape(self.window, self.features)
+        values = table[:n].T.astype(np.int64)
+        seen = [np.bincount(value, used, VALUES) for value in values]
         factors = np.zeros((self.features, VALUES))
-        weight = np.zeros(n)  # the logarithm of each visit's factors together
-        baseline = np.zeros((self.strata, BINS))
+        level = np.zeros(n)
+        baseline = np.zeros(shape)
         for _ in range(ROUNDS):
-            times = np.exp(weight)
-            exposure = np.stack([times[at] @ watched[at] for at in members])
+            times = size * np.exp(level)
+            here = np.bincount(cell, times, cells).reshape(shape)
+            beyond = here[:, ::-1].cumsum(1)[:, ::-1] - here
+            exposure = beyond * self._width + np.bincount(cell, times * into, cells).reshape(shape)
+            if not level.any():
+                self.horizon = self._far(count[:-1].sum(0), exposure[:-1].sum(0))
             baseline = self._baseline(count, exposure)
-            expected = np.concatenate([watched[at] @ baseline[s] for s, at in enumerate(members)])
+            before = np.cumsum(baseline * self._width, 1) - baseline * self._width
+            expected = size * (before.ravel()[cell] + baseline.ravel()[cell] * into)
             for feature, value in enumerate(values):
-                weight -= factors[feature][value]
-                due = np.bincount(value, expected * np.exp(weight), VALUES)
-                factors[feature] = np.log((returns[feature] + DOUBT) / (due + DOUBT))
-                weight += factors[feature][value]
-        self._factors = factors.tolist()
-        self.horizon = float(np.quantile(age[back], SEEN)) if np.count_nonzero(back) >= ENOUGH else 0.0
+                level -= factors[feature][value]
+                due = np.bincount(value, expected * np.exp(level), VALUES)
+                factors[feature] = np.log((seen[feature] + DOUBT) / (due + DOUBT))
+                level += factors[feature][value]
+        self.factors = factors.tolist()
         self._tabulate(np.maximum(baseline, _LEAST))
         self.fits += 1
 
     def _baseline(self, count: Floats, exposure: Floats) -> Floats:
-        """The hazard in each bin of each stratum: what was counted, pulled to what all strata have there,
-        and that to a little less than in the bin before."""
-        total, watched = count.sum(0), exposure.sum(0)
-        common = np.empty(BINS)
-        expected = PRIOR
-        for b in range(BINS):
-            pull = PULL * self._width[b]
-            common[b] = (total[b] + pull * expected / self._middle[b]) / (watched[b] + pull)
-            expected = DECLINE * common[b] * self._middle[b]
-        due = (exposure * common).sum(1)
-        ratio = (count.sum(1) + DOUBT) / (due + DOUBT)
-        pull = STRATUM_PULL * self._width
-        mixed: Floats = (count + pull * ratio[:, None] * common) / (exposure + pull)
-        return mixed
+        """The hazard in each bin of each stratum: what was counted, pulled to what the strata have in
+        common there, and that to the prior; the last stratum to its prior alone."""
+        common = self._pulled(count[:-1].sum(0), exposure[:-1].sum(0), self._prior, PULL)
+        rows = [
+            self._pulled(c, e, common, STRATUM_PULL) for c, e in zip(count[:-1], exposure[:-1], strict=True)
+        ]
+        return np.stack([*rows, self._pulled(count[-1], exposure[-1], self._flat, PULL)])
+
+    def _pulled(self, count: Floats, exposure: Floats, prior: Floats, pull: float) -> Floats:
+        ratio = (count.sum() + DOUBT) / ((exposure * prior).sum() + DOUBT)
+        found: Floats = (count + pull * self._width * ratio * prior) / (exposure + pull * self._width)
+        return found
+
+    def _far(self, count: Floats, exposure: Floats) -> float:
+        """The age by which SEEN of all will have come; censored absences do not make it shorter."""
+        hazard = self._pulled(count, exposure, self._prior, PULL)
+        come = 1 - np.exp(-np.cumsum(hazard * self._width))
+        last = int(np.argmax(come >= SEEN * come[-1]))
+        return _EDGES[last + 1] if last + 1 < BINS else math.inf
 
     def _tabulate(self, baseline: Floats) -> None:
         """The index at the start of every bin, for every stratum and level: the best stop for one who pays
         for waiting by the second and earns one at the return."""
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
-        hazard = (baseline[:, None, :] * levels[None, :, None]).reshape(-1, BINS)
+        kinds, which = np.unique(baseline, axis=0, return_inverse=True)  # strata without data are alike
+        hazard = (kinds[:, None, :] * levels[None, :, None]).reshape(-1, BINS)
         mean = hazard * self._width
         stays = np.exp(-mean)
         waits = np.where(mean > 1e-9, (1 - stays) / hazard, self._width)
@@ -203,24 +218,32 @@ class Returns:
             index[:, b] = (gain / cost).max(1)
         index[:, :BINS] = np.log(np.maximum(index[:, :BINS], _LEAST))
         index[:, BINS] = index[:, BINS - 1] - _LOG_STEP
-        shape = self.strata, _LEVELS, BINS + 1
-        self._index = index.reshape(shape).tolist()
         falls = (index[:, None, :] <= index[:, :, None] - FALL) & np.tri(BINS + 1, k=-1, dtype=bool).T
-        lower = np.where(falls.any(2), self.edges[falls.argmax(2)], math.inf)
-        self._lower = lower.reshape(shape).tolist()
+        lower = np.where(falls.any(2), np.append(self.edges, math.inf)[falls.argmax(2)], math.inf)
+        shape = len(kinds), _LEVELS, BINS + 1
+        indices, lowers = index.reshape(shape).tolist(), lower.reshape(shape).tolist()
+        self._index = [indices[kind] for kind in which.ravel()]
+        self._lower = [lowers[kind] for kind in which.ravel()]
+
+
+def _row(level: float) -> int:
+    row = int((level - _LOWEST) / _LEVEL_STEP + 0.5)
+    return 0 if row < 0 else row if row < _LEVELS else _LEVELS - 1
 
 
 PRIOR = 0.1
 """Before anything is known: hazard times age, the same at every age, so that the longest away leaves first."""
-PULL, DECLINE = 5.0, 0.8
-"""As many visits' worth of belief that a bin's hazard times age is this share of the bin before's."""
+READS, GONE = 40.0, 600.0
+"""Seconds: people read and type that long before they come back, and have mostly gone after that long."""
+PULL = 30.0
+"""As many places' worth of belief that hazards have the shape which this gives, times a ratio that is learned."""
 STRATUM_PULL = 50.0
-"""As many visits' worth of belief that a stratum's hazard is everyone's, times its own ratio."""
+"""As many places' worth of belief that a stratum's hazard is everyone's, times its own ratio."""
 DOUBT = 8.0
-"""Returns' worth of belief that a feature's value makes no difference."""
+"""Uses' worth of belief that a feature's value makes no difference."""
 ROUNDS = 3
-SEEN, ENOUGH = 0.97, 30
-"""The share of returns that came before the horizon, and how many must have been seen."""
+SEEN = 0.92
+"""The share of all that ever come who come before the horizon."""
 FALL, LOOK = 0.69, 30.0
 """A clear fall of the index, as a logarithm; and seconds within which there is no need to look again."""
 SPAN = 7200.0

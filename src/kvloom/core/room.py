@@ -50,7 +50,6 @@ class Room:
         self.runs: dict[bytes, MediaRun] = {}
         self.runs_last = media_lasts
         """Whether tokens behind an image need its run, too (cross attention)."""
-        self.evictions = 0
         self.evicted: Counter[str] = Counter()
         """Evictions by what left: blocks, window (pages that left every window), snapshot, media."""
         self.idle = Spread()
@@ -180,80 +179,78 @@ class Room:
 
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
         """Let the next thing of `account` leave, about `slabs` slabs of it; False if there is none."""
-        queue = account.queue
-        before = account.used
-        row_bytes = self.tree.pages.row_bytes
-        rows = (
-            -(-slabs * self.slab_bytes // row_bytes) if row_bytes else 1
-        )  # of pages, that fill so many slabs
-        why = queue.policy.name
+        queue, before = account.queue, account.used
+        size = self.tree.pages.row_bytes
+        rows = -(-slabs * self.slab_bytes // size) if size else 1  # of pages, that fill so many slabs
         entry: Entry | None
         if queue.spares:
             entry, window = queue.spares.popleft()
             assert isinstance(entry, Node)
             kind = "window"
-            self.tree.drop_spares(entry, window, rows, why)
+            self.tree.drop_spares(entry, window, rows, queue.policy.name)
             if account.used < before:
                 self.tree.requeue(entry, now)
         else:
             entry = queue.first(now)
             if entry is None:
                 return False
-            queue.policy.on_evict(entry, now)
+            policy = queue.policy
+            policy.on_evict(entry, now)
             if isinstance(entry, Node):
                 kind = "blocks"
-                self._evict_tail(entry, rows, now, why)
+                if queue.learner is not None:
+                    rows = min(rows, max(1, queue.learner.portion(entry) // self.tree.block))
+                self._evict_tail(entry, rows, now, policy.name)
             else:
                 kind = "snapshot" if isinstance(entry, Checkpoint) else "media"
                 queue.remove(entry)
-                self._evict_whole(entry, now, why)
-        self.evictions += 1
+                self._evict_whole(entry, now, policy.name)
         account.evictions += 1
         self.evicted[kind] += 1
         self.idle.add(now - entry.last_used)
         self.evicted_bytes += before - account.used
         return True
 
+    @property
+    def evictions(self) -> int:
+        """How many things left so far."""
+        return sum(self.evicted.values())
+
     def _evict_tail(self, node: Node, rows: int, now: float, why: str) -> None:
-        """Cut some rows off the end of a leaf, or all that nobody can resume in."""
-        tree, end = self.tree, node.end
+        """Cut `rows` rows off the end of a leaf, or all that nobody can resume in; what becomes a leaf is queued."""
+        tree, start, end = self.tree, node.start, node.end
         resume = tree.last_resume(node) if tree.keeps_checkpoints else end
         if resume == end:
             resume = ((end - 1) // tree.block - rows + 1) * tree.block
-        self._cut(node, resume if resume > node.start else node.start, now, why)
+            if resume < start:
+                resume = start
+        while resume < end:
+            parent = node.parent
+            assert parent is not None
+            left = resume - start
+            text = node.text[left * TOKEN_BYTES : left * TOKEN_BYTES + Ghosts.SEEN]
+            self.ghosts.add(node if left else parent, text, (now, why, node.memo))
+            tree.trim(node, resume, why)
+            if not left:
+                tree.requeue(parent, now)
+                return
+            end = resume
+            if tree.keeps_checkpoints:  # what is left may complete no resume point any more
+                resume = tree.last_resume(node)
+        tree.requeue(node, now)
 
     def _evict_whole(self, entry: Entry, now: float, why: str) -> None:
         if isinstance(entry, Checkpoint) and not entry.locks:
             node = entry.node
             self.tree.drop_checkpoint(entry, why)
             if node.leaf:
-                self._cut(node, node.end, now, why)
+                self._evict_tail(node, 0, now, why)
         elif isinstance(entry, MediaRun) and not entry.holds:
             del self.runs[entry.key]
             self.tree.version += 1
             if self.tree.events.listening:
                 self.tree.teller.media_dropped(entry.key[:NAME_BYTES], entry.key[NAME_BYTES:], why)
             entry.account.used -= self.media.drop(entry.rows)
-
-    def _cut(self, node: Node, end: int, now: float, why: str) -> None:
-        """Trim a leaf to `end` and on to where someone can still resume; what becomes a leaf is queued."""
-        tree = self.tree
-        while True:
-            if end < node.end:
-                parent, start = node.parent, node.start
-                assert parent is not None
-                left = end - start if end > start else 0
-                text = node.text[left * TOKEN_BYTES : left * TOKEN_BYTES + Ghosts.SEEN]
-                self.ghosts.add(node if left else parent, text, (now, why, node.memo))
-                tree.trim(node, end, why)
-                if not left:
-                    tree.requeue(parent, now)
-                    return
-            resume = tree.last_resume(node) if tree.keeps_checkpoints else node.end
-            if resume == node.end:
-                tree.requeue(node, now)
-                return
-            end = resume
 
     # -- media runs -----------------------------------------------------------------------------
 

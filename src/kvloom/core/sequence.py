@@ -42,7 +42,8 @@ class Retain:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What a request may say about caching."""
+    """What a request may say about caching. `lossy`: it may be served pages that a tier re-encoded (int8, fp8), and is kept
+    apart from those that may not: what it computes is found by its like alone."""
 
     tenant: str = ""
     adapter: str = ""
@@ -50,6 +51,7 @@ class Control:
     read: bool = True
     session: str | None = None
     retain: tuple[Retain, ...] = ()
+    lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class SequenceRows:
         return row
 
     def give_back(self, row: int) -> None:
-        self.tables[:, row, : self.blocks[row]] = 0
+        self.tables[:, row, : self.blocks.item(row)] = 0
         if self._has_states:
             self.states[:, row] = 0
         if self._has_windows:
@@ -129,7 +131,7 @@ class SequenceRows:
 
     def touch(self, row: int, block: int) -> None:
         """A row's entries differ from `block` on. (Those that leave a window need no word: nobody reads them again.)"""
-        if block < self.stale[row]:
+        if block < self.stale.item(row):
             self.stale[row] = block
 
     def seen(self, rows: npt.NDArray[np.int64]) -> Ids:

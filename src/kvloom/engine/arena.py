@@ -8,6 +8,7 @@ Knows page ids and places in the arena; not what the pages are.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import weakref
@@ -21,6 +22,7 @@ from kvloom.core import PageGroup, PoolLayout
 from kvloom.kernels.copy import Copier, Done
 from kvloom.tiers import Form, HostConfig, HostTier
 from kvloom.tiers.arena import copy_pages
+from kvloom.tiers.shared import SharedMemory
 
 __all__ = ["Event", "HostPages", "form_of", "open_host"]
 
@@ -46,13 +48,20 @@ def form_of(group: PageGroup, run: int) -> Form:
     )
 
 
-def open_host(layout: PoolLayout, capacity: int, checked: bool, device: torch.device) -> HostTier:
-    """A host tier whose slabs are cut as the pool's are; pinned where a GPU copies from it."""
+def open_host(
+    layout: PoolLayout, capacity: int, checked: bool, device: torch.device, shared: bool = False
+) -> tuple[HostTier, SharedMemory | None]:
+    """A host tier whose slabs are cut as the pool's are; pinned where a GPU copies from it. `shared` lets other processes of
+    this host map it to read it, where the system can do that: then its memory comes with it."""
     unit = math.lcm(layout.slab_bytes, mmap.PAGESIZE)
     if capacity < unit:
         raise ValueError(f"a host tier of {capacity:,} bytes is too small: its unit is {unit:,}")
     slab = unit * max(1, min(_SLAB, capacity // 32) // unit)
-    tier = HostTier(HostConfig(capacity, slab, checked))
+    memory = None
+    if shared:
+        with contextlib.suppress(OSError, AttributeError):
+            memory = SharedMemory(capacity // slab * slab, read_only=True)
+    tier = HostTier(HostConfig(capacity, slab, checked), None if memory is None else memory.buffer)
     if device.type == "cuda":
         arena = tier.arena
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -66,7 +75,7 @@ def open_host(layout: PoolLayout, capacity: int, checked: bool, device: torch.de
             tier, _unpin, address
         )  # before its memory goes, if nobody closes it
         _pinned[address].atexit = False
-    return tier
+    return tier, memory
 
 
 _pinned: dict[int, weakref.finalize[[int], HostTier]] = {}

@@ -10,6 +10,7 @@ ended now, could not come among the `beam_width` best finished texts, or at `max
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
@@ -17,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 from .logprobs import TokenLogprobs
 from .params import Finish, SamplingParams
 
-__all__ = ["BeamSearch", "Slot", "Successor"]
+__all__ = ["BeamSearch", "Slot", "Successor", "seated"]
 
 
 class Slot(Protocol):
@@ -59,6 +60,18 @@ class Successor(Generic[S]):
             *self.slot.logprobs,
             {self.token: self.told[self.token], **dict(islice(self.told.items(), wanted))},
         ]
+
+
+def seated(slots: Many[S], successors: Many[Successor[S]]) -> tuple[list[S], list[tuple[S, Successor[S]]]]:
+    """The slots that nobody follows, and where each successor goes: the first that follows a slot stays there, others go to
+    slots that nobody follows."""
+    followed = {id(way.slot) for way in successors}
+    spare = [slot for slot in slots if id(slot) not in followed]
+    left, taken, seats = list(spare), set[int](), []
+    for way in successors:
+        seats.append((left.pop() if id(way.slot) in taken else way.slot, way))
+        taken.add(id(way.slot))
+    return spare, seats
 
 
 @dataclass(frozen=True, slots=True)

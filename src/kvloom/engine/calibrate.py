@@ -22,7 +22,7 @@ from kvloom.core.layers import QUANTISED
 from kvloom.core.layout import PoolLayout
 from kvloom.kernels.reference import largest
 from kvloom.kernels.views import TORCH_DTYPES
-from kvloom.models.attention import Pages
+from kvloom.models.pages import Pages
 from kvloom.models.scales import Scales, write_scales
 
 from .engine import Engine

@@ -91,6 +91,6 @@ def run(args: argparse.Namespace) -> int:
     )
     print(
         f"{args.out}: scales for {found.dtype} of {len(largest)} layers, from {found.tokens:,} tokens of "
-        f"{found.prompts:,} prompts; largest {tops}"
+        f"{found.prompts:,} prompt{'s' * (found.prompts != 1)}; largest {tops}"
     )
     return 0

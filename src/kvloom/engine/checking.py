@@ -28,7 +28,7 @@ HUB_SECONDS = 5.0
 def check_engine(
     model: str,
     *,
-    random_weights: bool = False,
+    load_format: str = "auto",
     dtype: str = "auto",
     kv_dtype: KVDtype | None = None,
     kv_scales: str | os.PathLike[str] = "dynamic",
@@ -39,7 +39,7 @@ def check_engine(
     be out of reach. The arguments are those of `Engine` and `load`."""
     kv_dtypes(kv_dtype)
     check_tiers(tiers)
-    config = check_model(model, random_weights)
+    config = check_model(model, load_format)
     static = kv_scales != "dynamic"
     spec = None if config is None else _spec(config, dtype, kv_dtype, static)
     if static:
@@ -52,17 +52,17 @@ def check_engine(
             )
 
 
-def check_model(model: str, random_weights: bool = False) -> dict[str, Any] | None:
+def check_model(model: str, load_format: str = "auto") -> dict[str, Any] | None:
     """The config of a model that is here, or None where it has to come from a hub. Raises ValueError for what is plainly no
     model: a folder without a config, a config without weights, a hub id while no hub can be reached."""
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(f"{model}: the folder has no config.json, so there is no model in it")
     named = path.is_file() or (not path.exists() and model.lower() in known_models())
-    if named and not random_weights:
+    if named and load_format != "random":
         raise ModelError(
             f"{model!r} is a config without weights: give the folder or hub id of a checkpoint, "
-            'or let the weights be random (--random-weights; in Python load_format="random")'
+            "or let the weights be random (--load-format random)"
         )
     if path.exists() or named:
         return load_config(model)

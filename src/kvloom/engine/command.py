@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING
 
 from kvloom.arguments import (
     BATCH_INVARIANT,
+    DEVICE,
+    DTYPE,
     KV_DTYPE,
     KV_SCALES,
+    LOAD_FORMAT,
+    LOAD_FORMATS,
     MODEL,
     POOL,
-    RANDOM_WEIGHTS,
     THREADS,
     TIER,
+    device,
+    dtype,
     number,
     size,
     token_ids,
@@ -83,10 +88,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="the answer is JSON of this form: a schema, or the name of a file that has one",
     )
     add("--stream", action="store_true", help="print text as it comes (one prompt, one answer)")
+    add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
     add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
-    add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
+    add("--device", type=device, metavar="D", help=DEVICE)
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help=LOAD_FORMAT)
     add("--pool", type=size, metavar="SIZE", help=POOL)
     add("--tier", action="append", default=[], metavar="TIER", help=TIER)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
@@ -121,21 +128,28 @@ def run(args: argparse.Namespace) -> int:
     model = folder_of(args.model)
     check_engine(
         model,
-        random_weights=args.random_weights,
+        load_format=args.load_format,
+        dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
         pool_bytes=args.pool,
         tiers=args.tier,
     )
+    from kvloom.models.load import device_of
+
     from .llm import LLM
 
+    where = device_of(args.device)
+    own = model != args.model and where.type == "cpu"  # one that comes along, as `kvloom serve` has it
     llm = LLM(
         model,
+        dtype="float32" if own and args.dtype == "auto" else args.dtype,
+        device=where,
         pool_bytes=args.pool,
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
         batch_invariant=args.batch_invariant,
-        load_format="random" if args.random_weights else "auto",
+        load_format=args.load_format,
         threads=args.threads,
         progress=sys.stderr.isatty(),
         tiers=args.tier,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence as Many
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvloom.core import Control, KVCache, PoolLayout, Snapshots, Tenant
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.views import allocate
 from kvloom.models.attention import install
-from kvloom.models.embeddings import Embeddings, with_embeddings
+from kvloom.models.crossing import eyes
 from kvloom.models.fingerprint import model_fingerprint
 from kvloom.models.scales import fingerprint, load_scales
 from kvloom.models.sight import Sight
@@ -33,12 +34,14 @@ from .beams import BeamSearch
 from .flight import Flight, told_prompts
 from .grammar import Grammars
 from .logprobs import TokenLogprobs
-from .lower import Lower, LowerConfig, open_lower
+from .lower import Lower, LowerConfig
 from .odds import send
+from .opening import open_lower
 from .request import Finish, Request, SamplingParams
 from .runner import Runner
 from .sampler import Chosen, Sampler
 from .scheduler import Scheduled, Scheduler
+from .sessions import Sessions
 from .sizing import Room, room_for
 from .text import Text
 
@@ -84,7 +87,8 @@ class Engine:
         weight = next(model.parameters())
         if batch_invariant and not weight.is_cuda and weight.dtype != torch.float32:
             raise ValueError(
-                f"batch_invariant on a CPU needs float32, not {weight.dtype}: there a seed's tokens are the same in any batch"
+                f"batch_invariant on a CPU needs float32, not {weight.dtype}: give dtype float32 (--dtype), "
+                "with which a seed's tokens are the same there in any batch"
             )
         invariant = batch_invariant and weight.is_cuda  # a CPU in float32 needs nothing for it
         self.model, self.device = model.eval(), weight.device
@@ -99,9 +103,9 @@ class Engine:
         )
         scales = None if kv_scales == "dynamic" else load_scales(kv_scales, model, spec.layers)
         self.layout = PoolLayout.build(spec.layers, block_tokens)
-        self.vision = None if Vision.refusal(model) else Vision(model)
+        self.vision = eyes(model)
         if self.vision is not None:
-            self.layout = with_embeddings(spec.layers, self.layout)
+            self.layout = self.vision.lay_out(spec.layers, self.layout)
         self.limit = spec.max_context
         if max_context is not None:
             if not 1 <= max_context <= (self.limit or MAX_TOKENS):
@@ -133,9 +137,6 @@ class Engine:
                 f"a pool of {pool_bytes:,} bytes is too small: its unit is {self.layout.slab_bytes:,} and it needs two"
             )
         self.buffer = allocate(self.layout, slabs, self.device)
-        if self.vision is not None:
-            width = model.get_input_embeddings().weight.shape[1]
-            self.vision.embeddings = Embeddings(self.layout, self.buffer, width, weight.dtype)
         name = spec.name
         if tiers:  # who finds pages there must have computed just these
             name = f"{model.config.model_type} {model_fingerprint(model)}{' invariant' * batch_invariant}"
@@ -165,6 +166,7 @@ class Engine:
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Grammars | None = None
         self._count = 0
+        self._sessions = Sessions()
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels and capture graphs now, so that no request waits for them; on a CPU there are none."""
@@ -187,6 +189,8 @@ class Engine:
         tokens = tuple(int(token) for token in prompt)
         self._refuse(tokens, params, text)
         control = control or Control()
+        if control.lossy and (self.lower is None or not self.lower.lossy):
+            control = replace(control, lossy=False)  # nothing here is re-encoded: it shares with everybody
         sight = self._look(tokens, images, control.tenant) if len(images) else None
         request = Request(self._count, tokens, params, control, priority, sight=sight)
         request.children = [
@@ -229,7 +233,23 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would do something."""
-        return self.scheduler.busy or self._flight is not None
+        prepares = self.lower is not None and self.lower.preparing
+        return self.scheduler.busy or self._flight is not None or prepares
+
+    def expect_session(self, session: str) -> bool:
+        """A session is about to come back: what it said is brought from below into host memory before it asks, while steps
+        are made. Whether anything is looked for; nothing is where it is not known, or nothing lies below."""
+        known = self._sessions.of(session)
+        if known is None or self.lower is None:
+            return False
+        tokens, control = known
+        likely = Request(-1, tuple(tokens.tolist()), SamplingParams(max_tokens=1), control)
+        return self.lower.hint(likely, self.cache.match(tokens, control))
+
+    def end_session(self, session: str) -> int:
+        """A session will not come back: what only it used may leave first. Returns how many of its pages are cached."""
+        self._sessions.forget(session)
+        return self.cache.end_session(session)
 
     def step(self) -> list[Request]:
         """Launch one step, and take in the tokens of the last that was; the requests that got one, or ended for want of
@@ -250,6 +270,9 @@ class Engine:
             landed = self._land(flight, [])
         if self.lower is not None:
             self._look_at_clock(done, began)
+            for request in landed:
+                if request.finish is not None and request.control.session and request.sight is None:
+                    self._sessions.heard(request.control.session, request.tokens, request.control)
         given_up, self.scheduler.given_up = self.scheduler.given_up, []
         return landed + given_up
 
@@ -260,7 +283,7 @@ class Engine:
         if done is not None:
             tokens = sum(len(part.tokens) for _, part in done.work if len(part.tokens) > 1)
             self.lower.computed(tokens, time.perf_counter() - began)
-        elif self._flight is None and self.scheduler.loads:
+        elif self._flight is None and (self.scheduler.loads or self.lower.preparing):
             self.lower.wait(0.002)
 
     def close(self, seconds: float = 10.0) -> None:

@@ -16,14 +16,17 @@ import numpy.typing as npt
 
 from kvloom.core import KVCache, Parcel
 from kvloom.kernels.copy import Done
-from kvloom.tiers import Form, Lease, Objects, Outcome
+from kvloom.tiers import Lease, Objects, Outcome
 from kvloom.tiers.mover import Mover
 
 from .arena import Event, HostPages
+from .fetching import Forms
 
 __all__ = ["Keeping"]
 
 Moment = tuple[int, int]
+MOST_ROOTS = 4096
+"""Roots of lossy names that are remembered before those that have gone are looked for."""
 
 
 @dataclass(slots=True)
@@ -46,16 +49,26 @@ class Keeping:
         cache: KVCache,
         pages: HostPages,
         mover: Mover,
-        forms: dict[int, list[Form]],
+        forms: Forms,
+        near: Forms,
         writes: AbstractSet[str],
     ) -> None:
         self.cache, self.mover = cache, mover
         self.kept_pages = self.kept_bytes = 0
-        self._pages, self._forms, self._writes = pages, forms, writes
+        self._pages, self._writes = pages, writes
+        self._forms, self._near = forms, near
+        self._lossy: set[bytes] = set()
         self._offers: dict[tuple[object, ...], list[Parcel]] = {}
         self._moment: Moment | None = None
         self._downs: list[_Down] = []
         cache.offer(self._offered, ends=bool(writes & {"through", "second-use"}))
+
+    def know(self, lossy: bool, root: bytes) -> None:
+        """Whether what is named from `root` on is of requests that allow for loss. Told before any of them computes."""
+        if lossy:
+            if len(self._lossy) > MOST_ROOTS:
+                self._lossy &= self.cache.tree.roots.keys()  # of the others nothing is cached any more
+            self._lossy.add(root)
 
     @property
     def busy(self) -> bool:
@@ -65,7 +78,7 @@ class Keeping:
     def _offered(self, parcel: Parcel) -> None:
         wanted = "through" in self._writes or (parcel.used and "second-use" in self._writes)
         if wanted or (parcel.leaving and "back" in self._writes):
-            key = parcel.numbering, parcel.tenant, parcel.leaving, parcel.used
+            key = parcel.numbering, parcel.tenant, parcel.leaving, parcel.used, parcel.root in self._lossy
             self._offers.setdefault(key, []).append(parcel)
             self._moment = self._moment or self._now()
 
@@ -84,8 +97,9 @@ class Keeping:
         self.finish()
 
     def _keep(self, parcel: Parcel, calm: bool) -> None:
+        forms = self._near if parcel.root in self._lossy else self._forms
         for group in self.cache.layout.of(parcel.numbering):
-            for run, form in enumerate(self._forms[group.index]):
+            for run, form in enumerate(forms[group.index]):
                 column = group.column + run
                 at = np.flatnonzero(parcel.at[:, column])
                 if not at.size:

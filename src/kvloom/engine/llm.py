@@ -108,7 +108,7 @@ class LLM:
         if isinstance(model, str):
             check_engine(
                 model,
-                random_weights=load_format == "random",
+                load_format=load_format,
                 dtype=str(dtype).removeprefix("torch."),
                 kv_dtype=kv_dtype,
                 kv_scales=kv_scales,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,8 @@ SEEDS = 1 << 64
 class Request:
     """One text that grows. `tokens` are prompt and output; `sequence` holds its pages while it runs, and is None while it
     waits. `computed` tokens have been launched, `unknown` ones were chosen that the host has not seen; where `uncached`, it
-    leaves the cache alone: uses nothing of it, and adds nothing. `looked_below`: tiers were asked for its pages since it last began.
+    leaves the cache alone: uses nothing of it, and adds nothing. `looked_below`: tiers were asked for its pages since it last began;
+    `lacking` is what kept those that are there from serving it.
 
     `priority`: larger runs first and is preempted last. `order` is the place in which requests came. `seed` is the one it
     was given, or any. `text` is its output as text where that is made as it grows, `structure` where it stands in its
@@ -54,6 +55,7 @@ class Request:
     unknown: int = 0
     uncached: bool = False
     looked_below: bool = False
+    lacking: Stop | None = None
     preemptions: int = 0
     finish: Finish | None = None
     stop_reason: int | str | None = None
@@ -103,6 +105,14 @@ class Request:
         if end <= size:
             return self._prompt_ids[:end]
         return np.concatenate((self._prompt_ids, np.array(self.tokens[size:end], np.int32)))
+
+    @property
+    def asking(self) -> Control:
+        """Its control as it asks the cache: one that leaves the cache alone, or tells of its prompt, takes nothing from it."""
+        if self.uncached:
+            return replace(self.control, read=False, store=False)
+        # What is found is not computed, and then not known.
+        return replace(self.control, read=False) if self.tells_prompt else self.control
 
     def count_cached(self, tokens: int) -> None:
         """It began with so many tokens found in the cache; what it finds when it comes back does not count."""

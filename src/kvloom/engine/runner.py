@@ -25,9 +25,9 @@ import torch
 from kvloom.core import Control, KVCache, Sequence
 from kvloom.kernels.shapes import upload
 from kvloom.kernels.sharing import SharedRun, find_shared
-from kvloom.models.attention import Cutter, Pages
 from kvloom.models.batch import Batch, Stage, Work
 from kvloom.models.fusing import fuse
+from kvloom.models.pages import Cutter, Pages
 from kvloom.models.scales import Scales
 from kvloom.models.vision import Vision
 
@@ -78,6 +78,8 @@ class Runner:
             from kvloom.kernels.invariant_mode import BatchInvariant
 
             self.steady = BatchInvariant()  # type: ignore[no-untyped-call]
+        if vision is not None:
+            vision.keep(cache.layout, buffer, self.pages.crosses)
         turns = vision is not None and vision.turns
         self.stage = Stage(cache, buffer.device, tokens + rows, rows, shifted=turns)
         self.tokens, self.rows = tokens, rows
@@ -102,6 +104,10 @@ class Runner:
         if self.pages.keeps_states:
             raise ValueError(
                 "batch_invariant: this model keeps recurrent states, whose scans round by how a prompt is cut; run it without"
+            )
+        if self.pages.crosses:
+            raise ValueError(
+                "batch_invariant: this model reads images in layers without such a way; run it without"
             )
         if not self.pages.replayable:
             raise ValueError(
@@ -266,6 +272,8 @@ class Runner:
                 "pages": self.pages,
                 "position_ids": _turned(batch),
             }
+        if batch.seen is not None:
+            extra["cross_attention_states"] = self.pages  # else its layers are not called at all
         if batch.embeds is None:
             extra["input_ids"] = batch.tokens[None]
         else:

@@ -10,29 +10,28 @@ no bytes; the cache answers what fits.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 
 from kvloom.core import KVCache, Match
 from kvloom.models.batch import Work
 
-from .beams import Successor
-from .logprobs import TokenLogprobs
+from .beams import Successor, seated
 from .lower import Lower
+from .needs import Needs
+from .queue import Front, Queue, front_of
 from .request import Finish, Request
+from .victims import RANK, Scheduled, victim_of
 
 __all__ = ["Scheduled", "Scheduler"]
 
-Scheduled = tuple[Request, Work]
-RANK = attrgetter("rank")
 UNKNOWN = np.array([-1])
 MOST_ROOTS = 64
 """Tenants and adapters up to which a miss is looked for among the others', too: each costs a walk."""
+UNKNOWN_TEXT = ("never seen", "evicted")
+"""Why a prompt hit no further, where the pool has nothing of the tokens that come next."""
 MOST_TOLD = 256
 """Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
 MOST_ASIDE = 32
@@ -54,51 +53,34 @@ class Scheduler:
         """Requests that the last step gave their first work."""
         self.lower: Lower | None = None
         """What lies below the pool, if anything does."""
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
-        self._loading: list[tuple[Request, tuple[str, str, bytes] | None]] = []
+        self._queue = Queue()
+        self._needs = Needs(cache, token_budget)
         self._told = MOST_TOLD  # of them, what is left in this step
 
     @property
     def waiting(self) -> int:
-        asides = (request for request, _ in self._loading)
-        return sum(r.finish is None for r in (*(request for _, request in self._waiting), *asides))
+        return sum(1 for _ in self._queue)
+
+    @property
+    def loads(self) -> int:
+        """Requests that wait for pages from below."""
+        return self._queue.aside
 
     @property
     def busy(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running) or any(True for _ in self._queue)
 
     @property
     def open(self) -> list[Request]:
         """Requests that have not ended."""
-        asides = (request for request, _ in self._loading)
-        found = (*self.running, *(request for _, request in self._waiting), *asides)
-        return [request for request in found if request.finish is None]
+        return [*(request for request in self.running if request.finish is None), *self._queue]
 
     def add(self, request: Request) -> None:
         """Let a request wait. Raises ValueError where it could never run, with the numbers."""
-        layout, pool = self.cache.layout, self.cache.pool
-        quota = self.cache.accounts[request.control.tenant].tenant.quota
-        for whose, needed, there in (
-            (
-                "pool has",
-                self._slabs_of(request) * layout.slab_bytes,
-                (pool.slabs - 1) * layout.slab_bytes,
-            ),
-            ("tenant's quota is", 0 if quota is None else self._bytes_of(request), quota),
-        ):
-            if there is not None and needed > there:
-                raise ValueError(
-                    f"{len(request.prompt)} prompt tokens and up to {request.params.max_tokens} new ones need "
-                    f"{needed:,} bytes of cache, but the {whose} {there:,}"
-                )
-        if request.sight is not None and request.sight.largest > self.token_budget:
-            raise ValueError(
-                f"an image of {request.sight.largest} tokens, which are computed together, exceeds the {self.token_budget} "
-                "tokens of a step: raise token_budget"
-            )
-        heapq.heappush(self._waiting, (request.rank, request))
+        self._needs.refuse(request)
+        self._queue.push(request)
         if self.lower is not None and self.lower.foresees:
-            patient = bool(self.running) or len(self._waiting) > 1
+            patient = bool(self.running) or self._queue.length > 1
             self.lower.foresee(request, self._match(request), patient)
 
     def cancel(self, request: Request) -> None:
@@ -112,43 +94,57 @@ class Scheduler:
         places = places or {}
         self.begun = []
         picked: list[Scheduled] = []
-        loading = self._look_below()
-        budget, self._told = self.token_budget, MOST_TOLD
+        fronts = self._look_below()
+        self._told = MOST_TOLD
         empty = not self.running
-        alone = self.running[0] if len(self.running) == 1 else None
         decodes: list[Request] = []
         prompts: list[Request] = []
         for request in sorted(self.running, key=RANK):
             size = len(request.tokens) + request.unknown
             if request.computed < size < request.limit:
                 (decodes if size - request.computed == 1 else prompts).append(request)
+        alone = self.running[0] if len(self.running) == 1 else None
         self._decode(decodes, picked, places)
         first = len(picked)
+        budget = self.token_budget
         for request in prompts:
             if self.lower is not None and request.sequence is not None and self.lower.may_jump(request):
                 self._let_go(request)  # the rest of its prompt has come: it goes on behind it
                 alone = None
-                heapq.heappush(self._waiting, (request.rank, request))
+                self._queue.push(request)
             elif budget and request.sequence is not None:
                 budget -= self._reserve(request, budget, picked, places)
         if alone is not None and alone.sequence is None and not self._freeing:
             self._give_up(alone)
-        fronts = {self._front(request, request.computed) for request, _ in picked[first:]} | loading
+        block = self.cache.block_tokens
+        fronts |= {front_of(request, request.computed, block) for request, _ in picked[first:]}
+        self._take_in(budget, picked, places, fronts, empty)
+        return picked
+
+    def _take_in(
+        self,
+        budget: int,
+        picked: list[Scheduled],
+        places: dict[int, int],
+        fronts: set[Front | None],
+        empty: bool,
+    ) -> None:
+        """Admit who waits while the budget lasts, but for those whose next tokens others compute or load (`fronts`)."""
         aside: list[Request] = []
         while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
-            waiting = self._next()
+            waiting = self._queue.pop()
             if waiting is None:
                 break
             looked_up = self.cache.clock.now()
             found = self._match(waiting)
-            front = self._front(waiting, found.resume)
+            front = front_of(waiting, found.resume, self.cache.block_tokens)
             if front is not None and front in fronts and len(aside) < MOST_ASIDE:
                 aside.append(waiting)  # someone computes what it needs next: it will find it
                 continue
             fronts.add(front)
             if self.lower is not None:
                 if self.lower.holds(waiting, found):
-                    self._loading.append((waiting, front))
+                    self._queue.put_aside(waiting, front)
                     continue
                 if picked and self.lower.lacks_room(waiting):
                     aside.append(waiting)  # it would compute what it could load, and with as little room
@@ -160,40 +156,24 @@ class Scheduler:
             budget -= taken
             if taken:
                 self._begin(waiting, found, looked_up)
-                if self.lower is not None:
-                    self.lower.began(waiting)
-            elif (
-                self.running or picked or not empty or self._freeing
-            ):  # (what gave way holds pages until its copies are made)
-                break
+            elif self.running or picked or not empty or self._freeing:
+                break  # (what gave way holds pages until its copies are made)
             else:
                 self._give_up(waiting)
         for request in aside:
-            heapq.heappush(self._waiting, (request.rank, request))
-        return picked
-
-    @property
-    def loads(self) -> int:
-        """Requests that wait for pages from below."""
-        return len(self._loading)
+            self._queue.push(request)
 
     @property
     def _freeing(self) -> bool:
         """Whether pages that are in use below will be free by themselves."""
         return self.lower is not None and self.lower.holding
 
-    def _look_below(self) -> set[tuple[str, str, bytes] | None]:
+    def _look_below(self) -> set[Front | None]:
         """Whose pages have come waits in line again; what the others load, nobody else need compute."""
         if self.lower is None:
             return set()
         self.lower.poll()
-        loading, self._loading = self._loading, []
-        for request, front in loading:
-            if request.finish is None and self.lower.under_way(request):
-                self._loading.append((request, front))
-            elif request.finish is None:
-                heapq.heappush(self._waiting, (request.rank, request))
-        return {front for _, front in self._loading}
+        return self._queue.look(self.lower.under_way)
 
     def launched(self, work: Many[Scheduled]) -> None:
         """What was scheduled is on its way: tokens that are known are committed, and whoever reached the end of its
@@ -231,9 +211,8 @@ class Scheduler:
             assert request.sequence is not None
             request.sequence.control = replace(request.sequence.control, store=False)
             self._preempt(request)
-        for _, request in self._waiting:
-            if request.finish is None:
-                request.unknown = int(id(request) in (places or {}))
+        for request in self._queue:
+            request.unknown = int(id(request) in (places or {}))
 
     def finish(self, request: Request, why: Finish) -> None:
         """End a request, and those bound to it; what they computed stays cached."""
@@ -252,7 +231,7 @@ class Scheduler:
         if request.sequence is not None and len(self.running) < self.max_running:
             child.sequence = request.sequence.fork()
         if child.sequence is None:
-            heapq.heappush(self._waiting, (child.rank, child))
+            self._queue.push(child)
             return
         child.computed = request.computed
         self.running.append(child)
@@ -260,60 +239,29 @@ class Scheduler:
     def succeed(self, slots: Many[Request], successors: Many[Successor[Request]]) -> list[Request]:
         """Let beams go on as `successors` say, and in which slots: the first that follows a slot stays there, others fork
         from it into slots that nobody follows."""
-        followed = {id(way.slot) for way in successors}
-        spare = [slot for slot in slots if id(slot) not in followed]
+        spare, seats = seated(slots, successors)
         for slot in spare:
             if slot.sequence is not None:
                 self._let_go(slot)
-        stays: set[int] = set()
-        seated: list[tuple[Request, list[TokenLogprobs], Successor[Request]]] = []
-        for way in successors:
-            slot = way.slot
-            if id(slot) in stays:
-                slot = spare.pop()
+        for slot, way in seats:
+            if slot is not way.slot:
                 slot.tokens = list(way.slot.tokens)
                 self.fork(way.slot, slot)
             elif slot.sequence is None:  # it lost its pages while it waited for the others
-                heapq.heappush(self._waiting, (slot.rank, slot))
-            stays.add(id(way.slot))
-            seated.append((slot, way.logprobs, way))
-        for slot, logprobs, way in seated:
+                self._queue.push(slot)
+        told = [way.logprobs for _, way in seats]  # they go on from those of slots that change now
+        for (slot, way), logprobs in zip(seats, told, strict=True):
             slot.tokens.append(way.token)
             slot.logprobs, slot.cumulative_logprob = logprobs, way.total
-        return [slot for slot, _, _ in seated]
+        return [slot for slot, _ in seats]
 
     def _commit(self, rows: list[int], tokens: list[int]) -> None:
         if rows:
             self.cache.commit_many(np.array(rows), np.array(tokens, dtype=np.int32))
 
-    def _next(self) -> Request | None:
-        while self._waiting:
-            request = self._waiting[0][1]
-            if request.unknown:
-                return None  # preempted a moment ago; its last token is not known yet
-            heapq.heappop(self._waiting)
-            if request.finish is None:
-                return request
-        return None
-
     def _match(self, request: Request) -> Match:
-        control = request.control
-        if request.uncached:
-            control = replace(control, read=False, store=False)
-        elif request.tells_prompt:
-            control = replace(control, read=False)  # what is found is not computed, and then not known
         media = () if request.sight is None else request.sight.media
-        return self.cache.match(request.ids(len(request.tokens)), control, media)
-
-    def _front(self, request: Request, start: int) -> tuple[str, str, bytes] | None:
-        """What a request that has `start` tokens has when its next block is whole; None where nobody shares it."""
-        block, control = self.cache.block_tokens, request.control
-        end = (start // block + 1) * block
-        alone = request.uncached or request.tells_prompt
-        if end > len(request.tokens) or alone or not (control.read and control.store):
-            return None
-        shown = b"" if request.sight is None else request.sight.content(end)
-        return control.tenant, control.adapter, request.ids(end).tobytes() + shown
+        return self.cache.match(request.ids(len(request.tokens)), request.asking, media)
 
     def _admit(self, request: Request, found: Match) -> None:
         request.sequence = self.cache.open(found)
@@ -325,10 +273,15 @@ class Scheduler:
         if request.cached_tokens is None:
             request.count_cached(request.computed)
             request.stop = found.stop
+            lacking = request.lacking  # of what lies below, which the pool knows nothing of
+            if lacking is not None and lacking.position == found.resume and found.stop.reason in UNKNOWN_TEXT:
+                request.stop = lacking
             if len(self.cache.tree.roots) <= MOST_ROOTS:
                 request.elsewhere = self.cache.explain(found).reason == "other tenant"
             request.looked_up, request.began = looked_up, self.cache.clock.now()
             self.begun.append(request)
+        if self.lower is not None:
+            self.lower.began(request)
 
     def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
         """Give one token each to requests that decode: all at once where there is room for all. They do not count
@@ -353,17 +306,17 @@ class Scheduler:
         those that rank behind it give theirs up, and if that does not do, it waits."""
         sequence = request.sequence
         assert sequence is not None
-        count = min(request.pending, budget)
-        if sequence.boundary is not None:
-            count = min(count, sequence.boundary - sequence.length)
+        most, telling = min(request.pending, budget), request.telling
         if self.lower is not None and (stop := self.lower.stop_at(request)) is not None:
-            count = min(count, stop - request.computed)
-        telling = request.telling
-        count = _fitting(request, min(count, self._told) if telling else count)
+            most = min(most, stop - request.computed)
+        most = min(most, self._told) if telling else most
+        count = most if sequence.boundary is None else min(most, sequence.boundary - sequence.length)
+        # (A snapshot that is wanted inside of an image that must stay whole is not taken.)
+        count = _fitting(request, count) or _fitting(request, most)
         if not count:
             return 0  # an image that must stay whole waits for a step with room for it
         while sequence.extend(count):
-            victim = self._victim(request, count, picked) if preempt else None
+            victim = victim_of(self.cache, self.running, request, count, picked) if preempt else None
             if victim is None:
                 # May fit beside what is already picked, or, where windows leave pages behind, step by step.
                 shorter = _fitting(request, (count + 1) // 2)
@@ -384,20 +337,6 @@ class Scheduler:
         tokens = np.array(request.tokens[request.computed : request.computed + count])
         return Work(request.sequence, tokens, sight=request.sight)
 
-    def _victim(self, request: Request, count: int, picked: list[Scheduled]) -> Request | None:
-        """The running request that ranks last, behind `request` or parked, and has no work in this step; of those whose
-        pages can help `count` tokens of `request`: its own tenant's and, where its quota is not what is short, those of
-        tenants that use more than their share."""
-        assert request.sequence is not None
-        busy = {id(other) for other, _ in picked} | {id(request)}
-        others = [r for r in self.running if id(r) not in busy and (r.rank > request.rank or r.parked)]
-        accounts = self.cache.accounts
-        if len(accounts.accounts) > 1 and others:
-            mine, own = accounts[request.control.tenant], self.cache.short_of_quota(request.sequence, count)
-            theirs = [(r, accounts[r.control.tenant]) for r in others]
-            others = [r for r, a in theirs if a is mine or not (own or a.used <= a.guaranteed)]
-        return max(others, key=RANK, default=None)
-
     def _unpark(self) -> bool:
         """Where beams that wait for others hold every row, one gives its up; whether that is so."""
         parked = [request for request in self.running if request.parked]
@@ -413,49 +352,6 @@ class Scheduler:
             self.given_up.append(request)
         request.uncached = True
 
-    def _slabs_of(self, request: Request) -> int:
-        """The most slabs that a request fills: at its end, or while it computes the largest of its images."""
-        slabs, sight = self._slabs_for(request.limit), request.sight
-        if sight is None:
-            return slabs
-        blocks = max(-(-item.tokens // self.cache.block_tokens) for item in sight.media)
-        seeing = sum(
-            -(-blocks * group.runs // group.pages_per_slab) for group in self.cache.layout.of("media")
-        )
-        return max(slabs, self._slabs_for(sight.media[-1].stop) + seeing)
-
-    def _bytes_of(self, request: Request) -> int:
-        """The same in bytes, by the pages alone."""
-        layout, sight = self.cache.layout, request.sight
-        classes, pages = self.cache.pool.classes, self._pages_for(request.limit)
-        each = [count * (layout.slab_bytes / cls.per_slab) for cls, count in zip(classes, pages, strict=True)]
-        needed = int(np.ceil(np.sum(each, 0).max()))
-        if sight is None:
-            return needed
-        largest = max(item.tokens for item in sight.media)
-        return max(needed, layout.slab_bytes_for(sight.media[-1].stop, [largest]))
-
-    def _slabs_for(self, length: int) -> int:
-        """The most slabs that a sequence fills on its way to `length` tokens."""
-        pages = self._pages_for(length)
-        slabs = [-(-count // cls.per_slab) for cls, count in zip(self.cache.pool.classes, pages, strict=True)]
-        return int(np.sum(slabs, 0).max())
-
-    def _pages_for(self, length: int) -> list[npt.NDArray[np.int64]]:
-        """The pages of each class that a sequence has at the lengths on its way to `length` tokens. (Windows are widest
-        before its end; without them the end alone is told.)"""
-        layout = self.cache.layout
-        windowed = any(group.spec.span.windowed for group in layout.of("token"))
-        ends = np.arange(1 if windowed else length, length + 1)
-        pages = [np.zeros(len(ends), np.int64) for _ in self.cache.pool.classes]
-        for group in (*layout.of("token"), *layout.of("state")):
-            units = np.ones_like(ends)
-            if group.spec.unit == "token":
-                left = group.spec.span.first_visible_each(ends - 1) // layout.block_tokens
-                units = -(-ends // layout.block_tokens) - left
-            pages[self.cache.pool.class_of[group.index]] += units * group.runs
-        return pages
-
     def _preempt(self, request: Request) -> None:
         assert request.sequence is not None
         parked = request.parked
@@ -464,7 +360,7 @@ class Scheduler:
         request.looked_below &= not began  # what it loses now may be found below
         self._let_go(request)
         if not parked:  # else it is nowhere until its successors are known
-            heapq.heappush(self._waiting, (request.rank, request))
+            self._queue.push(request)
 
     def _let_go(self, request: Request) -> None:
         assert request.sequence is not None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ["Line"]
+from collections.abc import Callable
+
+__all__ = ["Line", "meeting"]
 
 
 class Line:
     """seconds = a + b * amount, by least squares over what was seen, older sights fading. Both are at least 0."""
 
     FADE = 0.9
+    ENOUGH = 2.7
+    """Three sights: the first is often of what happens only once."""
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
@@ -17,9 +21,23 @@ class Line:
     def known(self) -> bool:
         return self._n > 0
 
+    @property
+    def trusted(self) -> bool:
+        """Whether enough was seen to refuse something for it."""
+        return self._n >= self.ENOUGH
+
+    def doubt(self) -> None:
+        """Something was refused for what this line says, so that nothing new is seen of it: it says a tenth less from now on,
+        until it is tried again. One slow moment would count for ever otherwise."""
+        self._y *= self.FADE
+        self._xy *= self.FADE
+
     def see(self, amount: float, seconds: float) -> None:
-        """So much took so long."""
+        """So much took so long. A sight counts for four times of what was expected at most: a moment in which the machine
+        did something else says little, and what has become slower is believed after a few."""
         fade = self.FADE
+        if self.trusted and (expected := self.seconds(amount)):
+            seconds = min(seconds, 4 * expected)
         self._n = self._n * fade + 1
         self._x = self._x * fade + amount
         self._y = self._y * fade + seconds
@@ -39,3 +57,16 @@ class Line:
             return self._y / self._n
         base = (self._y - slope * self._x) / self._n
         return base + slope * amount if base >= 0 else through_zero * amount
+
+
+def meeting(blocks: int, computing: Callable[[int], float], loading: Callable[[int], float]) -> int:
+    """The first of so many blocks at which computing up to it takes as long as loading the rest. Of both only that one grows
+    and the other shrinks is asked, O(log blocks) times."""
+    low, high = 0, blocks
+    while low < high:
+        middle = (low + high) // 2
+        if computing(middle) >= loading(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from kvloom.kernels.shapes import upload
-from kvloom.models.attention import Cutter, Pages
 from kvloom.models.batch import Batch, Stage, Work
+from kvloom.models.pages import Cutter, Pages
 
 __all__ = ["Strips", "strip_sizes"]
 

@@ -21,7 +21,7 @@ from kvloom.core import KVCache, Sequence
 from kvloom.kernels import singles
 from kvloom.kernels.shapes import upload
 
-from .sight import Sight
+from .sight import Seen, Sight
 
 __all__ = ["Batch", "Stage", "Work"]
 
@@ -48,7 +48,8 @@ class Batch:
     every row has one token then. Beyond the last bound there may be tokens and rows of nobody's. `shares`: some rows hold the same pages, as `Pages.share` was told.
 
     Where images are in the step, `embeds` stand in the place of `tokens`, and `spans` joins the tokens that see each other both
-    ways (`Mask.spans`). `rotary` are positions to turn by where those are not `positions`: [tokens], or [3, tokens]."""
+    ways (`Mask.spans`). `rotary` are positions to turn by where those are not `positions`: [tokens], or [3, tokens]. `seen` are
+    images that layers of cross attention read."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -68,6 +69,7 @@ class Batch:
     embeds: torch.Tensor | None = None
     spans: torch.Tensor | None = None
     rotary: torch.Tensor | None = None
+    seen: Seen | None = None
 
 
 @dataclass(slots=True)

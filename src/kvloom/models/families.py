@@ -6,7 +6,7 @@
 | Phi-3 and -4 (longrope)    | rotary frequencies follow the longest row of a step | chosen once for a model (`settle_rope`)   |
 | GPT-2, BERT, …             | look for padding in every step's tokens, and warn   | they do not look (`settle`)               |
 | Granite hybrids, windows   | make no mask for layers of that kind, and look it up | a void one for every kind (`name_masks`) |
-| Llama 3.2 Vision           | attends to images in layers of their own            | refused by field (`refused`)              |
+| Llama 3.2 Vision           | attends to images in layers of their own            | read from pages of theirs (`crossing.py`) |
 | RecurrentGemma, indexers   | nothing that looking at calls would explain well    | refused by name or field (`refused`)      |
 """
 
@@ -24,7 +24,6 @@ __all__ = ["absorb", "calls_registry", "keeps_latents", "name_masks", "refused",
 SETTLED = "longrope, settled"
 """A rope type that transformers does not act upon."""
 INDEXER = "it attends to tokens that an indexer of its own chooses, which is not supported yet"
-CROSS = "it has layers that attend to images alone (cross attention), which are not supported yet"
 REFUSED = {
     "recurrent_gemma": "it keeps its states in its modules and not in a cache, and begins them anew with every chunk",
     "deepseek_v4": INDEXER,
@@ -34,8 +33,6 @@ REFUSED = {
 def refused(config: Any) -> str | None:
     """Why a family is refused by name, where looking at what it calls (`probe.examine`) would not say it well."""
     text = config.get_text_config()
-    if getattr(text, "cross_attention_layers", None):
-        return CROSS
     return REFUSED.get(text.model_type) or (INDEXER if getattr(text, "index_topk", None) else None)
 
 

@@ -156,7 +156,7 @@ def _class(config: Any) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     mapping = AutoModelForCausalLM._model_mapping
-    if type(config) not in mapping and config.model_type in FAMILIES:
+    if config.model_type in FAMILIES:
         mapping = AutoModelForImageTextToText._model_mapping
     if type(config) not in mapping:
         raise ModelError(f"model type {config.model_type!r} is not a causal language model to transformers")

@@ -11,7 +11,7 @@ import torch
 
 from kvloom.core import Media
 
-__all__ = ["Image", "Sight"]
+__all__ = ["Image", "Part", "Seen", "Sight"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -28,7 +28,8 @@ class Image:
 class Sight:
     """What a prompt shows. Image `i` has the prompt's tokens `places[bounds[i] : bounds[i + 1]]`; `media` says the same to
     the cache. `axes` ([3, tokens up to the last image's end]) are the positions that rotary embeddings turn by, where those
-    are not the tokens' places; what follows stands at its place plus `shift`. `whole`: no step may end inside an image."""
+    are not the tokens' places; what follows stands at its place plus `shift`. `whole`: no step may end inside an image.
+    `crosses`: every token behind an image may see it, in layers of their own."""
 
     images: tuple[Image, ...]
     media: tuple[Media, ...]
@@ -37,6 +38,7 @@ class Sight:
     axes: Ints | None = None
     shift: int = 0
     whole: bool = False
+    crosses: bool = False
 
     def fitting(self, start: int, count: int) -> int:
         """How many of the `count` tokens from `start` a step may take, so that it ends in no image that must stay whole; 0
@@ -54,8 +56,26 @@ class Sight:
 
     def concerns(self, start: int) -> bool:
         """Whether a step from `start` on needs more than ids and shifted positions."""
-        return start < self.media[-1].stop
+        return self.crosses or start < self.media[-1].stop
 
     def content(self, end: int) -> bytes:
         """What stands for the images that begin before `end`, where prompts are compared by their tokens."""
         return b"".join(item.digest for item in self.media if item.start < end)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """So many tokens of a step that see the same images: `pages` ([columns, blocks]) are theirs, and of the tokens in those
+    the `real` ones."""
+
+    count: int
+    pages: torch.Tensor
+    real: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which tokens of a step's packed row see images, in their order, and what they see."""
+
+    places: torch.Tensor
+    parts: tuple[Part, ...]

@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import Media
+from kvloom.core import LayerSpec, Media, PoolLayout
 from kvloom.kernels.shapes import upload
+from kvloom.kernels.views import LayerView
 
 from .batch import Batch, Work
-from .embeddings import Embeddings
+from .embeddings import Embeddings, with_embeddings
 from .sight import Image, Sight
 
 __all__ = ["FAMILIES", "Vision"]
@@ -39,6 +40,7 @@ FAMILIES: dict[str, bool] = {
     "internvl": False,
     "llava": False,
     "mistral3": False,
+    "mllama": False,
     "qwen2_5_vl": False,
     "qwen2_vl": False,
     "vipllava": False,
@@ -86,12 +88,26 @@ class Vision:
     def refusal(model: Any) -> str | None:
         """Why a model takes no images here; None where it does."""
         kind = model.config.model_type
-        if kind in FAMILIES and hasattr(model, "get_image_features"):
+        if kind in FAMILIES and (
+            hasattr(model, "get_image_features") or hasattr(model.base_model, "vision_model")
+        ):
             return None
         return (
             f"{type(model).__name__} ({kind}) takes no images here; the families that do: "
             f"{', '.join(sorted(FAMILIES))}"
         )
+
+    def lay_out(self, layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
+        """`layout`, that of a model's `layers`, with pages for what is kept of images."""
+        return with_embeddings(layers, layout)
+
+    def keep(
+        self, layout: PoolLayout, buffer: torch.Tensor, crosses: Mapping[int, tuple[LayerView, int]]
+    ) -> None:
+        """Keep in this pool, from now on, what images give. `crosses`: the pages of layers that see images alone, and their
+        column among the page ids of an image's run."""
+        width = self._model.get_input_embeddings().weight.shape[1]
+        self.embeddings = Embeddings(layout, buffer, width, self._dtype)
 
     def look(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> Sight:
         """What a prompt with its placeholders shows: `images` in their order, each the tensors that the model's processor

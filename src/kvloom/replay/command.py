@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvloom.arguments import parse_size, whole
+from kvloom.arguments import number, parse_size, whole
 from kvloom.core import PoolLayout
 from kvloom.core.sizes import format_bytes
 from kvloom.models.catalog import load_spec
@@ -54,16 +54,27 @@ def arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="how much of each tier a hit rate needs, and what the next GB buys",
     )
-    add("--target", type=float, metavar="R", help="with --size: the hit rate (default: 0.9 of the ideal)")
+    add(
+        "--target",
+        type=number(0, 1, above=True),
+        metavar="R",
+        help="with --size: the hit rate (default: 0.9 of the ideal)",
+    )
     add("--cost", action="store_true", help="estimate TTFT and throughput too")
     add(
         "--parameters",
-        type=float,
+        type=number(0, above=True),
         default=8.0,
         metavar="N",
         help="billions of weights a token uses (default: 8)",
     )
-    add("--tflops", type=float, default=450.0, metavar="N", help="of one device, as reached (default: 450)")
+    add(
+        "--tflops",
+        type=number(0, above=True),
+        default=450.0,
+        metavar="N",
+        help="of one device, as reached (default: 450)",
+    )
     add("--devices", type=whole(1), default=1, metavar="N", help="devices that share the work (default: 1)")
     add(
         "--seed",
@@ -74,11 +85,12 @@ def arguments(parser: ArgumentParser) -> None:
     )
     add(
         "--spread",
-        type=float,
+        type=number(0),
         default=3600.0,
         metavar="S",
         help="seconds in which they start (default: 3600)",
     )
+    add("--ended", action="store_true", help="sessions say after their last request that they are over")
     add("--plot", metavar="FILE", help="write hit-rate curves to this picture (needs kvloom[plot])")
     add("--json", action="store_true", help="print JSON instead of tables")
 
@@ -86,6 +98,10 @@ def arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Do what `args` asks. Raises ValueError on what makes no sense, before anything is replayed."""
     policies = _policies(args.policy)
+    if args.plot is not None:
+        from .plot import check_plot
+
+        check_plot(args.plot)
     traffic = read_traces(args.traces, args.seed, args.spread)
     if not traffic.requests:
         raise ValueError("these traces have no requests")
@@ -105,7 +121,7 @@ def run(args: Namespace) -> int:
     for capacity in capacities:
         for policy in policies:
             _say(f"{policy} at {capacity:,} blocks")
-            outcome = replay(traffic, capacity, policy, tiers=tiers)
+            outcome = replay(traffic, capacity, policy, tiers=tiers, ended=args.ended)
             rows.append((outcome, estimate(traffic, outcome, cost) if cost else None))
     _say("")
     if args.plot:
@@ -184,8 +200,6 @@ def _size(
     blocks: _Capacities,
 ) -> int:
     """Answer how much of each tier a hit rate needs, for each policy."""
-    if args.target is not None and not 0 < args.target <= 1:
-        raise ValueError(f"target {args.target}; a hit rate is above 0 and at most 1")
     named = args.capacity[-1:]
     device = blocks.bytes(named[0]) if named else None
     limits: list[tuple[str, int | None]] = [("device", device if tiers or named else None)]
@@ -289,7 +303,7 @@ def _show_sizing(sizing: Sizing, traffic: Traffic, limits: Sequence[tuple[str, i
 def _about(traffic: Traffic) -> str:
     return (
         f"{len(traffic.requests):,} requests in {traffic.seconds:,.0f} s, {traffic.asked:,} blocks of "
-        f"{traffic.block_tokens} tokens, {traffic.distinct:,} of them distinct"
+        f"{traffic.block_tokens} tokens asked for, {traffic.distinct:,} distinct ones in all"
     )
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from .simulator import Outcome
 from .traffic import Traffic
 
-__all__ = ["plot_curves"]
+__all__ = ["check_plot", "plot_curves"]
+
+
+def check_plot(path: str | Path) -> None:
+    """Raise ValueError where no picture could be written to `path`: told before anything is replayed."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("a plot needs matplotlib: pip install 'kvloom[plot]'")
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"cannot write the plot to {path}: there is no such folder")
 
 
 def plot_curves(traffic: Traffic, outcomes: Sequence[Outcome], path: str | Path) -> None:
     """Write hit rate over capacity, a line for each policy, to `path` (PNG, SVG or PDF by its ending)."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import PercentFormatter
-    except ImportError:
-        raise ValueError("a plot needs matplotlib; install kvloom[plot]") from None
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
     if not outcomes:
         raise ValueError("nothing to plot")
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")

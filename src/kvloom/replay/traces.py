@@ -150,10 +150,11 @@ def _mooncake(lines: Lines, path: Path) -> Traffic:
 
 
 def _agent(session: dict[str, Any], path: Path, start: float) -> Traffic:
-    """One session. What a subagent asks stands inside the request that started it, counted from there."""
+    """One session. What a subagent asks stands inside the request that started it, counted from there; it is a
+    session of its own."""
     rows, about = [], []
 
-    def walk(requests: list[dict[str, Any]], start: float) -> None:
+    def walk(requests: list[dict[str, Any]], start: float, name: str) -> None:
         for request in requests:
             if "hash_ids" in request:
                 rows.append(request["hash_ids"])
@@ -162,14 +163,15 @@ def _agent(session: dict[str, Any], path: Path, start: float) -> Traffic:
                         "at": start + _number(request, "t", path),
                         "prompt_tokens": int(_number(request, "in", path)),
                         "output_tokens": int(_number(request, "out", path)),
-                        "session": str(session.get("id", path.name)),
+                        "session": name,
                         "ending": request.get("stop"),
                     }
                 )
             if "requests" in request:
-                walk(request["requests"], start + _number(request, "t", path))
+                within = f"{name}/{request.get('agent_id', len(rows))}"
+                walk(request["requests"], start + _number(request, "t", path), within)
 
-    walk(session["requests"], start)
+    walk(session["requests"], start, str(session.get("id", path.name)))
     return _traffic(path, int(_number(session, "block_size", path)), rows, about)
 
 

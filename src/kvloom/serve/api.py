@@ -42,13 +42,21 @@ def application(service: Service, watch: Watch | None = None) -> ASGIApp:
             raise unknown_model(name, service.model)
         return _json(_model(service))
 
-    async def end_session(request: Request) -> Response:
+    def named_session(request: Request) -> tuple[str, str]:
         tenant = service.tenant_of(request)
-        named = request.query_params.get("tenant", "") if tenant is None else tenant
-        session = request.path_params["session"]
         service.link.check()
-        service.link.end_session(named, session)
+        named = request.query_params.get("tenant", "") if tenant is None else tenant
+        return named, request.path_params["session"]
+
+    async def end_session(request: Request) -> Response:
+        tenant, session = named_session(request)
+        service.link.end_session(tenant, session)
         return _json({"id": session, "object": "session", "ended": True})
+
+    async def expect_session(request: Request) -> Response:
+        tenant, session = named_session(request)
+        service.link.expect_session(tenant, session)
+        return _json({"id": session, "object": "session", "expected": True}, 202)
 
     async def version(_: Request) -> Response:
         return _json({"version": metadata.version("kvloom")})
@@ -87,6 +95,7 @@ def application(service: Service, watch: Watch | None = None) -> ASGIApp:
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/sessions/{session:path}", end_session, methods=["DELETE"]),
+        Route("/v1/sessions/{session:path}", expect_session, methods=["POST"]),
         Route("/tokenize", Tokenize(service), methods=["POST"]),
         Route("/detokenize", Detokenize(service), methods=["POST"]),
         Route("/version", version),

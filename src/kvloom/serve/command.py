@@ -12,9 +12,10 @@ from kvloom.arguments import (
     DTYPE,
     KV_DTYPE,
     KV_SCALES,
+    LOAD_FORMAT,
+    LOAD_FORMATS,
     MODEL,
     POOL,
-    RANDOM_WEIGHTS,
     THREADS,
     TIER,
     device,
@@ -47,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
     add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
     add("--device", type=device, metavar="D", help=DEVICE)
-    add("--random-weights", action="store_true", help=RANDOM_WEIGHTS)
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help=LOAD_FORMAT)
     add("--pool", type=size, metavar="SIZE", help=POOL)
     add("--tier", action="append", default=[], metavar="TIER", help=TIER)
     fraction = "share of a GPU's memory that may be used, without --pool (default: 0.9)"
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         kv_scales=args.kv_scales,
         batch_invariant=args.batch_invariant,
         device=args.device,
-        random_weights=args.random_weights,
+        load_format=args.load_format,
         pool_bytes=args.pool,
         memory_fraction=args.memory_fraction,
         token_budget=args.token_budget,

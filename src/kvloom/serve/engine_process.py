@@ -28,6 +28,7 @@ from .messages import (
     Beat,
     Cancel,
     EndSession,
+    ExpectSession,
     Failed,
     FromEngine,
     Look,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_engine", "main"]
 
-Inbox = SimpleQueue[Add | Cancel | EndSession | Look | None]
+Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | Look | None]
 """None: the server is gone."""
 GOODBYE = 4.0
 """Seconds that tiers have to store what is on its way when the server ends."""
@@ -112,7 +113,7 @@ def load_engine(start: Start) -> Engine:
         start.model,
         start.cpu_dtype if start.dtype == "auto" and device.type == "cpu" else start.dtype,
         device,
-        load_format="random" if start.random_weights else "auto",
+        load_format=start.load_format,
         progress=start.progress,
     )
     engine = Engine(
@@ -202,7 +203,7 @@ def _serve(outbox: _Outbox, inbox: Inbox, worker: Worker) -> None:
             outbox.send(outputs)
 
 
-def _take(worker: Worker, message: Add | Cancel | EndSession | Look | None) -> None:
+def _take(worker: Worker, message: Add | Cancel | ExpectSession | EndSession | Look | None) -> None:
     if message is None:
         worker.engine.close(GOODBYE - 0.5)
         os._exit(0)

@@ -122,6 +122,7 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None
     end_session: bool | None = None
     cache_salt: str | None = None
+    lossy: bool | None = None
     allowed_token_ids: Any = None
     audio: Any = None
     bad_words: Any = None

@@ -113,6 +113,7 @@ class Generation(ABC):
                 fields.read is not False,
                 fields.cache_salt or "",
                 bool(fields.end_session),
+                bool(fields.lossy),
             )
             for id_, prompt in zip(self.service.link.numbers(len(prompts)), prompts, strict=True)
         ]

@@ -28,6 +28,7 @@ from .messages import (
     Cancel,
     Delta,
     EndSession,
+    ExpectSession,
     Failed,
     FromEngine,
     Look,
@@ -127,6 +128,10 @@ class EngineLink:
             if self._mailboxes.pop(id_, None) is not None:
                 self._send(Cancel(id_))
         mailbox.open.clear()
+
+    def expect_session(self, tenant: str, session: str) -> None:
+        """A tenant's session is about to come back."""
+        self._send(ExpectSession(tenant, session))
 
     def end_session(self, tenant: str, session: str) -> None:
         """A tenant's session will not come back."""

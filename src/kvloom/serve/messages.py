@@ -1,6 +1,6 @@
 """What the API's process and the engine's process tell each other, and how it stands on the wire. Data; nothing is pickled.
 
-    API    ──▶ engine    Start (once, first), Add, Cancel, EndSession, Look
+    API    ──▶ engine    Start (once, first), Add, Cancel, ExpectSession, EndSession, Look
     engine ──▶ API       Ready or Failed (once), then Outputs: everything a step brought, in one message; Beat, all the time
 
 A message is msgpack behind its length, four bytes. Log-probabilities are triples of token, value and rank.
@@ -9,7 +9,7 @@ A message is msgpack behind its length, four bytes. Log-probabilities are triple
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,6 +22,7 @@ __all__ = [
     "Cancel",
     "Delta",
     "EndSession",
+    "ExpectSession",
     "Failed",
     "FromEngine",
     "Look",
@@ -68,7 +69,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     batch_invariant: bool = False
     tiers: tuple[str, ...] = ()
     device: str | None = None
-    random_weights: bool = False
+    load_format: Literal["auto", "random"] = "auto"
     pool_bytes: int | None = None
     memory_fraction: float = 0.9
     token_budget: int | None = None
@@ -81,7 +82,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 class Add(msgspec.Struct, frozen=True, tag=True):
     """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended. What was
-    computed under one `salt` is found under that alone. `ends_session`: nothing more comes of its session."""
+    computed under one `salt` is found under that alone. `ends_session`: nothing more comes of its session. `lossy`: pages that
+    a tier re-encoded may serve it."""
 
     id: int
     prompt: list[int]
@@ -95,12 +97,20 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     read: bool = True
     salt: str = ""
     ends_session: bool = False
+    lossy: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """End a prompt's answers; nothing more is told of them. Unknown ids are those that have ended already."""
 
     id: int
+
+
+class ExpectSession(msgspec.Struct, frozen=True, tag=True):
+    """This session of a tenant is about to come back: its pages may be brought up before it asks."""
+
+    tenant: str
+    session: str
 
 
 class EndSession(msgspec.Struct, frozen=True, tag=True):
@@ -269,7 +279,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     step: int = 0
 
 
-ToEngine = Start | Add | Cancel | EndSession | Look
+ToEngine = Start | Add | Cancel | ExpectSession | EndSession | Look
 FromEngine = Ready | Failed | Outputs | Beat
 
 _encoder = msgspec.msgpack.Encoder()

@@ -101,7 +101,7 @@ def serve(options: Options) -> int:
     start = options.start
     check_engine(
         start.model,
-        random_weights=start.random_weights,
+        load_format=start.load_format,
         dtype=start.dtype,
         kv_dtype=start.kv_dtype,
         kv_scales=start.kv_scales,

@@ -21,6 +21,7 @@ from .messages import (
     Cancel,
     Delta,
     EndSession,
+    ExpectSession,
     Look,
     Outputs,
     Refused,
@@ -77,7 +78,7 @@ class Worker:
         """Whether a step would do or tell something."""
         return self.engine.busy or bool(self._refused) or self._news or self._looked
 
-    def take(self, message: Add | Cancel | EndSession | Look) -> None:
+    def take(self, message: Add | Cancel | ExpectSession | EndSession | Look) -> None:
         """Do as a message says. What is refused is told by the next step."""
         if isinstance(message, Look):
             self._looked = True
@@ -86,7 +87,9 @@ class Worker:
         if isinstance(message, Cancel):
             self._cancel(message.id)
         elif isinstance(message, EndSession):
-            self.engine.cache.end_session(_session(message.tenant, message.session))
+            self.engine.end_session(_session(message.tenant, message.session))
+        elif isinstance(message, ExpectSession):
+            self.engine.expect_session(_session(message.tenant, message.session))
         else:
             self._enter(message)
 
@@ -165,6 +168,7 @@ class Worker:
             read=message.read,
             session=session,
             retain=retain,
+            lossy=message.lossy,
         )
         try:
             request = self.engine.add(
@@ -198,7 +202,7 @@ class Worker:
         self._told_tokens += _output(one.request)
         self._news = True
         if one.message.ends_session and one.message.session is not None:
-            self.engine.cache.end_session(_session(one.message.tenant, one.message.session))
+            self.engine.end_session(_session(one.message.tenant, one.message.session))
         gate = self._gates.get(one.message.tenant)
         if gate is not None:
             gate.claimed -= one.claim

@@ -11,6 +11,12 @@ from __future__ import annotations
 import contextlib
 import heapq
 import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = ["Arena", "copy_pages"]
+
+_SHARED_BYTES = 4 << 20  # below it a second thread is not worth waking
+_PIECE_BYTES = 1 << 20
+_PATIENCE, _REST_SECONDS = 0.25, 2.0
 
 
 class Arena:
@@ -98,12 +108,90 @@ def copy_pages(
     at: npt.NDArray[np.int64],
     size: int,
 ) -> None:
-    """Copies `size` bytes from each of `at` to each of `to`: one copy for every run that is contiguous in both."""
+    """Copies `size` bytes from each of `at` to each of `to`: one copy for every run that is contiguous in both. A second thread
+    takes half of a large batch, where there is a core for it: one core alone does not use all of the memory's speed."""
     if not len(to):
         return
     breaks = np.flatnonzero((np.diff(to) != size) | (np.diff(at) != size)) + 1
     edges = [0, *breaks.tolist(), len(to)]
     to_list, at_list = to.tolist(), at.tolist()
-    for first, last in pairwise(edges):
-        length, start, begin = (last - first) * size, to_list[first], at_list[first]
-        target[start : start + length] = source[begin : begin + length]
+    runs = [(to_list[first], at_list[first], (last - first) * size) for first, last in pairwise(edges)]
+    shared = len(to) * size >= _SHARED_BYTES and _cores() > 1
+    pieces = deque(_pieces(runs) if shared else runs)
+    with _helper.lent(target, source, pieces) if shared else contextlib.nullcontext():
+        _copy(target, source, pieces.popleft, pieces)
+
+
+_Piece = tuple[int, int, int]  # to, at, bytes
+
+
+def _pieces(runs: list[_Piece]) -> Iterator[_Piece]:
+    for start, begin, length in runs:
+        for at in range(0, length, _PIECE_BYTES):
+            yield start + at, begin + at, min(_PIECE_BYTES, length - at)
+
+
+def _copy(
+    target: npt.NDArray[np.uint8],
+    source: npt.NDArray[np.uint8],
+    take: Callable[[], _Piece],
+    pieces: deque[_Piece],
+) -> None:
+    """Copies pieces until there are none. Another thread may take some meanwhile."""
+    with contextlib.suppress(IndexError):
+        while pieces:
+            start, begin, length = take()
+            target[start : start + length] = source[begin : begin + length]
+
+
+class _Helper:
+    """One thread that takes pieces from the other end; who finds it busy copies alone. It is never waited for, but for the piece
+    that it has in its hands: where that took long, because no core was free, everyone copies alone for a while."""
+
+    def __init__(self) -> None:
+        self._free = threading.Lock()
+        self._resting = 0.0  # until then
+        self._thread: ThreadPoolExecutor | None = None
+
+    @contextlib.contextmanager
+    def lent(
+        self, target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], pieces: deque[_Piece]
+    ) -> Iterator[None]:
+        began = time.monotonic()
+        if began < self._resting or not self._free.acquire(blocking=False):
+            yield
+            return
+        try:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "kvloom-copy")
+            try:
+                other = self._thread.submit(_copy, target, source, pieces.pop, pieces)
+            except RuntimeError:  # the process is ending
+                yield
+                return
+            try:
+                yield
+            finally:
+                ended = time.monotonic()
+                if not other.cancel():
+                    other.result()  # it has left the caller's memory before the caller goes on
+                now = time.monotonic()
+                if now - ended > _PATIENCE * (ended - began):
+                    self._resting = now + _REST_SECONDS
+        finally:
+            self._free.release()
+
+
+def _cores() -> int:
+    """Those this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _new_helper() -> None:
+    global _helper  # noqa: PLW0603  a forked process has no other threads
+    _helper = _Helper()
+
+
+_helper = _Helper()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_helper)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import threading
 from pathlib import Path
 
-from kvloom.core.sizes import parse_size
+from kvloom.core.sizes import format_bytes, parse_size
 
 from .host import HostConfig, HostTier
 from .peer_nixl import NixlArena
@@ -19,6 +20,8 @@ from .peer_server import PeerConfig, PeerServer
 from .shared import SharedMemory
 
 __all__ = ["arguments", "run"]
+
+LEAST_SECRET = 16
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,15 +50,27 @@ def run(args: argparse.Namespace) -> int:
     config = PeerConfig(host.strip("[]"), int(port), secret)
     if not size:
         raise ValueError(f"{args.size} is less than one slab of {slab} bytes: share more, or give --slab")
-    memory = SharedMemory(size)
+    if args.secret is not None and len(secret) < LEAST_SECRET:
+        raise ValueError(f"--secret {args.secret} has {len(secret)} bytes: give {LEAST_SECRET} or more")
+    try:
+        memory = SharedMemory(size)
+    except OSError as error:
+        raise ValueError(f"{args.size} cannot be shared here: {error.strerror}; share less") from None
     tier = HostTier(HostConfig(size, slab), buffer=memory.buffer)
+    nixl = NixlArena(tier.arena) if args.nixl else None
+    try:
+        server = PeerServer(tier, config, memory, nixl)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error
+        raise ValueError(f"{args.listen} cannot be had: {why}; choose another with --listen") from None
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    server = PeerServer(tier, config, memory, NixlArena(tier.arena) if args.nixl else None)
     where = "peer://{}:{}".format(*server.address)
-    told = json.dumps({"address": where, "bytes": size}) if args.json else f"{size:,} bytes at {where}"
-    print(told, flush=True)
+    if args.json:
+        print(json.dumps({"address": where, "bytes": size}), flush=True)
+    else:
+        print(f"{format_bytes(size)} at {where}: kvloom serve MODEL --tier {where}", flush=True)
     ended.wait()
     server.close()
     return 0

@@ -71,40 +71,40 @@ class Fetcher:
         tenant: str,
         share: int,
     ) -> list[_Read]:
-        """Reads that together bring every record, in the order of the disk."""
+        """Reads that together bring every record, in the order of the disk. They are of one form."""
         found.sort(key=_place)
         starts, address = into.starts.tolist(), into.address
         start, stop = part
         size = stop - start
         blocks = not (start % BLOCK or size % BLOCK)
+        whole = read_step(found[0][1].head.run_bytes) if found else 1
+        step = max(1, share // whole) * whole
+        together = max(1, step // size)
         jobs: list[_Read] = []
         end, job = -1, None  # of the read that the next record may join
         for index, record in found:
-            at, head = starts[index], record.head
-            in_place = head.stored is None and (
-                not record.segment.direct or (blocks and (address + at + start) % BLOCK == 0)
+            at, segment = starts[index], record.segment
+            in_place = record.head.stored is None and (
+                not segment.direct or (blocks and (address + at + start) % BLOCK == 0)
             )
+            item = (index, record, at)
             if not in_place:
-                job = _Read(transfer, record.segment, into, part, tenant, [(index, record, at)])
-                jobs.append(job)
+                jobs.append(_Read(transfer, segment, into, part, tenant, [item]))
                 job = None
-            elif (step := max(1, share // read_step(head.run_bytes)) * read_step(head.run_bytes)) < size:
+            elif step < size:
                 count = _Count(-(-size // step))
                 for low in range(start, stop, step):
                     some = (low, min(low + step, stop))
-                    items = [(index, record, at)]
-                    jobs.append(_Read(transfer, record.segment, into, some, tenant, items, True, count))
-                job = None
+                    jobs.append(_Read(transfer, segment, into, some, tenant, [item], True, count))
             elif (
                 job is not None
                 and record.offset == end
-                and record.segment is job.segment
-                and head.run_bytes == job.items[0][1].head.run_bytes
-                and (len(job.items) + 1) * size <= max(share, read_step(head.run_bytes))
+                and segment is job.segment
+                and len(job.items) < together
             ):
-                job.items.append((index, record, at))
+                job.items.append(item)
             else:
-                job = _Read(transfer, record.segment, into, part, tenant, [(index, record, at)], True)
+                job = _Read(transfer, segment, into, part, tenant, [item], True)
                 jobs.append(job)
             end = record.offset + size  # a part of a page has no neighbour: the next page begins further on
         return jobs
@@ -146,7 +146,21 @@ class Fetcher:
             came, sums = came + got, sums + found
             if got < high - low:
                 break
-        wanted, each = slice(start // run * 8, stop // run * 8), size // run * 8
+        wanted = slice(start // run * 8, stop // run * 8)
+        items = job.items
+        if came == len(items) * size and sums == b"".join([r.head.checks[wanted] for _, r, _ in items]):
+            good = [index for index, _, _ in items]
+        else:
+            good = self._sort_out(job, came, sums, wanted)
+        if job.count is not None and good:
+            with self._lock:
+                if not job.count.came():
+                    return
+        job.transfer.settle(good, Outcome.OK)  # together: one by one costs as much as the checksums
+
+    def _sort_out(self, job: _Read, came: int, sums: bytes, wanted: slice) -> list[int]:
+        """Settles the bad ones of a read; returns those that are good."""
+        size, each = job.part[1] - job.part[0], wanted.stop - wanted.start
         good = []
         for number, (index, record, _) in enumerate(job.items):
             if came < (number + 1) * size:
@@ -155,11 +169,7 @@ class Fetcher:
                 self._bad(job, index, record, Outcome.CORRUPT)
             else:
                 good.append(index)
-        if job.count is not None and good:
-            with self._lock:
-                if not job.count.came():
-                    return
-        job.transfer.settle(good, Outcome.OK)  # together: one by one costs as much as the checksums
+        return good
 
     def _through_scratch(self, job: _Read, tools: Tools) -> None:
         (start, stop), pages = job.part, job.into.view

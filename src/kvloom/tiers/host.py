@@ -1,6 +1,6 @@
 """The host tier: pages in this process's memory, least recently used first to leave, of those whose share allows it.
 
-A read or write copies in the calling thread (numpy lets other threads run meanwhile) and is done when it returns. A
+A read or write copies in the calling thread, a large one with a second beside it, and is done when it returns. A
 device copies by itself: `hold` and `reserve` lend the places in the arena for as long as its copies run.
 Knows no devices: pinned memory is handed in as the arena's buffer.
 """

@@ -1,6 +1,6 @@
 """Pages kept smaller than they are: int8 or fp8 with a scale for every 64 values, in any tier, and never taken for exact.
 
-    write   the page of an exact form            -> re-encoded, under the same name and a form of its own (exact=False)
+    write   the page of either form              -> re-encoded, under the same name and a form of its own (exact=False)
     read    the form with `exact=False`          -> decoded to the page's own type; the caller has allowed it by asking so
             the exact form                       -> missing: these bytes never pass for those that were computed
 
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .files import aligned_bytes
+from .shares import Shares, Sharing
 from .tier import Form, Objects, Ranges, Tier, parted
 from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
 from .workers import Workers
@@ -122,7 +123,7 @@ class LossyTier(Tier):
     def __init__(self, inner: Tier, coding: Coding, threads: int = 2) -> None:
         if coding not in get_args(Coding):
             raise ValueError(f"coding={coding!r} is none of {get_args(Coding)}")
-        self._inner, self._coding = inner, coding
+        self._inner, self.coding = inner, coding
         self._tally = Tally()
         self._closed = False
         self._workers: Workers[Callable[[], None]] = Workers(
@@ -131,16 +132,23 @@ class LossyTier(Tier):
 
     @property
     def name(self) -> str:
-        return f"{self._inner.name} in {self._coding}"
+        return f"{self.coding}:{self._inner.name}"
 
     @property
     def capacity(self) -> int:
         return self._inner.capacity
 
+    def share_out(self, shares: Shares) -> None:
+        if isinstance(self._inner, Sharing):
+            self._inner.share_out(shares)
+
+    def kept_for(self, tenant: str) -> int:
+        return self._inner.kept_for(tenant) if isinstance(self._inner, Sharing) else 0
+
     def _kept(self, objects: Objects) -> Objects:
         """Their representation in the inner tier; the same for the exact form and the one that allows for loss."""
         exact = replace(objects.form, exact=True)
-        return Objects(objects.names, objects.group, lossy_form(exact, self._coding), objects.tenant)
+        return Objects(objects.names, objects.group, lossy_form(exact, self.coding), objects.tenant)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         """An exact page is never here."""
@@ -173,16 +181,15 @@ class LossyTier(Tier):
                 for number in range(start // run, stop // run):
                     coded = page[number * small : (number + 1) * small]
                     target = into.view[at + number * run : at + (number + 1) * run]
-                    decode(coded, objects.form.dtype, self._coding, target)
+                    decode(coded, objects.form.dtype, self.coding, target)
             self._pass_on(came, transfer)
 
         return self._later(transfer, work)
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Of exact pages only: re-encoding what was re-encoded would lose more, unseen."""
+        """Pages that were computed. What was read from here, and comes again, is there mostly; where it has left meanwhile it
+        loses up to half a step more."""
         source.check(objects, writable=False)
-        if not objects.form.exact:
-            raise ValueError("these pages are not exact: they are not re-encoded once more")
         kept = self._kept(objects)
         transfer = Transfer(len(objects), self._tally, "write", objects.form.page_bytes)
         if self._closed:
@@ -198,7 +205,7 @@ class LossyTier(Tier):
                 page = room[index * size : (index + 1) * size]
                 for number in range(form.runs):
                     run = source.view[at + number * form.run_bytes : at + (number + 1) * form.run_bytes]
-                    encode(run, form.dtype, self._coding, page[number * small : (number + 1) * small])
+                    encode(run, form.dtype, self.coding, page[number * small : (number + 1) * small])
             kept_transfer = self._inner.write(kept, Ranges(room, np.arange(len(objects)) * size))
             kept_transfer.wait_quiet(_WAIT_SECONDS)
             self._pass_on(kept_transfer, transfer)

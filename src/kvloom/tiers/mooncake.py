@@ -1,19 +1,15 @@
 """Mooncake Store as a tier: `mooncake://master:50051?capacity=64GiB&segment=16GiB`.
 
-One client for a tier, as its library wants it. Pages go straight between their memory, which is registered, and the store; heads,
-and what is compressed or encrypted, pass through a registered buffer that every thread has. The store neither counts for us nor tells what it evicted, so `capacity` bounds what this process put there. An empty or negative answer
-is a miss, a length is never believed, and nothing is asked of a client whose set-up failed: that would end the process.
+One client for a tier (mooncake_client.py). Pages go straight between their memory, which is registered, and the store; heads, and
+what is short, compressed or encrypted, pass through a registered buffer that every thread has. The store neither counts for us nor
+tells what it evicted, so `capacity` bounds what this process put there. An empty or negative answer is a miss, and a length is never
+believed.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,142 +18,23 @@ import numpy as np
 import numpy.typing as npt
 
 from .bounded import Bounded
-from .files import BLOCK, aligned, aligned_bytes
+from .files import aligned, aligned_bytes
+from .mooncake_client import LOST, Client, MooncakeConfig, address_of, library
 from .options import Options
 from .remote import RemoteConfig, RemoteTier, StoreError, Usage
-from .tier import TierError
 from .transfer import Outcome
 from .values import Counted, Place, Store, Want, store_tier
 
 __all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "opener"]
 
 _NO_ROOM, _TOO_LONG, _ABSENT = -200, -600, -704
-_MOST_LENT = 8  # regions of callers' memory that stay registered; what lies elsewhere passes through a buffer
-_LEAST_LENT = 1 << 20
-_SETUP_SECONDS = 20.0
-_LOST: list[Any] = []  # buffers that must outlive their connections
-_FAILED: list[Any] = []  # clients that were never set up: their end can crash the process
-
-
-@dataclass(frozen=True, slots=True)
-class MooncakeConfig:
-    """`segment` is the memory this process gives to the store, 0 for none; `local` is this host's address, as other clients
-    reach it; `protocol` tcp or rdma."""
-
-    master: str
-    segment: int = 0
-    local: str = "127.0.0.1"
-    metadata: str = "P2PHANDSHAKE"
-    protocol: str = "tcp"
-    devices: str = ""
-
-    def __str__(self) -> str:
-        return f"mooncake://{self.master}"
-
-
-class _Client:
-    """The library's client, made once. It finds a restarted master by itself."""
-
-    def __init__(self, config: MooncakeConfig, timeout: float) -> None:
-        self._config, self._timeout = config, timeout
-        self._lock = threading.Lock()
-        self._ready: Any = None
-        # Two batches at once are slower than one after the other; one is checked while the other travels.
-        self.turn = {"get": threading.Lock(), "put": threading.Lock()}
-        # Registered (address, bytes) -> the memory, which stays while it is.
-        self._lent: dict[tuple[int, int], Any] = {}
-
-    def lend(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
-        """Registers memory once, until the tier is closed. May take long, and may be refused: then it is not lent."""
-        region = (_address(memory), len(memory))
-        if region in self._lent or region[1] < _LEAST_LENT:
-            return
-        with self._lock:
-            if (
-                region in self._lent
-                or len(self._lent) >= _MOST_LENT
-                or any(_overlap(region, other) for other in self._lent)
-            ):
-                return
-            if client.register_buffer(*region) == 0:
-                self._lent = {**self._lent, region: memory}
-
-    def address(self, piece: memoryview) -> int:
-        """Where a piece lies, if it is in memory that was lent; else 0."""
-        at = _address(np.frombuffer(piece, np.uint8))
-        here = any(low <= at and at + len(piece) <= low + size for low, size in self._lent)
-        return at if here else 0
-
-    def get(self) -> Any:
-        """A StoreError while the master cannot be reached."""
-        with self._lock:
-            if self._ready is None:
-                self._ready = self._make()
-            return self._ready
-
-    def _make(self) -> Any:
-        host, _, port = self._config.master.rpartition(":")
-        try:
-            # Asked first: without a master the set-up hangs.
-            socket.create_connection((host, int(port)), self._timeout).close()
-        except OSError as error:
-            raise StoreError(f"the master of {self._config} cannot be reached: {error}") from error
-        os.environ.setdefault("MC_TCP_BIND_ADDRESS", self._config.local)
-        client = _library().MooncakeDistributedStore()
-        config = self._config
-        buffers = 16 << 20
-
-        def set_up() -> int:
-            return int(
-                client.setup(
-                    config.local,
-                    config.metadata,
-                    config.segment,
-                    buffers,
-                    config.protocol,
-                    config.devices,
-                    config.master,
-                )
-            )
-
-        bounded = Bounded(_SETUP_SECONDS, str(config))
-        try:
-            code = bounded.call(set_up)
-        except BaseException:
-            _FAILED.append(client)
-            raise
-        finally:
-            bounded.close()
-        if code:
-            _FAILED.append(client)
-            raise StoreError(f"{config} could not be set up: code {code}")
-        return client
-
-    def close(self) -> None:
-        """Gives back the segment, and with it what lies there."""
-        with self._lock:
-            client, self._ready = self._ready, None
-            lent, self._lent = self._lent, {}
-
-        def end() -> None:
-            for address, _ in lent:
-                client.unregister_buffer(address)
-            client.close()
-
-        if client is not None:
-            bounded = Bounded(_SETUP_SECONDS, str(self._config))
-            try:
-                bounded.call(end)
-            except TimeoutError:
-                _LOST.extend(lent.values())  # a call that hangs may still use it
-                raise
-            bounded.close()
+_LEAST_PIECE = 256 << 10  # a value in two places is two requests: what is shorter is sooner copied
 
 
 class MooncakeStore(Store):
     """One thread's way to the store: calls that are bounded in time, and a buffer that is registered."""
 
-    def __init__(self, client: _Client, counted: Counted, timeout: float, what: str) -> None:
+    def __init__(self, client: Client, counted: Counted, timeout: float, what: str) -> None:
         self._shared, self._client, self._counted = client, client.get(), counted
         self._bounded = Bounded(timeout, what)
         self._room = aligned_bytes(0)
@@ -172,7 +49,8 @@ class MooncakeStore(Store):
         return [code == 1 for code in found]
 
     def lend(self, memory: npt.NDArray[np.uint8]) -> None:
-        self._call(lambda: self._shared.lend(self._client, memory))
+        if self._shared.wants(memory):
+            self._call(lambda: self._shared.lend(self._client, memory))
 
     def get(self, wants: Sequence[Want], place: Place) -> list[int]:
         """A key that is in a batch twice is asked for once: the client would fill one of its places only."""
@@ -220,7 +98,7 @@ class MooncakeStore(Store):
         rooms = [[size for _, size in targets[number]] for number in direct]
 
         def fetch() -> Any:
-            with self._shared.turn["get"]:
+            with self._shared.in_turn("get"):
                 return self._client.batch_get_into_multi_buffers(names, buffers, rooms)
 
         got = self._call(fetch, lent=True)
@@ -236,7 +114,7 @@ class MooncakeStore(Store):
     def _laid(self, pieces: Sequence[Any]) -> list[tuple[int, int]]:
         """Address and length of each piece; address 0 where it is not lent."""
         views = [memoryview(piece) for piece in pieces]
-        return [(self._shared.address(view) if len(view) >= BLOCK else 0, len(view)) for view in views]
+        return [(self._shared.address(view) if len(view) >= _LEAST_PIECE else 0, len(view)) for view in views]
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
         values = dict(items)
@@ -266,7 +144,7 @@ class MooncakeStore(Store):
         names, lent = [key.hex() for key in laid], any(len(each) > 1 for each in buffers)
 
         def send() -> Any:
-            with self._shared.turn["put"]:
+            with self._shared.in_turn("put"):
                 return self._client.batch_put_from_multi_buffers(names, buffers, lengths)
 
         codes = self._call(send, lent=lent)
@@ -293,14 +171,14 @@ class MooncakeStore(Store):
             try:
                 self._call(lambda: self._client.unregister_buffer(self._address))
             except TimeoutError:
-                _LOST.append(self._room)  # a call that hangs may still write there
+                LOST.append(self._room)  # a call that hangs may still write there
         self._address = 0
         self._bounded.close()
 
     # --- inside
 
     def _call(self, function: Any, lent: bool = False) -> Any:
-        return self._bounded.call(function, lent=lent)
+        return self._bounded.call(partial(self._shared.run, function), lent=lent)
 
     @staticmethod
     def _checked(answers: Any, count: int) -> None:
@@ -317,7 +195,7 @@ class MooncakeStore(Store):
         if size <= len(self._room) and self._address:
             return
         room = aligned_bytes(max(size, 1 << 20))
-        address = _address(np.frombuffer(room, np.uint8))
+        address = address_of(np.frombuffer(room, np.uint8))
         old = self._address
         if self._call(lambda: self._client.register_buffer(address, len(room))):
             raise StoreError(f"a buffer of {len(room)} bytes could not be registered")
@@ -359,30 +237,10 @@ class MooncakeStore(Store):
         return int(answer[0][0][0])
 
 
-def _address(array: npt.NDArray[np.uint8]) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
-
-
-def _library() -> Any:
-    for variable, level in (("GLOG_minloglevel", "2"), ("MC_LOG_LEVEL", "ERROR")):
-        os.environ.setdefault(variable, level)  # it tells every step otherwise
-    try:
-        return import_module("mooncake.store")
-    except ImportError as error:
-        raise TierError(
-            f"Mooncake cannot be loaded ({error}): pip install mooncake-transfer-engine (without CUDA: "
-            "mooncake-transfer-engine-non-cuda), and from the distribution libibverbs1 libcurl4 libnuma1"
-        ) from error
-
-
 def open_mooncake(mooncake: MooncakeConfig, config: RemoteConfig) -> RemoteTier:
     """A TierError when the package is missing, or the master cannot be reached."""
-    _library()
-    client, counted = _Client(mooncake, config.timeout), Counted(config.capacity)
+    library()
+    client, counted = Client(mooncake, config.timeout), Counted(config.capacity)
     return store_tier(
         str(mooncake),
         config,

@@ -162,6 +162,8 @@ class Mover:
     def kept(self, objects: Objects, used: bool) -> None:
         """Objects came into host memory from above, `used` before or not: whoever below wants them gets them."""
         for place, lane, dirty in zip(self.places, self.lanes, self._dirty, strict=True):
+            if place.lossy and objects.form.exact:
+                continue  # nobody who wants them exact would find them there
             if place.write == "through" or (place.write == "second-use" and used):
                 lane.store(objects)
             elif place.write == "back":

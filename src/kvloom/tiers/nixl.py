@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
+from .checks import checksums
 from .disk import DiskConfig, DiskTier
 from .files import Files
 from .options import Options
@@ -33,7 +34,8 @@ _numbers = count()
 
 
 def make_agent(backend: str, parameters: dict[str, str] | None = None) -> Any:
-    """An agent with one backend; for one thread at a time. A TierError where NIXL or the plug-in is missing."""
+    """An agent with one backend; for one thread at a time. A TierError where NIXL or the plug-in is missing. It has no
+    thread of NIXL's own, which would keep a core busy for as long as it lives: transfers go on while they are asked about."""
     os.environ.setdefault("UCX_MODULES", "^ib")  # with it loaded and unused, the process crashes at its end
     logging.getLogger("nixl").setLevel(logging.ERROR)
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
@@ -44,7 +46,8 @@ def make_agent(backend: str, parameters: dict[str, str] | None = None) -> Any:
             f"NIXL cannot be loaded ({error}): pip install --no-deps nixl nixl-cu12 (a plain install brings CUDA along)"
         ) from error
     try:
-        agent = api.nixl_agent(f"kvloom-{os.getpid()}-{next(_numbers)}", api.nixl_agent_config(backends=[]))
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        agent = api.nixl_agent(f"kvloom-{os.getpid()}-{next(_numbers)}", config)
         agent.create_backend(backend, parameters or {})
     except Exception as error:
         raise TierError(f"NIXL's plug-in {backend} does not load here: {error!r}") from error
@@ -67,6 +70,10 @@ class NixlFiles(Files):
             return super().read(fd, into, offset)
         self._move("READ", fd, into, offset)
         return size
+
+    def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
+        """In one call: a NIXL transfer costs more to describe than its bytes gain by being checked early."""
+        return self.read(fd, [into], offset), checksums(into, run_bytes)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
         if sum(map(len, pieces)) < _LEAST_BYTES:

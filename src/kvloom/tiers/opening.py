@@ -1,6 +1,6 @@
 """Tiers from one line of text each, as a command line gives them.
 
-    host:64GiB    disk:/nvme/kv:1TiB    SCHEME…?option=value&option=value
+    host:64GiB    disk:/nvme/kv:1TiB    int8:disk:/nvme/kv:1TiB    SCHEME…?option=value&option=value
 
 A scheme is one entry of SCHEMES: a function that reads the whole text, and returns another that opens the tier, so that
 texts are refused before anything is opened. What it needs is imported when it is asked for. Knows no engine; when pages are written to a tier is `Place.write`, the mover's to follow.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 from urllib.parse import parse_qsl
 
 from kvloom.core.sizes import parse_size
@@ -21,22 +21,25 @@ from kvloom.core.sizes import parse_size
 from .codec import Compression
 from .disk import DiskConfig, DiskTier
 from .host import HostConfig, HostTier
+from .lossy import Coding, LossyTier
 from .shares import Shares, Sharing
 from .tier import Tier, TierError
 
 __all__ = [
     "SCHEMES",
+    "HostText",
     "Place",
     "Write",
     "check_tiers",
-    "host_capacity",
     "open_place",
     "open_tier",
     "options_of",
     "shown",
+    "taken_write",
 ]
 
 Write = Literal["through", "second-use", "back"]
+CODINGS = get_args(Coding)
 WRITES: tuple[Write, ...] = ("through", "second-use", "back")
 Opener = Callable[[], Tier]
 """Opens the tier of a text that was found to make sense. TierError: it cannot be opened."""
@@ -49,6 +52,11 @@ class Place:
 
     tier: Tier
     write: Write = "through"
+
+    @property
+    def lossy(self) -> bool:
+        """Whether it re-encodes pages, and so has nothing for those who want them exact."""
+        return isinstance(self.tier, LossyTier)
 
 
 def scheme_of(text: str) -> str:
@@ -82,7 +90,7 @@ def check_tiers(texts: Iterable[str]) -> None:
     """Raise ValueError where a text makes no sense, or two of them do not go together. Nothing is opened."""
     texts = list(texts)
     for text in texts:
-        rest, _ = _taken_write(text)
+        rest, _ = taken_write(text)
         SCHEMES[scheme_of(rest)](rest)
     hosts = sum(scheme_of(text) == "host" for text in texts)
     if hosts > 1:
@@ -102,7 +110,7 @@ def open_tier(text: str) -> Tier:
 def open_place(text: str, shares: Shares | None = None) -> Place:
     """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`. `shares`
     hold in it where it is a tier that knows them."""
-    rest, write = _taken_write(text)
+    rest, write = taken_write(text)
     tier = open_tier(rest)
     if shares and isinstance(tier, Sharing):
         try:
@@ -113,7 +121,7 @@ def open_place(text: str, shares: Shares | None = None) -> Place:
     return Place(tier, write)
 
 
-def _taken_write(text: str) -> tuple[str, Write]:
+def taken_write(text: str) -> tuple[str, Write]:
     """A text without its option `write`, and that."""
     scheme_of(text)
     found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
@@ -124,13 +132,31 @@ def _taken_write(text: str) -> tuple[str, Write]:
     return (text[: found.start()] + text[found.end() :]).rstrip("?&"), cast(Write, found[1])
 
 
-def host_capacity(text: str) -> tuple[int, bool]:
-    """Bytes of `host:SIZE`, and whether checksums are kept (`?checked=1`)."""
-    plain, options = options_of(text, ("checked",))
-    checked = options.get("checked", "0")
-    if checked not in ("0", "1"):
-        raise ValueError(f"tier {text!r}: checked={checked!r} must be 0 or 1")
-    return _size(plain.removeprefix("host:"), text), checked == "1"
+@dataclass(frozen=True, slots=True)
+class HostText:
+    """What `host:SIZE?…` says: bytes, whether checksums are kept (`checked=1`), and where others may read it (`share=PORT` on
+    loopback, `share=HOST:PORT`), with the file of a `secret`."""
+
+    capacity: int
+    checked: bool = False
+    share: tuple[str, int] | None = None
+    secret: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> HostText:
+        plain, options = options_of(text, ("checked", "share", "secret"))
+        checked = options.get("checked", "0")
+        if checked not in ("0", "1"):
+            raise ValueError(f"tier {text!r}: checked={checked!r} must be 0 or 1")
+        share, secret = None, options.get("secret", "")
+        if "share" in options:
+            host, _, port = options["share"].rpartition(":")
+            if not port.isdecimal() or int(port) > 65535:
+                raise ValueError(f"tier {text!r}: share={options['share']!r} is no PORT and no HOST:PORT")
+            share = (host.strip("[]") or "127.0.0.1", int(port))
+        elif secret:
+            raise ValueError(f"tier {text!r}: a secret is for those it is shared with; give share=PORT, too")
+        return cls(_size(plain.removeprefix("host:"), text), checked == "1", share, secret)
 
 
 def _size(size: str, text: str) -> int:
@@ -141,8 +167,16 @@ def _size(size: str, text: str) -> int:
 
 
 def _host(text: str) -> Opener:
-    capacity, checked = host_capacity(text)
-    return partial(HostTier, HostConfig(capacity, checked=checked))
+    told = HostText.read(text)
+
+    def opened() -> Tier:
+        if told.share is not None:
+            raise ValueError(
+                f"tier {text!r}: an engine shares its host tier; memory alone is shared by `kvloom share SIZE`"
+            )
+        return HostTier(HostConfig(told.capacity, checked=told.checked))
+
+    return opened
 
 
 def _disk(text: str) -> Opener:
@@ -167,6 +201,15 @@ def _disk(text: str) -> Opener:
     return partial(DiskTier, config)
 
 
+def _lossy(text: str) -> Opener:
+    """`int8:` or `fp8:` before any other tier's text: its pages are re-encoded on their way there."""
+    coding, _, rest = text.partition(":")
+    if scheme_of(rest) in CODINGS:
+        raise ValueError(f"tier {text!r}: pages are re-encoded once; leave {coding}: or the other out")
+    inner = SCHEMES[scheme_of(rest)](rest)
+    return lambda: LossyTier(inner(), cast(Coding, coding))
+
+
 def _from(module: str) -> Callable[[str], Opener]:
     """A store's own way to read its text, imported when it is asked for."""
 
@@ -185,4 +228,5 @@ SCHEMES: dict[str, Callable[[str], Opener]] = {
     "mooncake": _from("mooncake"),
     "nixl": _from("nixl"),
     "peer": _from("peer"),
+    **dict.fromkeys(CODINGS, _lossy),
 }

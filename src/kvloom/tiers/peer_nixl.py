@@ -7,6 +7,7 @@ between `HOLD` and `RELEASE` (or `RESERVE` and `COMMIT`). What is a lease, and w
 from __future__ import annotations
 
 import base64
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,18 +21,49 @@ from .nixl import make_agent
 __all__ = ["NixlArena", "NixlReach"]
 
 _BUFFER_BYTES = 8 << 20
+_BUSY_SECONDS, _IDLE_SECONDS = 50e-6, 0.02
 _LOST: list[memoryview] = []  # buffers that a transfer which was given up may still write to
 
 
 class NixlArena:
-    """The server's side. Keeps the arena registered while it lives."""
+    """The server's side. Keeps the arena registered until `close`. Where there is no RDMA a transfer needs this side, too: a
+    thread of ours lets it go on, often while anyone has pages of the arena and now and then while nobody has."""
 
     def __init__(self, arena: npt.NDArray[np.uint8]) -> None:
-        self._agent, self._arena = make_agent("UCX"), arena
-        address = _address(arena)
-        self._registered = self._agent.register_memory([(address, len(arena), 0, "")], "DRAM")
-        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        agent, address = make_agent("UCX"), _address(arena)
+        registered = agent.register_memory([(address, len(arena), 0, "")], "DRAM")
+        metadata = base64.b64encode(agent.get_agent_metadata()).decode()
         self.about = {"nixl": metadata, "base": address}
+        self._arena = arena
+        self._leases, self._ended = 0, False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(
+            target=self._go_on, args=(agent, registered), name="kvloom-nixl", daemon=True
+        )
+        self._thread.start()
+
+    def count(self, change: int) -> None:
+        """So many more leases of pages are out, or fewer."""
+        with self._changed:
+            self._leases += change
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Transfers under way fail."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _go_on(self, agent: Any, registered: Any) -> None:
+        while not self._ended:
+            agent.get_new_notifs()  # nobody sends any: it is the call by which an agent works
+            if self._leases:
+                time.sleep(_BUSY_SECONDS)
+                continue
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self._leases > 0, _IDLE_SECONDS)
+        agent.deregister_memory(registered)
 
 
 class NixlReach:

@@ -33,11 +33,13 @@ _NAME_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """Where to listen. `port` 0 is any free one. Beyond loopback a secret of 16 bytes or more is a must."""
+    """Where to listen. `port` 0 is any free one. Beyond loopback a secret of 16 bytes or more is a must. `read_only`: others
+    may read what is there, and change nothing."""
 
     host: str = "127.0.0.1"
     port: int = 0
     secret: bytes = b""
+    read_only: bool = False
     connections: int = 64
     timeout: float = 30.0
 
@@ -86,7 +88,7 @@ class PeerServer:
         self._about: dict[str, Any] = dict(nixl.about) if nixl is not None else {}
         if memory is not None:
             self._about |= {"path": memory.path, "token": memory.token, "size": memory.size}
-        self._kept = (memory, nixl)  # while guests may use them
+        self._memory, self._nixl = memory, nixl  # while guests may use them
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._socket = socket.create_server((config.host, config.port), family=family)
         self._lock = threading.Lock()
@@ -110,6 +112,8 @@ class PeerServer:
         self._socket.close()
         for channel in channels:
             channel.close()
+        if self._nixl is not None:
+            self._nixl.close()
 
     def _accept(self) -> None:
         while not self._ended.is_set():
@@ -132,7 +136,7 @@ class PeerServer:
             threading.Thread(target=self._serve, args=(channel,), name="kvloom-peer", daemon=True).start()
 
     def _serve(self, channel: Channel) -> None:
-        guest = _Guest(self._tier, channel, self._about)
+        guest = _Guest(self._tier, channel, self._about, self._config.read_only, self._nixl)
         try:
             if not welcome(channel, self._config.secret):
                 with self._lock:
@@ -155,8 +159,11 @@ class PeerServer:
 class _Guest:
     """One connection's requests and leases."""
 
-    def __init__(self, tier: HostTier, channel: Channel, about: dict[str, Any]) -> None:
+    def __init__(
+        self, tier: HostTier, channel: Channel, about: dict[str, Any], read_only: bool, nixl: NixlArena | None
+    ) -> None:
         self._tier, self._channel, self._where = tier, channel, about
+        self._read_only, self._nixl = read_only, nixl
         self._leases: dict[int, Lease] = {}
         self._next = 1
         self._verbs: dict[Verb, Callable[[Message], None]] = {
@@ -177,9 +184,8 @@ class _Guest:
 
     def leave(self) -> None:
         """What it was about to write is not there; what it read may leave."""
-        for lease in self._leases.values():
-            lease.release(written=False)
-        self._leases.clear()
+        for number in list(self._leases):
+            self._taken(number).release(written=False)
 
     @staticmethod
     def _objects(message: Message) -> Objects:
@@ -193,7 +199,18 @@ class _Guest:
     def _keep(self, lease: Lease) -> int:
         number, self._next = self._next, self._next + 1
         self._leases[number] = lease
+        if self._nixl is not None:
+            self._nixl.count(1)
         return number
+
+    def _taken(self, number: int) -> Lease:
+        """A lease, no longer kept."""
+        lease = self._leases.pop(number, None)
+        if lease is None:
+            raise ValueError(f"there is no lease {number}")
+        if self._nixl is not None:
+            self._nixl.count(-1)
+        return lease
 
     def _about(self, message: Message) -> None:
         slab = self._tier.slab_bytes
@@ -212,19 +229,22 @@ class _Guest:
         self._channel.send(Message(Verb.HOLD, message.count, a=number, payload=payload))
 
     def _release(self, message: Message) -> None:
-        lease = self._leases.pop(message.a, None)
-        if lease is not None:
-            lease.release(written=False)
+        if message.a in self._leases:
+            self._taken(message.a).release(written=False)
+
+    def _places(self, objects: Objects) -> Lease:
+        """Places for a guest's pages; none where it may only read."""
+        if self._read_only:
+            return Lease(self._tier, objects, [None] * len(objects), [int(Outcome.FULL)] * len(objects))
+        return self._tier.reserve(objects)
 
     def _reserve(self, message: Message) -> None:
-        lease = self._tier.reserve(self._objects(message))
+        lease = self._places(self._objects(message))
         payload = lease.results.tobytes() + lease.offsets.tobytes()
         self._channel.send(Message(Verb.RESERVE, message.count, a=self._keep(lease), payload=payload))
 
     def _commit(self, message: Message) -> None:
-        lease = self._leases.pop(message.a, None)
-        if lease is None:
-            raise ValueError(f"there is no lease {message.a}")
+        lease = self._taken(message.a)
         written = bool(message.b)
         try:
             if written:
@@ -257,7 +277,7 @@ class _Guest:
         come last, so that they are made while pages travel."""
         size, form = message.page_bytes, Form("", "", message.page_bytes, message.run_bytes)
         each = 8 * form.runs
-        lease = self._tier.reserve(self._objects(message))
+        lease = self._places(self._objects(message))
         written = False
         try:
             arena, nowhere = self._tier.arena, memoryview(b"")
@@ -276,7 +296,8 @@ class _Guest:
         self._channel.send(Message(Verb.WRITE, message.count, payload=results.tobytes()))
 
     def _drop(self, message: Message) -> None:
-        self._channel.send(Message(Verb.DROP, a=self._tier.drop(self._objects(message))))
+        dropped = 0 if self._read_only else self._tier.drop(self._objects(message))
+        self._channel.send(Message(Verb.DROP, a=dropped))
 
     def _usage(self, message: Message) -> None:
         stats = self._tier.stats()

@@ -6,6 +6,7 @@ It has no name in any directory, so nothing is left behind however a process end
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -19,16 +20,21 @@ import numpy.typing as npt
 
 __all__ = ["SharedMemory", "map_shared"]
 
+_SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for
+
 
 class SharedMemory:
-    """`buffer` goes to a HostTier, the whole to a PeerServer. OSError or AttributeError: this system has none."""
+    """`buffer` goes to a HostTier, the whole to a PeerServer. With `read_only` the system lets nobody else write to it.
+    OSError or AttributeError: this system has none."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, read_only: bool = False) -> None:
         self.token = secrets.token_hex(16)
         self.size = size
-        self._fd = os.memfd_create(f"kvloom-{self.token}")
+        self._fd = os.memfd_create(f"kvloom-{self.token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, size)
         self.buffer = mmap.mmap(self._fd, size)
+        if read_only:  # what is mapped stays as it is
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
 
     @property
     def path(self) -> str:
@@ -60,7 +66,11 @@ def _map(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
         try:
             if os.fstat(fd).st_size != size:
                 return None
-            return np.frombuffer(mmap.mmap(fd, size), np.uint8)
+            try:
+                mapped = mmap.mmap(fd, size)
+            except PermissionError:  # its owner lets others read alone
+                mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+            return np.frombuffer(mapped, np.uint8)
         finally:
             os.close(fd)
     except (OSError, ValueError):

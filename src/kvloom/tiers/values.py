@@ -190,9 +190,12 @@ class _Read(Job):
 
     def _whole(self, link: Link, tools: Tools) -> dict[int, Outcome]:
         """One round trip. A plain body goes straight to its page; anything else through scratch memory."""
-        link.call(lambda named: named.store.lend(self.ranges.buffer))
         form = self.objects.form
         plain, most = plain_head_bytes(form), most_bytes(form)
+        likely = 0
+        if tools.codec.plain:  # what others wrote is most likely as we write
+            likely = plain + form.page_bytes
+            link.call(lambda named: named.store.lend(self.ranges.buffer))
         heads = memoryview(bytearray(plain * len(self.which)))
         scratch: dict[int, memoryview] = {}
 
@@ -204,7 +207,7 @@ class _Read(Job):
             scratch[number] = memoryview(bytearray(length))
             return (scratch[number],)
 
-        wants = [Want(PREFIX + key, most=most, likely=plain + form.page_bytes) for key in self.keys()]
+        wants = [Want(PREFIX + key, most=most, likely=likely) for key in self.keys()]
         outcomes = {}
         for number, length in enumerate(self._get(link, wants, place)):
             index = self.which[number]

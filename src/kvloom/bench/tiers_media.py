@@ -1,0 +1,177 @@
+"""The memory that `kvloom bench tiers` moves, and what a medium does with it alone: memcpy, raw O_DIRECT, TCP.
+
+Knows no tiers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.tiers import Form, Objects
+from kvloom.tiers.files import Files, aligned_bytes
+from kvloom.tiers.sockets import Bytestream
+
+__all__ = ["WAIT_SECONDS", "Memory", "Side", "address", "memcpy", "raw", "tcp"]
+
+WAIT_SECONDS = 120.0
+_IO_BYTES = 512 << 10  # of a raw read, and the threads: what the disk does best with
+_READ_THREADS = 8
+_CONNECTIONS = 2
+_FAR_SIDE = """
+import socket, sys, threading
+from kvloom.tiers.sockets import Bytestream
+part = int(sys.argv[1]) // int(sys.argv[2])
+def serve(stream):
+    memory, verb = memoryview(bytearray(part)), memoryview(bytearray(1))
+    try:
+        while True:
+            stream.wait_readable()
+            stream.begin()
+            stream.receive(verb)
+            if verb[0] == ord("w"):
+                stream.receive(memory)
+                stream.send([b"w"])
+            else:
+                stream.send([memory])
+    except OSError:
+        pass
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+threads = []
+for _ in range(int(sys.argv[2])):
+    stream = Bytestream(server.accept()[0], 120.0)
+    threads.append(threading.Thread(target=serve, args=(stream,)))
+    threads[-1].start()
+for thread in threads:
+    thread.join()
+"""
+_rounds = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    write: Callable[[], None]
+    read: Callable[[], None]
+
+
+class Memory:
+    """Pages to write and room to read them into, aligned; and the batch of objects of this round."""
+
+    def __init__(self, page: int, total: int) -> None:
+        self.page, self.total, self.count = page, total, total // page
+        self.form = Form("bf16", "LKTHD", page, max(min(page, 64 << 10), page // 32))
+        self.source = np.frombuffer(aligned_bytes(total), np.uint8)
+        self.target = np.frombuffer(aligned_bytes(total), np.uint8)
+        self.source[:] = np.random.default_rng(0).integers(0, 256, total, dtype=np.uint8)
+        self.target[:] = 0
+        self.starts = np.arange(self.count) * page
+        self.objects = self.fresh()
+
+    def fresh(self) -> Objects:
+        """Names that no tier has seen."""
+        salt = f"{os.getpid()} {next(_rounds)}"
+        names = [blake2b(f"{salt} {i}".encode(), digest_size=16).digest() for i in range(self.count)]
+        self.objects = Objects(names, 0, self.form)
+        _ = self.objects.keys
+        return self.objects
+
+    def check(self) -> None:
+        """What was read is what was written. A RuntimeError would make every figure worthless."""
+        if not np.array_equal(self.source, self.target):
+            raise RuntimeError("the bytes that came back are not those that were written")
+        self.target[:] = 0
+
+
+def memcpy(memory: Memory) -> Side:
+    room = np.frombuffer(aligned_bytes(memory.total), np.uint8)
+    room[:] = 0
+
+    def write() -> None:
+        room[:] = memory.source
+
+    def read() -> None:
+        memory.target[:] = room
+
+    return Side(write, read)
+
+
+def raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> Side:
+    """The file alone; `files` are calls to use instead of the system's."""
+    files = files or Files(-1)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    source, target, total = memory.source.data, memory.target.data, memory.total
+    pool = ThreadPoolExecutor(_READ_THREADS)
+
+    def write() -> None:
+        os.ftruncate(fd, 0)
+        os.posix_fallocate(fd, 0, total)
+        for at in range(0, total, 16 << 20):
+            files.write(fd, [source[at : at + (16 << 20)]], at)
+        if sync:
+            os.fdatasync(fd)
+
+    def read() -> None:
+        def some(first: int) -> None:
+            for at in range(first * _IO_BYTES, total, _READ_THREADS * _IO_BYTES):
+                files.read(fd, [target[at : at + _IO_BYTES]], at)
+
+        list(pool.map(some, range(_READ_THREADS)))
+
+    return Side(write, read)
+
+
+def tcp(memory: Memory) -> tuple[Side, Callable[[], None]]:
+    """The connection alone, two of them to another process; and what ends it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _FAR_SIDE, str(memory.total), str(_CONNECTIONS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    port, part = int(process.stdout.readline()), memory.total // _CONNECTIONS
+    streams = [
+        Bytestream(socket.create_connection(("127.0.0.1", port)), WAIT_SECONDS) for _ in range(_CONNECTIONS)
+    ]
+    pool = ThreadPoolExecutor(_CONNECTIONS)
+
+    def write() -> None:
+        def some(number: int) -> None:
+            stream = streams[number]
+            stream.begin()
+            stream.send([b"w", memory.source[number * part : (number + 1) * part].data])
+            stream.receive(memoryview(bytearray(1)))
+
+        list(pool.map(some, range(_CONNECTIONS)))
+
+    def read() -> None:
+        def some(number: int) -> None:
+            stream = streams[number]
+            stream.begin()
+            stream.send([b"r"])
+            stream.receive(memory.target[number * part : (number + 1) * part].data)
+
+        list(pool.map(some, range(_CONNECTIONS)))
+
+    def end() -> None:
+        for stream in streams:
+            stream.close()
+        process.communicate(timeout=30)
+
+    return Side(write, read), end
+
+
+def address(array: npt.NDArray[np.uint8]) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -1,0 +1,75 @@
+"""Who waits: in line by rank, or aside until pages have come from below. Knows no cache and no pages."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+from .request import Request
+
+__all__ = ["Front", "Queue", "front_of"]
+
+Front = tuple[str, str, bytes]
+"""What a request has when its next block is whole: tenant, adapter and content."""
+
+
+class Queue:
+    """Requests that hold no pages. Those that ended meanwhile are passed over, and dropped when their turn comes."""
+
+    def __init__(self) -> None:
+        self._line: list[tuple[tuple[int, int], Request]] = []
+        self._aside: list[tuple[Request, Front | None]] = []
+
+    def __iter__(self) -> Iterator[Request]:
+        """Those that have not ended, in no order."""
+        found = (*(request for _, request in self._line), *(request for request, _ in self._aside))
+        return (request for request in found if request.finish is None)
+
+    @property
+    def length(self) -> int:
+        """How many are in line, the ended among them. O(1)."""
+        return len(self._line)
+
+    @property
+    def aside(self) -> int:
+        """How many wait for pages from below."""
+        return len(self._aside)
+
+    def push(self, request: Request) -> None:
+        heapq.heappush(self._line, (request.rank, request))
+
+    def pop(self) -> Request | None:
+        """Whose turn it is; None where nobody waits, or the first was preempted a moment ago and its last token is not
+        known yet."""
+        while self._line:
+            request = self._line[0][1]
+            if request.unknown:
+                return None
+            heapq.heappop(self._line)
+            if request.finish is None:
+                return request
+        return None
+
+    def put_aside(self, request: Request, front: Front | None) -> None:
+        """Let a request wait for pages, those of `front` among them."""
+        self._aside.append((request, front))
+
+    def look(self, still: Callable[[Request], bool]) -> set[Front | None]:
+        """Put back in line who waits aside and need not any more; the fronts of the others: nobody else need compute those."""
+        waiting, self._aside = self._aside, []
+        for request, front in waiting:
+            if request.finish is None and still(request):
+                self._aside.append((request, front))
+            elif request.finish is None:
+                self.push(request)
+        return {front for _, front in self._aside}
+
+
+def front_of(request: Request, start: int, block: int) -> Front | None:
+    """What a request that has `start` tokens has when its next block is whole; None where nobody shares it."""
+    control, end = request.control, (start // block + 1) * block
+    alone = request.uncached or request.tells_prompt
+    if end > len(request.tokens) or alone or not (control.read and control.store):
+        return None
+    shown = b"" if request.sight is None else request.sight.content(end)
+    return control.tenant, f"{control.adapter}{'~' * control.lossy}", request.ids(end).tobytes() + shown

@@ -1,0 +1,259 @@
+"""Cross attention: images that layers of their own attend to, and text does not hold the place of.
+
+    prompt   | text | ▪ | text … |        ▪ one token; an image's states become keys and values of every such layer,
+    media    [ tokens of the image ]      in pages of their own: written once for each content, read by whoever sees it
+
+A token sees the image before it (or, where several follow each other, all of those that came by then); one that sees none
+passes such a layer by. The tower and the projections are Hugging Face's; who holds an image's pages is the cache's to say.
+Reading them is plain torch: no kernel of ours is made for it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence as Many
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from kvloom.core import LayerSpec, Media, PoolLayout
+from kvloom.kernels.shapes import upload
+from kvloom.kernels.views import LayerView
+from kvloom.kernels.write import write
+
+from .batch import Batch, Work
+from .sight import Image, Part, Seen, Sight
+from .vision import Vision
+
+__all__ = ["CrossVision", "attend_seen", "eyes", "wrap_cross"]
+
+INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+
+
+def eyes(model: Any) -> Vision | None:
+    """What sees for a model; None where it takes no images here."""
+    if Vision.refusal(model):
+        return None
+    crosses = getattr(model.config.get_text_config(), "cross_attention_layers", None)
+    return CrossVision(model) if crosses else Vision(model)
+
+
+class CrossVision(Vision):
+    """The eyes of a model whose images only cross attention sees."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._base = model, model.base_model
+        self.inputs = INPUTS
+        self.token = int(model.config.image_token_id)
+        self.both_ways = self.turns = False
+        weight = model.get_input_embeddings().weight
+        self._device, self._dtype = weight.device, weight.dtype
+        self.runs = 0
+        self._block = 0
+        self._layers: list[tuple[Any, LayerView, int]] = []
+
+    def lay_out(self, layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
+        return layout
+
+    def keep(
+        self, layout: PoolLayout, buffer: torch.Tensor, crosses: Mapping[int, tuple[LayerView, int]]
+    ) -> None:
+        self._block = layout.block_tokens
+        self._layers = [
+            (module, *crosses[module.layer_idx])
+            for module in self._model.modules()
+            if getattr(module, "layer_idx", None) in crosses and hasattr(module, "k_proj")
+        ]
+
+    def look(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> Sight:
+        known = tuple(self._image(given, tenant) for given in images)
+        places = np.flatnonzero(np.asarray(prompt, dtype=np.int64) == self.token)
+        if len(places) != len(known):
+            raise ValueError(
+                f"the prompt has {len(places)} image tokens (id {self.token}) for {len(known)} images: each needs one"
+            )
+        media = [
+            Media(place, place + 1, image.digest, self._count(image))
+            for place, image in zip(places.tolist(), known, strict=True)
+        ]
+        return Sight(known, tuple(media), places, np.arange(len(known) + 1), crosses=True)
+
+    def see(self, batch: Batch, works: Many[Work]) -> Batch:
+        places: list[Any] = []
+        parts: list[Part] = []
+        for i, work in enumerate(works):
+            if work.sight is None:
+                continue
+            start, stop = batch.sizes[i] - len(work.tokens), batch.sizes[i]
+            self._write_new(work, start, stop)
+            for begin, end, seen in _views(work.sight.places, start, stop):
+                places.append(np.arange(begin, end) - start + batch.bounds[i])
+                parts.append(self._part_of(work, end - begin, seen))
+        if not parts:
+            return batch
+        return replace(batch, seen=Seen(upload(np.concatenate(places), self._device), tuple(parts)))
+
+    def _write_new(self, work: Work, start: int, stop: int) -> None:
+        """Fill the pages of the images whose tokens are among [start, stop), where nobody has yet."""
+        sight, sequence = work.sight, work.sequence
+        assert sight is not None
+        for place, item in enumerate(sight.media):
+            earlier = any(other.digest == item.digest for other in sight.media[:place])
+            if not start <= item.start < stop or earlier or sequence.media_kept(item.digest):
+                continue
+            states = self.embed(sight.images[place])
+            rows, tokens = sequence.media_rows(item.digest), np.arange(len(states))
+            with torch.inference_mode():
+                for module, view, column in self._layers:
+                    pages = rows[tokens // self._block, column].astype(np.int64)
+                    slots = upload(pages * self._block + tokens % self._block, self._device)
+                    shape = len(states), -1, module.head_dim
+                    key = module.k_norm(module.k_proj(states).view(shape))
+                    write(
+                        view.fields["k"], view.fields["v"], slots, key, module.v_proj(states).view(shape),
+                        k_scale=view.fields.get("k_scale"), v_scale=view.fields.get("v_scale"),
+                    )  # fmt: skip
+
+    def _part_of(self, work: Work, count: int, seen: Iterable[int]) -> Part:
+        assert work.sight is not None
+        rows, real, before = [], [], 0
+        for place in seen:
+            item = work.sight.media[place]
+            rows.append(work.sequence.media_rows(item.digest))
+            real.append(before * self._block + np.arange(item.tokens))
+            before += len(rows[-1])
+        pages = np.concatenate(rows).T.astype(np.int64)
+        return Part(
+            count,
+            upload(np.ascontiguousarray(pages), self._device),
+            upload(np.concatenate(real), self._device),
+        )
+
+    def embed(self, image: Image) -> torch.Tensor:
+        """An image's states as the layers that see it take them ([tokens, hidden]): the tower runs. Tiles that fill its
+        pixels up are left out."""
+        pixels, ratio, mask = (image.inputs[name].to(self._device) for name in INPUTS)
+        self.runs += 1
+        with torch.inference_mode():
+            found = self._base.vision_model(
+                pixel_values=pixels.to(self._dtype)[None, None],
+                aspect_ratio_ids=ratio.view(1, 1),
+                aspect_ratio_mask=mask.view(1, 1, -1),
+            ).last_hidden_state[0, 0]
+            states = self._base.multi_modal_projector(found[mask.bool()])
+            return states.flatten(0, 1).to(self._dtype)  # type: ignore[no-any-return]
+
+    def _count(self, image: Image) -> int:
+        tiles = int(image.inputs["aspect_ratio_mask"].count_nonzero())
+        return tiles * int(self._base.vision_model.num_patches)
+
+    def _image(self, given: Any, tenant: str = "") -> Image:
+        """What does not fit is refused here: the tower runs in a step, which others share."""
+        image = super()._image(given, tenant)
+        pixels, ratio, mask = (image.inputs[name] for name in INPUTS)
+        wanted, known = self._shape, int(self._model.config.vision_config.max_aspect_ratio_id)
+        masks = mask.numel() == wanted[0] and bool(mask.any()) and bool(((mask == 0) | (mask == 1)).all())
+        if tuple(pixels.shape) != wanted or not masks or ratio.numel() != 1:
+            raise ValueError(
+                f"an image of {type(self._model).__name__} is pixels {list(wanted)}, one aspect ratio and a mask of its "
+                f"{wanted[0]} tiles (1: shown; one at least), not {list(pixels.shape)}, {list(ratio.shape)} and {mask.tolist()}"
+            )
+        if ratio.is_floating_point() or not 1 <= int(ratio) <= known:
+            raise ValueError(f"aspect_ratio_ids {ratio.tolist()} is none of the model's: 1 to {known}")
+        return image
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        """An image's pixels: tiles, channels, height, width."""
+        config = self._model.config.vision_config
+        size = config.image_size
+        high, wide = (size, size) if isinstance(size, int) else size
+        return int(config.max_num_tiles), int(config.num_channels), int(high), int(wide)
+
+    def sample(self) -> Image:
+        tiles = torch.ones(self._shape[0], dtype=torch.int64)
+        return self._image(
+            dict(zip(INPUTS, (torch.zeros(self._shape), torch.tensor([1]), tiles), strict=True))
+        )
+
+    def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+        pixels, ratios, masks = (torch.as_tensor(made[name]) for name in INPUTS)
+        shown = torch.nonzero(ratios).tolist()  # 0 fills up where others of a batch show more
+        return [
+            dict(zip(INPUTS, (pixels[i, j], ratios[i, j, None], masks[i, j]), strict=True)) for i, j in shown
+        ]
+
+
+def _views(places: Any, start: int, stop: int) -> list[tuple[int, int, range]]:
+    """Tokens [begin, end) of [start, stop) that see the same images, and which: those at `places` that follow each other and
+    came last."""
+    edges = [start, *(int(place) for place in places if start < place < stop), stop]
+    found = []
+    for begin, end in pairwise(edges):
+        last = int(np.searchsorted(places, begin, "right")) - 1
+        first = last
+        while first > 0 and places[first - 1] == places[first] - 1:
+            first -= 1
+        if last >= 0:
+            found.append((begin, end, range(first, last + 1)))
+    return found
+
+
+def attend_seen(
+    view: LayerView, column: int, query: torch.Tensor, parts: Many[Part], scale: float
+) -> torch.Tensor:
+    """Let queries [tokens, heads, dim], those of one part after the other, attend to all that each part sees."""
+    fields, out, begin = view.fields, [], 0
+    for part in parts:
+        ids, q = part.pages[column], query[begin : begin + part.count].transpose(0, 1)
+        k, v = (_values(fields, name, ids, part.real, query.dtype) for name in "kv")
+        found = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], scale=scale, enable_gqa=True
+        )
+        out.append(found[0].transpose(0, 1))
+        begin += part.count
+    return torch.cat(out)
+
+
+def _values(
+    fields: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, real: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """What pages keep of one field's tokens: [heads, tokens, dim]. Bytes are moved as bytes: not every index takes fp8."""
+    pages, scale = fields[name], fields.get(f"{name}_scale")
+    raw = pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
+    found = raw[ids].view(pages.dtype).flatten(0, 1)[real].to(dtype)
+    if scale is not None:
+        each = scale[ids].flatten(0, 1)[real] if scale.dim() == 3 else scale.view(1, -1)
+        found = found * each[..., None].to(dtype)
+    return found.transpose(0, 1)
+
+
+def wrap_cross(layer: Any) -> bool:
+    """Have a decoder layer of cross attention take packed rows: tokens that see an image go through it, with what they see
+    read from pages; the others pass it by. Whether `layer` is one; harmless to repeat."""
+    attention = getattr(layer, "cross_attn", None)
+    if attention is None or not hasattr(layer, "cross_attn_attn_gate"):
+        return False
+    if not getattr(attention, "is_fused", False):
+        attention.is_fused = True  # its keys and values come from elsewhere than its queries: nothing to join
+        own = layer.forward
+
+        def look(hidden_states: torch.Tensor, pages: Any, **_: Any) -> tuple[torch.Tensor, None]:
+            tokens = hidden_states.shape[1]
+            query = attention.q_norm(attention.q_proj(hidden_states).view(tokens, -1, attention.head_dim))
+            view, column = pages.crosses[attention.layer_idx]
+            out = attend_seen(view, column, query, pages.batch.seen.parts, attention.scaling)
+            return attention.o_proj(out.reshape(1, tokens, -1)), None
+
+        def forward(hidden_states: torch.Tensor, pages: Any, **named: Any) -> torch.Tensor:
+            if pages.batch.seen is None:
+                return hidden_states
+            places = pages.batch.seen.places
+            given = {**named, "full_text_row_masked_out_mask": None}
+            return hidden_states.index_copy(1, places, own(hidden_states[:, places], pages=pages, **given))
+
+        attention.forward, layer.forward = look, forward
+    return True

@@ -1,0 +1,118 @@
+"""A tier that re-encodes pages serves requests that allow for it, and no other request ever meets one of its pages."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvloom.core import Control
+from kvloom.engine.engine import Engine
+from kvloom.engine.request import Request
+from tests.models.zoo import expected, tiny
+
+from .test_lower import PATIENT, POOL, closed, drawn, greedy, lower_of, stored
+
+NEAR = Control(lossy=True)
+
+
+def opened(*tiers: str) -> Engine:
+    return Engine(tiny("llama"), POOL, tiers=tiers, lower=PATIENT)
+
+
+def said(engine: Engine, prompts: list[list[int]], control: Control | None = None) -> list[Request]:
+    requests = [engine.add(prompt, greedy(4), control) for prompt in prompts]
+    engine.run()
+    lower_of(engine).poll()
+    stored(engine)
+    return requests
+
+
+@pytest.mark.parametrize("coding", ["int8", "fp8"])
+@pytest.mark.parametrize("below", ["disk", "host"])
+def test_what_was_re_encoded_serves_those_who_allow_it_and_nobody_else(
+    coding: str, below: str, tmp_path: Path
+) -> None:
+    prompts = drawn(coding, 70, 50)
+    wanted = expected(tiny("llama"), prompts, 4)
+    text = f"{coding}:disk:{tmp_path}:64MiB" if below == "disk" else f"{coding}:host:16MiB"
+    engine = opened("host:8MiB", text)
+    first, plain = said(engine, prompts, NEAR), said(engine, prompts)
+    assert (
+        [one.tokens for one in first] == [one.tokens for one in plain] == wanted
+    )  # nothing came from below yet
+    assert [one.cached_tokens for one in plain] == [0, 0]
+    lane = lower_of(engine).mover.lanes[0]
+    kept = lane.tier.stats()
+    assert kept.objects == 5 + 4, "the pages of those who allow it, and of no others"
+    if below == "disk":
+        closed(engine)
+        engine = opened("host:8MiB", text)
+    else:
+        empty(engine)
+    near, exact = said(engine, prompts, NEAR), said(engine, prompts)
+    assert [one.cached_tokens for one in near] == [64, 48]
+    assert {load[0] for one in near for load in one.loads} == {coding}
+    assert not any(one.loads for one in exact)
+    assert [one.tokens for one in exact] == wanted
+    closed(engine)
+
+
+def empty(engine: Engine) -> None:
+    """Whatever is cached leaves the pool, and host memory."""
+    engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
+    engine._copy()
+    host = lower_of(engine).host
+    while host._entries:
+        key, entry = next(iter(host._entries.items()))
+        host._forget(key, entry)
+
+
+def test_the_bytes_that_come_back_are_near_those_that_were_computed(tmp_path: Path) -> None:
+    (prompt,) = drawn("near", 64)
+    engine = opened("host:8MiB", f"int8:disk:{tmp_path}:64MiB")
+    said(engine, [[*prompt, 5]], NEAR)
+    group = engine.layout.groups[0]
+
+    def pages() -> np.ndarray:
+        match = engine.cache.match([*prompt, 5], NEAR)
+        assert match.resume == 64
+        bytes_ = engine.buffer.numpy().reshape(-1)
+        size = group.page_stride
+        found = np.concatenate([bytes_[p * size : (p + 1) * size] for p in match.rows[:, 0].tolist()])
+        return found.view(np.float32).copy()
+
+    before = pages()
+    empty(engine)
+    assert engine.cache.match([*prompt, 5], NEAR).resume < 64
+    said(engine, [[*prompt, 5]], NEAR)
+    after = pages()
+    assert not np.array_equal(before, after)
+    assert np.abs(before - after).max() <= np.abs(before).max() / 127
+    closed(engine)
+
+
+def test_where_nothing_is_re_encoded_the_word_changes_nothing(tmp_path: Path) -> None:
+    engine = opened("host:8MiB")
+    prompts = drawn("same", 70)
+    said(engine, prompts, NEAR)
+    assert said(engine, [[*prompts[0], 5]])[0].cached_tokens == 70
+    closed(engine)
+
+
+def test_pages_that_are_quantised_already_are_not_re_encoded_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kvloom.tiers"):
+        engine = Engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB"])
+    assert "left out" in caplog.text
+    assert "not re-encoded" in caplog.text
+    assert not lower_of(engine).mover.lanes
+    closed(engine)
+
+
+def test_pages_are_re_encoded_once() -> None:
+    with pytest.raises(ValueError, match="re-encoded once"):
+        opened("int8:fp8:host:16MiB")

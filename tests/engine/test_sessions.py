@@ -1,0 +1,84 @@
+"""A session that is about to come back: what it said is in host memory before it asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvloom.core import Control
+from kvloom.engine.engine import Engine
+from kvloom.engine.sessions import Sessions
+from tests.models.zoo import expected, tiny
+
+from .test_lossy import empty
+from .test_lower import PATIENT, POOL, QUICK, closed, drawn, faulty, greedy, lower_of, stored
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_hint_brings_what_a_session_said_into_host_memory(family: str, tmp_path: Path) -> None:
+    engine = Engine(tiny(family), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], lower=PATIENT)
+    control = Control(session="talk", tenant="someone")
+    prompt = drawn(family, 70)[0]
+    first = engine.add(prompt, greedy(8), control)
+    engine.run()
+    stored(engine)
+    assert not engine.expect_session("talk"), "everything is in the pool"
+    assert not engine.expect_session("another")
+    empty(engine)
+    lower = lower_of(engine)
+    assert engine.expect_session("talk")
+    assert engine.busy
+    engine.run()
+    assert lower.counts["hinted"] == 1
+    assert lower.host.stats().objects
+    assert not lower.counts["trips"], "the pool is as it was"
+    turn = [*first.tokens, 5, 6]
+    again = engine.add(turn, greedy(8), control)
+    engine.run()
+    assert (again.cached_tokens or 0) >= 64
+    assert {tier for tier, *_ in again.loads} == {"host"}
+    assert again.tokens == expected(tiny(family), [turn], 8)[0]
+    engine.end_session("talk")
+    empty(engine)
+    assert not engine.expect_session("talk")
+    closed(engine)
+
+
+@pytest.mark.parametrize("wrong", ["failing", "hung"])
+def test_a_hint_to_a_tier_that_does_not_answer_ends_and_costs_no_token(wrong: str, tmp_path: Path) -> None:
+    from kvloom.tiers.faulty import Faults
+
+    faults = Faults()
+    place, _ = faulty(tmp_path, faults)
+    engine = Engine(tiny("llama"), POOL, tiers=["host:8MiB", place], lower=QUICK)
+    prompt = drawn(wrong, 70)[0]
+    engine.add(prompt, greedy(8), Control(session="talk"))
+    engine.run()
+    stored(engine)
+    empty(engine)
+    setattr(faults, wrong, True)
+    engine.expect_session("talk")
+    engine.run()
+    assert not engine.busy
+    request = engine.add(prompt, greedy(8), Control(session="talk"))
+    engine.run()
+    assert request.tokens == expected(tiny("llama"), [prompt], 8)[0]
+    faults.failing = False
+    faults.release()
+    closed(engine)
+
+
+def test_sessions_are_remembered_within_bounds() -> None:
+    sessions = Sessions(most_tokens=100)
+    for number in range(5):
+        sessions.heard(f"s{number}", range(30), Control())
+    assert len(sessions) == 3
+    assert sessions.of("s1") is None
+    sessions.heard("s2", range(90), Control(tenant="t"))  # it said more: only the last counts
+    known = sessions.of("s2")
+    assert known is not None
+    assert (len(known[0]), known[1].tenant) == (90, "t")
+    assert len(sessions) == 1
+    sessions.heard("s9", range(101), Control())
+    assert len(sessions) == 0

@@ -1,0 +1,47 @@
+"""Lines through what was seen: what is believed, and for how long."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvloom.engine.speeds import Line
+
+
+def test_a_line_goes_through_what_was_seen() -> None:
+    line = Line()
+    assert not line.known
+    assert line.seconds(5) == 0
+    for amount in (10, 20, 30, 40):
+        line.see(amount, 0.5 + 0.1 * amount)
+    assert line.seconds(100) == pytest.approx(10.5)
+
+
+def test_one_sight_is_no_ground_to_refuse_anything() -> None:
+    line = Line()
+    for seen in range(4):
+        assert line.trusted == (seen >= 3)
+        line.see(1000, 0.01)
+
+
+def test_what_was_refused_is_tried_again_by_and_by() -> None:
+    line = Line()
+    for _ in range(5):
+        line.see(1000, 1.0)
+    refused = 0
+    while line.seconds(1000) > 0.01:
+        line.doubt()
+        refused += 1
+    assert 30 < refused < 60
+    line.see(1000, 0.001)
+    assert line.seconds(1000) < 0.01
+
+
+def test_a_moment_in_which_the_machine_did_something_else_says_little_and_a_slower_one_is_believed() -> None:
+    line = Line()
+    for _ in range(20):
+        line.see(1000, 0.001)
+    line.see(1000, 5.0)
+    assert line.seconds(1000) < 0.002
+    for _ in range(40):
+        line.see(1000, 0.1)
+    assert line.seconds(1000) == pytest.approx(0.1, rel=0.2)
