@@ -4,7 +4,8 @@
     starts   0                                   7                       8               …
 
 `Stage` lays a step out in fixed buffers: one small block of numbers is sent a step, and of the page tables, which the device
-has a copy of, only what changed; in a step of single tokens that is part of the block. Everything else is worked out on the device. Knows no model and decides nothing.
+has a copy of, only what changed; in a step of single tokens that is part of the block. Everything else is worked out on the
+device. Knows no model and decides nothing.
 """
 
 from __future__ import annotations
@@ -176,16 +177,8 @@ class Stage:
             if len(numbers.tokens) != count:
                 raise ValueError("a step of single tokens has works of more")
             patched, pages = self._patches(numbers.rows)
-            common = (
-                numbers.tokens,
-                numbers.positions,
-                numbers.source,
-                numbers.rows,
-                numbers.lengths,
-                patched,
-            )
-            for field, values in zip(block, common, strict=False):
-                field[:count] = values
+            of_all = numbers.tokens, numbers.positions, numbers.source, numbers.rows, numbers.lengths, patched
+            block[: singles.FIELDS, :count] = of_all
             at = singles.FIELDS
             block[at : at + width, :count] = pages
             block[at + width : at + width + self._states, :count] = numbers.states
