@@ -414,8 +414,8 @@ def test_values_may_lie_with_their_tokens_dense(dtype: torch.dtype) -> None:
 
 
 def test_a_rounded_rotation_has_the_bits_of_modeling_code() -> None:
-    q = torch.randn(7, 4, 32).bfloat16()
-    cos, sin = (x.bfloat16() for x in angles(7, 16))
+    q = torch.randn(7, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+    cos, sin = (x.bfloat16().to(DEVICE) for x in angles(7, 16))
     theirs = fused.rotate(
         q.transpose(0, 1)[None], q.transpose(0, 1)[None], cos.repeat(1, 2)[None], sin.repeat(1, 2)[None]
     )[0][0].transpose(0, 1)
