@@ -46,3 +46,14 @@ def test_the_kernel_works_out_what_the_oracle_does(columns: int, states: int, sh
     for row, length in enumerate(wanted.lengths.tolist()):
         used = -(-length // BLOCK)
         assert torch.equal(found.tables[:, row, :used].cpu(), wanted.tables[:, row, :used])
+
+
+def test_rows_of_nobody_have_page_0_alone_in_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a graph is captured its step runs once, with rows that are nobody's and sharers that may be anybody's."""
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(*shape, 1 << 20, **how))
+    numbers = torch.zeros(singles.fields_of(2, 0, False), 4, dtype=torch.int32)
+    numbers[2], numbers[3], numbers[5] = -1, SEQUENCES - 1, -1
+    tables = torch.zeros(2, SEQUENCES, BLOCKS, dtype=torch.int32)
+    chosen = torch.zeros(4, dtype=torch.int64)
+    found = triton_singles.lay_out(numbers.to(DEVICE), tables.to(DEVICE), chosen.to(DEVICE), BLOCK, 0)
+    assert not found.tables.any()

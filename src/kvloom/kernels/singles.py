@@ -22,7 +22,7 @@ FIELDS = 6
 @dataclass(frozen=True, slots=True)
 class Singles:
     """What was worked out. `tables` ([columns, rows, blocks]) hold the blocks up to each row's length; what lies beyond is not
-    to be read on a GPU. `slots`, `pages` ([columns, rows]) and `places` say where the rows' tokens go."""
+    to be read where a graph is replayed. `slots`, `pages` ([columns, rows]) and `places` say where the rows' tokens go."""
 
     tokens: torch.Tensor
     positions: torch.Tensor

@@ -66,7 +66,10 @@ def lay_out(
 
     tokens, positions, places = longs(rows), longs(rows), longs(rows)
     slots, pages, more = longs(columns, rows), longs(columns, rows), longs(rest, rows)
-    held = torch.empty((columns, rows, blocks), dtype=torch.int32, device=numbers.device)
+    # A run by itself is a trial: all of its rows may be nobody's, of which others that share are told nevertheless.
+    captured = numbers.is_cuda and torch.cuda.is_current_stream_capturing()
+    made = torch.empty if captured else torch.zeros
+    held = made((columns, rows, blocks), dtype=torch.int32, device=numbers.device)
     _row_kernel[(rows, max(1, columns))](
         numbers, tables, chosen, tokens, positions, held, slots, pages, places, more, rows, sequences, blocks,
         COLUMNS=columns, REST=rest, BLOCK=block, CHUNK=128, num_warps=1,
