@@ -272,6 +272,7 @@ def test_who_stays_within_its_share_is_not_preempted_for_others() -> None:
     model = tiny("llama")
     slab = Engine(model, POOL).layout.slab_bytes
     engine = Engine(model, 13 * slab, tenants=[Tenant("red", weight=1), Tenant("blue", weight=1)])
+    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
     red = [
         engine.add([3 + own] * 30, greedy(50), Control(tenant="red"), priority=1) for own in range(2)
     ]  # ten blocks together, of which six are its share
