@@ -134,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
         kv_scales=args.kv_scales,
         pool_bytes=args.pool,
         tiers=args.tier,
+        device=args.device,
     )
     from kvloom.models.load import device_of
 

@@ -114,6 +114,7 @@ class LLM:
                 kv_scales=kv_scales,
                 pool_bytes=pool_bytes,
                 tiers=tiers,
+                device=None if device is None else str(device),
             )
             model, found = load(model, dtype, device, load_format, progress)
             self.tokenizer = tokenizer or found
