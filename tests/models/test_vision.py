@@ -305,7 +305,7 @@ def test_positions_that_are_sent_for_a_replay_are_shifted_by_row() -> None:
     assert laid_out.positions.tolist() == [20, 21, 22]
     assert laid_out.rotary is not None
     assert laid_out.rotary.tolist() == [16, 28, 22]
-    stage.send(works, 4)
+    stage.send_singles(works, 4)
     replayed = stage.replayed(4, torch.zeros(4, dtype=torch.int64))
     assert replayed.rotary is not None
     assert replayed.rotary.tolist() == [16, 28, 22, 0]

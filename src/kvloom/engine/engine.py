@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvloom.core import Control, Tenant
@@ -33,7 +34,7 @@ from .lower import Lower, LowerConfig
 from .odds import send
 from .opening import open_lower
 from .pool import pool_for
-from .request import Request, SamplingParams
+from .request import Request, SamplingParams, token_ids
 from .runner import Runner
 from .sampler import Chosen, Sampler
 from .scheduler import Scheduler
@@ -147,8 +148,9 @@ class Engine:
         grows (some 20 µs a token), so that it can be told piece by piece. `images` are what the model's processor makes of
         each, a mapping of tensors (or pixels alone), in the order of their placeholders in the prompt."""
         params = params or SamplingParams()
-        tokens = tuple(int(token) for token in prompt)
-        self._refuse(tokens, params, text)
+        ids = token_ids(prompt)
+        self._refuse(ids, params, text)
+        tokens = tuple(ids.tolist())
         control = control or Control()
         if control.lossy and (self.lower is None or not self.lower.lossy):
             control = replace(control, lossy=False)  # nothing here is re-encoded: it shares with everybody
@@ -342,15 +344,15 @@ class Engine:
             raise ValueError(Vision.refusal(self.model))
         return self.vision.look(tokens, images, tenant)
 
-    def _refuse(self, tokens: tuple[int, ...], params: SamplingParams, text: bool) -> None:
+    def _refuse(self, ids: npt.NDArray[Any], params: SamplingParams, text: bool) -> None:
         """Raise ValueError for what can never run."""
-        if not tokens:
+        if not len(ids):
             raise ValueError("a prompt needs at least one token")
-        if len(tokens) + params.max_tokens > self.cache.max_tokens:
+        if len(ids) + params.max_tokens > self.cache.max_tokens:
             raise ValueError(
-                f"{len(tokens)} prompt tokens and {params.max_tokens} new ones exceed {self._whose} {self.cache.max_tokens}"
+                f"{len(ids)} prompt tokens and {params.max_tokens} new ones exceed {self._whose} {self.cache.max_tokens}"
             )
-        for token in (min(tokens), max(tokens)):
+        for token in (ids.min(), ids.max()):
             if not 0 <= token < self._vocabulary:
                 raise ValueError(
                     f"the prompt's token {token} is none of the model's: ids go from 0 to {self._vocabulary - 1}"
