@@ -57,6 +57,7 @@ def test_what_runs_is_let_through(tmp_path: Path) -> None:
         ("cuda", 1, None),
         ("cuda:1", 2, None),
         ("cpu", OSError("nobody asks"), None),
+        ("cuda:x", OSError("nobody asks"), None),
     ],
 )
 def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(

@@ -1,7 +1,8 @@
 """What can be said against an engine before it is loaded: no such model or device, a dtype or a tier that makes no sense, a
 pool too small.
 
-Reads the model's config at most, and asks the driver where a GPU is named: no torch, no weights, nothing opened. What needs more is said while loading.
+Reads the model's config at most, and asks the driver where a GPU is named: no torch, no weights, nothing opened. What needs
+more is said while loading.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ def check_model(model: str, load_format: str = "auto") -> dict[str, Any] | None:
 
 
 def _check_gpu(device: str) -> None:
-    """Whether torch can use a GPU that the driver sees, loading tells."""
+    """Whether torch can use a GPU that the driver sees, loading tells, and what is no device at all."""
+    index = device.partition(":")[2] or "0"
+    if not index.isdigit():
+        return
     try:
         count = cuda_driver().devices()
     except OSError:
@@ -89,7 +93,7 @@ def _check_gpu(device: str) -> None:
     except CudaError as error:
         why = f"the NVIDIA driver says: {error}"
     else:
-        if int(device.partition(":")[2] or 0) < count:
+        if int(index) < count:
             return
         why = f"the NVIDIA driver sees {count} GPU{'' if count == 1 else 's'}"
     raise ValueError(f"there is no device {device!r} here: {why}; give cpu (--device cpu), or leave it out")

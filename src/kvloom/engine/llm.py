@@ -76,8 +76,9 @@ class Delta:
 
 class LLM:
     """A model (a folder, a hub id, the name of one that comes along, or a loaded one) and its engine. `pool_bytes` are for the
-    cache (without them it takes what the device has left); `dtype` and `device` are the weights'; `kv_dtype` and `kv_scales` say how K and V are kept, as the engine takes them. A `processor` is
-    what turns text and images into ids and tensors; that of the model's folder is taken when the first image comes.
+    cache (without them it takes what the device has left); `dtype` and `device` are the weights'; `kv_dtype` and `kv_scales` say
+    how K and V are kept, as the engine takes them. A `processor` is what turns text and images into ids and tensors; that of the
+    model's folder is taken when the first image comes.
     `load_format` "random" makes weights of a config; `threads` are torch's on a CPU, for the whole process (threads.py has the
     rule for None); `progress` shows bars while loading and preparing. `batch_invariant`: the same seed, the same tokens and
     log-probabilities on a GPU, whatever runs beside. `tiers` are places for pages below the pool: `["host:64GiB",
@@ -119,7 +120,7 @@ class LLM:
             )
             where = device_of(device)
             if dtype == "auto" and where.type == "cpu" and self._folder != model:
-                dtype = "float32"  # one that comes along: it is small, and a CPU is quickest so
+                dtype = "float32"  # one that comes along, as `kvloom serve` has it
             model, found = load(self._folder, dtype, where, load_format, progress)
             self.tokenizer = tokenizer or found
         self.engine = Engine(
