@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvloom.core import Control, Tenant
-from kvloom.engine import engine as engine_module, sizing
+from kvloom.engine import pool as pool_module, sizing
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request, SamplingParams
 from tests.models.zoo import expected, tiny
@@ -199,7 +199,7 @@ def test_what_exceeds_a_quota_or_an_engine_without_limit_is_refused(monkeypatch:
     engine.add(range(3, 33), greedy(10), Control(tenant="small"))
     engine.add(range(3, 53), greedy(10))
     engine.run()
-    monkeypatch.setattr(engine_module, "MAX_TOKENS", 64)
+    monkeypatch.setattr(pool_module, "MAX_TOKENS", 64)
     model = tiny("mamba")
     del model.config.max_position_embeddings
     engine = Engine(model, POOL)
