@@ -244,10 +244,13 @@ class Engine:
         assert self.lower is not None
         self.lower.take_offers()  # of who ended now: there may be no next step for long
         if done is not None:
-            tokens = sum(len(part.tokens) for _, part in done.work if len(part.tokens) > 1)
-            self.lower.computed(tokens, time.perf_counter() - began)
+            self.lower.computed(done.prompt_tokens, time.perf_counter() - began)
         elif self._flight is None and (self.scheduler.loads or self.lower.preparing):
             self.lower.wait(0.002)
+        if (flight := self._flight) is None:
+            self.lower.in_air((), 0)
+        else:
+            self.lower.in_air({request for request, _ in flight.work}, flight.prompt_tokens)
 
     def close(self, seconds: float = 10.0) -> None:
         """End every request, and the tiers: what they want is stored first, within so many seconds."""

@@ -1,6 +1,6 @@
 """What lies below host memory: found for a request that waits, and brought there.
 
-    seek:  find (lookups, by and by) → fetch all of it, or the tail while the head is computed → host memory has it
+    seek:  find (lookups, by and by) → fetch it in strips, the prompt's end first → host memory has it
 
 Knows names and lanes; copies nothing into the pool, and asks nobody to wait: `lower.py` does.
 """
@@ -8,6 +8,8 @@ Knows names and lanes; copies nothing into the pool, and asks nobody to wait: `l
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -19,32 +21,51 @@ from kvloom.tiers.mover import Fetch, Mover, MoverConfig
 
 from .arena import form_of
 from .speeds import Line, meeting
-from .trip import Trip
+from .trip import Strip, Trip
 
 __all__ = ["Fetching", "Forms", "LowerConfig"]
 
 Forms = dict[int, list[Form]]
 """By group, the form of each of its runs."""
-GAIN = 0.1
-"""Computing the head while the tail loads is worth its steps where it saves this share of loading everything."""
+GAIN = 0.05
+"""A tail that saves less than this share of computing everything is left where it is."""
+STRIPS = 32
+"""Into how many parts a prompt's pages are cut, at least, that are of use as soon as they have come."""
+LEAST = 32
+"""A step computes this part of a prompt, at least: smaller ones take as long."""
+FULL = 0.9
+"""What one prompt may have of host memory."""
+SOON = 0.002
+"""Seconds in which nothing can be told: threads take turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowerConfig:
-    """`load`: "always" loads what is there, "auto" what is faster to load than to compute. A request waits for a tier as long
-    as computing would take, but at least and at most so many `seconds`."""
+    """`load`: "always" loads what is there and waits for it, "auto" computes meanwhile what is computed sooner, and waits only for
+    what should come sooner than that; where it does not, `loss` of what computing everything would take is the most that is
+    lost. What is asked of a tier it has twice as long for as computing would take, at least and at most so many `seconds`;
+    while nobody knows what computing takes, a twentieth of the most is waited."""
 
     load: Literal["auto", "always"] = "auto"
     seconds: tuple[float, float] = (0.1, 5.0)
+    loss: float = 0.04
     mover: MoverConfig = field(default_factory=MoverConfig)
 
 
 class Fetching:
-    """`prefill` says what computing takes; `counts` are its owner's, where what was not worth it is counted."""
+    """`prefill` says what computing takes; `counts` are its owner's, where what was not worth it is counted, and so are the
+    `trips` that are under way."""
 
     def __init__(
-        self, cache: KVCache, mover: Mover, config: LowerConfig, prefill: Line, counts: dict[str, int]
+        self,
+        cache: KVCache,
+        mover: Mover,
+        config: LowerConfig,
+        prefill: Line,
+        counts: dict[str, int],
+        trips: Callable[[], Iterable[Trip]],
     ) -> None:
+        self.trips = trips
         self.cache, self.mover, self.config = cache, mover, config
         self.prefill, self._counts = prefill, counts
         self.forms: Forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in cache.layout.groups}
@@ -77,95 +98,157 @@ class Fetching:
                 trip.prospect.answer(trip.finding.found)
                 trip.finding = None
             trip.found = True
+            self._fetching = {key: one for key, one in self._fetching.items() if not one.done}
             trip.request.lacking = trip.prospect.lacking
             self._fetch(trip)
-        trip.fetches = [fetch for fetch in trip.fetches if not fetch.done]
-        return bool(trip.fetches)
+        self._take_in(trip)
+        return bool(trip.strips)
 
     def asked(self, question: Question, trip: Trip) -> Objects:
         """The objects that answer a question: of a group's runs, the first."""
         return Objects(question.names, question.group, self.forms_of(trip)[question.group][0], trip.tenant)
 
+    def _take_in(self, trip: Trip) -> None:
+        """Note what has come, strip by strip; behind one that did not come whole nothing is waited for."""
+        assert trip.prospect is not None
+        while trip.strips and all(fetch.done for fetch in trip.strips[0].fetches):
+            strip = trip.strips.popleft()
+            trip.fetched.update(strip.lanes)
+            if all(self.mover.host.lookup(one).all() for one in strip.objects):
+                trip.low = strip.first
+            elif trip.low < trip.prospect.point or self.cache.layout.of("state"):
+                self.let_go(trip)
+
+    def let_go(self, trip: Trip) -> None:
+        """Nobody waits for what is still to come."""
+        others = {id(fetch) for other in self.trips() if other is not trip for fetch in other.fetches}
+        for fetch in trip.fetches:
+            if id(fetch) not in others:
+                fetch.cancel()
+        trip.strips.clear()
+
     def _fetch(self, trip: Trip) -> None:
-        """Bring what a trip found below host memory: all of it, or the tail while the head is computed."""
-        assert trip.prospect is not None
-        wanted, below = self._lacking(trip, 0)
-        if not below:
-            self._note(trip)
-            return
-        trip.first = self._meeting(trip)
-        if trip.first:
-            wanted, below = self._lacking(trip, trip.first)
-        match, point = trip.prospect.match, trip.prospect.point
-        if not below or trip.first >= point:
-            self._counts["not_worth"] += 1
-            trip.first = 0
-            return
-        least, most = self.config.seconds
-        tokens = point - match.resume
-        patience = max(least, min(most, 2 * self.prefill.seconds(tokens))) if self.prefill.known else most / 2
-        self._note(trip)
-        fetch = self.mover.fetch(wanted, below, time.monotonic() + patience)
-        trip.fetches.append(fetch)
-        self._fetching = {key: one for key, one in self._fetching.items() if not one.done}
-        self._fetching.update(dict.fromkeys(below, fetch))
-
-    def _note(self, trip: Trip) -> None:
-        """Count what comes from which lane; others may be bringing it."""
-        assert trip.prospect is not None
-        for need in trip.prospect.needs(trip.first):
-            trip.fetched.update(
-                trip.below[key] for key in self._objects(need, trip)[0].keys if key in trip.below
-            )
-
-    def _meeting(self, trip: Trip) -> int:
-        """Where computing from the left and loading from the right should meet; 0: load everything, and compute nothing."""
+        """Bring what a trip found below host memory: all of it, or as much of the tail as comes while the head is computed."""
         assert trip.prospect is not None
         match, point, block = trip.prospect.match, trip.prospect.point, self.cache.block_tokens
-        if trip.patient or not match.control.store or self.config.load == "always" or not self.prefill.known:
-            return 0
-        # Bytes of block b at b + 1, of states at 0.
-        sizes = np.zeros((len(self.mover.lanes), point // block + 2), np.int64)
-        for need in trip.prospect.needs():
-            keys = self._objects(need, trip)[0].keys
-            for b, key in zip(need.blocks, keys, strict=True):
-                if key in trip.below:
-                    sizes[trip.below[key], b + 1] += need.group.page_stride * need.group.runs
+        trip.low, whole, top = point, match.matched // block, -(-point // block)
+        needs = trip.prospect.needs()
+        # What stands before the prompt's new part, and states, is needed at its end: it comes with the last block.
+        places: dict[int, list[tuple[int, int]]] = {}
+        sizes = np.zeros((len(self.mover.lanes), top + 1), np.int64)
+        for number, need in enumerate(needs):
+            for i, (b, key) in enumerate(zip(need.blocks, self._objects(need, trip)[0].keys, strict=True)):
+                if (lane := trip.below.get(key)) is not None:
+                    at = b if b >= whole else top - 1
+                    places.setdefault(at, []).append((number, i))
+                    sizes[lane, at] += need.group.page_stride * need.group.runs
+        trip.behind = sizes[:, ::-1].cumsum(1)[:, ::-1]
+        if not places:
+            return
+        least, most = self.config.seconds
+        patience = most / 2
+        if self.prefill.known:
+            patience = max(least, min(most, 2 * self.prefill.seconds(point - match.resume)))
+        trip.deadline = time.monotonic() + patience
+        if self.config.load == "always":
+            self._ask(trip, needs, [one for b in sorted(places) for one in places[b]], match.resume)
+            return
+        first = self._first(trip)
+        if first >= point:
+            self._counts["not_worth"] += 1
+            return
+        total = int(trip.behind[:, 0].sum())
+        each, size = min(self.mover.config.lane.piece, total // STRIPS), 0
+        some: list[tuple[int, int]] = []
+        for b in range(top - 1, first // block - 1, -1):
+            behind = int(trip.behind[:, b].sum())
+            if some and b in places and behind - size > each:
+                self._ask(trip, needs, some, (b + 1) * block)
+                some, size = [], int(trip.behind[:, b + 1].sum())
+            if behind > FULL * self.mover.host.capacity:
+                return  # what comes later would push out what is there
+            some += places.get(b, [])
+        if some:
+            self._ask(trip, needs, some, first // block * block)
 
-        def loading(first: int) -> float | None:
-            rest = sizes[:, 0] + sizes[:, first // block + 1 :].sum(1)
-            return self.mover.seconds({lane: int(size) for lane, size in enumerate(rest) if size})
-
-        whole, start = loading(match.resume), -(-match.resume // block) * block
-        if whole is None:
-            return 0
-
-        def computing(blocks: int) -> float:
-            return self.prefill.seconds(start + blocks * block - match.resume)
-
-        low = meeting(
-            max(0, (point - start) // block), computing, lambda blocks: loading(start + blocks * block) or 0.0
-        )
-        return start + low * block if low and self.prefill.seconds(low * block) < (1 - GAIN) * whole else 0
-
-    def _lacking(self, trip: Trip, first: int) -> tuple[list[Objects], dict[bytes, int]]:
-        """What is below host memory of a trip's pages from `first` on, and where; what others fetch is waited for."""
+    def _first(self, trip: Trip) -> int:
+        """From where on pages are asked for: well before where loading and computing should meet; the prompt's end where
+        computing is so much faster that nothing is gained."""
         assert trip.prospect is not None
+        match, point = trip.prospect.match, trip.prospect.point
+        loading = self.loading(trip)
+        if trip.patient or not match.control.store or not self.prefill.known or loading is None:
+            return match.resume
+        comes, tokens = loading, point - match.resume
+        block = self.cache.block_tokens
+        met = meeting(
+            tokens // block,
+            lambda n: self.prefill.seconds(n * block),
+            lambda n: comes(match.resume + n * block),
+        )
+        if tokens - met * block < GAIN * tokens:
+            for lane in self.mover.lanes:
+                lane.doubt()
+            return point
+        return match.resume + met // 2 * block
+
+    def loading(self, trip: Trip) -> Callable[[int], float] | None:
+        """When everything from a token on that has not come will have; None while nobody knows how fast it comes."""
+        behind, block = trip.behind, self.cache.block_tokens
+        assert behind is not None
+        low = behind[:, -(-trip.low // block)]
+        lowest = trip.strips[-1].first // block if trip.strips else -(-trip.low // block)
+        waits = []  # for each lane that has some: seconds before ours, bytes a second
+        for number, lane in enumerate(self.mover.lanes):
+            if behind[number, 0]:
+                if not lane.speed:
+                    return None
+                others = max(0, lane.ahead(trip.deadline) - int(behind[number, lowest] - low[number]))
+                waits.append((number, lane.latency + others / lane.speed, lane.speed))
+
+        def seconds(first: int) -> float:
+            at = max(0, first // block)
+            left = [(int(behind[n, at] - low[n]), before, speed) for n, before, speed in waits]
+            return max((before + size / speed for size, before, speed in left if size > 0), default=0.0)
+
+        return seconds
+
+    def allowed(self, trip: Trip) -> float:
+        """Seconds that a request may lose by waiting in vain: a part of computing everything, or where that is little, twice
+        what the first of its pages should take."""
+        _, most = self.config.seconds
+        if not self.prefill.known:
+            return most / 20
+        share = self.config.loss * self.prefill.seconds(len(trip.request.tokens) - trip.front)
+        if not trip.strips or (loading := self.loading(trip)) is None:
+            return max(share, SOON)
+        return max(share, SOON, 2 * loading(trip.strips[0].first))
+
+    def _ask(self, trip: Trip, needs: list[Need], places: list[tuple[int, int]], first: int) -> None:
+        """Let pages come, each the place of one in a need: a strip of the trip. What others fetch is waited for."""
         wanted: list[Objects] = []
         below: dict[bytes, int] = {}
-        for need in trip.prospect.needs(first):
-            runs = self._objects(need, trip)
+        fetches: list[Fetch] = []
+        lanes: Counter[int] = Counter()
+        for number, need in enumerate(needs):
+            at = [i for n, i in places if n == number]
+            if not at:
+                continue
+            runs = self._objects(replace(need, names=[need.names[i] for i in at]), trip)
+            lanes.update(trip.below[key] for key in runs[0].keys)
             for one in runs:
                 for key, main in zip(one.keys, runs[0].keys, strict=True):
-                    if main not in trip.below:
-                        continue
                     other = self._fetching.get(key)
                     if other is None or other.done:
                         below[key] = trip.below[main]
-                    elif other not in trip.fetches:
-                        trip.fetches.append(other)
+                    elif other not in fetches:
+                        fetches.append(other)
             wanted += runs
-        return wanted, below
+        if below:
+            fetch = self.mover.fetch(wanted, below, trip.deadline)
+            fetches.append(fetch)
+            self._fetching.update(dict.fromkeys(below, fetch))
+        trip.strips.append(Strip(first, wanted, fetches, lanes))
 
     def _objects(self, need: Need, trip: Trip) -> list[Objects]:
         group = need.group.index

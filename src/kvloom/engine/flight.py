@@ -31,6 +31,11 @@ class Flight:
     prompts: tuple[PromptLogprobs, ...]
     arrived: torch.cuda.Event | None
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that it computes; those that decode have one each."""
+        return sum(len(part.tokens) for _, part in self.work if len(part.tokens) > 1)
+
     @classmethod
     def of(
         cls,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence as Many
+from collections.abc import Callable, Collection, Sequence as Many
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from kvloom.tiers.opening import Place
 from kvloom.tiers.peer_server import PeerServer
 
 from .arena import HostPages
-from .fetching import Fetching, LowerConfig
+from .fetching import LEAST, Fetching, LowerConfig
 from .keeping import Keeping
 from .request import Request
 from .speeds import Line
@@ -67,6 +67,8 @@ class Lower:
         self._settle = settle
         self._trips: dict[Request, Trip] = {}
         self._orphans: list[Trip] = []
+        self._flying: Collection[Request] = ()
+        self._lands = 0.0
         self.prefill = Line()
         self.copying = Line()
         self.offered: PeerServer | None = None
@@ -78,7 +80,7 @@ class Lower:
             0,
         )
         writes = {place.write for place in places} | ({host_write} if host_write else set())
-        self._fetching = Fetching(cache, self.mover, config, self.prefill, self.counts)
+        self._fetching = Fetching(cache, self.mover, config, self.prefill, self.counts, self._trips.values)
         self.forms = self._fetching.forms
         self.lossy = any(place.lossy for place in places)
         """Whether a tier keeps pages that only requests may use that allow for loss."""
@@ -138,31 +140,94 @@ class Lower:
             if not self._may(request, match):
                 return False
             trip = self._trips[request] = Trip(request)
-        if self._fetching.seek(trip, match):
-            return not trip.first
-        if trip.first > match.matched:
-            return False  # its tail is here; it computes its head first
+        if not trip.jumping:
+            self._fetching.seek(trip, match)
+            trip.front = match.resume
+            tokens = self._pace(trip)
+            if tokens is not None:
+                trip.racing, trip.stop = tokens > 0, trip.front + tokens
+                return not tokens
+        trip.racing = False
         return self._copy(trip, match) if trip.arrival is None else self._coming(trip)
 
     def lacks_room(self, request: Request) -> bool:
         """Whether a request's pages could come if there were room for them in the pool."""
         trip = self._trips.get(request)
-        return trip is not None and trip.arrival is None and not trip.first
+        return trip is not None and trip.arrival is None and not (trip.racing or trip.jumping)
 
     def stop_at(self, request: Request) -> int | None:
-        """Where a request that computes its head meets the tail that comes from below, if that is ahead."""
+        """Where a request that computes its head should look again for the tail that comes from below, if that is ahead."""
         trip = self._trips.get(request)
-        return trip.first if trip is not None and request.computed < trip.first else None
+        return trip.stop if trip is not None and request.computed < trip.stop else None
+
+    def stands(self, request: Request) -> bool:
+        """Whether a running request computes nothing now, because what its prompt lacks comes sooner. Asked once a step: how
+        far it computes else is `stop_at`."""
+        trip = self._trips.get(request)
+        if trip is None or not trip.racing:
+            return False
+        trip.front = request.computed
+        tokens = self._pace(trip)
+        trip.stop = trip.front + (tokens or 0)
+        return tokens == 0
 
     def may_jump(self, request: Request) -> bool:
-        """Whether the tail of a running request's prompt has come, and it should go on behind it."""
+        """Whether the tail of a running request's prompt has come as far as it was computed, and it should go on behind it."""
         trip = self._trips.get(request)
-        if trip is None or not trip.first or trip.prospect is None or self._fetching.seek(trip, None):
+        if (
+            trip is None
+            or not trip.racing
+            or (self._fetching.seek(trip, None) and trip.low > request.computed)
+        ):
             return False
-        ahead = trip.prospect.point - request.computed
-        if ahead < self.cache.block_tokens:
-            self.forget(request)
-        return ahead >= self.cache.block_tokens and request.computed >= trip.first
+        assert trip.prospect is not None
+        point = trip.prospect.point
+        if min(point - trip.low, point - request.computed) < self.cache.block_tokens:
+            if not trip.strips:
+                self.forget(request)  # nothing came, or it was computed meanwhile
+            return False
+        trip.jumping = request.computed >= trip.low
+        if trip.jumping:
+            self._fetching.let_go(trip)
+        return trip.jumping
+
+    def _pace(self, trip: Trip) -> int | None:
+        """How many tokens a request computes from `front` on before what comes from below is looked at again; 0: it waits for
+        that. None: nothing comes that it lacks."""
+        fetching = self._fetching
+        if trip.arrival is not None or not self.mover.lanes:
+            return None
+        under_way, now = fetching.seek(trip, None), time.monotonic()
+        if self.config.load == "always":
+            return 0 if under_way else None
+        computing = self.prefill.seconds if self.prefill.known else None
+        if not trip.found:
+            if trip.pace.bears(0, computing, fetching.allowed(trip), now):
+                return 0
+            return len(trip.request.tokens)
+        assert trip.prospect is not None
+        if trip.low <= trip.front or (not under_way and trip.low >= trip.prospect.point):
+            return None
+        if not under_way:
+            return trip.low - trip.front
+        block = self.cache.block_tokens
+        return trip.pace.tokens(
+            trip.front,
+            trip.low,
+            len(trip.request.tokens),
+            block,
+            max(block, len(trip.request.tokens) // LEAST),
+            computing,
+            fetching.loading(trip),
+            max(0.0, self._lands - now) if trip.request in self._flying else None,
+            fetching.allowed(trip),
+            now,
+        )
+
+    def in_air(self, requests: Collection[Request], tokens: int) -> None:
+        """A step was launched for so many tokens of prompts and is not over: waiting costs its requests nothing until then."""
+        self._flying = requests
+        self._lands = time.monotonic() + self.prefill.seconds(tokens)
 
     def under_way(self, request: Request) -> bool:
         """Whether a request that waits aside has nothing to come back for yet."""
@@ -171,22 +236,19 @@ class Lower:
             return False
         if trip.arrival is not None:
             return not all(event.query() for event in trip.events)
-        return self._fetching.seek(trip, None)
+        return not trip.jumping and self._pace(trip) == 0
 
     def began(self, request: Request) -> None:
         """A request computes now: nothing more is looked for until it has to begin again."""
         request.looked_below = True
-        if (trip := self._trips.get(request)) is not None and not trip.first:
+        if (trip := self._trips.get(request)) is not None and not trip.racing:
             self.forget(request)
 
     def forget(self, request: Request) -> None:
         """Nobody waits for a request's pages any more."""
         trip = self._trips.pop(request, None)
         if trip is not None:
-            others = [fetch for other in self._trips.values() for fetch in other.fetches]
-            for fetch in trip.fetches:
-                if fetch not in others:
-                    fetch.cancel()
+            self._fetching.let_go(trip)
             if trip.arrival is not None:
                 self._orphans.append(trip)
                 self._finish_orphans()
@@ -270,7 +332,7 @@ class Lower:
                 left -= share
         if left:
             request.loads.append((self.names[0], trip.copied, now, left))
-        if request.cached_tokens is None or (trip.first and not request.preemptions):
+        if request.cached_tokens is None or (trip.jumping and not request.preemptions):
             request.first_loads = len(request.loads)
             if request.cached_tokens is not None:  # it began with its head
                 request.cached_tokens += tokens

@@ -57,6 +57,7 @@ class Scheduler:
         self.growth: Growth | None = Growth(cache)
         """How much longer those that run will get; without it, whoever has room now is let in."""
         self._queue = Queue()
+        self._standing = 0  # of those that run, who computes nothing now: pages come sooner
         self._needs = Needs(cache, token_budget)
         self._told = MOST_TOLD  # of them, what is left in this step
 
@@ -67,7 +68,7 @@ class Scheduler:
     @property
     def loads(self) -> int:
         """Requests that wait for pages from below."""
-        return self._queue.aside
+        return self._queue.aside + self._standing
 
     @property
     def busy(self) -> bool:
@@ -96,6 +97,7 @@ class Scheduler:
         says where the unknown token of a request (by `id`) stands among those the step before chose."""
         places = places or {}
         self.begun = []
+        self._standing = 0
         picked: list[Scheduled] = []
         fronts = self._look_below()
         self._told = MOST_TOLD
@@ -115,6 +117,8 @@ class Scheduler:
                 self._let_go(request)  # the rest of its prompt has come: it goes on behind it
                 alone = None
                 self._queue.push(request)
+            elif self.lower is not None and request.sequence is not None and self.lower.stands(request):
+                self._standing += 1
             elif budget and request.sequence is not None:
                 budget -= self._reserve(request, budget, picked, places)
         if alone is not None and alone.sequence is None and not self._freeing:

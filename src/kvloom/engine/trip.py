@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvloom.core import Arrival, Prospect
-from kvloom.tiers import Lease
+from kvloom.tiers import Lease, Objects
 from kvloom.tiers.mover import Fetch, Finding
 
 from .arena import Event
+from .pace import Pace
 from .request import Request
 
-__all__ = ["Trip"]
+__all__ = ["Strip", "Trip"]
+
+
+@dataclass(slots=True, eq=False)
+class Strip:
+    """Pages on their way into host memory that are of use together: all of a trip's from token `first` up to the strip before
+    it. `lanes` counts which of them come from where; `fetches` bring them, others' among them."""
+
+    first: int
+    objects: list[Objects]
+    fetches: list[Fetch]
+    lanes: Counter[int]
 
 
 @dataclass(slots=True, eq=False)
 class Trip:
-    """A request's pages on their way; a `hint` is of one that has not come yet, and ends in host memory. `below`: which lane has what is not in host memory, `fetched` how many of the needed
-    came from each. Where `first` is set the request
-    computes meanwhile, and only what comes from that token on is on its way: the two meet; one that is `patient` has others to
-    wait for anyway, and loads all."""
+    """A request's pages on their way; a `hint` is of one that has not come yet, and ends in host memory. `below`: which lane has
+    what is not in host memory, `fetched` how many of the needed came from each. `strips` come one after the other, the end of
+    the prompt first: from token `low` on all has come. Meanwhile the request may compute from its `front`, up to `stop`
+    (`racing`), and go on behind what has come when it meets it (`jumping`). One that is `patient` has others to wait for."""
 
     request: Request
     hint: bool = False
@@ -31,10 +43,18 @@ class Trip:
     finding: Finding | None = None
     below: dict[bytes, int] = field(default_factory=dict)
     fetched: Counter[int] = field(default_factory=Counter)
-    fetches: list[Fetch] = field(default_factory=list)
+    strips: deque[Strip] = field(default_factory=deque)
     found: bool = False
     patient: bool = False
-    first: int = 0
+    pace: Pace = field(default_factory=Pace)
+    behind: np.ndarray | None = None
+    """By lane and block: the bytes that come for blocks from there on."""
+    deadline: float = 0.0
+    low: int = 0
+    front: int = 0
+    stop: int = 0
+    racing: bool = False
+    jumping: bool = False
     arrival: Arrival | None = None
     came: np.ndarray | None = None
     states_came: bool = True
@@ -45,6 +65,10 @@ class Trip:
     bytes: int = 0
     objects: int = 0
     resume: int = 0
+
+    @property
+    def fetches(self) -> list[Fetch]:
+        return [fetch for strip in self.strips for fetch in strip.fetches]
 
     @property
     def tenant(self) -> str:

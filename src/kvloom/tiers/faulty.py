@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,10 +30,13 @@ class Faults:
     """What goes wrong now; set and unset while running. `hung` calls wait for `release()`.
 
     `tamper` is called with the objects of every read before it starts, to damage what the medium holds.
-    `calls` names the file operations concerned (`FaultyFiles`); `error` is their errno.
+    `calls` names the file operations concerned (`FaultyFiles`); `error` is their errno. `rate`: reads come at so many bytes a
+    second, whoever asks, the next `burst` bytes of them at once.
     """
 
     slow: float = 0.0
+    rate: float = 0.0
+    burst: int = 0
     failing: bool = False
     full: bool = False
     hung: bool = False
@@ -42,6 +46,8 @@ class Faults:
     calls: frozenset[str] = frozenset({"read", "write", "sync", "open", "allocate"})
     error: int = errno.EIO
     _released: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _due: float = 0.0
 
     def release(self) -> None:
         """What hangs goes on, and nothing hangs any more."""
@@ -53,6 +59,16 @@ class Faults:
             threading.Event().wait(self.slow)
         if self.hung:
             self._released.wait()
+
+    def pace(self, size: int) -> None:
+        """Wait as long as a medium of `rate` needs for so many bytes, behind those that were asked for before."""
+        if not self.rate:
+            return
+        with self._lock:
+            at_once = min(size, self.burst)
+            self.burst -= at_once
+            self._due = due = max(self._due, time.monotonic()) + (size - at_once) / self.rate
+        time.sleep(max(0.0, due - time.monotonic()))
 
 
 class FaultyTier(Tier):
@@ -101,6 +117,8 @@ class FaultyTier(Tier):
                 return
             try:
                 self.faults.delay()
+                if verb == "read":
+                    self.faults.pace(len(objects) * objects.form.page_bytes)
                 inner = start()
                 inner.wait_quiet(60)
                 for outcome in np.unique(inner.results).tolist():

@@ -12,6 +12,7 @@ Knows names and bytes; not what they are for.
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 import time
 from collections import deque
@@ -30,6 +31,8 @@ from .transfer import Outcome, Transfer
 __all__ = ["Lane", "LaneConfig", "Load", "Lookup"]
 
 Mask = npt.NDArray[np.bool_]
+SIGHT = 0.25
+"""Seconds of loading over which a tier's speed is seen."""
 _HARMLESS = (Outcome.OK, Outcome.MISSING, Outcome.BUSY, Outcome.FULL)
 
 
@@ -107,6 +110,7 @@ class Lane:
         self.latency = 0.001
         self.speed = 0.0
         """Bytes a second of loads, as seen lately; 0 while none was seen."""
+        self._seen_bytes = self._seen_seconds = 0.0
         self._last_done = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvloom-lane-{tier.name}", daemon=True)
         self._thread.start()
@@ -164,6 +168,20 @@ class Lane:
         with self._cond:
             load.given_up = True
             self._cond.notify()
+
+    def ahead(self, deadline: float) -> int:
+        """Bytes of loads that come before what is asked for now with that deadline, or together with it."""
+        with self._cond:
+            queued = sum(
+                piece.size for ends, _, piece in self._loads if ends <= deadline and not _idle(piece)
+            )
+            return self._bytes["load"] + queued
+
+    def doubt(self) -> None:
+        """Something was not asked for because the tier is slow, so that nothing new is seen of it: it counts as a tenth faster
+        from now on, until it is tried again."""
+        self._seen_bytes *= 1.1
+        self.speed *= 1.1
 
     def seconds(self, size: int) -> float | None:
         """How long a load of `size` bytes would take, with what is queued before it; None while nobody knows."""
@@ -327,7 +345,9 @@ class Lane:
                 self._count(piece, np.zeros(len(piece.objects), bool))
         for piece in [p for p in self._given_up if p.transfer is not None and p.transfer.quiet]:
             self._given_up.remove(piece)
-            assert piece.lease is not None
+            assert piece.lease is not None and piece.transfer is not None
+            if piece.load is not None and piece.transfer.ok.any():
+                self._measure(piece, now)
             piece.lease.release(False)
             self._free(piece)
 
@@ -355,10 +375,13 @@ class Lane:
         self._finish(piece, ok)
 
     def _measure(self, piece: _Piece, now: float) -> None:
+        """Bytes and the seconds they took fade together, as time passes: pieces that end at the same moment are one sight."""
         took = max(1e-6, now - max(piece.began, self._last_done))
         self._last_done = now
-        seen = piece.size / took
-        self.speed = seen if not self.speed else self.speed + 0.2 * (seen - self.speed)
+        fade = math.exp(-took / SIGHT)
+        self._seen_bytes = self._seen_bytes * fade + piece.size
+        self._seen_seconds = self._seen_seconds * fade + took
+        self.speed = self._seen_bytes / self._seen_seconds
 
     def _finish(self, piece: _Piece, ok: Mask) -> None:
         """The tier is done with a piece: its places go back, and who asked hears of it."""
@@ -390,6 +413,11 @@ class Lane:
         now = time.monotonic()
         self._faults.add(self.tier.name, verb, outcome, amount, reason, now)
         self.breaker.failed(now)
+
+
+def _idle(piece: _Piece) -> bool:
+    """Whether nobody waits for it any more."""
+    return piece.load is not None and piece.load.given_up
 
 
 def _part(objects: Objects, at: npt.NDArray[np.int64]) -> Objects:

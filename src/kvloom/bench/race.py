@@ -1,0 +1,194 @@
+"""First tokens of a long prompt whose pages lie on a disk of any speed, on a machine that has neither GPU nor such a disk.
+
+    computing   a model of almost nothing; a step "takes" as long as on a device that computes while its host goes on
+    loading     a disk tier whose reads come at a chosen rate
+    told        how soon the first token comes where the engine decides, against computing everything, turn and turn about
+
+Everything else is the engine's own: scheduler, tiers, threads and clocks. Times are waited for, so that they mean something
+on a machine that is not busier than it has cores.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvloom.core import Control
+from kvloom.engine.engine import Engine
+from kvloom.engine.lower import LowerConfig
+from kvloom.engine.request import SamplingParams
+from kvloom.tiers import DiskConfig, DiskTier
+from kvloom.tiers.faulty import Faults, FaultyTier
+from kvloom.tiers.lane import LaneConfig
+from kvloom.tiers.mover import MoverConfig
+from kvloom.tiers.opening import Place
+
+__all__ = ["KNOWLEDGE", "RATIOS", "race"]
+
+RATIOS = (0.05, 0.1, 0.3, 0.6, 1.0, 3.0)
+"""How fast the disk gives tokens, measured in how fast they are computed."""
+KNOWLEDGE = {
+    "known": "three prompts were loaded from it before",
+    "unknown": "nothing was loaded yet",
+    "nothing": "nothing was loaded or computed yet",
+    "slower": "it was three times faster a moment ago",
+    "cached": "the first quarter comes at once (a page cache), the rest does not",
+}
+PROMPT, BUDGET, SECONDS = 2048, 1024, 0.48
+PIECE, PIECES = 1 << 12, 16
+"""Bytes of a read, two pages, and how many are under way: a prompt has as many as one of 16,384 tokens has on an 8B shape."""
+BASE, GROWTH = 0.012, 0.45  # of a step; how much longer the second half takes
+FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+
+
+class Device:
+    """Lets an engine's steps take as long as on a device of its own: launched at once, landed when they are over."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._over: deque[float] = deque()
+        self._run, self._land = engine.runner.run, engine._landing.land
+        engine.runner.run = self.run  # type: ignore[method-assign, assignment]
+        engine._landing.land = self.land  # type: ignore[method-assign, assignment]
+        self.tokens: list[int] = []
+
+    @staticmethod
+    def seconds(tokens: int, position: int) -> float:
+        """A step of so many tokens from a position on; a prompt in whole steps takes SECONDS."""
+        steps = PROMPT // BUDGET
+        each = (SECONDS - steps * BASE) / PROMPT
+        middle = (position + tokens / 2) / PROMPT - 0.5
+        return BASE + tokens * each * (1 + GROWTH * middle)
+
+    def run(self, works: Sequence[Any], *rest: Any) -> torch.Tensor:
+        began = time.perf_counter()
+        tokens, position = sum(len(work.tokens) for work in works), works[0].sequence.length
+        logits = self._run(works, *rest)
+        before = self._over[-1] if self._over else 0.0
+        self._over.append(max(began, before) + self.seconds(tokens, position))
+        self.tokens.append(tokens)
+        return logits
+
+    def land(self, *given: Any) -> Any:
+        time.sleep(max(0.0, self._over.popleft() - time.perf_counter()))
+        return self._land(*given)
+
+
+class Bench:
+    """One engine over one paced disk."""
+
+    def __init__(self, model: Any, folder: Path, seed: int) -> None:
+        self.faults = Faults()
+        tier = FaultyTier(DiskTier(DiskConfig(folder, 256 << 20)), self.faults)
+        lane = LaneConfig(budget=PIECES * PIECE, piece=PIECE)
+        lower = LowerConfig(mover=MoverConfig(lane=lane))
+        tiers: list[str | Place] = ["host:64MiB", Place(tier)]
+        self.engine = Engine(model, 64 << 20, tiers=tiers, lower=lower, token_budget=BUDGET, ahead=True)
+        self.device = Device(self.engine)
+        self._rng = np.random.default_rng(seed)
+        self.bytes = self.engine.layout.slab_bytes_for(PROMPT)
+
+    def prompt(self) -> list[int]:
+        return [int(token) for token in self._rng.integers(3, 60, PROMPT)]
+
+    def first(self, tokens: list[int], read: bool) -> tuple[float, int, list[int]]:
+        """Seconds to a prompt's first token, its tokens that were cached, and the steps it took."""
+        self.device.tokens = []
+        began = time.perf_counter()
+        request = self.engine.add(tokens, FIRST, Control(read=read))
+        while request.finish is None:
+            self.engine.step()
+        took = time.perf_counter() - began
+        self.engine.run()
+        return took, request.cached_tokens or 0, self.device.tokens
+
+    def store(self, tokens: list[int]) -> None:
+        """Computed once, so that the disk has it."""
+        from .below import _stored
+
+        rate, self.faults.rate = self.faults.rate, 0.0
+        self.first(tokens, read=False)
+        assert self.engine.lower is not None
+        _stored(self.engine.lower)
+        self.faults.rate = rate
+
+    def clear(self, tokens: list[int]) -> None:
+        """Its pages are on the disk alone."""
+        from .below import _empty_host, _empty_pool
+
+        assert self.engine.lower is not None
+        _empty_pool(self.engine)
+        _empty_host(self.engine, self.engine.lower, tokens)
+
+    def pace(self, ratio: float) -> None:
+        self.faults.rate = ratio * self.bytes / SECONDS
+
+
+def race(
+    ratios: Sequence[float] = RATIOS, knowledge: Sequence[str] = tuple(KNOWLEDGE), rounds: int = 3
+) -> list[dict[str, Any]]:
+    """A row for each ratio and each thing that is known beforehand: medians of computing everything and of the engine deciding,
+    and what both at once could reach."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+            num_key_value_heads=1, max_position_embeddings=2 * PROMPT,
+        )
+    )  # fmt: skip
+    rows = []
+    for ratio in ratios:
+        for known in knowledge:
+            times: dict[str, list[float]] = {"computed": [], "auto": []}
+            cached, steps = [], []
+            for round_ in range(rounds):
+                found = _round(model, ratio, known, round_)
+                times["computed"].append(found["computed"][0])
+                times["auto"].append(found["auto"][0])
+                cached.append(found["auto"][1])
+                steps.append(found["auto"][2])
+            computed, auto = (statistics.median(times[which]) for which in ("computed", "auto"))
+            rows.append(
+                {
+                    "ratio": ratio, "known": known, "computed_s": computed, "auto_s": auto, "cached": cached,
+                    "steps": steps, "relative": auto / computed, "ideal": 1 / (1 + ratio),
+                }
+            )  # fmt: skip
+    return rows
+
+
+def _round(model: Any, ratio: float, known: str, seed: int) -> dict[str, tuple[float, int, list[int]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(model, Path(folder), seed)
+        tokens = bench.prompt()
+        bench.store(tokens)
+        if known == "nothing":
+            bench.engine.close()
+            bench = Bench(model, Path(folder), seed)
+            bench.prompt()
+        if known in ("known", "slower", "cached"):
+            bench.pace(ratio * (3 if known == "slower" else 1))
+            for _ in range(3):
+                other = bench.prompt()
+                bench.store(other)
+                bench.clear(other)
+                bench.first(other, read=True)
+        bench.pace(ratio)
+        bench.clear(tokens)
+        if known == "cached":
+            bench.faults.burst = bench.bytes // 4
+        found = {}
+        order = ("computed", "auto") if seed % 2 and known != "nothing" else ("auto", "computed")
+        for which in order:
+            prompt = tokens if which == "auto" else bench.prompt()
+            found[which] = bench.first(prompt, read=which == "auto")
+        bench.engine.close()
+        return found
