@@ -140,15 +140,28 @@ class Lower:
             if not self._may(request, match):
                 return False
             trip = self._trips[request] = Trip(request)
+        if trip.heading:
+            self._coming(trip)
+            return True  # where it goes on from is found with the next match
         if not trip.jumping:
             self._fetching.seek(trip, match)
             trip.front = match.resume
             tokens = self._pace(trip)
             if tokens is not None:
+                if trip.found and not trip.headed and self._copy_head(trip, match):
+                    return True
                 trip.racing, trip.stop = tokens > 0, trip.front + tokens
                 return not tokens
         trip.racing = False
         return self._copy(trip, match) if trip.arrival is None else self._coming(trip)
+
+    def _copy_head(self, trip: Trip, match: Match) -> bool:
+        """Copy what host memory has of a prompt's head while its tail comes from below, once; whether there is any."""
+        trip.headed = trip.heading = True
+        if self._copy(trip, match):
+            return True
+        trip.heading = False
+        return trip.front > match.resume  # it came at once
 
     def lacks_room(self, request: Request) -> bool:
         """Whether a request's pages could come if there were room for them in the pool."""
@@ -267,6 +280,8 @@ class Lower:
                 [self.host.lookup(self._fetching.asked(question, trip)) for question in questions]
             )
         tokens = prospect.point - match.resume
+        if tokens <= 0 and trip.heading:
+            return False
         if tokens <= 0:
             trip.request.lacking = trip.request.lacking or prospect.lacking
             return self._done(trip)
@@ -320,12 +335,13 @@ class Lower:
         self._tell(trip, gained, now)
         self.counts["landed_tokens"] += gained
         self.counts["landed_bytes"] += trip.bytes if gained else 0
+        trip.front = max(trip.front, resumed)
         return self._done(trip)
 
     def _tell(self, trip: Trip, tokens: int, now: float) -> None:
         """Note with a request what was brought for it: of pages that came through host memory, the tiers they came from."""
         left, request = tokens, trip.request
-        for number, objects in trip.fetched.items():
+        for number, objects in () if trip.heading else trip.fetched.items():
             share = min(left, tokens * objects // max(1, trip.objects))
             if share:
                 request.loads.append((self.names[1 + number], trip.began, trip.copied, share))
@@ -338,6 +354,9 @@ class Lower:
                 request.cached_tokens += tokens
 
     def _done(self, trip: Trip) -> bool:
+        if trip.heading:  # its tail is still to come
+            trip.heading = False
+            return False
         self._trips.pop(trip.request, None)
         trip.request.looked_below = True
         return False

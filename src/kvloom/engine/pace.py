@@ -23,6 +23,7 @@ class Pace:
         self.lost = 0.0
         self._since: float | None = None  # while it waits
         self._low = 0
+        self._began: tuple[float, int] | None = None  # when it was first asked, and what had come by then
 
     def tokens(
         self,
@@ -44,7 +45,8 @@ class Pace:
         gap = low - front
         wanted: int | None = None
         if computing is not None and loading is not None:
-            takes, comes, blocks = computing, loading, -(-gap // block)
+            takes, blocks = computing, -(-gap // block)
+            comes = self._as_seen(front, low, least, loading, now)
             met = meeting(
                 blocks,
                 lambda n: (busy or 0.0) + takes(max(least, gap - (blocks - n) * block)),
@@ -60,6 +62,16 @@ class Pace:
             wanted = self._whole(gap, max(least, gap // 2), block)
         self.ends(low, computing, now)
         return wanted
+
+    def _as_seen(
+        self, front: int, low: int, least: int, loading: Callable[[int], float], now: float
+    ) -> Callable[[int], float]:
+        """`loading`, as much slower as what should have come by now was."""
+        began, all_ = self._began = self._began or (now, low)
+        soonest = loading(max(front, low - least))
+        each = loading(front) / (low - front)
+        slower = max(1.0, (now - began) / max(1e-9, soonest + each * (all_ - low)))
+        return lambda first: slower * loading(first)
 
     @staticmethod
     def _whole(gap: int, tokens: int, block: int) -> int:

@@ -35,7 +35,8 @@ class Trip:
     """A request's pages on their way; a `hint` is of one that has not come yet, and ends in host memory. `below`: which lane has
     what is not in host memory, `fetched` how many of the needed came from each. `strips` come one after the other, the end of
     the prompt first: from token `low` on all has come. Meanwhile the request may compute from its `front`, up to `stop`
-    (`racing`), and go on behind what has come when it meets it (`jumping`). One that is `patient` has others to wait for."""
+    (`racing`), and go on behind what has come when it meets it (`jumping`); what host memory has of its head is copied first
+    (`heading`, until it is `headed`). One that is `patient` has others to wait for."""
 
     request: Request
     hint: bool = False
@@ -53,6 +54,8 @@ class Trip:
     low: int = 0
     front: int = 0
     stop: int = 0
+    headed: bool = False
+    heading: bool = False
     racing: bool = False
     jumping: bool = False
     arrival: Arrival | None = None

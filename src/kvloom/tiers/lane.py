@@ -338,8 +338,11 @@ class Lane:
                 self._settle(piece, now)
                 continue
             late = now >= self._end_of(piece)
-            if late:
-                self._fault("read" if piece.load else "write", "late", len(piece.objects), "it hangs")
+            verb = "read" if piece.load else "write"
+            if late and self._last_done > piece.began:  # it is slow, and does what it is asked for
+                self._faults.add(self.tier.name, verb, "late", len(piece.objects), "it is slow", now)
+            elif late:
+                self._fault(verb, "late", len(piece.objects), "it hangs")
             self._given_up.append(piece)
             if piece.load is not None:
                 self._count(piece, np.zeros(len(piece.objects), bool))

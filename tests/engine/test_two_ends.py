@@ -1,0 +1,215 @@
+"""An engine computes a prompt's head while its tail comes from a tier that gives what a test lets it, on a clock of the test's:
+which tokens are computed, for how long it waits, and that every token is right."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvloom.engine import lower as lower_module
+from kvloom.engine.engine import Engine
+from kvloom.engine.lower import LowerConfig
+from kvloom.engine.request import Request, SamplingParams
+from kvloom.tiers import DiskConfig, DiskTier, Objects
+from kvloom.tiers.faulty import Faults, FaultyTier
+from kvloom.tiers.lane import LaneConfig
+from kvloom.tiers.mover import MoverConfig
+from kvloom.tiers.opening import Place
+from tests.models.zoo import expected, tiny
+
+LENGTH = 400
+EACH = 0.001
+"""Seconds in which a token is said to be computed."""
+PARAMS = SamplingParams(max_tokens=4, temperature=0)
+
+
+def model(family: str) -> Any:
+    return tiny(family, max_position_embeddings=512)
+
+
+def prompt() -> list[int]:
+    return [3 + (7 * i * i + i) % 60 for i in range(LENGTH)]
+
+
+class Rig:
+    """An engine over a disk that has a prompt's pages, and gives one strip for each `let`."""
+
+    def __init__(self, family: str, path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.prompt = prompt()
+        self.expected = expected(model(family), [self.prompt], 4)[0]
+        first = Engine(model(family), 1 << 22, tiers=[f"disk:{path}:64MiB"])
+        first.add(self.prompt, PARAMS)
+        first.run()
+        first.close()
+        self.gate, self.now, self.waited = threading.Semaphore(0), 100.0, 0.0
+        self.computed: list[int] = []
+        faults = Faults(tamper=lambda objects: self.gate.acquire() and None)
+        tier = FaultyTier(DiskTier(DiskConfig(path, 64 << 20)), faults)
+        lane = LaneConfig(budget=1)  # one read at a time, so that they come in their order
+        lower = LowerConfig(seconds=(60.0, 60.0), mover=MoverConfig(lookup_seconds=60.0, lane=lane))
+        tiers: list[str | Place] = ["host:16MiB", Place(tier)]
+        self.engine = Engine(model(family), 1 << 22, tiers=tiers, lower=lower, **options)
+        assert self.engine.lower is not None
+        self.lower, run = self.engine.lower, self.engine.runner.run
+        for _ in range(4):
+            self.lower.computed(64, 64 * EACH)
+        monkeypatch.setattr(self.lower, "computed", lambda tokens, seconds: None)
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=time.sleep)
+        monkeypatch.setattr(lower_module, "time", clock)
+
+        def counted(works: Sequence[Any], *rest: Any) -> Any:
+            self.computed += [len(work.tokens) for work in works]
+            return run(works, *rest)
+
+        monkeypatch.setattr(self.engine.runner, "run", counted)
+
+    def believe(self, ratio: float) -> None:
+        """The disk is said to give tokens so many times as fast as they are computed."""
+        full = sum(g.unit_bytes for g in self.engine.layout.of("token") if not g.spec.span.windowed)
+        lane = self.lower.mover.lanes[0]
+        lane.speed, lane.latency = ratio * full / EACH, 0.0
+        lane._measure = lambda piece, now: None  # type: ignore[method-assign]
+
+    def add(self) -> Request:
+        """A request whose pages are looked for, and found."""
+        request = self.engine.add(self.prompt, PARAMS)
+        self.until(lambda: self.lower._trips[request].found)
+        return request
+
+    def until(self, done: Callable[[], object]) -> None:
+        """Real time passes, for threads; the clock stands."""
+        ends = time.monotonic() + 60
+        while not done():
+            self.lower.poll()
+            assert time.monotonic() < ends
+            time.sleep(0.001)
+
+    def let(self, request: Request, tokens: int) -> None:
+        """Let pages come until so many tokens of the prompt's end are there."""
+        trip = self.lower._trips[request]
+        while trip.low > LENGTH - tokens:
+            low = trip.low
+            self.gate.release(sum(len(fetch._loads) for fetch in trip.strips[0].fetches))
+            self.until(lambda low=low: trip.low < low)  # type: ignore[misc]
+
+    def step(self) -> None:
+        """One step, which takes as long as is said; a millisecond where there is nothing to compute."""
+        before = sum(self.computed)
+        self.engine.step()
+        took = sum(self.computed) - before
+        self.now += took * EACH or 0.001
+        self.waited += 0 if took else 0.001
+
+    def ends(self, request: Request) -> None:
+        """It ends with the right tokens, and nothing is left behind."""
+        while request.finish is None:
+            self.step()
+            assert self.now < 110
+        self.engine.run()
+        assert request.tokens == self.expected
+        self.gate.release(1000)
+        self.engine.cache.take_copies()
+        self.engine.cache.check()
+        assert self.engine.cache.stats()["held_pages"] == 0
+        self.engine.close()
+
+    @property
+    def prefilled(self) -> int:
+        return sum(self.computed) - 3  # of the four tokens, the first comes with the prompt
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
+    return lambda family="llama", **options: Rig(family, tmp_path, monkeypatch, **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_what_has_come_when_the_head_meets_it_is_not_computed(family: str, rig: Callable[..., Rig]) -> None:
+    one = rig(family, token_budget=64)
+    one.believe(0.5)
+    request = one.add()
+    while request.computed < 192:
+        one.step()
+    one.let(request, LENGTH - 256)
+    one.ends(request)
+    landed = one.lower.counts["landed_tokens"]
+    assert landed >= LENGTH - 256 - 16
+    assert one.prefilled + landed == LENGTH
+    assert request.cached_tokens == landed == sum(request.hits.values())
+
+
+def test_the_step_after_the_meeting_point_is_not_launched_before_it_is_known_what_has_come(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that computes while its host goes on a step is decided while the one before it runs: the last one of the
+    head is still being computed then, and the tail should be there when it is over."""
+    one = rig(token_budget=128, ahead=True)
+    one.believe(0.6)  # they should meet at 256
+    land = one.engine._landing.land
+
+    def landed(*given: Any) -> Any:
+        one.now += 128 * EACH
+        return land(*given)
+
+    monkeypatch.setattr(one.engine._landing, "land", landed)
+    request = one.add()
+    for _ in range(2):
+        one.engine.step()
+    assert one.computed[0] == 128
+    met = sum(one.computed)
+    assert 208 <= met <= 288, one.computed
+    one.let(request, 80)  # the first step is over: half of the tail has come
+    one.engine.step()
+    assert sum(one.computed) == met, "it computes what it loads"
+    one.let(request, LENGTH - met)
+    one.ends(request)
+    assert one.prefilled + one.lower.counts["landed_tokens"] == LENGTH
+    assert one.lower.counts["landed_tokens"] >= LENGTH - met - 16
+
+
+@pytest.mark.parametrize("believed", [3.0, 100.0])
+def test_a_tier_that_was_fast_and_gives_nothing_costs_a_part_of_computing_and_no_more(
+    believed: float, rig: Callable[..., Rig]
+) -> None:
+    one = rig(token_budget=512)
+    one.believe(believed)
+    request = one.add()
+    one.ends(request)
+    strip = LENGTH / 32 * EACH / believed
+    assert one.waited > 0 or believed < 10  # else it computes at once
+    assert one.waited <= max(0.04 * LENGTH * EACH, 2 * 2 * strip) + 0.003
+    assert one.prefilled == LENGTH
+    assert len(one.computed) - 3 <= 6
+
+
+def test_what_host_memory_has_of_a_head_is_copied_while_the_tail_comes(rig: Callable[..., Rig]) -> None:
+    one = rig(token_budget=64)
+    cache, host = one.engine.cache, one.lower.host
+    one.engine.add(one.prompt[:200], PARAMS)  # a prompt that begins alike, whose pages left the pool since
+    one.gate.release(1000)
+    one.engine.run()
+    slabs = cache.shrink(cache.pool.slabs - 2)
+    one.engine._copy()
+    cache.grow(slabs.tolist())
+    names = cache.prospect(cache.match(np.array(one.prompt, np.int32))).names
+    for group in one.engine.layout.groups:
+        for form in one.lower.forms[group.index]:
+            assert host.lookup(Objects(names[:12], group.index, form)).all()
+            host.drop(Objects(names[12:], group.index, form))
+    one.gate, one.computed = threading.Semaphore(0), []
+    one.believe(0.5)
+    request = one.add()
+    while not one.computed:
+        one.step()
+    assert request.cached_tokens == 192, "it computes what lies in host memory"
+    one.let(request, 64)
+    one.ends(request)
+    assert one.prefilled + request.cached_tokens == LENGTH
+    assert request.cached_tokens >= 192 + 48
