@@ -183,12 +183,6 @@ class Lane:
         self._seen_bytes *= 1.1
         self.speed *= 1.1
 
-    def seconds(self, size: int) -> float | None:
-        """How long a load of `size` bytes would take, with what is queued before it; None while nobody knows."""
-        if not self.speed:
-            return None
-        return self.latency + (self._bytes["load"] + self._queued["load"] + size) / self.speed
-
     @property
     def waiting_stores(self) -> int:
         """Bytes that are to be stored or are being stored."""
@@ -337,12 +331,8 @@ class Lane:
             if piece.transfer.cancel():
                 self._settle(piece, now)
                 continue
-            late = now >= self._end_of(piece)
-            verb = "read" if piece.load else "write"
-            if late and self._last_done > piece.began:  # it is slow, and does what it is asked for
-                self._faults.add(self.tier.name, verb, "late", len(piece.objects), "it is slow", now)
-            elif late:
-                self._fault(verb, "late", len(piece.objects), "it hangs")
+            if now >= self._end_of(piece):
+                self._late(piece, len(piece.objects), now)
             self._given_up.append(piece)
             if piece.load is not None:
                 self._count(piece, np.zeros(len(piece.objects), bool))
@@ -360,11 +350,12 @@ class Lane:
         results = transfer.results
         verb = "write" if piece.load is None else "read"
         for outcome in np.unique(results[results != Outcome.OK]).tolist():
-            if outcome == Outcome.LATE and piece.load is not None and piece.load.given_up:
-                continue  # it was not the tier that gave up
             amount = int((results == outcome).sum())
             name = Outcome(outcome).name.lower()
-            if outcome in _HARMLESS:
+            if outcome == Outcome.LATE and piece.load is not None:
+                if not piece.load.given_up:  # else it was not the tier that gave up
+                    self._late(piece, amount, now)
+            elif outcome in _HARMLESS:
                 self._faults.add(self.tier.name, verb, name, amount, transfer.reason, now)
             else:
                 self._fault(verb, name, amount, transfer.reason)
@@ -411,6 +402,14 @@ class Lane:
             piece.load.came[piece.at] = came
             piece.load.left -= len(piece.at)
         self._told()
+
+    def _late(self, piece: _Piece, amount: int, now: float) -> None:
+        """A piece did not come in time: the tier hangs, unless it did others since this one was asked for."""
+        verb = "write" if piece.load is None else "read"
+        if self._last_done > piece.began:
+            self._faults.add(self.tier.name, verb, "late", amount, "it is slow", now)
+        else:
+            self._fault(verb, "late", amount, "it hangs")
 
     def _fault(self, verb: str, outcome: str, amount: int, reason: str) -> None:
         now = time.monotonic()

@@ -153,12 +153,6 @@ class Mover:
         """Bring objects into host memory from the lanes that `below` (of a Finding) names, until `deadline`."""
         return Fetch(self, objects, below, deadline)
 
-    def seconds(self, sizes: dict[int, int]) -> float | None:
-        """How long a fetch of so many bytes from each lane would take; None while nobody knows."""
-        each = [self.lanes[number].seconds(size) for number, size in sizes.items()]
-        known = [seconds for seconds in each if seconds is not None]
-        return max(known, default=0.0) if len(known) == len(each) else None
-
     def kept(self, objects: Objects, used: bool) -> None:
         """Objects came into host memory from above, `used` before or not: whoever below wants them gets them."""
         for place, lane, dirty in zip(self.places, self.lanes, self._dirty, strict=True):
