@@ -32,6 +32,8 @@ from kvloom.tiers.lane import LaneConfig
 from kvloom.tiers.mover import MoverConfig
 from kvloom.tiers.opening import Place
 
+from .emptying import empty_host, empty_pool, stored
+
 __all__ = ["KNOWLEDGE", "RATIOS", "race"]
 
 RATIOS = (0.05, 0.1, 0.3, 0.6, 1.0, 3.0)
@@ -112,21 +114,17 @@ class Bench:
 
     def store(self, tokens: list[int]) -> None:
         """Computed once, so that the disk has it."""
-        from .below import _stored
-
         rate, self.faults.rate = self.faults.rate, 0.0
         self.first(tokens, read=False)
         assert self.engine.lower is not None
-        _stored(self.engine.lower)
+        stored(self.engine.lower)
         self.faults.rate = rate
 
     def clear(self, tokens: list[int]) -> None:
         """Its pages are on the disk alone."""
-        from .below import _empty_host, _empty_pool
-
         assert self.engine.lower is not None
-        _empty_pool(self.engine)
-        _empty_host(self.engine, self.engine.lower, tokens)
+        empty_pool(self.engine)
+        empty_host(self.engine, self.engine.lower, tokens)
 
     def pace(self, ratio: float) -> None:
         self.faults.rate = ratio * self.bytes / SECONDS

@@ -176,7 +176,7 @@ class Fetching:
         computing is so much faster that nothing is gained."""
         assert trip.prospect is not None
         match, point = trip.prospect.match, trip.prospect.point
-        loading = self.loading(trip)
+        loading = self._loading(trip)
         if trip.patient or not match.control.store or not self.prefill.known or loading is None:
             return match.resume
         comes, tokens = loading, point - match.resume
@@ -192,7 +192,30 @@ class Fetching:
             return point
         return match.resume + met // 2 * block
 
-    def loading(self, trip: Trip) -> Callable[[int], float] | None:
+    def pace(self, trip: Trip, busy: float | None, now: float) -> int | None:
+        """How many tokens a request computes from `front` on before what comes from below is looked at again; 0: it waits for
+        that. None: nothing comes that it lacks. `busy`: seconds that the device still needs for its last step."""
+        if trip.arrival is not None or not self.mover.lanes:
+            return None
+        under_way = self.seek(trip, None)
+        if self.config.load == "always":
+            return 0 if under_way else None
+        computing = self.prefill.seconds if self.prefill.known else None
+        end, block = len(trip.request.tokens), self.cache.block_tokens
+        if not trip.found:
+            return 0 if trip.pace.bears(0, computing, self._allowed(trip), now) else end
+        assert trip.prospect is not None
+        if trip.low <= trip.front or (not under_way and trip.low >= trip.prospect.point):
+            return None
+        if not under_way:
+            return trip.low - trip.front
+        least = max(block, end // LEAST)
+        loading, allowed = self._loading(trip), self._allowed(trip)
+        return trip.pace.tokens(
+            trip.front, trip.low, end, block, least, computing, loading, busy, allowed, now
+        )
+
+    def _loading(self, trip: Trip) -> Callable[[int], float] | None:
         """When everything from a token on that has not come will have; None while nobody knows how fast it comes."""
         behind, block = trip.behind, self.cache.block_tokens
         assert behind is not None
@@ -213,14 +236,14 @@ class Fetching:
 
         return seconds
 
-    def allowed(self, trip: Trip) -> float:
+    def _allowed(self, trip: Trip) -> float:
         """Seconds that a request may lose by waiting in vain: a part of computing everything, or where that is little, twice
         what the first of its pages should take."""
         _, most = self.config.seconds
         if not self.prefill.known:
             return most / 20
         share = self.config.loss * self.prefill.seconds(len(trip.request.tokens) - trip.front)
-        if not trip.strips or (loading := self.loading(trip)) is None:
+        if not trip.strips or (loading := self._loading(trip)) is None:
             return max(share, SOON)
         return max(share, SOON, 2 * loading(trip.strips[0].first))
 

@@ -24,7 +24,7 @@ from kvloom.tiers.opening import Place
 from kvloom.tiers.peer_server import PeerServer
 
 from .arena import HostPages
-from .fetching import LEAST, Fetching, LowerConfig
+from .fetching import Fetching, LowerConfig
 from .keeping import Keeping
 from .request import Request
 from .speeds import Line
@@ -205,37 +205,9 @@ class Lower:
         return trip.jumping
 
     def _pace(self, trip: Trip) -> int | None:
-        """How many tokens a request computes from `front` on before what comes from below is looked at again; 0: it waits for
-        that. None: nothing comes that it lacks."""
-        fetching = self._fetching
-        if trip.arrival is not None or not self.mover.lanes:
-            return None
-        under_way, now = fetching.seek(trip, None), time.monotonic()
-        if self.config.load == "always":
-            return 0 if under_way else None
-        computing = self.prefill.seconds if self.prefill.known else None
-        if not trip.found:
-            if trip.pace.bears(0, computing, fetching.allowed(trip), now):
-                return 0
-            return len(trip.request.tokens)
-        assert trip.prospect is not None
-        if trip.low <= trip.front or (not under_way and trip.low >= trip.prospect.point):
-            return None
-        if not under_way:
-            return trip.low - trip.front
-        block = self.cache.block_tokens
-        return trip.pace.tokens(
-            trip.front,
-            trip.low,
-            len(trip.request.tokens),
-            block,
-            max(block, len(trip.request.tokens) // LEAST),
-            computing,
-            fetching.loading(trip),
-            max(0.0, self._lands - now) if trip.request in self._flying else None,
-            fetching.allowed(trip),
-            now,
-        )
+        now = time.monotonic()
+        busy = max(0.0, self._lands - now) if trip.request in self._flying else None
+        return self._fetching.pace(trip, busy, now)
 
     def in_air(self, requests: Collection[Request], tokens: int) -> None:
         """A step was launched for so many tokens of prompts and is not over: waiting costs its requests nothing until then."""
