@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvloom import cli
-from kvloom.bench import below
+from kvloom.bench import below, race
 from kvloom.bench.below import main
 
 
@@ -22,11 +22,21 @@ def test_every_part_says_what_it_measured(
     assert first["cached_tokens"] == {"host": 127, "disk": 127}
     assert first["bytes"] > 0
     assert set(first["gb_per_s"]) == {"host", "disk"}
+    assert first["auto"]["relative"] == first["auto"]["auto"] / first["auto"]["computed"]
+    assert "race" not in report
     assert all(row["same_tokens"] for row in report["workloads"])
     assert 0.5 < report["hits"]["kept"]
     assert report["hits"]["small_pool"] < 0.5 * report["hits"]["pool"]
     for place in ("host", "disk"):
         assert report["layers"][place]["first"] < report["layers"][place]["whole"]
+
+
+@pytest.mark.parametrize("known", ["unknown", "slower"])
+def test_a_race_tells_steps_and_cached_tokens_that_make_up_the_prompt(known: str) -> None:
+    (row,) = race.race([0.5], [known], rounds=1)
+    assert row["computed_s"] >= race.SECONDS  # the device takes its time, whatever this machine does
+    assert sum(row["steps"][0]) + row["cached"][0] == race.PROMPT
+    assert row["relative"] == row["auto_s"] / row["computed_s"]
 
 
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvloom.core import Control
 from kvloom.engine import lower as lower_module
 from kvloom.engine.engine import Engine
 from kvloom.engine.lower import LowerConfig
@@ -51,7 +52,7 @@ class Rig:
         self.gate, self.now, self.waited = threading.Semaphore(0), 100.0, 0.0
         self.computed: list[int] = []
         faults = Faults(tamper=lambda objects: self.gate.acquire() and None)
-        tier = FaultyTier(DiskTier(DiskConfig(path, 64 << 20)), faults)
+        self.tier = tier = FaultyTier(DiskTier(DiskConfig(path, 64 << 20)), faults)
         lane = LaneConfig(budget=1)  # one read at a time, so that they come in their order
         lower = LowerConfig(seconds=(60.0, 60.0), mover=MoverConfig(lookup_seconds=60.0, lane=lane))
         tiers: list[str | Place] = ["host:16MiB", Place(tier)]
@@ -77,9 +78,9 @@ class Rig:
         lane.speed, lane.latency = ratio * full / EACH, 0.0
         lane._measure = lambda piece, now: None  # type: ignore[method-assign]
 
-    def add(self) -> Request:
+    def add(self, control: Control | None = None) -> Request:
         """A request whose pages are looked for, and found."""
-        request = self.engine.add(self.prompt, PARAMS)
+        request = self.engine.add(self.prompt, PARAMS, control)
         self.until(lambda: self.lower._trips[request].found)
         return request
 
@@ -114,6 +115,7 @@ class Rig:
             assert self.now < 110
         self.engine.run()
         assert request.tokens == self.expected
+        self.tier.faults.tamper = None
         self.gate.release(1000)
         self.engine.cache.take_copies()
         self.engine.cache.check()
@@ -213,3 +215,42 @@ def test_what_host_memory_has_of_a_head_is_copied_while_the_tail_comes(rig: Call
     one.ends(request)
     assert one.prefilled + request.cached_tokens == LENGTH
     assert request.cached_tokens >= 192 + 48
+
+
+@pytest.mark.parametrize("believed", [0.5, 100.0])
+def test_a_request_whose_pages_are_not_kept_does_not_compute_them_twice(
+    believed: float, rig: Callable[..., Rig]
+) -> None:
+    """Nothing of its head would be there when the tail has come: it loads all, or computes all."""
+    one = rig(token_budget=64)
+    one.believe(believed)
+    request = one.add(Control(store=False))
+    one.step()
+    assert (request.computed == 0) == (believed > 1)
+    if believed > 1:
+        one.let(request, LENGTH)
+    one.ends(request)
+    assert one.prefilled == (1 if believed > 1 else LENGTH)
+
+
+def test_a_lookup_that_hangs_is_waited_for_no_longer_than_a_page_would_be(rig: Callable[..., Rig]) -> None:
+    one = rig(token_budget=512)
+    lookup, answered = one.tier.lookup, threading.Event()
+    one.tier.lookup = lambda objects: answered.wait(60) and lookup(objects)  # type: ignore[assignment, method-assign, return-value]
+    request = one.engine.add(one.prompt, PARAMS)
+    one.ends(request)
+    answered.set()
+    assert 0 < one.waited <= 0.04 * LENGTH * EACH + 0.003
+    assert one.prefilled == LENGTH
+
+
+def test_what_a_request_has_computed_itself_is_loaded_no_further(rig: Callable[..., Rig]) -> None:
+    """Its prompt is over, and it decodes: a disk that is slow has others to serve."""
+    one = rig(token_budget=512)
+    one.believe(0.2)
+    request = one.add()
+    while not request.output_count:
+        one.step()
+    one.step()
+    assert not one.lower._trips
+    one.ends(request)

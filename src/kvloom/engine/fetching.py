@@ -7,6 +7,7 @@ Knows names and lanes; copies nothing into the pool, and asks nobody to wait: `l
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -166,7 +167,8 @@ class Fetching:
                 self._ask(trip, needs, some, (b + 1) * block)
                 some, size = [], int(trip.behind[:, b + 1].sum())
             if behind > FULL * self.mover.host.capacity:
-                return  # what comes later would push out what is there
+                first = (b + 1) * block  # what comes later would push out what is there
+                break
             some += places.get(b, [])
         if some:
             self._ask(trip, needs, some, first // block * block)
@@ -209,8 +211,16 @@ class Fetching:
             return None
         if not under_way:
             return trip.low - trip.front
-        least = max(block, end // LEAST)
         loading, allowed = self._loading(trip), self._allowed(trip)
+        if (
+            not trip.prospect.match.control.store
+        ):  # what it computes is not kept: it cannot go on behind what comes
+            sooner = not computing or not loading or loading(trip.front) < computing(trip.low - trip.front)
+            if sooner and trip.pace.bears(trip.low, computing, allowed, now):
+                return 0
+            self.let_go(trip)
+            return None
+        least = max(block, end // LEAST)
         return trip.pace.tokens(
             trip.front, trip.low, end, block, least, computing, loading, busy, allowed, now
         )
@@ -221,6 +231,7 @@ class Fetching:
         assert behind is not None
         low = behind[:, -(-trip.low // block)]
         lowest = trip.strips[-1].first // block if trip.strips else -(-trip.low // block)
+        asked = lowest if trip.strips else 0  # what is not will never come
         waits = []  # for each lane that has some: seconds before ours, bytes a second
         for number, lane in enumerate(self.mover.lanes):
             if behind[number, 0]:
@@ -231,6 +242,8 @@ class Fetching:
 
         def seconds(first: int) -> float:
             at = max(0, first // block)
+            if at < asked:
+                return math.inf
             left = [(int(behind[n, at] - low[n]), before, speed) for n, before, speed in waits]
             return max((before + size / speed for size, before, speed in left if size > 0), default=0.0)
 
@@ -238,12 +251,13 @@ class Fetching:
 
     def _allowed(self, trip: Trip) -> float:
         """Seconds that a request may lose by waiting in vain: a part of computing everything, or where that is little, twice
-        what the first of its pages should take."""
-        _, most = self.config.seconds
+        what the first of its pages should take. While nobody knows what computing takes, some, unless that will not do."""
+        loading = self._loading(trip) if trip.strips else None
         if not self.prefill.known:
-            return most / 20
+            first = self.config.seconds[1] / 20
+            return first if loading is None or loading(trip.front) <= first else 0.0
         share = self.config.loss * self.prefill.seconds(len(trip.request.tokens) - trip.front)
-        if not trip.strips or (loading := self._loading(trip)) is None:
+        if loading is None:
             return max(share, SOON)
         return max(share, SOON, 2 * loading(trip.strips[0].first))
 

@@ -197,7 +197,7 @@ class Lower:
         point = trip.prospect.point
         if min(point - trip.low, point - request.computed) < self.cache.block_tokens:
             if not trip.strips:
-                self.forget(request)  # nothing came, or it was computed meanwhile
+                self.forget(request)  # nothing came
             return False
         trip.jumping = request.computed >= trip.low
         if trip.jumping:
@@ -374,6 +374,9 @@ class Lower:
             if not self._fetching.seek(trip, None) and trip.hint:
                 self.counts["hinted"] += 1
                 del self._trips[trip.request]
+            elif trip.racing and trip.prospect is not None and trip.found:
+                if trip.prospect.point - trip.request.computed < self.cache.block_tokens:
+                    self.forget(trip.request)  # it was computed meanwhile
 
     @property
     def holding(self) -> bool:

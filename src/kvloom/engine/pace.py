@@ -39,14 +39,15 @@ class Pace:
         now: float,
     ) -> int:
         """How many tokens from `front` on, which is below `low`, to compute before asking again, all up to the prompt's `end`
-        where going on behind what was loaded would take a step more than it saves; 0: wait. `computing(n)` says what a step of n tokens takes, one of fewer than `least` as much as one of so many; `loading(first)` when all from
-        `first` on will have come; None where nobody knows. `busy`: seconds that the device still needs for the request's
-        last step, during which waiting costs nothing. Else no more than `allowed` seconds may be lost by it."""
+        where going on behind what was loaded would take a step more than it saves; 0: wait. `computing(n)` says what a step of
+        n tokens takes, one of fewer than `least` as much as one of so many; `loading(first)` when all from `first` on will have
+        come; None where nobody knows. `busy`: seconds that the device still needs for the request's last step, during which
+        waiting costs nothing. Else no more than `allowed` seconds may be lost by it."""
         gap = low - front
         wanted: int | None = None
         if computing is not None and loading is not None:
             takes, blocks = computing, -(-gap // block)
-            comes = self._as_seen(front, low, least, loading, now)
+            comes = self._as_seen(low, min(gap, least), loading, now)
             met = meeting(
                 blocks,
                 lambda n: (busy or 0.0) + takes(max(least, gap - (blocks - n) * block)),
@@ -64,13 +65,13 @@ class Pace:
         return wanted
 
     def _as_seen(
-        self, front: int, low: int, least: int, loading: Callable[[int], float], now: float
+        self, low: int, next_: int, loading: Callable[[int], float], now: float
     ) -> Callable[[int], float]:
-        """`loading`, as much slower as what should have come by now was."""
-        began, all_ = self._began = self._began or (now, low)
-        soonest = loading(max(front, low - least))
-        each = loading(front) / (low - front)
-        slower = max(1.0, (now - began) / max(1e-9, soonest + each * (all_ - low)))
+        """`loading`, as much slower as what should have come by now was; of the `next_` tokens nothing need have come."""
+        began, first_low = self._began = self._began or (now, low)
+        soon = loading(low - next_)
+        due = soon + soon / next_ * (first_low - low)
+        slower = max(1.0, (now - began) / max(1e-9, due))
         return lambda first: slower * loading(first)
 
     @staticmethod
@@ -80,6 +81,8 @@ class Pace:
 
     def bears(self, low: int, computing: Callable[[int], float] | None, allowed: float, now: float) -> bool:
         """Whether waiting (on) may be: what it has cost so far is within `allowed`."""
+        if self._since is not None and low > self._low:
+            self.ends(self._low, computing, now)  # it waited to know what there is to load
         if self._since is None:
             self._since, self._low = now, low
         return self._lost(low, computing, now) <= allowed

@@ -324,12 +324,12 @@ class Scheduler:
         sequence = request.sequence
         assert sequence is not None
         most, telling = min(request.pending, budget), request.telling
+        near = most = min(most, self._told) if telling else most
         if self.lower is not None and (stop := self.lower.stop_at(request)) is not None:
-            most = min(most, stop - request.computed)
-        most = min(most, self._told) if telling else most
-        count = most if sequence.boundary is None else min(most, sequence.boundary - sequence.length)
-        # (A snapshot that is wanted inside of an image that must stay whole is not taken.)
-        count = _fitting(request, count) or _fitting(request, most)
+            near = min(most, stop - request.computed)
+        count = near if sequence.boundary is None else min(near, sequence.boundary - sequence.length)
+        # (A snapshot that is wanted inside of an image that must stay whole is not taken, nor does a load meet it there.)
+        count = _fitting(request, count) or _fitting(request, near) or _fitting(request, most)
         if not count:
             return 0  # an image that must stay whole waits for a step with room for it
         while sequence.extend(count):
