@@ -1,8 +1,9 @@
 """What lies below host memory: found for a request that waits, and brought there.
 
     seek:  find (lookups, by and by) → fetch it in strips, the prompt's end first → host memory has it
+    pace:  how far the request should compute meanwhile
 
-Knows names and lanes; copies nothing into the pool, and asks nobody to wait: `lower.py` does.
+Knows names and lanes, and when what is under way should have come; copies nothing into the pool: `lower.py` does.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class LowerConfig:
     """`load`: "always" loads what is there and waits for it, "auto" computes meanwhile what is computed sooner, and waits only for
     what should come sooner than that; where it does not, `loss` of what computing everything would take is the most that is
     lost. What is asked of a tier it has twice as long for as computing would take, at least and at most so many `seconds`;
-    while nobody knows what computing takes, a twentieth of the most is waited."""
+    while nobody knows what computing takes, a twentieth of the most is waited, for what should come within that."""
 
     load: Literal["auto", "always"] = "auto"
     seconds: tuple[float, float] = (0.1, 5.0)

@@ -369,8 +369,11 @@ class Lane:
         self._finish(piece, ok)
 
     def _measure(self, piece: _Piece, now: float) -> None:
-        """Bytes and the seconds they took fade together, as time passes: pieces that end at the same moment are one sight."""
+        """Bytes and the seconds they took fade together, as time passes: pieces that end at the same moment are one sight, and a
+        tier that hung once is not slow for long."""
         took = max(1e-6, now - max(piece.began, self._last_done))
+        if self.speed:
+            took = min(took, max(SIGHT, 4 * piece.size / self.speed))
         self._last_done = now
         fade = math.exp(-took / SIGHT)
         self._seen_bytes = self._seen_bytes * fade + piece.size
