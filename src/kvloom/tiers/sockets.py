@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Any
 
+from .checks import checksums, receive_checked, receive_step, send_checked, send_step
+
 __all__ = ["Bytestream"]
 
 _MOST_PIECES = 512  # of one call; Linux takes 1024
@@ -97,6 +99,38 @@ class Bytestream:
         while done < len(into):
             done += self._receive(into[done:], flags)
 
+    def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
+        """As `receive`, whole runs; their checksums, each taken while the processor still has it."""
+        if self._plain:
+            self._check()
+            try:
+                sums = receive_checked(self.socket.fileno(), into, run_bytes, self._deadline)
+            except BlockingIOError as error:
+                raise self._late() from error
+            if sums is not None:
+                return sums
+        parts = []
+        for piece in _pieces(into, receive_step(run_bytes)):
+            self.receive(piece)
+            parts.append(checksums(piece, run_bytes))
+        return b"".join(parts)
+
+    def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
+        """As `send`, whole runs; their checksums."""
+        if self._plain:
+            self._check()
+            try:
+                sums = send_checked(self.socket.fileno(), data, run_bytes, self._deadline)
+            except BlockingIOError as error:
+                raise self._late() from error
+            if sums is not None:
+                return sums
+        parts = []
+        for piece in _pieces(data, send_step(run_bytes)):
+            parts.append(checksums(piece, run_bytes))
+            self.send([piece])
+        return b"".join(parts)
+
     def _receive(self, into: memoryview, flags: int) -> int:
         self._check()
         try:
@@ -113,6 +147,10 @@ class Bytestream:
 
     def _late(self) -> TimeoutError:
         return TimeoutError(f"no answer within {self._timeout} s")
+
+
+def _pieces(data: memoryview, step: int) -> list[memoryview]:
+    return [data[at : at + step] for at in range(0, len(data), step)]
 
 
 def _near(connected: socket.socket) -> bool:
