@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -77,12 +78,14 @@ class Shelf:
         with self.lock:
             return self._owners.used(self._owners.of_tenant(tenant))
 
-    def touch(self, record: Record) -> None:
-        """A read of it begins. The caller holds the lock, and lets go of the segment afterwards."""
+    def touch(self, records: Sequence[Record]) -> None:
+        """Reads of them begin. The caller holds the lock, and lets go of the segments afterwards."""
         self._ticks += 1
-        record.used += 1
-        record.segment.last_used = self._ticks
-        record.segment.readers += 1
+        for record in records:
+            record.used += 1
+        for segment, readers in Counter([record.segment for record in records]).items():
+            segment.last_used = self._ticks
+            segment.readers += readers
 
     def let_go(self, segment: Segment, readers: int) -> None:
         with self.lock:
