@@ -30,7 +30,7 @@ from kvloom.tiers.peer import open_peer
 from kvloom.tiers.redis import RedisAddress, open_redis
 from kvloom.tiers.remote import RemoteConfig
 
-from .tiers_media import WAIT_SECONDS, Memory, Side, address, memcpy, raw, tcp
+from .tiers_media import FILE_ROUNDS, WAIT_SECONDS, Memory, Side, address, memcpy, raw, tcp
 
 __all__ = ["WORKS", "Work", "folder_in"]
 
@@ -82,7 +82,7 @@ def disk(memory: Memory, folder: Path) -> Iterator[list[Work]]:
     kinds: tuple[Literal["power", "process"], ...] = ("power", "process")
     for durable in kinds:
         config = DiskConfig(
-            folder / durable, _DISK * memory.total, segment_bytes=4 * memory.total, durable=durable
+            folder / durable, _DISK * memory.total, segment_bytes=FILE_ROUNDS * memory.total, durable=durable
         )
         tiers.append(DiskTier(config))
         alone = raw(memory, folder / f"raw-{durable}", durable == "power")
@@ -97,7 +97,7 @@ def disk(memory: Memory, folder: Path) -> Iterator[list[Work]]:
 @contextlib.contextmanager
 def nixl(memory: Memory, folder: Path) -> Iterator[list[Work]]:
     config = DiskConfig(
-        folder / "nixl", _DISK * memory.total, segment_bytes=4 * memory.total, durable="process"
+        folder / "nixl", _DISK * memory.total, segment_bytes=FILE_ROUNDS * memory.total, durable="process"
     )
     tier = open_nixl(config)
     alone = raw(memory, folder / "raw", False, NixlFiles(-1))
