@@ -27,8 +27,9 @@ from .transfer import Outcome, Transfer
 
 __all__ = ["Appender"]
 
-_FRAME_BYTES = 8 << 20  # sealed while the one before is written: the smaller, the less waits at either end
+_FRAME_BYTES = 16 << 20  # sealed while the one before is written
 _FIRST_BYTES = 512 << 10  # of a call's first frame, so that the disk begins soon
+_FASTER = 4  # how much sealing is faster than a disk: by so much frames may grow, and it never waits
 _FRAME_RECORDS = 512
 _SYNC_BYTES = 128 << 20
 _AHEAD = 2  # sealed frames that wait for the disk
@@ -106,12 +107,14 @@ class Appender:
             if not isinstance(job, _Write):
                 self._sealed.put(job)
                 continue
-            most = min(_FRAME_BYTES, self._shelf.segment_bytes_for(job.objects.tenant) // 4)
-            at, size = 0, min(_FIRST_BYTES, most)
+            page = job.objects.form.page_bytes
+            most = min(_FRAME_BYTES, self._shelf.segment_bytes_for(job.objects.tenant) // 4) // page
+            at, step = 0, max(1, min(_FIRST_BYTES // page, most, _FRAME_RECORDS))
             while at < len(job.which):
-                step = max(1, min(_FRAME_RECORDS, size // job.objects.form.page_bytes))
+                if len(job.which) - at < step + step // 4:  # a short last frame takes longer than its bytes
+                    step = len(job.which) - at
                 self._seal(job, job.which[at : at + step].tolist())
-                at, size = at + step, min(2 * size, most)
+                at, step = at + step, max(1, min(_FASTER * step, most, _FRAME_RECORDS))
             del job
         self._sealed.put(None)
 
