@@ -205,7 +205,7 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         for array in (memory.source, memory.target):
             store.lend(array)  # registered once, for both sides
         keys = [f"bench-{number}" for number in range(memory.count)]
-        step = max(1, (8 << 20) // memory.page)
+        step = max(1, (16 << 20) // memory.page)  # what it does best with
         batches = [range(at, min(at + step, memory.count)) for at in range(0, memory.count, step)]
 
         def each(verb: Any, array: npt.NDArray[np.uint8]) -> None:
@@ -216,11 +216,11 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
                     raise RuntimeError(f"Mooncake says {min(codes)}")
 
         def write() -> None:
+            client.batch_remove(keys, True)  # in its time, as the tier lets old pages go
             each(client.batch_put_from, memory.source)
 
         def read() -> None:
             each(client.batch_get_into, memory.target)
-            client.batch_remove(keys, True)
 
         yield [Work("mooncake", "its client, batches", _of_tier(tier, memory), Side(write, read))]
         tier.close()
