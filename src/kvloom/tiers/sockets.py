@@ -30,16 +30,17 @@ class Bytestream:
     """For one thread at a time. An exchange begins with `begin` and has `timeout` seconds, and as many more as its bytes take
     on a slow network, within one timeout more. Raises TimeoutError, ConnectionError or another OSError: it is of no further use then."""
 
-    def __init__(self, connected: socket.socket, timeout: float) -> None:
+    def __init__(self, connected: socket.socket, timeout: float, receive_bytes: int = 0) -> None:
+        """`receive_bytes` is what may wait here to be received, where that is not for this file to choose."""
         self.socket, self._timeout = connected, timeout
         self._plain = not isinstance(connected, ssl.SSLSocket)
         self._deadline = 0.0
         with contextlib.suppress(OSError):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         size = _NEAR_BYTES if _near(connected) else _BUFFER_BYTES
-        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        for option, room in ((socket.SO_RCVBUF, max(size, receive_bytes)), (socket.SO_SNDBUF, size)):
             with contextlib.suppress(OSError):
-                connected.setsockopt(socket.SOL_SOCKET, option, size)
+                connected.setsockopt(socket.SOL_SOCKET, option, room)
         if self._plain:
             connected.settimeout(None)
             limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6) or (0 if timeout >= 1 else 1000))
