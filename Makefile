@@ -14,7 +14,7 @@ STAMP := $(VENV)/.kvloom-setup
 .PHONY: help setup test test-slow test-gpu lint format plan serve bench fuzz clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP) ## a virtual environment in .venv with everything the tests need
 

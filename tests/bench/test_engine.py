@@ -15,7 +15,8 @@ import torch
 
 from kvloom import cli
 from kvloom.bench import engine, engine_report
-from kvloom.bench.engine_runners import AbsentError, HuggingFace, Measured, Options, Vllm
+from kvloom.bench.engine_peers import AbsentError, HuggingFace, Vllm
+from kvloom.bench.engine_runners import Measured, Options
 from kvloom.bench.floor import FLOP_RATE, READ_RATE, Floor, Pass, seen
 from kvloom.bench.residency import capacity, waste
 from kvloom.bench.shapes import SHAPES, build, hf_config

@@ -8,27 +8,27 @@ import sys
 
 import pytest
 
-from kvloom.bench import index
+from kvloom.bench import index, index_work
 
 
-@pytest.mark.parametrize("layout", index.LAYOUTS)
+@pytest.mark.parametrize("layout", index_work.LAYOUTS)
 def test_a_life_hits_what_is_cached(layout: str) -> None:
-    figures = index.life(layout, tokens=2048, cached=1024, repeats=5)
+    figures = index_work.life(layout, tokens=2048, cached=1024, repeats=5)
     assert figures["hit"] == 1024
     assert figures["total"] >= figures["match"] > 0
-    assert index.life(layout, tokens=2048, evicting=True, repeats=5)["hit"] == 0
+    assert index_work.life(layout, tokens=2048, evicting=True, repeats=5)["hit"] == 0
 
 
 def test_bookkeeping_stays_under_200_bytes_a_block() -> None:
-    assert index.pool_scale(20_000, repeats=5)["bytes_per_block"] < 200
+    assert index_work.pool_scale(20_000, repeats=5)["bytes_per_block"] < 200
 
 
 def test_ratios_compare_like_with_like() -> None:
     own = {
-        "life": {layout: {"total": 100.0} for layout in index.LAYOUTS},
-        "life_named": {layout: {"total": 200.0} for layout in index.LAYOUTS},
-        "life_evicting": {layout: {"total": 50.0} for layout in index.LAYOUTS},
-        "decode_step": {layout: {"total": 10.0} for layout in index.LAYOUTS},
+        "life": {layout: {"total": 100.0} for layout in index_work.LAYOUTS},
+        "life_named": {layout: {"total": 200.0} for layout in index_work.LAYOUTS},
+        "life_evicting": {layout: {"total": 50.0} for layout in index_work.LAYOUTS},
+        "decode_step": {layout: {"total": 10.0} for layout in index_work.LAYOUTS},
         "tree": {"match": 1.0, "insert": 2.0, "evict": 4.0},
     }
     peers = {"vllm_life": {"full": {"total": 1000.0}}, "sglang_tree": {"rust": {"match": 3.0}}}

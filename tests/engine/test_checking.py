@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from kvloom.engine import checking
 from kvloom.engine.checking import check_engine, check_model
+from kvloom.kernels.cuda_driver import CudaError
 from kvloom.models.catalog import folder_of
 
 LLAMA = folder_of("kvloom-llama")
@@ -39,6 +41,41 @@ def test_what_runs_is_let_through(tmp_path: Path) -> None:
     check_engine(LLAMA, kv_dtype={"full": "int8"}, kv_scales="checkpoint", tiers=["host:1GiB"])
     check_engine(folder_of("kvloom-hybrid"), kv_dtype="sliding=int8")
     check_engine("llama-3-8b", load_format="random", pool_bytes=1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "said"),
+    [
+        ("cuda", OSError("no libcuda"), "no device 'cuda' here: no NVIDIA driver is installed; give cpu"),
+        (
+            "cuda:0",
+            CudaError("cuInit", 100, "none found"),
+            "here: the NVIDIA driver says: cuInit failed with 100",
+        ),
+        ("cuda", 0, "the NVIDIA driver sees 0 GPUs; give cpu .--device cpu., or leave it out"),
+        ("cuda:1", 1, "no device 'cuda:1' here: the NVIDIA driver sees 1 GPU;"),
+        ("cuda", 1, None),
+        ("cuda:1", 2, None),
+        ("cpu", OSError("nobody asks"), None),
+        ("cuda:x", OSError("nobody asks"), None),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, device: str, count: int | Exception, said: str | None
+) -> None:
+    class Driver:
+        def devices(self) -> int:
+            assert isinstance(count, int)
+            return count
+
+    def driver() -> Driver:
+        if isinstance(count, Exception):
+            raise count
+        return Driver()
+
+    monkeypatch.setattr(checking, "cuda_driver", driver)
+    with nullcontext() if said is None else pytest.raises(ValueError, match=said):
+        check_engine(LLAMA, device=device)
 
 
 def test_a_pool_is_measured_as_the_engine_will_have_it() -> None:

@@ -29,6 +29,7 @@ def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int, ahead:
     layout = Engine(model, 1 << 24).layout
     room = slabs * layout.slab_bytes or 3 * layout.slab_bytes_for(max(map(len, prompts)) + 10)
     engine = Engine(model, room, token_budget=24, max_running=8, ahead=ahead)
+    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, GREEDY, priority=i % 3) for i, prompt in enumerate(prompts)]
     cancelled: list[Request] = []
     steps = 0

@@ -48,6 +48,15 @@ def test_a_folder_answers_text_and_ids(folder: Path) -> None:
     assert {result.outputs[0].finish_reason for result in results} == {"length"}
 
 
+def test_a_model_that_comes_along_is_known_by_its_name() -> None:
+    llm = kvloom.LLM("kvloom-llama", pool_bytes=16 << 20, device="cpu")
+    assert next(llm.engine.model.parameters()).dtype == torch.float32
+    (result,) = llm.generate("def read(path):", kvloom.SamplingParams(max_tokens=4, temperature=0))
+    assert result.outputs[0].text == "\n    return read_"
+    with pytest.raises(ValueError, match="no embedded model 'kvloom-none'"):
+        kvloom.LLM("kvloom-none")
+
+
 def test_one_prompt_or_many_and_params_for_each() -> None:
     llm = kvloom.LLM(tiny("llama"), pool_bytes=1 << 22)
     assert len(llm.generate([5, 6, 7], GREEDY)) == 1

@@ -367,6 +367,7 @@ def test_what_a_preempted_request_gets_back_is_no_hit() -> None:
         tiny("llama", max_position_embeddings=512), layout.slab_bytes_for(130) + 2 * layout.slab_bytes,
         tiers=["host:16MiB?write=back"], lower=PATIENT,
     )  # fmt: skip
+    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, greedy(24)) for prompt in prompts[:2]]
     while requests[0].output_count < 4:
         engine.step()

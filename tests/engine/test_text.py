@@ -74,10 +74,10 @@ def test_the_cost_of_a_token_does_not_grow() -> None:
     ids = tokenizer("hello world the " * 500)["input_ids"]
 
     def spent(text: Text, part: list[int]) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for token in part:
             text.add(token)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     text = Text(tokenizer, stops=("nothing like it",))
     size = len(ids) // 8

@@ -1,11 +1,43 @@
-"""The interpreter takes hints at their word, as a GPU does: what is told to be side by side is read from where the first is."""
+"""Kernels meet here what they meet on a GPU at its worst: memory that nobody wrote holds NaN, and hints count.
+
+The interpreter takes hints at their word: what is told to be side by side is read from where the first is.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
+
+WILD = 77777
+"""What integers hold that nobody wrote (or the most of their type): neither -1 nor 0, which mean something here."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_written_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch allocates without writing it, outputs and scratch inside the functions under test among it, is filled
+    with NaN, or bytes and integers with what cannot be right: an element that a kernel leaves out shows, and so does one
+    that is read too early. (`torch.use_deterministic_algorithms` fills, too, but forbids cuDNN's attention and others.)"""
+
+    def filling(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocated(*args: object, **kwargs: object) -> torch.Tensor:
+            tensor = allocate(*args, **kwargs)
+            with torch.no_grad():
+                if tensor.is_floating_point() or tensor.is_complex():
+                    return tensor.fill_(math.nan)
+                most = 1 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max
+                return tensor.fill_(min(WILD, most))
+
+        return allocated
+
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted"):
+        monkeypatch.setattr(torch, name, filling(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, filling(getattr(torch.Tensor, name)))
 
 
 @pytest.fixture(autouse=True)

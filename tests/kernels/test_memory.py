@@ -15,7 +15,7 @@ import torch
 from kvloom.core import LayerSpec, PoolLayout, Span, attention_fields
 from kvloom.kernels import memory
 from kvloom.kernels.copy import copy_pages
-from kvloom.kernels.cuda_driver import CudaError
+from kvloom.kernels.cuda_driver import CudaError, cuda_driver
 from kvloom.kernels.memory import ElasticBuffer, elastic, granularity
 from kvloom.kernels.views import layer_views
 
@@ -327,6 +327,12 @@ def test_device_memory_goes_back_to_the_device() -> None:
         buffer.unmap(range(2, 1 + count))
         assert abs(free - torch.cuda.mem_get_info()[0] - slab) < slab
         assert bool((buffer.tensor[slab : 2 * slab] == 5).all())
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_driver_counts_the_gpus_that_torch_does() -> None:
+    assert cuda_driver().devices() == torch.cuda.device_count()
 
 
 @pytest.mark.gpu

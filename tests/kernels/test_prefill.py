@@ -155,6 +155,31 @@ def test_quantised_pages_under_windows(dtype: torch.dtype, window: int, static: 
     check(batch, tolerance=5e-3)
 
 
+@pytest.mark.parametrize("kind", ["full", "window", "int8 window", "sinks"])
+def test_single_queries_in_front_go_to_decodes_kernels(kind: str) -> None:
+    span = Span("sliding", 21) if "window" in kind else FULL
+    dtype = torch.int8 if "int8" in kind else HALF
+    shape = Shape(4, 2, 64, 64, dtype=dtype)
+    batch = Batch(
+        shape, [24, 41, 1, 30, 40, 50], [1, 1, 1, 12, 1, 40], span, "HDN" if "int8" in kind else "NHD", HALF
+    )
+    sinks = torch.randn(4).to(DEVICE) if kind == "sinks" else None
+    mask = Mask(span, sinks=sinks)
+    plan = PrefillPlan(shape, span, DEVICE, singles=2, **({} if GPU else {"tile": TINY}))
+    taken = []
+    for _ in range(2):  # another step of the same plan
+        plan.make(batch.starts.tolist(), batch.lengths)
+        found = plan.attend(batch.q, batch.k, batch.v, batch.tables, mask, None, batch.k_scale, batch.v_scale)
+        agree(found, batch.expected(mask), TOLERANCE[HALF])
+        assert plan._decode is not None
+        taken.append(plan._decode[0])
+    assert taken == [3, 3]
+    many = PrefillPlan(shape, span, DEVICE, singles=4, **({} if GPU else {"tile": TINY}))
+    many.make(batch.starts.tolist(), batch.lengths)
+    many.attend(batch.q, batch.k, batch.v, batch.tables, mask, None, batch.k_scale, batch.v_scale)
+    assert many._decode == (0, None)
+
+
 def test_latent_pages_are_keys_and_values() -> None:
     check(Batch(Shape(20, 1, 576, 512, dtype=torch.float32), [33, 20], [3, 1]), scale=0.07)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvloom.core import LayerSpec, PoolLayout, attention_fields
-from kvloom.kernels import reference
+from kvloom.kernels import fused, reference
 from kvloom.kernels.reference import Rotary, rotate
 from kvloom.kernels.views import allocate, layer_views
 from kvloom.kernels.write import write
@@ -204,7 +204,8 @@ def check_kernel(shape: tuple[int, int | None, int], stored: torch.dtype | None,
     rotary = None
     if pairs:
         form, tail = rng.choice(FORMS), v_dim is None or rng.random() < 0.3
-        rotary = Rotary(*angles(tokens, pairs, rng.choice([torch.float32, dtype])), form, tail)
+        rounded = rng.random() < 0.5
+        rotary = Rotary(*angles(tokens, pairs, rng.choice([torch.float32, dtype])), form, tail, rounded)
         q = (
             fused[:, 2:5].flatten(1, 2)
             if rng.random() < 0.5
@@ -410,3 +411,13 @@ def test_values_may_lie_with_their_tokens_dense(dtype: torch.dtype) -> None:
     triton_write.write(k_pages, plain, slots, k, v, scales[2], scales[3])
     assert plain.any()
     assert torch.equal(turned, plain)
+
+
+def test_a_rounded_rotation_has_the_bits_of_modeling_code() -> None:
+    q = torch.randn(7, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+    cos, sin = (x.bfloat16().to(DEVICE) for x in angles(7, 16))
+    theirs = fused.rotate(
+        q.transpose(0, 1)[None], q.transpose(0, 1)[None], cos.repeat(1, 2)[None], sin.repeat(1, 2)[None]
+    )[0][0].transpose(0, 1)
+    assert torch.equal(rotate(q, Rotary(cos, sin, rounded=True)), theirs)
+    assert not torch.equal(rotate(q, Rotary(cos, sin)), theirs)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
 from kvloom.kernels import cpu
-from kvloom.models.attending import Attention
-from kvloom.models.attention import install
-from kvloom.models.fusing import fuse
+from kvloom.models.attending import Attention, Turning, fuse_attention
+from kvloom.models.attention import Pages, install
+from kvloom.models.batch import Stage, Work
+from kvloom.models.fusing import _project, fuse
 from kvloom.models.lean import Lean
 
 from .test_attention import tiny
@@ -84,3 +86,40 @@ def test_steps_of_single_tokens_take_the_short_way(
     for request, prompt, whole in zip(requests, prompts, wanted, strict=True):
         assert list(request.output) == whole[0, len(prompt) :].tolist()
     assert sizes == ([2] * 4 * 5 if called else [])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "mistral"])
+def test_single_tokens_to_be_replayed_are_turned_by_who_writes_them(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's way, on a CPU: the same logits as a step that is laid out, and the same pages."""
+    model = tiny(family)
+    install(model)
+    attentions = [module for module in model.modules() if hasattr(module, "q_proj")]
+    for module in attentions:
+        assert _project(module)
+        assert fuse_attention(module, Turning)
+        module.is_fused = True
+    engine = Engine(model, 1 << 24)
+    works = []
+    for i, size in enumerate((40, 3, 17)):
+        prompt = np.arange(5 + i, 5 + i + size)
+        sequence = engine.cache.open(engine.cache.match(prompt.astype(np.int32)))
+        assert not sequence.extend(size)
+        engine.runner.run([Work(sequence, prompt)])
+        sequence.commit(prompt.astype(np.int32))
+        assert not sequence.extend(1)
+        works.append(Work(sequence, np.array([9 + i])))
+    before = engine.buffer.clone()
+    wanted = engine.runner.run(works).clone()
+    pool = engine.buffer.clone()
+    engine.buffer.copy_(before)
+    turned: list[int] = []
+    own = Pages._write_turned
+    monkeypatch.setattr(Pages, "_write_turned", lambda self, *given: (turned.append(1), own(self, *given))[1])
+    stage = Stage(engine.cache, "cpu", 16, 8, mirrored=True)
+    stage.send_singles(works, 3)
+    found = engine.runner._forward(stage.replayed(3, torch.zeros(8, dtype=torch.int64)), None)
+    assert len(turned) == len(attentions)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(engine.buffer.view(torch.float32), pool.view(torch.float32), equal_nan=True)

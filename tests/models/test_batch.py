@@ -81,7 +81,7 @@ def test_what_is_replayed_is_worked_out_from_what_was_sent() -> None:
         works.append(Work(sequence, np.array([-1 if i else 5]), source=i - 1))
     cache.take_copies()
     plain = Stage(cache, "cpu", 8, 6).lay_out(works, chosen)
-    stage.send(works, 5)
+    stage.send_singles(works, 5)
     found = stage.replayed(5, chosen)
     assert found.tokens.tolist() == [5, 7, 8, 0, 0]
     assert found.positions.tolist() == [17, 17, 17, 0, 0]
@@ -89,6 +89,51 @@ def test_what_is_replayed_is_worked_out_from_what_was_sent() -> None:
     for group, slots in found.slots.items():
         assert torch.equal(slots[:, :3], plain.slots[group])
         assert (slots[:, 3:] < BLOCK).all(), "padded rows write to page 0"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_single_tokens_take_along_what_changed_in_the_tables(seed: int) -> None:
+    rng, cache = random.Random(seed), make_cache()
+    copied, plain = Stage(cache, "cpu", 200, 6, mirrored=True), Stage(cache, "cpu", 200, 6)
+    chosen, open_ = torch.arange(6) + 50, list[Sequence]()
+    replays = 0
+    for _ in range(150):
+        if rng.random() < 0.15 and len(open_) < 6:
+            prompt = np.array([rng.choice((3, 4)) for _ in range(rng.randrange(1, 60))], dtype=np.int32)
+            open_.append(cache.open(cache.match(prompt)))
+        elif rng.random() < 0.05 and open_:
+            open_.pop(rng.randrange(len(open_))).close()
+        elif rng.random() < 0.1 and open_ and len(open_) < 6:
+            child = cache.fork(rng.choice(open_))
+            if child is not None:
+                open_.append(child)
+        single = rng.random() < 0.8
+        works = []
+        for sequence in open_:
+            count = 1 if single else rng.randrange(1, 40)
+            if sequence.length + count <= 250 and not sequence.extend(count):
+                works.append(Work(sequence, np.full(count, 3), rng.randrange(-1, 6) if single else -1))
+        cache.take_copies()
+        if works and single:
+            wanted = plain.lay_out(works, chosen)
+            copied.send_singles(works, 6)
+            found, count = copied.replayed(6, chosen), len(works)
+            replays += 1
+            for name in ("tokens", "positions", "lengths", "last", "places"):
+                assert torch.equal(getattr(found, name)[:count], getattr(wanted, name)), name
+            assert torch.equal(found.starts[: count + 1], wanted.starts)
+            for group, table in wanted.tables.items():
+                assert torch.equal(found.slots[group][:, :count], wanted.slots[group])
+                assert torch.equal(found.pages[group][:, :count], wanted.pages[group])
+                for row, length in enumerate(wanted.sizes):
+                    here = table[:, row, : -(-length // BLOCK)]
+                    there = found.tables[group][:, row, : here.shape[1]]
+                    assert torch.equal(here[here > 0], there[here > 0])
+        elif works:
+            copied.lay_out(works)
+        for work in works:
+            work.sequence.commit(work.tokens.astype(np.int32))
+    assert replays > 50
 
 
 def test_a_step_needs_pages_and_tokens() -> None:

@@ -75,6 +75,30 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path) -> None
     recorder.close()
 
 
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+def test_a_recording_is_never_overwritten(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.touch()  # nothing is lost with it
+    record(path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=f"{name} is there already.*give another name, or remove"):
+        Recorder(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+def test_where_no_request_came_no_file_is_left_and_the_name_is_free(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    recorder = Recorder(path)
+    recorder.flush()
+    assert path.exists()
+    recorder.close()
+    assert not path.exists()
+    record(path)
+    recorder.close()
+    assert read_traces([path]).requests
+
+
 @pytest.mark.parametrize(
     ("head", "line", "message"),
     [

@@ -137,6 +137,8 @@ def test_a_server_that_cannot_start_says_why(
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("k\n")
+    recording = tmp_path / "traffic.jsonl"
+    recording.write_text("yesterday's")
     for wrong, said in (
         (["--host", "0.0.0.0"], "no API keys"),
         (["--host", "0.0.0.0", "--no-auth"], "no API keys"),
@@ -146,12 +148,15 @@ def test_a_server_that_cannot_start_says_why(
         (["--port", "70000"], "70000"),
         (["--pool", "much"], "much"),
         (["--drain-seconds", "-1"], "--drain-seconds: -1"),
+        (["--record", str(recording)], "traffic.jsonl is there already"),
+        (["--device", "cuda:99"], "there is no device 'cuda:99' here"),
         (["--silent-seconds", "0.5"], "--silent-seconds 0.5"),
         (["--step-seconds", "0.5"], "--step-seconds 0.5"),
         (["--host", "no.such.host.invalid", "--api-keys", str(keys)], "line 1"),
     ):
         assert main(["serve", str(folder), *wrong]) == 2
         assert said in capsys.readouterr().err
+    assert recording.read_text() == "yesterday's"
     for model in (str(tmp_path / "nothing"), str(tmp_path), "no-such-name", "llama-3-70b", "kvloom-none"):
         assert main(["serve", model]) == 2
         assert model in capsys.readouterr().err

@@ -114,6 +114,11 @@ def test_pinned_memory_is_handed_in() -> None:
         HostTier(HostConfig(4 * PAGE, slab_bytes=PAGE), buffer=bytearray(100))
 
 
+def test_memory_that_the_system_does_not_have_is_refused_with_its_size() -> None:
+    with pytest.raises(ValueError, match=f"does not give {1 << 60:,} bytes of host memory .*: ask for less"):
+        Arena(1 << 60, 1 << 56)
+
+
 def test_a_fresh_arena_gives_a_batch_in_one_run() -> None:
     tier = HostTier(HostConfig(8 * MIB, slab_bytes=MIB))
     lease = tier.reserve(objects(range(64)))

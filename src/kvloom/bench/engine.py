@@ -3,7 +3,7 @@
 Models have random weights, tokens are ids from a seed, answers are greedy and of fixed length. On a GPU runners follow one
 another, since each wants the device's memory for itself; on a CPU they take turns, workload by workload, so that a slow
 minute hurts all alike. What a workload is stands in `workloads`, the models in `shapes`, the least
-time in `floor`, how each engine is driven in `engine_runners`, and what is printed in `engine_report`.
+time in `floor`, how each engine is driven in `engine_runners` and `engine_peers`, and what is printed in `engine_report`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,9 @@ from kvloom.models.load import device_of
 from kvloom.models.specs import kv_dtypes
 from kvloom.tiers.opening import check_tiers
 
+from .engine_peers import AbsentError, HuggingFace, OneByOne, Vllm
 from .engine_report import QUOTED, Ran, Result, render, rows_of
-from .engine_runners import (
-    AbsentError,
-    HuggingFace,
-    Invariant,
-    Kvloom,
-    Measured,
-    OneByOne,
-    Options,
-    Runner,
-    Vllm,
-)
+from .engine_runners import Invariant, Kvloom, Measured, Options, Runner
 from .floor import Floor
 from .shapes import SHAPES, hf_config
 from .workloads import WORKLOADS, Workload, chosen

@@ -1,218 +1,29 @@
 """`kvloom bench index`: what the cache's bookkeeping costs, beside vLLM's and SGLang's in the same run.
 
-Times the calls a scheduler makes, on CPU, with no model and no bytes. Peers run in a process of their
-own, in this interpreter or in the one that `--peer-python` names.
+Peers run in a process of their own, in this interpreter or in the one that `--peer-python` names. What kvloom does meanwhile
+is in `index_work`; here figures are put side by side and printed.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import platform
 import subprocess
 import sys
-import time
-import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvloom.arguments import Parser, interpreter, whole
-from kvloom.core import KVCache, LayerSpec, PoolLayout, attention_fields
-from kvloom.models.catalog import load_spec
 
-__all__ = ["decode_step", "layout_of", "life", "main", "pool_scale", "tree"]
+from .index_work import LAYOUTS, decode_step, life, pool_scale, tree
 
-LAYOUTS = ("full", "gemma3", "qwen3next")
+__all__ = ["main"]
+
 PEER_LAYOUT = {"full": "full", "gemma3": "gemma3", "qwen3next": "qwen3next-fine"}
-VOCABULARY = 128_000
-WARM_UP = 3
-Figures = dict[str, float]
-Tokens = npt.NDArray[np.int32]
-
-
-# -- kvloom's own work --------------------------------------------------------------------------
-
-
-def layout_of(name: str) -> PoolLayout:
-    """One full group of an 8B Llama; Gemma-3-12B; Qwen3-Next-80B."""
-    if name == "full":
-        return PoolLayout.build(
-            {f"{i}": LayerSpec("token", attention_fields(8, 128, "bf16")) for i in range(32)}
-        )
-    return PoolLayout.build(load_spec({"gemma3": "gemma-3-12b", "qwen3next": "qwen3-next-80b"}[name]).layers)
-
-
-def life(
-    layout: str = "full",
-    tokens: int = 8192,
-    cached: int = 4096,
-    evicting: bool = False,
-    names: bool = False,
-    repeats: int = 40,
-) -> Figures:
-    """Microseconds of a request's life: match, allocate, publish, release; `total` of all.
-
-    The first `cached` tokens are in the cache; with `evicting` nothing is, and the pool is full of other
-    requests. With `names`, someone listens to events, so every new block is hashed and told.
-    """
-    shape = layout_of(layout)
-    cache = KVCache(shape, _slabs(shape, tokens, 6 if evicting else 2 * repeats), max_sequences=4)
-    if names:
-        cache.events.subscribe(lambda event: None)
-    draw = _drawer()
-    prefix = draw(cached)
-    _live(cache, prefix)
-    if evicting:
-        for _ in range(8):
-            _live(cache, draw(tokens))
-    prompts = [
-        draw(tokens) if evicting else np.concatenate([prefix, draw(tokens - cached)]) for _ in range(repeats)
-    ]
-    return _typical([_live(cache, prompt) for prompt in prompts])
-
-
-def _live(cache: KVCache, prompt: Tokens) -> Figures:
-    with _no_gc():
-        t0 = time.perf_counter()
-        seq = cache.open(cache.match(prompt))
-        t1 = time.perf_counter()
-        missing = seq.extend(len(prompt) - seq.length)
-        t2 = time.perf_counter()
-        cache.take_copies()
-        seq.commit(prompt[seq.length :])
-        t3 = time.perf_counter()
-        hit = seq.resumed
-        seq.close()
-        t4 = time.perf_counter()
-    if missing:
-        raise RuntimeError(f"{missing} pages missing: the benchmark's pool is too small")
-    times = {"match": t1 - t0, "allocate": t2 - t1, "publish": t3 - t2, "release": t4 - t3, "total": t4 - t0}
-    return {phase: seconds * 1e6 for phase, seconds in times.items()} | {"hit": hit}
-
-
-def decode_step(
-    layout: str = "full", batch: int = 256, context: int = 1024, crossing: int = 16, steps: int = 64
-) -> Figures:
-    """Microseconds of one decode step of `batch` sequences, one in `crossing` of which fills a
-    block each step: reserve a slot each, then commit a token each."""
-    shape = layout_of(layout)
-    cache = KVCache(shape, _slabs(shape, context + 256, 2 * batch), max_sequences=batch)
-    draw = _drawer()
-    rows = []
-    for i in range(batch):
-        prompt = draw(context + (i % 16 if i % crossing < 16 else 0))
-        seq = cache.open(cache.match(prompt))
-        if seq.extend(len(prompt)):
-            raise RuntimeError("the benchmark's pool is too small")
-        cache.take_copies()
-        seq.commit(prompt)
-        rows.append(seq.row)
-    at = np.array(rows)
-    figures = []
-    for _ in range(steps):
-        ids = draw(batch)
-        with _no_gc():
-            t0 = time.perf_counter()
-            missing = cache.extend_many(at)
-            t1 = time.perf_counter()
-            cache.commit_many(at, ids)
-            t2 = time.perf_counter()
-        assert not missing
-        figures.append({"allocate": (t1 - t0) * 1e6, "append": (t2 - t1) * 1e6, "total": (t2 - t0) * 1e6})
-    return _typical(figures)
-
-
-def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
-    """Microseconds to match a prompt, to insert what is new of it and to evict as much, in a cache
-    that holds 256 other prompts over 8 prefixes."""
-    shape = layout_of("full")
-    block = shape.block_tokens
-    # Exactly full: one prompt's own blocks leave for another's, as in the peers' measurement.
-    cache = KVCache(shape, (256 * (tokens - shared) + 8 * shared) // block + 1, max_sequences=4)
-    draw = _drawer()
-    prefixes = [draw(shared) for _ in range(8)]
-    for i in range(256):
-        _live(cache, np.concatenate([prefixes[i % 8], draw(tokens - shared)]))
-    figures = []
-    account = cache.accounts[""]
-    needs = cache.pages.needs((tokens - shared) // block)
-    for i in range(repeats):
-        prompt = np.concatenate([prefixes[i % 8], draw(tokens - shared)])
-        with _no_gc():
-            t0 = time.perf_counter()
-            match = cache.match(prompt)
-            t1 = time.perf_counter()
-            cache.room.make(account, needs)
-            t2 = time.perf_counter()
-            seq = cache.open(match)
-            seq.extend(tokens - seq.length)
-            t3 = time.perf_counter()
-            seq.commit(prompt[seq.length :])
-            t4 = time.perf_counter()
-        if seq.resumed != shared:
-            raise RuntimeError(f"resumed at {seq.resumed}, not {shared}")
-        seq.close()
-        figures.append({"match": (t1 - t0) * 1e6, "insert": (t4 - t3) * 1e6, "evict": (t2 - t1) * 1e6})
-    return _typical(figures)
-
-
-def pool_scale(blocks: int, tokens: int = 8192, repeats: int = 40) -> Figures:
-    """The phases of an evicting life with `blocks` blocks cached, and the bytes of bookkeeping a cached
-    block takes (traced while filling)."""
-    shape = layout_of("full")
-    draw = _drawer()
-    prompts = (draw(tokens) for _ in range(blocks // (tokens // shape.block_tokens) + 2))
-    first = next(prompts)
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    cache = KVCache(shape, blocks + 1, max_sequences=4)
-    _live(cache, first)
-    for prompt in prompts:
-        _live(cache, prompt)
-    gc.collect()
-    size = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    figures = _typical([_live(cache, draw(tokens)) for _ in range(repeats)])
-    return figures | {"bytes_per_block": size / blocks, "blocks": float(blocks)}
-
-
-def _slabs(shape: PoolLayout, tokens: int, requests: int) -> int:
-    """Slabs for `requests` requests with every page of theirs and two snapshots each."""
-    per_request = sum(
-        -(-(tokens // shape.block_tokens + 2 if g.spec.unit == "token" else 3) * g.runs // g.pages_per_slab)
-        + 1
-        for g in shape.groups
-    )
-    return per_request * requests + 8
-
-
-def _drawer() -> Callable[[int], Tokens]:
-    rng = np.random.default_rng(0)
-    return lambda n: rng.integers(0, VOCABULARY, n, dtype=np.int32)
-
-
-def _typical(figures: Sequence[Figures]) -> Figures:
-    """The lower decile of each figure, which a machine that is disturbed now and then still reaches."""
-    rows = figures[WARM_UP:]
-    return {key: sorted(f[key] for f in rows)[len(rows) // 10] for key in figures[0]}
-
-
-@contextmanager
-def _no_gc() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-# -- beside the peers ---------------------------------------------------------------------------
 
 
 def run_peers(python: str, sglang_path: str | None) -> dict[str, Any]:

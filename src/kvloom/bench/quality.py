@@ -134,7 +134,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     folder = folder_of(args.model)
     for way in args.kv_dtype:
-        check_engine(folder, dtype=args.dtype, kv_dtype=way, pool_bytes=args.pool)
+        check_engine(folder, dtype=args.dtype, kv_dtype=way, pool_bytes=args.pool, device=args.device)
     texts = {file: Path(file).read_text(encoding="utf-8") for file in (*args.text, *args.calibrate)}
     use_threads(args.threads)
     model, tokenizer = load(folder, args.dtype, args.device)

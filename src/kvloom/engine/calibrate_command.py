@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.out).is_dir():
         raise ValueError(f"--out {args.out} is a folder: name a file in it")
     folder = folder_of(args.model)
-    check_engine(folder, dtype=args.dtype, kv_dtype=args.kv_dtype, pool_bytes=args.pool)
+    check_engine(folder, dtype=args.dtype, kv_dtype=args.kv_dtype, pool_bytes=args.pool, device=args.device)
     ids_given = [token_ids(text) for text in args.tokens]
     from kvloom.models.load import load
 

@@ -1,6 +1,8 @@
-"""What can be said against an engine before it is loaded: no such model, a dtype or a tier that makes no sense, a pool too small.
+"""What can be said against an engine before it is loaded: no such model or device, a dtype or a tier that makes no sense, a
+pool too small.
 
-Reads the model's config at most: no torch, no weights, nothing opened. What needs more is said while loading.
+Reads the model's config at most, and asks the driver where a GPU is named: no torch, no weights, nothing opened. What needs
+more is said while loading.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from urllib.request import getproxies
 
 from kvloom.core.layers import QUANTISED
 from kvloom.core.layout import PoolLayout
+from kvloom.kernels.cuda_driver import CudaError, cuda_driver
 from kvloom.models.catalog import embedded_models, known_models, load_config
 from kvloom.models.reading import ModelError
 from kvloom.models.specs import KVDtype, ModelSpec, kv_dtypes, model_spec
@@ -34,11 +37,14 @@ def check_engine(
     kv_scales: str | os.PathLike[str] = "dynamic",
     pool_bytes: int | None = None,
     tiers: Iterable[str] = (),
+    device: str | None = None,
 ) -> None:
     """Raise ValueError for what could never be loaded, or not so. Takes milliseconds, and seconds where a hub must be found to
     be out of reach. The arguments are those of `Engine` and `load`."""
     kv_dtypes(kv_dtype)
     check_tiers(tiers)
+    if device is not None and device.startswith("cuda"):
+        _check_gpu(device)
     config = check_model(model, load_format)
     static = kv_scales != "dynamic"
     spec = None if config is None else _spec(config, dtype, kv_dtype, static)
@@ -73,6 +79,24 @@ def check_model(model: str, load_format: str = "auto") -> dict[str, Any] | None:
         )
     _check_hub(model)
     return None
+
+
+def _check_gpu(device: str) -> None:
+    """Whether torch can use a GPU that the driver sees, loading tells, and what is no device at all."""
+    index = device.partition(":")[2] or "0"
+    if not index.isdigit():
+        return
+    try:
+        count = cuda_driver().devices()
+    except OSError:
+        why = "no NVIDIA driver is installed"
+    except CudaError as error:
+        why = f"the NVIDIA driver says: {error}"
+    else:
+        if int(index) < count:
+            return
+        why = f"the NVIDIA driver sees {count} GPU{'' if count == 1 else 's'}"
+    raise ValueError(f"there is no device {device!r} here: {why}; give cpu (--device cpu), or leave it out")
 
 
 def _spec(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None, static: bool) -> ModelSpec | None:

@@ -125,26 +125,22 @@ def run(args: argparse.Namespace) -> int:
         prompt_logprobs=args.prompt_logprobs,
         json_schema=_schema(args.json_schema),
     )
-    model = folder_of(args.model)
     check_engine(
-        model,
+        folder_of(args.model),
         load_format=args.load_format,
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,
         pool_bytes=args.pool,
         tiers=args.tier,
+        device=args.device,
     )
-    from kvloom.models.load import device_of
-
     from .llm import LLM
 
-    where = device_of(args.device)
-    own = model != args.model and where.type == "cpu"  # one that comes along, as `kvloom serve` has it
     llm = LLM(
-        model,
-        dtype="float32" if own and args.dtype == "auto" else args.dtype,
-        device=where,
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
         pool_bytes=args.pool,
         kv_dtype=args.kv_dtype,
         kv_scales=args.kv_scales,

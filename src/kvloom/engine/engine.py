@@ -16,39 +16,33 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvloom.core import Control, KVCache, PoolLayout, Snapshots, Tenant
+from kvloom.core import Control, Tenant
 from kvloom.kernels.copy import copy_pages
-from kvloom.kernels.views import allocate
-from kvloom.models.attention import install
-from kvloom.models.crossing import eyes
-from kvloom.models.fingerprint import model_fingerprint
-from kvloom.models.scales import fingerprint, load_scales
 from kvloom.models.sight import Sight
-from kvloom.models.specs import KVDtype, model_spec
+from kvloom.models.specs import KVDtype
 from kvloom.models.vision import Vision
 from kvloom.tiers.opening import Place
 
 from .beams import BeamSearch
 from .flight import Flight, told_prompts
 from .grammar import Grammars
-from .logprobs import TokenLogprobs
+from .landing import Landing
 from .lower import Lower, LowerConfig
 from .odds import send
 from .opening import open_lower
-from .request import Finish, Request, SamplingParams
+from .pool import pool_for
+from .request import Request, SamplingParams, token_ids
 from .runner import Runner
 from .sampler import Chosen, Sampler
-from .scheduler import Scheduled, Scheduler
+from .scheduler import Scheduler
 from .sessions import Sessions
-from .sizing import Room, room_for
 from .text import Text
 
 __all__ = ["Engine"]
 
-MAX_TOKENS = 131072
-"""The longest sequence where the model names no limit."""
 TOKEN_BUDGET = {False: 2048, True: 8192}
 """Tokens of prompts a step where nobody says: a CPU is busy with fewer than a GPU."""
 MAX_RUNNING = {False: 256, True: 512}
@@ -84,73 +78,40 @@ class Engine:
         lower: LowerConfig | None = None,
         max_context: int | None = None,
     ) -> None:
-        weight = next(model.parameters())
-        if batch_invariant and not weight.is_cuda and weight.dtype != torch.float32:
-            raise ValueError(
-                f"batch_invariant on a CPU needs float32, not {weight.dtype}: give dtype float32 (--dtype), "
-                "with which a seed's tokens are the same there in any batch"
-            )
-        invariant = batch_invariant and weight.is_cuda  # a CPU in float32 needs nothing for it
-        self.model, self.device = model.eval(), weight.device
-        if token_budget is None:
-            token_budget = TOKEN_BUDGET[self.device.type == "cuda"]
-        if max_running is None:
-            max_running = MAX_RUNNING[self.device.type == "cuda"]
-        spec = model_spec(
-            {**model.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")},
+        self.model, self.device = model.eval(), next(model.parameters()).device
+        on_gpu = self.device.type == "cuda"
+        token_budget = TOKEN_BUDGET[on_gpu] if token_budget is None else token_budget
+        max_running = MAX_RUNNING[on_gpu] if max_running is None else max_running
+        pool = pool_for(
+            model,
+            pool_bytes=pool_bytes,
+            memory_fraction=memory_fraction,
+            block_tokens=block_tokens,
+            token_budget=token_budget,
+            max_running=max_running,
+            max_context=max_context,
             kv_dtype=kv_dtype,
-            static_scales=kv_scales != "dynamic",
-        )
-        scales = None if kv_scales == "dynamic" else load_scales(kv_scales, model, spec.layers)
-        self.layout = PoolLayout.build(spec.layers, block_tokens)
-        self.vision = eyes(model)
-        if self.vision is not None:
-            self.layout = self.vision.lay_out(spec.layers, self.layout)
-        self.limit = spec.max_context
-        if max_context is not None:
-            if not 1 <= max_context <= (self.limit or MAX_TOKENS):
-                raise ValueError(
-                    f"max_context {max_context} must lie in 1 to {self.limit or MAX_TOKENS}, what the model can do"
-                )
-            self.limit = max_context
-        self._whose = "the model's" if self.limit and max_context is None else "this engine's"
-        install(model, self.limit)
-        self.room: Room | None = None
-        """How the pool got its size, where it was left to find it."""
-        if pool_bytes is None:
-            self.room = room_for(
-                model,
-                self.layout,
-                memory_fraction,
-                token_budget,
-                max_running,
-                graphs,
-                scales,
-                self.limit or MAX_TOKENS,
-                invariant,
-                self.vision,
-            )
-            pool_bytes = self.room.pool
-        slabs = self.layout.slabs_in(pool_bytes)
-        if slabs < 2:
-            raise ValueError(
-                f"a pool of {pool_bytes:,} bytes is too small: its unit is {self.layout.slab_bytes:,} and it needs two"
-            )
-        self.buffer = allocate(self.layout, slabs, self.device)
-        name = spec.name
-        if tiers:  # who finds pages there must have computed just these
-            name = f"{model.config.model_type} {model_fingerprint(model)}{' invariant' * batch_invariant}"
-        self.cache = KVCache(
-            self.layout,
-            slabs=slabs,
-            model=name if scales is None else f"{name}, scales {fingerprint(scales)}",
-            max_sequences=max_running,
-            max_tokens=self.limit or MAX_TOKENS,
+            kv_scales=kv_scales,
             tenants=tenants,
-            snapshots=Snapshots(before_last=True),
+            graphs=graphs,
+            batch_invariant=batch_invariant,
+            stored=bool(tiers),
         )
+        self.layout, self.buffer, self.cache = pool.layout, pool.buffer, pool.cache
+        self.vision, self.limit = pool.vision, pool.limit
+        self.room = pool.room
+        """How the pool got its size, where it was left to find it."""
+        self._whose = "the model's" if self.limit and max_context is None else "this engine's"
         self.runner = Runner(
-            model, self.cache, self.buffer, token_budget, max_running, graphs, scales, self.vision, invariant
+            model,
+            self.cache,
+            self.buffer,
+            token_budget,
+            max_running,
+            graphs,
+            pool.scales,
+            self.vision,
+            pool.invariant,
         )
         self.scheduler = Scheduler(self.cache, token_budget, max_running)
         self.lower: Lower | None = None
@@ -160,8 +121,9 @@ class Engine:
             self.scheduler.lower = self.lower
         self.eos = _ids(getattr(model.generation_config, "eos_token_id", None))
         self.sampler = Sampler(self.eos)
+        self._landing = Landing(self.scheduler, self.eos)
         self.tokenizer = tokenizer
-        self.ahead = self.device.type == "cuda" if ahead is None else ahead
+        self.ahead = on_gpu if ahead is None else ahead
         self._flight: Flight | None = None
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Grammars | None = None
@@ -186,8 +148,9 @@ class Engine:
         grows (some 20 µs a token), so that it can be told piece by piece. `images` are what the model's processor makes of
         each, a mapping of tensors (or pixels alone), in the order of their placeholders in the prompt."""
         params = params or SamplingParams()
-        tokens = tuple(int(token) for token in prompt)
-        self._refuse(tokens, params, text)
+        ids = token_ids(prompt)
+        self._refuse(ids, params, text)
+        tokens = tuple(ids.tolist())
         control = control or Control()
         if control.lossy and (self.lower is None or not self.lower.lossy):
             control = replace(control, lossy=False)  # nothing here is re-encoded: it shares with everybody
@@ -260,14 +223,14 @@ class Engine:
         done = before
         if before is not None and any(request.waits for request in before.requests):
             self._flight = None
-            landed = self._land(before, [])
+            landed = self._landing.land(before, [])
             before = None
         self._flight = flight = self._launch(before)
         if before is not None:
-            landed = self._land(before, [] if flight is None else flight.work)
+            landed = self._landing.land(before, [] if flight is None else flight.work)
         elif flight is not None and not self.ahead:
             self._flight, done = None, flight
-            landed = self._land(flight, [])
+            landed = self._landing.land(flight, [])
         if self.lower is not None:
             self._look_at_clock(done, began)
             for request in landed:
@@ -362,60 +325,6 @@ class Engine:
         rows = [*range(len(requests)), *(row for _, row in children)]
         return [*requests, *(child for child, _ in children)], rows
 
-    def _land(self, flight: Flight, after: list[Scheduled]) -> list[Request]:
-        """Take in a step's tokens; `after` is the work of the step that was launched since."""
-        tokens, told = flight.land()
-        open_ = [(i, request) for i, request in enumerate(flight.requests) if request.finish is None]
-        self.scheduler.learned(flight.requests, tokens, after)
-        for place, request in open_:
-            if request.beams is not None:
-                if request.beams.offer(request, told[place]):
-                    self._advance(request.beams)
-            else:
-                self._take(request, told.get(place))
-        return [request for _, request in open_]
-
-    def _take(self, request: Request, told: TokenLogprobs | None) -> None:
-        """Take in a request's new token, and end it where that is its last."""
-        token, params = request.tokens[-1], request.params
-        ends = token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
-        if request.structure is not None and not ends and not request.structure.advance(token):
-            request.tokens.pop()  # nothing was allowed, so that anything came
-            self._finish(request, "grammar")
-            return
-        if told is not None:
-            request.cumulative_logprob += told[token].logprob
-            if params.logprobs is not None:
-                request.logprobs.append(told)
-        may_stop = request.output_count >= params.min_tokens
-        if ends:
-            request.stop_reason = token if token in params.stop_token_ids else None
-            if request.text is not None and params.include_stop_str_in_output:
-                request.text.add(token, may_stop=False)
-        elif request.text is not None and request.text.add(token, may_stop):
-            request.stop_reason, ends = request.text.stopped, True
-        elif request.structure is not None:
-            ends = request.structure.done
-        if ends or request.output_count >= params.max_tokens:
-            self._finish(request, "stop" if ends else "length")
-
-    def _advance(self, beams: BeamSearch[Request]) -> None:
-        """All beams of a depth are there: let the best go on, or end the search."""
-        successors = beams.decide()
-        if successors:
-            beams.live = self.scheduler.succeed(beams.slots, successors)
-            return
-        beams.finish()
-        for slot in beams.slots:
-            slot.beams = None  # each ends in its own way
-        for slot, why in zip(beams.slots, beams.endings, strict=True):
-            self._finish(slot, why)
-
-    def _finish(self, request: Request, why: Finish) -> None:
-        self.scheduler.finish(request, why)
-        if request.text is not None:
-            request.text.finish(request.output_count >= request.params.min_tokens)
-
     def _let_search(self, request: Request) -> None:
         """Make a request and its children the places of a beam search."""
         params = request.params
@@ -435,15 +344,15 @@ class Engine:
             raise ValueError(Vision.refusal(self.model))
         return self.vision.look(tokens, images, tenant)
 
-    def _refuse(self, tokens: tuple[int, ...], params: SamplingParams, text: bool) -> None:
+    def _refuse(self, ids: npt.NDArray[Any], params: SamplingParams, text: bool) -> None:
         """Raise ValueError for what can never run."""
-        if not tokens:
+        if not len(ids):
             raise ValueError("a prompt needs at least one token")
-        if len(tokens) + params.max_tokens > self.cache.max_tokens:
+        if len(ids) + params.max_tokens > self.cache.max_tokens:
             raise ValueError(
-                f"{len(tokens)} prompt tokens and {params.max_tokens} new ones exceed {self._whose} {self.cache.max_tokens}"
+                f"{len(ids)} prompt tokens and {params.max_tokens} new ones exceed {self._whose} {self.cache.max_tokens}"
             )
-        for token in (min(tokens), max(tokens)):
+        for token in (ids.min(), ids.max()):
             if not 0 <= token < self._vocabulary:
                 raise ValueError(
                     f"the prompt's token {token} is none of the model's: ids go from 0 to {self._vocabulary - 1}"

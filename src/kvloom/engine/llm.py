@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from kvloom.models.load import LoadFormat, load
+from kvloom.models.catalog import folder_of
+from kvloom.models.load import LoadFormat, device_of, load
 from kvloom.models.specs import KVDtype
 
 from .checking import check_engine
@@ -74,9 +75,10 @@ class Delta:
 
 
 class LLM:
-    """A model and its engine. `pool_bytes` are for the cache (without them it takes what the device has left); `dtype` and
-    `device` are the weights'; `kv_dtype` and `kv_scales` say how K and V are kept, as the engine takes them. A `processor` is
-    what turns text and images into ids and tensors; that of the model's folder is taken when the first image comes.
+    """A model (a folder, a hub id, the name of one that comes along, or a loaded one) and its engine. `pool_bytes` are for the
+    cache (without them it takes what the device has left); `dtype` and `device` are the weights'; `kv_dtype` and `kv_scales` say
+    how K and V are kept, as the engine takes them. A `processor` is what turns text and images into ids and tensors; that of the
+    model's folder is taken when the first image comes.
     `load_format` "random" makes weights of a config; `threads` are torch's on a CPU, for the whole process (threads.py has the
     rule for None); `progress` shows bars while loading and preparing. `batch_invariant`: the same seed, the same tokens and
     log-probabilities on a GPU, whatever runs beside. `tiers` are places for pages below the pool: `["host:64GiB",
@@ -104,18 +106,22 @@ class LLM:
         max_context: int | None = None,
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
-        self._folder = model if isinstance(model, str) else None
-        if isinstance(model, str):
+        self._folder = folder_of(model) if isinstance(model, str) else None
+        if self._folder is not None:
             check_engine(
-                model,
+                self._folder,
                 load_format=load_format,
                 dtype=str(dtype).removeprefix("torch."),
                 kv_dtype=kv_dtype,
                 kv_scales=kv_scales,
                 pool_bytes=pool_bytes,
                 tiers=tiers,
+                device=None if device is None else str(device),
             )
-            model, found = load(model, dtype, device, load_format, progress)
+            where = device_of(device)
+            if dtype == "auto" and where.type == "cpu" and self._folder != model:
+                dtype = "float32"  # one that comes along, as `kvloom serve` has it
+            model, found = load(self._folder, dtype, where, load_format, progress)
             self.tokenizer = tokenizer or found
         self.engine = Engine(
             model,

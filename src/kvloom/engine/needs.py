@@ -5,6 +5,8 @@ Knows layouts and requests; what is free at the moment is the cache's business, 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,6 +22,7 @@ class Needs:
 
     def __init__(self, cache: KVCache, token_budget: int) -> None:
         self.cache, self.token_budget = cache, token_budget
+        self._slabs_for = lru_cache(4096)(self._most_slabs)
 
     def refuse(self, request: Request) -> None:
         """Raise ValueError where a request could never run."""
@@ -68,8 +71,8 @@ class Needs:
             return request.limit, list({item.digest: item.tokens for item in sight.media}.values())
         return sight.media[-1].stop, [max(item.tokens for item in sight.media)]
 
-    def _slabs_for(self, length: int) -> int:
-        """The most slabs that a sequence fills on its way to `length` tokens."""
+    def _most_slabs(self, length: int) -> int:
+        """The most slabs that a sequence fills on its way to `length` tokens. Costs milliseconds where layers have windows."""
         pages = self._pages_for(length)
         slabs = [-(-count // cls.per_slab) for cls, count in zip(self.cache.pool.classes, pages, strict=True)]
         return int(np.sum(slabs, 0).max())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +20,18 @@ from .odds import Tally
 from .params import Finish, SamplingParams
 from .text import Text
 
-__all__ = ["Finish", "Request", "SamplingParams"]
+__all__ = ["Finish", "Request", "SamplingParams", "token_ids"]
 
 SEEDS = 1 << 64
+
+
+def token_ids(given: Iterable[int]) -> npt.NDArray[Any]:
+    """Token ids as an array of integers. A list of Python's costs some 30 ns a token, for which a device may wait."""
+    held = given if isinstance(given, (list, tuple, np.ndarray)) else list(given)
+    try:
+        return np.fromiter(held, np.int64, len(held))
+    except (OverflowError, TypeError, ValueError):  # numbers that no such array holds, or something else
+        return np.array([int(token) for token in held], dtype=object)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,11 +94,10 @@ class Request:
     """Sorts first what runs first."""
     limit: int = field(init=False)
     """Tokens that it may come to have."""
-    _prompt_ids: npt.NDArray[np.int32] = field(init=False, repr=False)
+    _prompt_ids: npt.NDArray[np.int32] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        self._prompt_ids = np.array(self.prompt, np.int32) if self.parent is None else self.parent._prompt_ids
         self.rank = -self.priority, self.order
         self.limit = len(self.prompt) + self.params.max_tokens
         self.waits = self.params.needs_last_token
@@ -101,10 +111,18 @@ class Request:
 
     def ids(self, end: int) -> npt.NDArray[np.int32]:
         """Its first `end` tokens as an array; costs in proportion to those that are not its prompt's."""
-        size = len(self.prompt)
+        size, asked = len(self.prompt), self.prompt_ids
         if end <= size:
-            return self._prompt_ids[:end]
-        return np.concatenate((self._prompt_ids, np.array(self.tokens[size:end], np.int32)))
+            return asked[:end]
+        return np.concatenate((asked, np.array(self.tokens[size:end], np.int32)))
+
+    @property
+    def prompt_ids(self) -> npt.NDArray[np.int32]:
+        """The prompt as an array, which all answers to it share: made when it is first wanted, as the device may be busy then."""
+        first = self.parent or self
+        if first._prompt_ids is None:
+            first._prompt_ids = np.array(first.prompt, np.int32)
+        return first._prompt_ids
 
     @property
     def asking(self) -> Control:

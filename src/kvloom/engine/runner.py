@@ -69,7 +69,7 @@ class Runner:
     ) -> None:
         """`invariant`: what a row gives does not hang on what else is in its step (CUDA alone)."""
         self.model, self.device, self.vision = model, buffer.device, vision
-        fuse(model)
+        fuse(model, 0 if vision is not None else cache.max_tokens)
         self.pages = Pages(cache.layout, buffer, scales, _piece(cache.max_tokens) if invariant else 0)
         self.steady: AbstractContextManager[Any] = nullcontext()
         """What numbers are computed in, here and by whoever goes on with them."""
@@ -192,7 +192,7 @@ class Runner:
     def try_replay(self) -> None:
         """Run, without a graph, the step of as many single tokens as there may be, all of nobody's."""
         if self.pages.replayable:
-            self.stage.send([], self.rows)
+            self.stage.send_singles([], self.rows)
             self._forward(self.stage.replayed(self.rows, self.chosen), None)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -222,7 +222,7 @@ class Runner:
     def _replay(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor:
         size = next(size for size in self._sizes if size >= len(works))
         captured = self._captured(size, self._share(works, size))
-        self.stage.send(works, size)
+        self.stage.send_singles(works, size)
         captured.graph.replay()
         logits = captured.logits[: len(works)]
         if wanted is not None and len(wanted) < len(works):
@@ -245,7 +245,7 @@ class Runner:
 
     def _captured(self, size: int, shares: bool) -> _Captured:
         if (size, shares) not in self._graphs:
-            self.stage.send([], size)
+            self.stage.send_singles([], size)
             side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(side):  # compiles, and lets libraries take their memory

@@ -1,6 +1,6 @@
 """Which tokens are computed next: every decode, then chunks of prompts, within a budget of tokens a step.
 
-    waiting   in the order of rank; admitted while the budget lasts and fewer than `max_running` run
+    waiting   in the order of rank; admitted while the budget lasts, fewer than `max_running` run, and their growth leaves room
     running   holds pages; when there is no room, the one that ranks last gives its pages up and waits again
 
 A step may be scheduled before the tokens of the one before it are known: they count, and whoever cannot get more is left
@@ -19,6 +19,7 @@ from kvloom.core import KVCache, Match
 from kvloom.models.batch import Work
 
 from .beams import Successor, seated
+from .growth import Growth
 from .lower import Lower
 from .needs import Needs
 from .queue import Front, Queue, front_of
@@ -53,6 +54,8 @@ class Scheduler:
         """Requests that the last step gave their first work."""
         self.lower: Lower | None = None
         """What lies below the pool, if anything does."""
+        self.growth: Growth | None = Growth(cache)
+        """How much longer those that run will get; without it, whoever has room now is let in."""
         self._queue = Queue()
         self._needs = Needs(cache, token_budget)
         self._told = MOST_TOLD  # of them, what is left in this step
@@ -131,6 +134,8 @@ class Scheduler:
     ) -> None:
         """Admit who waits while the budget lasts, but for those whose next tokens others compute or load (`fronts`)."""
         aside: list[Request] = []
+        if self.growth is not None:
+            self.growth.look()
         while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
             waiting = self._queue.pop()
             if waiting is None:
@@ -151,11 +156,17 @@ class Scheduler:
                     break
                 if found.version != self.cache.tree.version:  # what it needed has come
                     found = self._match(waiting)
+            if self.growth is not None and picked:
+                if not self.growth.leaves_room(waiting, found.resume, self.running):
+                    aside.append(waiting)  # those that run would give their pages up for it, sooner or later
+                    break
             self._admit(waiting, found)
             taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
             budget -= taken
             if taken:
                 self._begin(waiting, found, looked_up)
+                if self.growth is not None:
+                    self.growth.let_in(waiting)
             elif self.running or picked or not empty or self._freeing:
                 break  # (what gave way holds pages until its copies are made)
             else:
@@ -220,6 +231,8 @@ class Scheduler:
             if one.finish is None:
                 one.finish = why
                 one.unknown = 0
+                if self.growth is not None and why in ("stop", "length"):
+                    self.growth.ended(one)
                 if self.lower is not None:
                     self.lower.forget(one)
                 if one.sequence is not None:

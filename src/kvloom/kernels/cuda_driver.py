@@ -83,6 +83,12 @@ class CudaDriver:
             self._library.cuGetErrorString(c_int(code), byref(text))
             raise CudaError(name, code, (text.value or b"unknown").decode())
 
+    def devices(self) -> int:
+        """How many GPUs there are; those that CUDA_VISIBLE_DEVICES hides do not count. Takes no memory of theirs."""
+        count = c_int()
+        self._call("cuDeviceGetCount", byref(count))
+        return count.value
+
     # -- address ranges -------------------------------------------------------------------------
 
     def use(self, device: int) -> None:

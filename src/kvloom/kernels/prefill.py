@@ -4,7 +4,8 @@
     plan.make(starts, lengths)                     # host arrays; lists are laid out and sent when first needed
     out, lse = plan.attend(q, k, v, tables)        # every layer; the new tokens are in their pages already
 
-Rows of any number of queries may be mixed, 1 and 0 among them. Which kernels run is `prefill_backends.choose`'s to say.
+Rows of any number of queries may be mixed, 1 and 0 among them. Which kernels run is `prefill_backends.choose`'s to say; many rows
+of one query that come first are decode's (`decode.py`).
 Does not know the cache. A call of `attend` can be captured in a CUDA graph once an equal one has run.
 """
 
@@ -21,6 +22,7 @@ import torch
 from kvloom.core import Span
 
 from . import prefill_launch as launch
+from .decode import DecodePlan
 from .dense import DEEP_TILE, GATHERED_TILE, cudnn_takes
 from .libraries import Library, PagedCall, Result, Step, fastest, installed, size_class
 from .prefill_backends import (
@@ -39,12 +41,17 @@ from .prefill_backends import (
 )
 from .prefill_batches import Batches, Call, room
 from .reference import FULL, Mask
-from .shapes import Shape, check_call, check_results, upload
+from .shapes import ROOMS, Shape, check_call, check_results, room_of, upload
 
 __all__ = ["PrefillPlan"]
 
 LIBRARY_PAIRS = DESCRIPTOR_WORK
 """Pairs of query and key, over all heads, from which it may matter who computes them."""
+
+
+SINGLES = 16
+"""Rows of one query, before all others, from which decode's kernels take them: they are made for such rows, and a step that
+mixes prompts with what decodes has them in front."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,9 @@ class PrefillPlan:
         tile: BlockTile | None = None,
         gathered_tile: BlockTile | None = None,
         libraries: Sequence[Library] | None = None,
+        singles: int | None = None,
     ) -> None:
+        """`singles` replaces `SINGLES`; 0: no row goes to decode's kernels."""
         shape.check()
         self.shape, self.span, self.backend, self.tile = shape, span, backend, tile
         self.device = torch.device(device)
@@ -81,11 +90,16 @@ class PrefillPlan:
             free = self.device.type == "cuda" and not (backend or tile or gathered_tile)
             libraries = installed() if free else ()
         self.libraries = tuple(libraries)
+        if singles is None:
+            singles = SINGLES if self.device.type == "cuda" and not (backend or tile or gathered_tile) else 0
+        self._least = singles
+        self._decodes: dict[int, DecodePlan] = {}
         self._rows: Rows | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._whole = False
+        self._decode: tuple[int, DecodePlan | None] | None = None
         self._ids: torch.Tensor | None = None
         self._fetched: int | None = None
         self._reach: Ints | None = None
@@ -185,6 +199,7 @@ class PrefillPlan:
         if backend == "cudnn" and not len(short):
             return self._batches.attend(rows, long, call, new_k, new_v)
         call = call.placed()
+        short = short[self._over_singles(rows, call, k_scale, v_scale) :]
         if len(short):
             self._over_pages(rows, short, call, k_scale, v_scale, scales)
         if backend == "cudnn":
@@ -283,6 +298,34 @@ class PrefillPlan:
                 launch.join_blocks(
                     self.shape, work.tile, work.joins, work.parts, work.part_lse, call.mask.sinks, out, lse
                 )
+
+    def _over_singles(
+        self, rows: Rows, call: Call, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+    ) -> int:
+        """Let decode's kernels take the rows of one query that come first, where they are many; how many it took."""
+        if call.mask.spans is not None:
+            return 0
+        if self._decode is None:
+            count = int(np.append((rows.queries != 1) | (rows.owns < 0), True).argmax())
+            self._decode = 0, None
+            if 0 < self._least <= count <= ROOMS[-1]:
+                room = room_of(count)
+                if room not in self._decodes:
+                    self._decodes[room] = DecodePlan(self.shape, room, 1, self.span, self.device)
+                self._decode = count, self._decodes[room]
+                at = -(-(count + 1) // 4) * 4  # so that both are aligned, as a compiled kernel knows them
+                ends = np.zeros(at + count, np.int32)
+                ends[: count + 1], ends[at:] = np.arange(count + 1), rows.lengths[:count]
+                sent = self._sent(ends)
+                self._decodes[room].make(sent[: count + 1], sent[at:])
+        count, plan = self._decode
+        if plan is not None:
+            out, lse = call.results()
+            plan.attend(
+                call.q[:count], call.k, call.v, call.tables, call.mask, call.scale, k_scale, v_scale,
+                out[:count], lse[:count],
+            )  # fmt: skip
+        return count
 
     def _lay_out(self, rows: Rows, chosen: Ints, dtype: torch.dtype) -> list[_Blocks]:
         """The blocks of rows with few query rows, and those of the others."""

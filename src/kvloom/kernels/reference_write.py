@@ -27,13 +27,15 @@ class Rotary:
     | unpaired | x[2i], x[2i + 1]  | x[i], x[i + n]      | DeepSeek's modeling code |
 
     with n pairs, so 2n dims turn: the first ones of a head, or its last ones with `tail` (latents). It is
-    computed in float32 (float64 for float64) and rounded once, to the dtype of what is turned.
+    computed in float32 (float64 for float64) and rounded once, to the dtype of what is turned; where it is `rounded`, products
+    are before they are added, too, as modeling code that computes in that dtype has it.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     form: Literal["halves", "pairs", "unpaired"] = "halves"
     tail: bool = False
+    rounded: bool = False
 
     @classmethod
     def from_tables(
@@ -60,7 +62,10 @@ def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     part = x[..., before : before + size].to(accumulator(x))
     cos, sin = rotary.cos.to(part.dtype)[:, None], rotary.sin.to(part.dtype)[:, None]
     a, b = part.chunk(2, -1) if rotary.form == "halves" else (part[..., 0::2], part[..., 1::2])
-    a, b = a * cos - b * sin, b * cos + a * sin
+    parts = [a * cos, b * sin, b * cos, a * sin]
+    if rotary.rounded:
+        parts = [product.to(x.dtype).to(part.dtype) for product in parts]
+    a, b = parts[0] - parts[1], parts[2] + parts[3]
     turned = torch.stack((a, b), -1).flatten(-2) if rotary.form == "pairs" else torch.cat((a, b), -1)
     if size == x.shape[-1]:
         return turned.to(x.dtype)

@@ -20,11 +20,13 @@ from .reference import Mask
 __all__ = [
     "DTYPES",
     "PAGE_DTYPES",
+    "ROOMS",
     "Shape",
     "check_call",
     "check_results",
     "overlapped",
     "overlaps",
+    "room_of",
     "split_dim",
     "upload",
 ]
@@ -34,6 +36,15 @@ QUANTISED = (torch.int8, torch.float8_e4m3fn)
 PAGE_DTYPES = (*DTYPES, *QUANTISED)
 DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
 BLOCKS = (16, 32, 64, 128)
+
+
+ROOMS = (16, 64, 256, 512, 1024, 4096)
+"""Rows that plans of decode have room for: one plan serves steps of several sizes, and each is compiled but once."""
+
+
+def room_of(rows: int) -> int:
+    """The room that so many rows fit in."""
+    return next(room for room in ROOMS if room >= rows)
 
 
 @lru_cache(maxsize=16)

@@ -1,4 +1,8 @@
-"""Triton kernels of `fused.py`: a row, or a few, a program; all arithmetic in float32, rounded where modeling code rounds."""
+"""Triton kernels of `fused.py`: a row, or a few, a program; all arithmetic in float32, rounded where modeling code rounds.
+
+Where rounded products are added up (`enable_fp_fusion=False`), a compiler would see products and sums of short numbers, and
+make them one operation that rounds once.
+"""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -180,7 +184,7 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, post: Any, pre: Any) -> torch.Ten
         _add_norm_kernel[(x.numel() // dim,)](
             x, y, post.weight, first.weight, out, post.eps, first.eps,
             DIM=dim, COLUMNS=columns, POST_GEMMA=post.form == "gemma", PRE=pre is not None, PRE_GEMMA=first.form == "gemma",
-            OVERLAP=overlaps(x.device), num_warps=min(16, max(1, columns // 512)), **overlapped(x.device),
+            OVERLAP=overlaps(x.device), num_warps=min(16, max(1, columns // 512)), enable_fp_fusion=False, **overlapped(x.device),
         )  # fmt: skip
     return None if pre is None else out
 
@@ -224,6 +228,6 @@ def rotate(
         _rotate_kernel[(tokens,)](
             q, k, cos, sin, *turned, q.stride(1), q.stride(2), k.stride(1), k.stride(2), cos.stride(0),
             HEADS=heads, KV_HEADS=kv_heads, HALF=half, COLUMNS=columns, ROWS=rows, OVERLAP=overlaps(q.device),
-            num_warps=4, **overlapped(q.device),
+            num_warps=4, enable_fp_fusion=False, **overlapped(q.device),
         )  # fmt: skip
     return turned[0].transpose(1, 2), turned[1].transpose(1, 2)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents as launch_dependents
+from triton.language.extra.cuda import (
+    gdc_launch_dependents as launch_dependents,
+    gdc_wait as wait_for_launcher,
+)
 
 from .triton_units import INTERPRETED, load_rows, step
 from .triton_worklist import (
@@ -87,6 +90,7 @@ def attend_line(
     PART, as `attend_tiles` has them."""
     if OVERLAP:
         launch_dependents()
+        wait_for_launcher()  # of it, only the launch runs beside the one ahead
     head = tl.program_id(0) % HEADS
     lane = tl.program_id(0) // HEADS
     stretch = tl.load(TOTALS + 1)

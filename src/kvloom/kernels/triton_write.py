@@ -17,8 +17,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import (
+    gdc_launch_dependents as launch_dependents,
+    gdc_wait as wait_for_launcher,
+)
 
 from .reference import SMALLEST_SCALE, Rotary, largest
+from .shapes import overlapped, overlaps
 
 __all__ = ["write"]
 
@@ -61,13 +66,20 @@ def _turn(
     sin_pair,
     PAIRS: tl.constexpr,
     WIDE: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     lane = tl.arange(0, WIDE)[None, :]
     mask = kept[:, None] & (lane < PAIRS)
     token = token[:, None].to(tl.int64)
     c = tl.load(cos + token * cos_token + lane * cos_pair, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(sin + token * sin_token + lane * sin_pair, mask=mask, other=0.0).to(tl.float32)
-    return a * c - b * s, b * c + a * s
+    if ROUNDED:
+        low = (a * c).to(KIND).to(tl.float32) - (b * s).to(KIND).to(tl.float32)
+        high = (b * c).to(KIND).to(tl.float32) + (a * s).to(KIND).to(tl.float32)
+        return low, high
+    else:
+        return a * c - b * s, b * c + a * s
 
 
 @triton.jit
@@ -131,6 +143,7 @@ def _append(
     TAIL: tl.constexpr,
     MOST: tl.constexpr,
     SCALES: tl.constexpr,
+    ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Rows of K or V into their pages. SCALES: 0 none, 1 one per head, 2 one per token and head, into the page."""
@@ -148,7 +161,9 @@ def _append(
         rest = tl.load(x[:, None] + rest_at + lane, mask=rest_mask, other=0.0).to(tl.float32)
     if PAIRS > 0:
         a, b = _load_pairs(x + turned_at, kept, PAIRS, WIDE, ROWS, ADJACENT_IN)
-        a, b = _turn(a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE)
+        a, b = _turn(
+            a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE, ROUNDED, new.dtype.element_ty
+        )  # fmt: skip
         # Rounded as if it had been turned before the call: fusing changes nothing that is stored.
         a = a.to(new.dtype.element_ty).to(tl.float32)
         b = b.to(new.dtype.element_ty).to(tl.float32)
@@ -197,6 +212,7 @@ def _turn_rows(
     ADJACENT_OUT: tl.constexpr,
     TAIL: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     token, head = row // HEADS, row % HEADS
@@ -210,7 +226,9 @@ def _turn_rows(
         mask = kept[:, None] & (lane < DIM - 2 * PAIRS)
         tl.store(y[:, None] + rest_at + lane, tl.load(x[:, None] + rest_at + lane, mask=mask), mask=mask)
     a, b = _load_pairs(x + turned_at, kept, PAIRS, WIDE, ROWS, ADJACENT_IN)
-    a, b = _turn(a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE)
+    a, b = _turn(
+        a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE, ROUNDED, q.dtype.element_ty
+    )  # fmt: skip
     if IN_PLACE:
         tl.debug_barrier()  # a thread may hold another's elements too: all are read before any is overwritten
     a, b = a.to(out.dtype.element_ty), b.to(out.dtype.element_ty)
@@ -276,9 +294,14 @@ def _write_kernel(
     V_MOST: tl.constexpr,
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
+    ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
     Q_ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        launch_dependents()
+        wait_for_launcher()
     program = tl.program_id(0)
     each = tl.cdiv(tokens * HEADS, ROWS)
     lane = tl.arange(0, ROWS)
@@ -288,7 +311,7 @@ def _write_kernel(
                 k_pages, k_page_stride, k_page_token, k_page_head, 1,
                 k_scale, k_scale_page, k_scale_token, k_scale_head,
                 cos, sin, cos_token, cos_pair, sin_token, sin_pair,
-                HEADS, BLOCK, K_DIM, PAIRS, WIDE, K_REST, ADJACENT_IN, ADJACENT_OUT, TAIL, K_MOST, K_SCALES, ROWS)
+                HEADS, BLOCK, K_DIM, PAIRS, WIDE, K_REST, ADJACENT_IN, ADJACENT_OUT, TAIL, K_MOST, K_SCALES, ROUNDED, ROWS)
     else:
         program -= each
         if V_DIM > 0 and program < each:
@@ -296,14 +319,14 @@ def _write_kernel(
                     v_pages, v_page_stride, v_page_token, v_page_head, v_page_column,
                     v_scale, v_scale_page, v_scale_token, v_scale_head,
                     cos, sin, cos_token, cos_pair, sin_token, sin_pair,
-                    HEADS, BLOCK, V_DIM, 0, WIDE, V_REST, False, False, False, V_MOST, V_SCALES, ROWS)
+                    HEADS, BLOCK, V_DIM, 0, WIDE, V_REST, False, False, False, V_MOST, V_SCALES, False, ROWS)
         if Q_DIM > 0:
             if V_DIM > 0:
                 program -= each
             if program >= 0:
                 _turn_rows(program * Q_ROWS + tl.arange(0, Q_ROWS), tokens, q, q_token, q_head, q_out, out_token, out_head,
                            cos, sin, cos_token, cos_pair, sin_token, sin_pair,
-                           Q_HEADS, Q_DIM, PAIRS, WIDE, Q_REST, ADJACENT_IN, ADJACENT_OUT, TAIL, IN_PLACE, Q_ROWS)
+                           Q_HEADS, Q_DIM, PAIRS, WIDE, Q_REST, ADJACENT_IN, ADJACENT_OUT, TAIL, IN_PLACE, ROUNDED, Q_ROWS)
     # fmt: on
 
 
@@ -385,10 +408,13 @@ def write(
         V_MOST=_most(v_pages, v),
         K_SCALES=_scale_kind(k_scale),
         V_SCALES=_scale_kind(v_scale),
+        ROUNDED=rotary is not None and rotary.rounded,
         ROWS=rows,
         Q_ROWS=q_rows,
+        OVERLAP=overlaps(k.device),
         num_warps=warps,
         enable_fp_fusion=False,  # products and sums are rounded one by one, as torch rounds them
+        **overlapped(k.device),
     )
 
 

@@ -196,6 +196,7 @@ class Layer:
             SINGLE=queries == 1, BOUNDS=bounds, TREE=mask.trees is not None, SOFTCAP=mask.softcap is not None,
             SINK=mask.sinks is not None, TURNED=v.stride(3) != 1, EXACT=q.dtype == torch.float32,
             STAGES=tile.stages, OVERLAP=overlaps(q.device), num_warps=tile.warps, maxnreg=tile.registers,
+            **overlapped(q.device),
         )  # fmt: skip
 
     def merge_split(self, work: WorkList, starts: torch.Tensor, queries: int) -> None:

@@ -1,6 +1,7 @@
 """Attention modules of Hugging Face's as a few calls: one product for q, k and v, one rotation in place, then the pages.
 
-Part of `fusing`, for a CPU, where calling is what costs. Nothing is known of families: a module is run on random input with
+Part of `fusing`: on a CPU calling is what costs, and on a GPU every launch of a step of single tokens, where keys are turned on
+their way into pages, and queries with them. Nothing is known of families: a module is run on random input with
 pages that only look at what they are given, and one that gives them something else, or makes something else of what they
 give back, stays as it is.
 """
@@ -15,16 +16,19 @@ from torch import nn
 
 from kvloom.kernels import cpu
 from kvloom.kernels.fused import linear
+from kvloom.kernels.reference import Rotary, rotate
 
 from .attention import ATTENTION, IGNORED
 
-__all__ = ["TAKEN", "Attention", "fuse_attention"]
+__all__ = ["TAKEN", "Attention", "Turning", "fuse_attention"]
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Looking:
     """Stands for pages: keeps q, k and v as they are given, and gives back something that depends on q."""
+
+    replaying = True
 
     def __init__(self) -> None:
         self.given: Call | None = None
@@ -42,8 +46,18 @@ class _Looking:
         return self._new
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *how: Any
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *how: Any,
+        turns: Any = None,
     ) -> torch.Tensor:
+        if turns is not None:
+            cos, sin = (x[0, :, : x.shape[-1] // 2] for x in turns)
+            rotary = Rotary(cos, sin, rounded=True)
+            query, key = rotate(query, rotary), rotate(key[0].transpose(0, 1), rotary).transpose(0, 1)[None]
         self.given = query.clone(), key.clone(), value.clone()
         self.how = layer, *how
         return query.flip(0).contiguous()
@@ -69,11 +83,24 @@ class Attention:
         pages, hidden, turns = (named.get(name) for name in ("pages", "hidden_states", "position_embeddings"))
         if given or pages is None or hidden is None or turns is None or not named.keys() <= TAKEN:
             return self._own(*given, **named)  # type: ignore[no-any-return]
-        if len(hidden) != 1 or not self.turns(*turns):
+        if len(hidden) != 1 or not self.takes(pages, *turns):
             return self._own(**named)  # type: ignore[no-any-return]
-        heads, kv, dim = self.heads, self.kv, self.dim
         tokens = hidden.shape[1]
-        joined = linear(hidden[0], self.weight, self.bias).view(tokens, heads + 2 * kv, dim)
+        out = self._attended(pages, hidden[0], turns)
+        return self._module.o_proj(out.reshape(1, tokens, -1)), None
+
+    def takes(self, pages: Any, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        """Whether a step on these pages goes this way."""
+        return self.turns(cos, sin)
+
+    def _joined(self, hidden: torch.Tensor) -> torch.Tensor:
+        """q, k and v side by side: [tokens, heads, dim]."""
+        return linear(hidden, self.weight, self.bias).view(len(hidden), self.heads + 2 * self.kv, self.dim)
+
+    def _attended(
+        self, pages: Any, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        heads, kv, joined = self.heads, self.kv, self._joined(hidden)
         turned = joined[:, : heads + kv]
         q, k, v = joined[:, :heads], joined[:, heads : heads + kv], joined[:, heads + kv :]
         if self.norms[0] is None:
@@ -83,8 +110,8 @@ class Attention:
             for part in (q, k):
                 cpu.rotate_(part, *turns)
         new = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-        out = pages.attend(self.layer, q, *new, self.scale, None, None, 0)
-        return self._module.o_proj(out.reshape(1, tokens, -1)), None
+        found: torch.Tensor = pages.attend(self.layer, q, *new, self.scale, None, None, 0)
+        return found
 
     def turns(self, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         return (
@@ -92,13 +119,32 @@ class Attention:
         )
 
 
+class Turning(Attention):
+    """The same on a GPU, where a step of single tokens is replayed: a launch that writes keys turns them and the queries."""
+
+    def takes(self, pages: Any, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        plain = cos.shape[-1] == self.dim and cos.dim() == 3 and len(cos) == 1
+        return plain and pages.replaying and not torch.compiler.is_compiling()
+
+    def _attended(
+        self, pages: Any, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        heads, kv, joined = self.heads, self.kv, self._joined(hidden)
+        q, k, v = joined[:, :heads], joined[:, heads : heads + kv], joined[:, heads + kv :]
+        if self.norms[0] is not None:
+            q, k = (norm(x) for norm, x in zip(self.norms, (q, k), strict=True))  # type: ignore[misc]
+        new = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+        found: torch.Tensor = pages.attend(self.layer, q, *new, self.scale, None, None, 0, turns=turns)
+        return found
+
+
 TAKEN = IGNORED | {"pages", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
 """What a call may say; whoever says more is not understood here."""
 
 
-def fuse_attention(module: Any) -> bool:
+def fuse_attention(module: Any, way: type[Attention] | None = None) -> bool:
     """Put few calls in the place of an attention module's many, where they hand the pages the same, and do the same with
-    what those give back. Its projections must have been joined."""
+    what those give back. Its projections must have been joined. `way` is the device's, unless it is named."""
     layers = [getattr(module, f"{name}_proj", None) for name in "qkvo"]
     dim, config = getattr(module, "head_dim", None), getattr(module, "config", None)
     if not all(type(layer) is nn.Linear for layer in layers) or not isinstance(dim, int):
@@ -110,15 +156,25 @@ def fuse_attention(module: Any) -> bool:
         bias = _joined([layer.bias for layer in layers[:3]])  # type: ignore[union-attr]
         if bias is None:
             return False
-    if weight is None or not cpu.takes(weight):
+    if weight is None or not (weight.is_cuda or cpu.takes(weight)):
         return False
+    return _taken(module, way or (Turning if weight.is_cuda else Attention), weight, bias, dim)
+
+
+def _taken(
+    module: Any, way: type[Attention], weight: torch.Tensor, bias: torch.Tensor | None, dim: int
+) -> bool:
+    """Put `way` in the place of a module's forward, where it does the same."""
     draw = torch.Generator().manual_seed(dim)
-    x = torch.randn(1, 3, weight.shape[1], generator=draw)
+    x = torch.randn(1, 3, weight.shape[1], generator=draw).to(weight)
     turns = torch.randn(1, 3, dim, generator=draw), torch.randn(1, 3, dim, generator=draw)
+    if way is Turning:  # every angle stands twice
+        turns = turns[0][..., : dim // 2].repeat(1, 1, 2), turns[1][..., : dim // 2].repeat(1, 1, 2)
+    turns = turns[0].to(weight), turns[1].to(weight)
     wanted = _look(module.forward, x, turns)
     if wanted is None or wanted[0].how[2:] != (None, None, 0):
         return False
-    lean = Attention(module, weight, bias, dim, wanted[0].how[1])
+    lean = way(module, weight, bias, dim, wanted[0].how[1])
     found = _look(lean, x, turns)
     if found is None or not _same(found, wanted):
         return False
@@ -150,7 +206,8 @@ def _same(a: Seen, b: Seen) -> bool:
     if a[0].how != b[0].how or a[0].given is None or b[0].given is None:
         return False
     pairs = zip((*a[0].given, a[1]), (*b[0].given, b[1]), strict=True)
-    return all(x.shape == y.shape and torch.allclose(x, y, rtol=1e-5, atol=1e-5) for x, y in pairs)
+    near = max(1e-5, 8 * torch.finfo(a[1].dtype).eps)
+    return all(x.shape == y.shape and torch.allclose(x, y, rtol=near, atol=near) for x, y in pairs)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor | None:

@@ -4,20 +4,22 @@
     starts   0                                   7                       8               …
 
 `Stage` lays a step out in fixed buffers: one small block of numbers is sent a step, and of the page tables, which the device
-has a copy of, only what changed. Everything else is worked out on the device. Knows no model and decides nothing.
+has a copy of, only what changed; in a step of single tokens that is part of the block. Everything else is worked out on the
+device. Knows no model and decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvloom.core import KVCache, Sequence
+from kvloom.kernels import singles
 from kvloom.kernels.shapes import upload
 
 from .sight import Seen, Sight
@@ -135,6 +137,9 @@ class Stage:
         else:
             self._tables = torch.from_numpy(cache.rows.tables)
         most = 4 * tokens + (3 + self._states + shifted) * (rows + 1) + 1
+        most = max(most, singles.fields_of(width, self._states, shifted) * rows)
+        self._counting = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+        self._last = torch.arange(rows, device=self.device)
         self._sent = torch.zeros(most, dtype=torch.int32, device=self.device)
         self._host = [torch.zeros(most, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._turn = 0
@@ -149,30 +154,66 @@ class Stage:
         bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
         return self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
 
-    def send(self, works: Many[Work], rows: int, tokens: int | None = None) -> None:
-        """Send the numbers of a step for a replay of `replayed(rows)`, or of `packed(tokens)`, with rows of nobody's to
-        fill it up: a token each, or all that are left in the last."""
+    def send(self, works: Many[Work], rows: int, tokens: int) -> None:
+        """Send the numbers of a step for a replay of `packed(tokens)`, with rows of nobody's to fill it up: all tokens that are
+        left are the last one's."""
         spare = rows - len(works)
-        if tokens is None:
-            left, row_of, starts = spare, np.arange(spare), np.arange(spare + 1)
-        else:
-            left = tokens - sum(len(work.tokens) for work in works)
-            row_of, starts = np.full(left, spare - 1), np.append(np.zeros(spare, np.int64), left)
+        left = tokens - sum(len(work.tokens) for work in works)
         nobody = _Numbers(
-            np.zeros(left, np.int64), np.zeros(left, np.int64), np.full(left, -1), row_of,
-            np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), starts,
+            np.zeros(left, np.int64), np.zeros(left, np.int64), np.full(left, -1), np.full(left, spare - 1),
+            np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), np.append(np.zeros(spare, np.int64), left),
             np.zeros((self._states, spare), np.int32), np.zeros(spare if self._shifted else 0, np.int64),
         )  # fmt: skip
         self._send(self._numbers(works).beside(nobody) if works else nobody)
 
+    def send_singles(self, works: Many[Work], rows: int) -> None:
+        """Send the numbers of a step of single tokens for a replay of `replayed(rows)`, with rows of nobody's to fill it up;
+        what changed in the tables goes along."""
+        width, count = len(self._tables), len(works)
+        block = np.zeros((singles.fields_of(width, self._states, self._shifted), rows), np.int32)
+        block[2], block[3], block[5] = -1, self._tables.shape[1] - 1, -1
+        if works:
+            numbers = self._numbers(works)
+            if len(numbers.tokens) != count:
+                raise ValueError("a step of single tokens has works of more")
+            patched, pages = self._patches(numbers.rows)
+            of_all = numbers.tokens, numbers.positions, numbers.source, numbers.rows, numbers.lengths, patched
+            block[: singles.FIELDS, :count] = of_all
+            at = singles.FIELDS
+            block[at : at + width, :count] = pages
+            block[at + width : at + width + self._states, :count] = numbers.states
+            if self._shifted:
+                block[-1, :count] = numbers.shifts
+        self._copy(block.reshape(-1))
+
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
-        """The batch of any `rows` single tokens, worked out anew from what `send` sent whenever a graph with it is replayed."""
-        bounds = tuple(range(rows + 1))
-        batch = self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (1,) * rows)
-        return replace(batch, replayed=True, shares=shares)
+        """The batch of any `rows` single tokens, worked out anew from what `send_singles` sent whenever a graph with it is
+        replayed."""
+        found = singles.lay_out(
+            self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted
+        )
+        layout = self.cache.layout
+        return Batch(
+            tokens=found.tokens,
+            positions=found.positions,
+            starts=self._counting[: rows + 1],
+            lengths=found.lengths,
+            last=self._last[:rows],
+            tables={group.index: found.tables[group.columns] for group in layout.of("token")},
+            slots={group.index: found.slots[group.columns] for group in layout.of("token")},
+            pages={group.index: found.pages[group.columns] for group in layout.of("token")},
+            places=found.places,
+            states={group.index: found.states[group.columns] for group in layout.of("state")},
+            fresh=(False,) * rows,
+            bounds=tuple(range(rows + 1)),
+            sizes=(1,) * rows,
+            replayed=True,
+            shares=shares,
+            rotary=found.positions + found.shifts[0] if self._shifted else None,
+        )
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
-        """The batch of any step of up to `tokens` tokens, worked out like `replayed`'s. Its `bounds` and `sizes` are of
+        """The batch of any step of up to `tokens` tokens, worked out anew from what `send` sent. Its `bounds` and `sizes` are of
         nobody: who replays it names its own."""
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
@@ -214,7 +255,13 @@ class Stage:
         return np.array([0 if sight is None else sight.shift for sight in sights], dtype=np.int64)
 
     def _send(self, numbers: _Numbers) -> None:
-        parts = numbers.parts
+        self._copy(*numbers.parts)
+        if self._mirrored:
+            rows = numbers.rows[numbers.rows < self.cache.rows.tables.shape[1]]
+            self._send_tables(rows, self.cache.rows.seen(rows))
+
+    def _copy(self, *parts: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> None:
+        """Numbers on their way to the device, one after the other."""
         host = self._host[self._turn]
         self._turn ^= 1  # the other may still be on its way
         size = 0
@@ -223,14 +270,22 @@ class Stage:
             view[size : size + len(part)] = part
             size += len(part)
         self._sent[:size].copy_(host[:size], non_blocking=True)
-        if self._mirrored:
-            self._send_tables(numbers.rows)
 
-    def _send_tables(self, rows: Ints) -> None:
-        """Bring the device's tables up to date for the rows of this step."""
+    def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
+        """The block of each row that the device has not seen, and its pages; rows that have more of them are sent now."""
         held = self.cache.rows
-        rows = rows[rows < held.tables.shape[1]]
-        first, until = held.seen(rows), held.blocks[rows]
+        first = held.seen(rows)
+        unseen = held.blocks[rows] - first
+        some = unseen > 1
+        if some.any():
+            self._send_tables(rows[some], first[some])
+        patched = np.where(unseen == 1, first, -1)
+        return patched, held.tables[:, rows, np.maximum(patched, 0)]
+
+    def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
+        """Bring the device's tables up to date for some rows, from their blocks `first` on."""
+        held = self.cache.rows
+        until = held.blocks[rows]
         changed = np.flatnonzero(until > first)
         if not len(changed) or not len(held.tables):  # (a model of states alone has no tables)
             return

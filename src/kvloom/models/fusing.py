@@ -6,8 +6,10 @@
 | gate_proj, up_proj of a gated MLP     | one matrix product, one launch for the activation         |
 | q_proj, k_proj, v_proj                | one matrix product                                        |
 | `apply_rotary_pos_emb`                | one launch                                                |
+| rotary embeddings (`angles`)          | on a GPU, looked up in a table                            |
 | decoder layers of these               | residuals added where a product, or a norm after it, ends |
-| attention, on a CPU (`attending`)     | one rotation in place; no call that modeling code repeats |
+| attention (`attending`)               | on a CPU one rotation in place, and fewer calls; on a GPU  |
+|                                       | single tokens are turned by the launch that writes them   |
 | experts and their routers (`experts`) | two grouped matrix products, one launch for the choice    |
 
 Nothing is known of families: what a module computes is tried on random input first, and one that computes something else
@@ -29,14 +31,16 @@ from torch.nn import functional
 from kvloom.kernels.fused import Activation, Norm, Normed, add_norm, gated, linear, rms_norm, rotate
 
 from . import lean
+from .angles import fuse_angles
 from .attending import Attention, fuse_attention
 from .experts import fuse_experts, fuse_router
 
 __all__ = ["fuse"]
 
 
-def fuse(model: Any) -> Counter[str]:
-    """Fuse what can be fused; how much that was. Harmless to repeat. The model must be on its device."""
+def fuse(model: Any, limit: int = 0) -> Counter[str]:
+    """Fuse what can be fused; how much that was. Harmless to repeat. The model must be on its device. Positions that it will be
+    given are below `limit`; 0: nobody knows."""
     done: Counter[str] = Counter()
     with torch.no_grad():
         for module in model.modules():
@@ -52,6 +56,9 @@ def fuse(model: Any) -> Counter[str]:
                 done["layers"] += 1
         for name in {type(module).__module__ for module in model.modules()}:
             done["rotary embeddings"] += _turn(sys.modules[name], model)
+        like = next(model.parameters())[:1]
+        for module in model.modules() if limit and like.is_cuda else ():
+            done["angles"] += fuse_angles(module, limit, like)
     return +done
 
 
@@ -211,7 +218,7 @@ def _layer(module: Any) -> bool:
 def _lean(layer: _Layer) -> Any:
     """The layer in fewer calls, where it is on a CPU and of plain parts."""
     attention, mlp = layer._module.self_attn.forward, layer._mlp
-    if layer._posts or not isinstance(attention, Attention) or not attention.plain or mlp._bias is not None:
+    if layer._posts or type(attention) is not Attention or not attention.plain or mlp._bias is not None:
         return layer
     first, second = (lean.Norm(norm._module, norm._eps, norm._form == "gemma") for norm in layer._pres)
     output, tanh = layer._output._module, mlp._activation == "gelu_tanh"

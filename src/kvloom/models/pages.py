@@ -23,10 +23,10 @@ from kvloom.core import PoolLayout, Span
 from kvloom.kernels import cpu
 from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
 from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import DTYPES, Shape, split_dim
+from kvloom.kernels.shapes import DTYPES, Shape, room_of, split_dim
 from kvloom.kernels.sharing import SharedRun, Sharing
 from kvloom.kernels.views import LayerView, layer_views
-from kvloom.kernels.write import write
+from kvloom.kernels.write import Rotary, write
 
 from .batch import Batch
 from .embeddings import EMBEDDINGS
@@ -40,9 +40,6 @@ __all__ = ["OPEN", "Cutter", "Pages"]
 _HANDLES = count()
 OPEN: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 """All pages there are, by their handles."""
-
-ROOMS = (16, 64, 256, 512, 1024, 4096)
-"""Rows that plans of replayed steps have room for: one plan serves graphs of several sizes."""
 
 
 class Cutter(Protocol):
@@ -122,6 +119,11 @@ class Pages(Void):
         return bool(self._states)
 
     @property
+    def replaying(self) -> bool:
+        """Whether the step that was begun is single tokens to be replayed."""
+        return self._batch is not None and self._batch.replayed
+
+    @property
     def replayable(self) -> bool:
         """Whether steps can be captured in a graph: the GPU's kernels take every layer."""
         return all(_shape(view.fields).supported for view, _ in self._views.values())
@@ -176,6 +178,22 @@ class Pages(Void):
                 k_scale=fields.get("k_scale"), v_scale=fields.get("v_scale"),
             )  # fmt: skip
 
+    def _write_turned(
+        self,
+        view: LayerView,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query: torch.Tensor,
+        turns: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """`_write` of keys that are still to be turned, and queries with them."""
+        fields, pairs = view.fields, turns[0].shape[-1] // 2
+        cos, sin = (x[0, :, :pairs] for x in turns)
+        write(
+            fields["k"], fields["v"], self.batch.slots[view.group][view.run], key, value,
+            k_scale=fields.get("k_scale"), v_scale=fields.get("v_scale"), rotary=Rotary(cos, sin, rounded=True), q=query,
+        )  # fmt: skip
+
     def attend(
         self,
         layer_idx: int,
@@ -186,12 +204,17 @@ class Pages(Void):
         softcap: float | None,
         sinks: torch.Tensor | None,
         latent_values: int = 0,
+        turns: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Write a layer's new keys and values ([1, heads, tokens, dim]), then let packed queries [tokens, heads, dim] attend
-        to its pages. `latent_values`: how much of a latent is values."""
+        to its pages. `latent_values`: how much of a latent is values. With `turns` (cos and sin, [1, tokens, dim], every angle
+        twice), queries, in place, and keys, on their way into pages, are still to be turned: for steps that are replayed."""
         view, span = self._views[layer_idx]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
-        self._write(view, new_k, new_v)
+        if turns is None:
+            self._write(view, new_k, new_v)
+        else:
+            self._write_turned(view, new_k, new_v, query, turns)
         read = partial(self._read, view, span, scale, softcap, sinks, latent_values)
         if self._cutter is None:
             return read(query, new_k, new_v)
@@ -264,7 +287,7 @@ class Pages(Void):
         return sharing.holds > 0
 
     def _sharing_of(self, rows: int) -> Sharing:
-        room = _room(rows)
+        room = room_of(rows)
         if room not in self._sharing:
             self._sharing[room] = Sharing(room, device=self.device)
         return self._sharing[room]
@@ -272,7 +295,7 @@ class Pages(Void):
     def _plan(self, shape: Shape, span: Span) -> Plan:
         batch = self.batch
         # A step that is replayed has single tokens, and lengths that only the device knows.
-        rows = _room(len(batch.sizes)) if batch.replayed else 0
+        rows = room_of(len(batch.sizes)) if batch.replayed else 0
         key = shape, span, rows, batch.shares and not span.windowed
         if key not in self._plans:
             self._plans[key] = self._new_plan(*key)
@@ -298,10 +321,6 @@ class Pages(Void):
         if self.device.type == "cuda" and not shape.supported:
             return ReferencePlan(shape, span)
         return prefill_plan(shape, span, self.device)
-
-
-def _room(rows: int) -> int:
-    return next(room for room in ROOMS if room >= rows)
 
 
 def _shape(fields: dict[str, torch.Tensor]) -> Shape:

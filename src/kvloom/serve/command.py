@@ -74,7 +74,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     step = "so is one that stays so long in one step, or says nothing for so long while it loads (default: 600; 0: never)"
     add("--step-seconds", type=number(0), default=600.0, metavar="S", help=step)
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
-    record = "write names, lengths and times of requests (never text) to this file, for `kvloom replay`"
+    record = "write names, lengths and times of requests (never text) to this new file, for `kvloom replay`"
     add("--record", metavar="FILE", help=record)
     add("--otlp", metavar="URL", help="send traces to this OTLP/HTTP receiver, like http://127.0.0.1:4318")
     add("--no-metrics", action="store_true", help="count nothing, remember no requests (for measuring)")

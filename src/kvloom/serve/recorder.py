@@ -36,7 +36,9 @@ _WORD = 6
 class Recorder:
     """Writes traffic as it is served. One line a request, when it is done; not thread-safe.
 
-    Costs one hash of the request's tokens. A reader sees every line that `flush` has passed.
+    Costs one hash of the request's tokens. A reader sees every line that `flush` has passed. A file that has something in it is
+    refused: names of two recordings cannot be compared, so that one cannot go on with another. Where no request came, none
+    is left behind.
     """
 
     def __init__(self, path: str | Path, block_tokens: int = 64, model: str = "") -> None:
@@ -46,6 +48,12 @@ class Recorder:
         self.model = model
         self._key = secrets.token_bytes(32)
         path = Path(path)
+        if path.is_file() and path.stat().st_size:
+            raise ValueError(
+                f"{path} is there already, and a recording is neither overwritten nor added to: give another name, "
+                "or remove the file"
+            )
+        self._unused: Path | None = path
         raw = gzip.open(path, "wb") if path.name.endswith(".gz") else path.open("wb")  # noqa: SIM115
         self._file = io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
         head = {"kvloom": "traffic", "version": VERSION, "block_tokens": block_tokens, "model": model}
@@ -82,6 +90,7 @@ class Recorder:
         if ending is not None:
             line["ending"] = ending
         self._write(line)
+        self._unused = None
 
     def flush(self) -> None:
         self._file.flush()
@@ -90,6 +99,9 @@ class Recorder:
         """Finish the file; the key is gone. Closing twice is harmless."""
         self._file.close()
         self._key = b""
+        unused, self._unused = self._unused, None
+        if unused is not None and unused.is_file():
+            unused.unlink()  # a server that could not be loaded is started again with the same name
 
     def __enter__(self) -> Recorder:
         return self

@@ -107,6 +107,7 @@ def serve(options: Options) -> int:
         kv_scales=start.kv_scales,
         pool_bytes=start.pool_bytes,
         tiers=start.tiers,
+        device=start.device,
     )
     _raise_file_limit()
     config = uvicorn.Config(

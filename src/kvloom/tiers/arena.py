@@ -42,7 +42,12 @@ class Arena:
         self.slabs = capacity // slab_bytes
         size = self.slabs * slab_bytes
         if buffer is None:
-            buffer = mmap.mmap(-1, size)
+            try:
+                buffer = mmap.mmap(-1, size)
+            except OSError as error:
+                raise ValueError(
+                    f"the system does not give {size:,} bytes of host memory ({error.strerror}): ask for less"
+                ) from error
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):  # a kernel without them: smaller pages do
                     buffer.madvise(mmap.MADV_HUGEPAGE)

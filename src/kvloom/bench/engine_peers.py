@@ -1,0 +1,240 @@
+"""Others that `kvloom bench engine` runs its workloads on: Hugging Face's generate() here, and vLLM in a process of its own.
+
+They are runners as kvloom's is (`engine_runners`), with the same weights where those are small enough to be handed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvloom.models.specs import model_spec
+
+from .engine_runners import Measured, Options, Turns, give_back, synchronize
+from .shapes import SHAPES, build, hf_config
+from .workloads import Conversation
+
+__all__ = ["AbsentError", "HuggingFace", "OneByOne", "Vllm"]
+
+VLLM_KV_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "auto"}
+SAVED_WEIGHTS = 1 << 30
+"""vLLM gets the very weights of a model up to these bytes; of larger ones it makes its own random ones."""
+
+
+class HuggingFace:
+    """generate() with the cache that is faster there, static on a GPU and dynamic on a CPU: batches of equal work, padded on
+    the left, as many at once as memory holds. It has no way to let conversations advance on their own: their turns go in
+    step."""
+
+    name = "Hugging Face"
+    CPU_BYTES = 4 << 30
+
+    def __init__(self, shape: str, options: Options) -> None:
+        import transformers
+
+        self.device, self.compile = options.device, options.compile
+        config = hf_config(shape)
+        build(config, SHAPES[shape].dtype, "meta")  # its modules are imported before the clock starts
+        begin = time.perf_counter()
+        self.model = build(config, SHAPES[shape].dtype, options.device, options.seed)
+        synchronize(self.device)
+        self.start_s = time.perf_counter() - begin
+        self.version = str(transformers.__version__)
+        self.static = options.device.startswith("cuda")
+        self.notes = {
+            "cache": "static" if self.static else "dynamic",
+            "compiled": "yes" if options.compile else "no",
+        }
+        dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
+        self._layers = list(model_spec({**config.to_dict(), "dtype": dtype}).layers.values())
+        # What prefill holds of a token at its widest: gate and up, their product, and a few rows of the model's width.
+        widths = 3 * config.intermediate_size + 8 * config.hidden_size
+        self._work_bytes: int = widths * SHAPES[shape].dtype.itemsize
+        # Taken once: later, what torch keeps for itself would look used.
+        on_gpu = options.device.startswith("cuda")
+        self._room = int(torch.cuda.mem_get_info()[0] * 0.8) if on_gpu else self.CPU_BYTES
+        self._most: dict[int, int] = {}
+        """By the length of prompts: what was found not to fit, halved. Only the first run pays for a wrong guess."""
+
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
+        said: Turns = [[] for _ in conversations]
+        prompts = [list(each.prompt) for each in conversations]
+        sizes: list[int] = []
+        give_back(self.device)
+        begin, processor = time.perf_counter(), time.process_time()
+        for turn in range(1 + max(len(each.later) for each in conversations)):
+            if turn:
+                for each, prompt, answers in zip(conversations, prompts, said, strict=True):
+                    prompt += answers[-1] + each.later[turn - 1]
+            longest = max(map(len, prompts))
+            size = self._slice(longest, output)
+            first = 0
+            while first < len(prompts):
+                batch = prompts[first : first + size]
+                try:
+                    answers = self._generate(batch, output)
+                except torch.cuda.OutOfMemoryError:
+                    if len(batch) == 1:
+                        raise
+                    size = self._most[longest] = (len(batch) + 1) // 2
+                    give_back(self.device)
+                    continue
+                for answer in answers:
+                    said[first].append(answer)
+                    first += 1
+                sizes.append(len(batch))
+        seconds = time.perf_counter() - begin
+        computed = None if self.device.startswith("cuda") else time.process_time() - processor
+        return Measured(seconds, said, {"peak_running": max(sizes)}, computed)
+
+    def _slice(self, prompt: int, output: int) -> int:
+        """Sequences that fit at once: their cache, and the prompts' work with its mask."""
+        length = prompt + output
+        cache = sum(x.bytes * (x.span.kept(length) if x.unit == "token" else 1) for x in self._layers)
+        each = cache + prompt * self._work_bytes + prompt * length
+        return max(1, min(self._room // each, self._most.get(prompt, 1 << 30)))
+
+    def _generate(self, prompts: list[list[int]], output: int) -> list[list[int]]:
+        from transformers import GenerationConfig, StaticCache
+
+        longest = max(map(len, prompts))
+        padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        how = GenerationConfig(
+            do_sample=False, max_new_tokens=output, min_new_tokens=output, pad_token_id=0, eos_token_id=None,
+            disable_compile=not self.compile,
+        )  # fmt: skip
+        # One of our own: those that generate() makes never get shorter than the longest before.
+        length = longest + output
+        cache = StaticCache(config=self.model.config, max_cache_len=length) if self.static else None
+        with torch.inference_mode():
+            found = self.model.generate(
+                torch.tensor(padded, device=self.device),
+                attention_mask=torch.tensor(mask, device=self.device),
+                generation_config=how,
+                past_key_values=cache,
+            )
+        tokens: list[list[int]] = found[:, longest:].tolist()
+        return tokens
+
+    def close(self) -> None:
+        del self.model
+        give_back(self.device)
+
+
+class OneByOne(HuggingFace):
+    """generate() as it is called by whoever gets requests one at a time: nobody batches them."""
+
+    name = "Hugging Face, one by one"
+
+    def _slice(self, prompt: int, output: int) -> int:
+        return 1
+
+
+def _cpu_environment() -> dict[str, str]:
+    """As many threads as torch has here: left alone vLLM takes one core."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{torch.get_num_threads() - 1}",
+    }
+
+
+def _check_vllm(python: str) -> None:
+    """Raise AbsentError where an interpreter has no vLLM; it is not imported."""
+    look = "import sys; from importlib.util import find_spec; sys.exit(find_spec('vllm') is None)"
+    if subprocess.run([python, "-c", look], cwd="/", env=_plain_environment(), check=False).returncode:
+        raise AbsentError(
+            f"not installed for {python}: name a python that has it with --vllm-python, or leave it out with --peers hf"
+        )
+
+
+def _plain_environment() -> dict[str, str]:
+    """Without PYTHONPATH: a folder of ours first on the path would hide packages of that interpreter's."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+class AbsentError(RuntimeError):
+    """What a runner runs is not installed; the message says what to do."""
+
+
+class Vllm:
+    """vLLM in a process of its own, by the interpreter that has it. It is told by lines of JSON and answers so."""
+
+    name = "vLLM"
+
+    def __init__(self, shape: str, options: Options) -> None:
+        _check_vllm(options.vllm_python)
+        self._folder = tempfile.TemporaryDirectory(prefix="kvloom-vllm-")
+        cpu = not options.device.startswith("cuda")
+        config, dtype = hf_config(shape), SHAPES[shape].dtype
+        size = sum(p.numel() for p in build(config, dtype, "meta").parameters()) * dtype.itemsize
+        given = size <= SAVED_WEIGHTS
+        if given:
+            build(config, dtype, options.device, options.seed).save_pretrained(self._folder.name)
+        else:
+            config.architectures = [type(build(config, dtype, "meta")).__name__]
+            config.save_pretrained(self._folder.name)
+        engine: dict[str, Any] = {
+            "model": self._folder.name, "skip_tokenizer_init": True, "dtype": str(dtype).removeprefix("torch."),
+            "max_model_len": min(options.max_length, config.max_position_embeddings), "enable_prefix_caching": True,
+            "seed": options.seed, "load_format": "auto" if given else "dummy",
+        }  # fmt: skip
+        if cpu:
+            engine |= {"enforce_eager": True, "block_size": 32}
+        if options.kv_dtype:
+            engine["kv_cache_dtype"] = VLLM_KV_NAMES.get(options.kv_dtype, options.kv_dtype)
+        self.notes = {"weights": "the same" if given else "its own random ones"}
+        self._process = subprocess.Popen(
+            [options.vllm_python, str(Path(__file__).with_name("vllm_process.py"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**(_cpu_environment() if cpu else {}), "VLLM_LOGGING_LEVEL": "ERROR", **_plain_environment()},
+        )  # fmt: skip
+        try:
+            ready = self._ask(engine)
+        except BaseException:  # Ctrl-C, too: nothing of it stays
+            self.close()
+            raise
+        self.start_s, self.version = float(ready["start_s"]), str(ready["version"])
+
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
+        told = self._ask({"conversations": [asdict(each) for each in conversations], "output": output})
+        if "processor" in told:
+            time.sleep(
+                0.5
+            )  # its threads still spin for a while: whoever has the next turn would pay for that
+        return Measured(float(told["seconds"]), told["said"], told["figures"], told.get("processor"))
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise RuntimeError(f"vLLM's process ended with {self._process.wait()}; its last words are above")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(str(answer["error"]))
+        return answer
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()

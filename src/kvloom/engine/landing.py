@@ -1,0 +1,75 @@
+"""What a step's tokens mean to the requests that get them: an end, a stop text, a grammar's refusal, the next depth of beams.
+
+The scheduler hears of each end, and of the beams that go on. Knows no model and no device.
+"""
+
+from __future__ import annotations
+
+from .beams import BeamSearch
+from .flight import Flight
+from .logprobs import TokenLogprobs
+from .request import Finish, Request
+from .scheduler import Scheduled, Scheduler
+
+__all__ = ["Landing"]
+
+
+class Landing:
+    """Takes in tokens; `eos` are those that end a text."""
+
+    def __init__(self, scheduler: Scheduler, eos: frozenset[int]) -> None:
+        self.scheduler, self.eos = scheduler, eos
+
+    def land(self, flight: Flight, after: list[Scheduled]) -> list[Request]:
+        """Take in a step's tokens; `after` is the work of the step that was launched since. Waits until they are here."""
+        tokens, told = flight.land()
+        open_ = [(i, request) for i, request in enumerate(flight.requests) if request.finish is None]
+        self.scheduler.learned(flight.requests, tokens, after)
+        for place, request in open_:
+            if request.beams is not None:
+                if request.beams.offer(request, told[place]):
+                    self._advance(request.beams)
+            else:
+                self._take(request, told.get(place))
+        return [request for _, request in open_]
+
+    def _take(self, request: Request, told: TokenLogprobs | None) -> None:
+        """Take in a request's new token, and end it where that is its last."""
+        token, params = request.tokens[-1], request.params
+        ends = token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
+        if request.structure is not None and not ends and not request.structure.advance(token):
+            request.tokens.pop()  # nothing was allowed, so that anything came
+            self._finish(request, "grammar")
+            return
+        if told is not None:
+            request.cumulative_logprob += told[token].logprob
+            if params.logprobs is not None:
+                request.logprobs.append(told)
+        may_stop = request.output_count >= params.min_tokens
+        if ends:
+            request.stop_reason = token if token in params.stop_token_ids else None
+            if request.text is not None and params.include_stop_str_in_output:
+                request.text.add(token, may_stop=False)
+        elif request.text is not None and request.text.add(token, may_stop):
+            request.stop_reason, ends = request.text.stopped, True
+        elif request.structure is not None:
+            ends = request.structure.done
+        if ends or request.output_count >= params.max_tokens:
+            self._finish(request, "stop" if ends else "length")
+
+    def _advance(self, beams: BeamSearch[Request]) -> None:
+        """All beams of a depth are there: let the best go on, or end the search."""
+        successors = beams.decide()
+        if successors:
+            beams.live = self.scheduler.succeed(beams.slots, successors)
+            return
+        beams.finish()
+        for slot in beams.slots:
+            slot.beams = None  # each ends in its own way
+        for slot, why in zip(beams.slots, beams.endings, strict=True):
+            self._finish(slot, why)
+
+    def _finish(self, request: Request, why: Finish) -> None:
+        self.scheduler.finish(request, why)
+        if request.text is not None:
+            request.text.finish(request.output_count >= request.params.min_tokens)

@@ -1,0 +1,77 @@
+"""Rotary embeddings' cos and sin looked up, not worked out: part of `fusing`, for a GPU, where every launch of a step counts.
+
+What a module gives for each position is asked of it once; a step is one gather of rows. Nothing is known of families: a module
+whose angles hang on more than a position and a kind of layer stays as it is.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+
+__all__ = ["Angles", "fuse_angles"]
+
+CHANGING = ("dynamic", "longrope")
+"""Ways to stretch angles that hang on the longest position of a call."""
+PIECE = 16384
+
+
+class Angles:
+    """The forward of a rotary embedding, for positions below a limit."""
+
+    def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
+        """`kinds` are what a call names beside positions. Costs 2 * head size * limit numbers for each."""
+        self.own, self.limit = module.forward, limit
+        self._tables = {kind: self._table(like, kind) for kind in kinds}
+
+    def _table(self, like: torch.Tensor, kind: tuple[str, ...]) -> torch.Tensor:
+        """[positions, 2, dim]: cos and sin side by side."""
+        pieces = []
+        for first in range(0, self.limit, PIECE):
+            places = torch.arange(first, min(first + PIECE, self.limit), device=like.device)
+            cos, sin = self.own(like, places[None], *kind)
+            pieces.append(torch.stack((cos[0], sin[0]), 1))
+        return torch.cat(pieces)
+
+    def __call__(
+        self, x: torch.Tensor, position_ids: torch.Tensor, *more: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        table = self._tables.get((*more, *named.values()))
+        if table is None or table.dtype != x.dtype or position_ids.dim() != 2 or len(position_ids) != 1:
+            return self.own(x, position_ids, *more, **named)  # type: ignore[no-any-return]
+        rows = table.index_select(0, position_ids[0])[None]
+        return rows[:, :, 0], rows[:, :, 1]
+
+
+def fuse_angles(module: Any, limit: int, like: torch.Tensor) -> bool:
+    """Put a table of `limit` positions, in the dtype and on the device of `like`, in the place of a rotary embedding, where
+    that gives the same. One that has a shorter table gets a longer one."""
+    if not type(module).__name__.endswith("RotaryEmbedding"):
+        return False
+    known = vars(module).get("forward")
+    if isinstance(known, Angles):
+        if known.limit >= limit:
+            return False
+        module.forward = known.own
+    types = getattr(module, "rope_type", "default")
+    kinds: list[tuple[str, ...]] = [()]
+    if isinstance(types, dict):
+        kinds = [(kind,) for kind in types]
+        types = " ".join(map(str, types.values()))
+    names = list(signature(module.forward).parameters)
+    wanted = ["x", "position_ids", *(["layer_type"] if kinds != [()] else [])]
+    if any(way in str(types) for way in CHANGING) or names != wanted:
+        return False
+    some = torch.randint(0, limit, (1, 5), generator=torch.Generator().manual_seed(limit)).to(like.device)
+    try:
+        found = Angles(module, limit, kinds, like)
+        for kind in kinds:
+            mine, own = found(like, some, *kind), module.forward(like, some, *kind)
+            if not all(torch.equal(a, b) for a, b in zip(mine, own, strict=True)):
+                return False
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return False  # it takes or gives something else
+    module.forward = found
+    return True

@@ -1,0 +1,92 @@
+"""Steps of single tokens as a GPU replays them, on a CPU: graphs are stood for by running the model anew on what was sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from kvloom.engine.engine import Engine
+from kvloom.engine.request import SamplingParams
+from kvloom.engine.runner import Runner
+from kvloom.models.attending import Turning, fuse_attention
+from kvloom.models.attention import install
+from kvloom.models.batch import Stage
+from kvloom.models.fusing import _project
+from tests.models.zoo import expected, prompts_of, tiny
+
+
+@dataclass
+class Eager:
+    """Stands for a captured graph: replaying it computes what it would, into the same logits."""
+
+    runner: Runner
+    size: int
+    logits: torch.Tensor
+    replays: int = 0
+
+    @property
+    def graph(self) -> Eager:
+        return self
+
+    def replay(self) -> None:
+        self.replays += 1
+        batch = self.runner.stage.replayed(self.size, self.runner.chosen)
+        self.logits.copy_(self.runner._forward(batch, None))
+
+
+def replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[int, Eager]]:
+    engine = Engine(model, 1 << 24, max_running=rows, ahead=True, **options)
+    runner, made = engine.runner, dict[int, Eager]()
+    runner.stage = Stage(engine.cache, "cpu", 256, rows, mirrored=True)
+    runner._sizes = [2, rows]
+    runner._shared_column = None
+
+    def captured(size: int, shares: bool) -> Eager:
+        if size not in made:
+            made[size] = Eager(runner, size, torch.zeros(size, engine._vocabulary))
+        return made[size]
+
+    runner._captured = captured  # type: ignore[assignment, method-assign]
+    return engine, made
+
+
+@pytest.mark.parametrize(
+    ("family", "turned"), [("llama", True), ("gemma3_text", True), ("qwen3", True), ("qwen3_next", False)]
+)
+def test_replayed_steps_give_the_tokens_of_generate(family: str, turned: bool) -> None:
+    prompts = prompts_of(3, (5, 17, 29, 40, 14))
+    wanted = expected(tiny(family), prompts, 40)  # over a few blocks, where tables change
+    model = tiny(family)
+    install(model)
+    if turned:
+        for module in [module for module in model.modules() if hasattr(module, "q_proj")]:
+            assert _project(module)
+            assert fuse_attention(module, Turning)
+            module.is_fused = True
+    engine, made = replaying(model, 4)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    engine.run()
+    engine.cache.check()
+    assert [request.tokens for request in requests] == wanted
+    assert sum(eager.replays for eager in made.values()) > 30
+
+
+def test_rows_that_were_preempted_and_come_back_find_their_tables() -> None:
+    prompts = prompts_of(4, (30, 20, 40, 25, 33, 18))
+    wanted = expected(tiny("llama"), prompts, 30)
+    engine, made = replaying(tiny("llama"), 4, token_budget=16)
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    requests = [engine.add(prompt, params) for prompt in prompts]
+    for step in range(10_000):
+        if not engine.busy:
+            break
+        engine.step()
+        if step % 9 == 8 and engine.scheduler.running:
+            engine.scheduler._preempt(engine.scheduler.running[-1])
+    assert [request.tokens for request in requests] == wanted
+    assert sum(request.preemptions for request in requests) > 2
+    assert made
