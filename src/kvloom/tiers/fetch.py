@@ -59,7 +59,7 @@ class Fetcher:
         while at < len(found):
             # Less and less, so that all threads end together.
             share = max(1, min(left // (2 * self._readers), _MOST_BYTES) // step) * step
-            if share < size and found[at][1].head.stored is None:
+            if share < size and call.straight(found[at][1]):
                 count, some = _Count(-(-size // share)), found[at : at + 1]
                 for low in range(part[0], part[1], share):
                     self._workers.submit(_Job(call, some, (low, min(low + share, part[1])), count))
@@ -102,8 +102,7 @@ class Fetcher:
     def _pieces(self, job: _Job) -> list[_Piece]:
         """Pieces of the disk that together are a job's records, in its order."""
         call, found, size = job.call, job.found, job.part[1] - job.part[0]
-        starts, in_place = call.starts, call.aligned and not (job.part[0] % BLOCK or size % BLOCK)
-        offsets = [record.offset for _, record in found]
+        starts, offsets = call.starts, [record.offset for _, record in found]
         if offsets != sorted(offsets):
             found = sorted(found, key=_place)
         pieces: list[_Piece] = []
@@ -113,12 +112,10 @@ class Fetcher:
                 pieces[-1].items.append((index, record, starts[index]))
                 end += size
                 continue
-            segment, plain = record.segment, record.head.stored is None
-            straight = plain and (in_place or not segment.direct)
+            segment, straight = record.segment, call.straight(record)
             pieces.append(_Piece(segment, [(index, record, starts[index])], straight))
-            end = (
-                record.offset + size if straight else -1
-            )  # a part of a page has no neighbour: the next is further on
+            # A part of a page has no neighbour: the next is further on.
+            end = record.offset + size if straight else -1
         return pieces
 
     def _in_place(self, job: _Job, piece: _Piece) -> None:
@@ -208,14 +205,20 @@ class _Count:
 
 
 class _Call:
-    """What the jobs of one `submit` share. `aligned`: every page's part begins where O_DIRECT can put it."""
+    """What the jobs of one `submit` share."""
 
-    __slots__ = ("aligned", "starts", "tenant", "transfer", "view")
+    __slots__ = ("_aligned", "starts", "tenant", "transfer", "view")
 
     def __init__(self, transfer: Transfer, into: Ranges, part: tuple[int, int], tenant: str) -> None:
         self.transfer, self.tenant = transfer, tenant
         self.view, self.starts = into.view, into.starts.tolist()
-        self.aligned = not ((into.starts + (into.address + part[0])) % BLOCK).any()
+        blocks = not (part[0] % BLOCK or part[1] % BLOCK)
+        self._aligned = blocks and not ((into.starts + into.address) % BLOCK).any()
+
+    def straight(self, record: Record) -> bool:
+        """Can it be read to where it goes? O_DIRECT takes whole blocks only; the pages of a call all begin on one, or count as
+        if none did."""
+        return record.head.stored is None and (self._aligned or not record.segment.direct)
 
 
 @dataclass(slots=True)
