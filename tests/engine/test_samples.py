@@ -89,6 +89,7 @@ def test_forks_in_a_pool_far_too_small_survive_preemption(family: str, slabs: in
     layout = Engine(model, POOL).layout
     room = slabs * layout.slab_bytes or 3 * layout.slab_bytes_for(max(map(len, prompts)) + 10)
     engine = Engine(model, room, token_budget=24, max_running=6, ahead=ahead)
+    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, DRAWN, priority=i % 2) for i, prompt in enumerate(prompts)]
     cancelled: Request | None = None
     steps = 0
@@ -136,6 +137,7 @@ def test_every_kind_of_request_in_one_crowd_gets_what_it_gets_alone(family: str,
         wanted.append([(answer.output, answer.finish) for answer in one.best])
     room = {"llama": 6, "gemma3_text": 5, "bamba": 4}[family] * calm.layout.slab_bytes
     engine = Engine(model, room, token_budget=16, max_running=5, ahead=ahead, tokenizer=words())
+    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, params, priority=i % 2) for i, (prompt, params) in enumerate(asked)]
     while engine.busy:
         engine.step()

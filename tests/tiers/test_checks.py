@@ -90,5 +90,7 @@ def test_the_native_loops_refuse_what_does_not_fit(native: ModuleType) -> None:
         native.copy(bytearray(500), bytes(1000), 500, True)
     with pytest.raises(ValueError, match="reads of 100 bytes"):
         native.read(0, bytearray(1000), 0, 500, 100)
+    with pytest.raises(ValueError, match="pieces of 100 bytes"):
+        native.send(0, bytes(1000), 500, 100, 0.0)
     with pytest.raises((TypeError, BufferError)):
         native.copy(bytes(500), bytes(500), 500, True)

@@ -224,6 +224,32 @@ def test_a_bad_spot_on_the_disk_does_not_keep_the_tier_from_opening(tmp_path: Pa
     tier.close()
 
 
+@pytest.mark.parametrize("shift", [0, 5])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_large_page_is_ok_only_when_all_of_it_has_come(tmp_path: Path, shift: int, direct: bool) -> None:
+    class Slower(Files):
+        """Each read takes longer than the one before."""
+
+        reads, counting = 0, threading.Lock()
+
+        def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
+            with self.counting:
+                self.reads += 1
+                seconds = 0.05 * self.reads
+            time.sleep(seconds)
+            return super().read(fd, into, offset)
+
+    form = Form("f32", "x", 2 * MIB, 64 << 10)
+    config = DiskConfig(tmp_path, 64 * MIB, 8 * MIB, durable="process", direct=direct)
+    tier = DiskTier(config, Slower)
+    assert put(tier, [1], form).ok.all()
+    got = memory(1, form.page_bytes, shift)
+    transfer = tier.read(objects([1], form), got)
+    assert transfer.wait(20)
+    assert never_wrong(transfer, [1], got, form.page_bytes) == 1
+    tier.close()
+
+
 # --- eviction
 
 

@@ -23,12 +23,13 @@ from kvloom.tiers import Form, Objects
 from kvloom.tiers.files import Files, aligned_bytes
 from kvloom.tiers.sockets import Bytestream
 
-__all__ = ["WAIT_SECONDS", "Memory", "Side", "address", "memcpy", "raw", "tcp"]
+__all__ = ["FILE_ROUNDS", "WAIT_SECONDS", "Memory", "Side", "address", "memcpy", "raw", "tcp"]
 
 WAIT_SECONDS = 120.0
 _IO_BYTES = 512 << 10  # of a raw read, and the threads: what the disk does best with
 _READ_THREADS = 8
 _CONNECTIONS = 2
+FILE_ROUNDS = 4  # rounds that one file holds, the tier's and the raw one
 _FAR_SIDE = """
 import socket, sys, threading
 from kvloom.tiers.sockets import Bytestream
@@ -108,24 +109,32 @@ def memcpy(memory: Memory) -> Side:
 
 
 def raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> Side:
-    """The file alone; `files` are calls to use instead of the system's."""
+    """The file alone, of `FILE_ROUNDS` rounds, and then the next; `files` are calls to use instead of the system's."""
     files = files or Files(-1)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     source, target, total = memory.source.data, memory.target.data, memory.total
     pool = ThreadPoolExecutor(_READ_THREADS)
+    fd, rounds = -1, 0
 
     def write() -> None:
-        os.ftruncate(fd, 0)
-        os.posix_fallocate(fd, 0, total)
+        nonlocal fd, rounds
+        begin = rounds % FILE_ROUNDS * total
+        if (
+            not begin
+        ):  # room for several rounds at once, as a tier makes it: in its time, and never given back in it
+            fd = os.open(f"{path}-{rounds}", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+            os.posix_fallocate(fd, 0, FILE_ROUNDS * total)
         for at in range(0, total, 16 << 20):
-            files.write(fd, [source[at : at + (16 << 20)]], at)
+            files.write(fd, [source[at : at + (16 << 20)]], begin + at)
         if sync:
             os.fdatasync(fd)
+        rounds += 1
 
     def read() -> None:
+        begin = (rounds - 1) % FILE_ROUNDS * total
+
         def some(first: int) -> None:
             for at in range(first * _IO_BYTES, total, _READ_THREADS * _IO_BYTES):
-                files.read(fd, [target[at : at + _IO_BYTES]], at)
+                files.read(fd, [target[at : at + _IO_BYTES]], begin + at)
 
         list(pool.map(some, range(_READ_THREADS)))
 

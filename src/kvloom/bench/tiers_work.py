@@ -30,7 +30,7 @@ from kvloom.tiers.peer import open_peer
 from kvloom.tiers.redis import RedisAddress, open_redis
 from kvloom.tiers.remote import RemoteConfig
 
-from .tiers_media import WAIT_SECONDS, Memory, Side, address, memcpy, raw, tcp
+from .tiers_media import FILE_ROUNDS, WAIT_SECONDS, Memory, Side, address, memcpy, raw, tcp
 
 __all__ = ["WORKS", "Work", "folder_in"]
 
@@ -82,7 +82,7 @@ def disk(memory: Memory, folder: Path) -> Iterator[list[Work]]:
     kinds: tuple[Literal["power", "process"], ...] = ("power", "process")
     for durable in kinds:
         config = DiskConfig(
-            folder / durable, _DISK * memory.total, segment_bytes=4 * memory.total, durable=durable
+            folder / durable, _DISK * memory.total, segment_bytes=FILE_ROUNDS * memory.total, durable=durable
         )
         tiers.append(DiskTier(config))
         alone = raw(memory, folder / f"raw-{durable}", durable == "power")
@@ -97,7 +97,7 @@ def disk(memory: Memory, folder: Path) -> Iterator[list[Work]]:
 @contextlib.contextmanager
 def nixl(memory: Memory, folder: Path) -> Iterator[list[Work]]:
     config = DiskConfig(
-        folder / "nixl", _DISK * memory.total, segment_bytes=4 * memory.total, durable="process"
+        folder / "nixl", _DISK * memory.total, segment_bytes=FILE_ROUNDS * memory.total, durable="process"
     )
     tier = open_nixl(config)
     alone = raw(memory, folder / "raw", False, NixlFiles(-1))
@@ -205,7 +205,7 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         for array in (memory.source, memory.target):
             store.lend(array)  # registered once, for both sides
         keys = [f"bench-{number}" for number in range(memory.count)]
-        step = max(1, (8 << 20) // memory.page)
+        step = max(1, (16 << 20) // memory.page)  # what it does best with
         batches = [range(at, min(at + step, memory.count)) for at in range(0, memory.count, step)]
 
         def each(verb: Any, array: npt.NDArray[np.uint8]) -> None:
@@ -216,11 +216,11 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
                     raise RuntimeError(f"Mooncake says {min(codes)}")
 
         def write() -> None:
+            client.batch_remove(keys, True)  # in its time, as the tier lets old pages go
             each(client.batch_put_from, memory.source)
 
         def read() -> None:
             each(client.batch_get_into, memory.target)
-            client.batch_remove(keys, True)
 
         yield [Work("mooncake", "its client, batches", _of_tier(tier, memory), Side(write, read))]
         tier.close()

@@ -1,4 +1,5 @@
-/* Checksums of a page's runs (XXH3, 64 bits, as the package xxhash computes it): alone, or while it is copied or read.
+/* Checksums of a page's runs (XXH3, 64 bits, as the package xxhash computes it): alone, or while it is copied, read from a
+ * file, or sent or received on a socket.
  * The package keeps Python's lock for short runs and is called once a run; here one call does a page, and no lock is held,
  * so that reads go on meanwhile. Its twin is in codec.py; without a compiler the package installs without this file.
  * Sizes are checked here, once a page. Little endian machines only: elsewhere it does not build, and the twin serves. */
@@ -8,6 +9,8 @@
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -147,6 +150,14 @@ static PyObject *room(Py_ssize_t size, Py_ssize_t run)
     return PyBytes_FromStringAndSize(NULL, size / run * 8);
 }
 
+static void sum_runs(const uint8_t *at, size_t size, size_t run, char *out)
+{
+    for (const uint8_t *end = at + size; at < end; at += run, out += 8) {
+        uint64_t sum = xxh3(at, run);
+        memcpy(out, &sum, 8);
+    }
+}
+
 static PyObject *checksums(PyObject *self, PyObject *args)
 {
     Py_buffer data;
@@ -156,12 +167,8 @@ static PyObject *checksums(PyObject *self, PyObject *args)
     PyObject *sums = room(data.len, run);
     if (sums != NULL) {
         char *out = PyBytes_AsString(sums);
-        const uint8_t *at = data.buf, *end = at + data.len;
         Py_BEGIN_ALLOW_THREADS
-        for (; at < end; at += run, out += 8) {
-            uint64_t sum = xxh3(at, (size_t)run);
-            memcpy(out, &sum, 8);
-        }
+        sum_runs(data.buf, (size_t)data.len, (size_t)run, out);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&data);
@@ -243,7 +250,93 @@ static PyObject *read_runs(PyObject *self, PyObject *args)
     return answer;
 }
 
+static double now(void)
+{
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return (double)at.tv_sec + 1e-9 * (double)at.tv_nsec;
+}
+
+/* Sends or receives `size` bytes; how many went or came, fewer where the other side has gone, -1 with errno. The socket itself
+ * bounds a call, `until` all of them: both are EAGAIN. */
+static ssize_t whole(int fd, uint8_t *at, size_t size, int sending, double until)
+{
+    size_t done = 0;
+    while (done < size) {
+        ssize_t got = sending ? send(fd, at + done, size - done, MSG_NOSIGNAL) : recv(fd, at + done, size - done, MSG_WAITALL);
+        if (got < 0 && errno != EINTR)
+            return -1;
+        if (got == 0)
+            break;
+        done += got > 0 ? (size_t)got : 0;
+        if (done < size && now() > until) {
+            errno = EAGAIN;
+            return -1;
+        }
+    }
+    return (ssize_t)done;
+}
+
+/* Piece by piece: hashed and then sent, or received and then hashed, so that the second finds it in the processor's cache. */
+static PyObject *over_socket(PyObject *args, int sending)
+{
+    int fd;
+    Py_buffer data;
+    Py_ssize_t run, step;
+    double until;
+    if (!PyArg_ParseTuple(args, sending ? "iy*nnd" : "iw*nnd", &fd, &data, &run, &step, &until))
+        return NULL;
+    PyObject *sums = room(data.len, run), *answer = NULL;
+    if (sums != NULL && (step < run || step % run))
+        PyErr_Format(PyExc_ValueError, "pieces of %zd bytes are not whole runs of %zd", step, run);
+    else if (sums != NULL) {
+        char *out = PyBytes_AsString(sums);
+        uint8_t *at = data.buf;
+        Py_ssize_t done = 0;
+        int error = 0;
+        Py_BEGIN_ALLOW_THREADS
+        memset(out, 0, (size_t)(data.len / run * 8));
+        while (done < data.len) {
+            Py_ssize_t want = data.len - done < step ? data.len - done : step;
+            if (sending)
+                sum_runs(at + done, (size_t)want, (size_t)run, out + done / run * 8);
+            ssize_t got = whole(fd, at + done, (size_t)want, sending, until);
+            error = got < 0 ? errno : 0;
+            if (got < want)
+                break;
+            if (!sending)
+                sum_runs(at + done, (size_t)want, (size_t)run, out + done / run * 8);
+            done += want;
+        }
+        Py_END_ALLOW_THREADS
+        if (error) {
+            errno = error;
+            PyErr_SetFromErrno(PyExc_OSError);
+        } else if (done < data.len)
+            PyErr_SetString(PyExc_ConnectionError, "the other side closed the connection");
+        else {
+            answer = sums;
+            Py_INCREF(answer);
+        }
+    }
+    Py_XDECREF(sums);
+    PyBuffer_Release(&data);
+    return answer;
+}
+
+static PyObject *send_runs(PyObject *self, PyObject *args)
+{
+    return over_socket(args, 1);
+}
+
+static PyObject *receive_runs(PyObject *self, PyObject *args)
+{
+    return over_socket(args, 0);
+}
+
 static PyMethodDef methods[] = {
+    {"send", send_runs, METH_VARARGS, "send(fd, data, run_bytes, step, until) -> u64 of every run; until: monotonic seconds"},
+    {"receive", receive_runs, METH_VARARGS, "receive(fd, into, run_bytes, step, until) -> u64 of every run"},
     {"read", read_runs, METH_VARARGS, "read(fd, to, offset, run_bytes, step) -> (bytes that came, u64 of every run)"},
     {"checksums", checksums, METH_VARARGS, "checksums(data, run_bytes) -> u64 of every run"},
     {"copy", copy, METH_VARARGS, "copy(to, source, run_bytes, arrived) -> u64 of every run, of `to` if arrived"},

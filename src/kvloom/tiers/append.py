@@ -1,7 +1,8 @@
-"""How pages get onto the disk: one thread seals frames, one appends them, so that checksums cost no disk time.
+"""How pages get onto the disk: one thread seals frames, one appends them, one tells who asked, so that neither checksums nor
+bookkeeping cost disk time.
 
-Frames are appended in the order of the calls. Several that wait share one sync; an object is OK, and found, only
-after it. Knows no formats.
+Frames are appended in the order of the calls. Where they are to survive a loss of power, several that wait share one sync; an object
+is OK, and found, only after it. Knows no formats.
 """
 
 from __future__ import annotations
@@ -10,24 +11,25 @@ import errno
 import queue
 import threading
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from .codec import Codec, Head, most_bytes, seal
+from .codec import Codec, Head, most_bytes, plain_heads, seal
 from .dropped import Gone
 from .files import BLOCK, aligned, aligned_bytes
-from .segment import Record
+from .segment import Frame
 from .shelf import Shelf
 from .tier import Objects, Ranges
 from .transfer import Outcome, Transfer
 
 __all__ = ["Appender"]
 
-_FRAME_BYTES = 8 << 20  # sealed while the one before is written: the smaller, the less waits at either end
-_FIRST_BYTES = 1 << 20  # of a call's first frame, so that the disk begins soon
+_FRAME_BYTES = 16 << 20  # sealed while the one before is written
+_FIRST_BYTES = 512 << 10  # of a call's first frame, so that the disk begins soon
+_FASTER = 4  # how much sealing is faster than a disk: by so much frames may grow, and it never waits
 _FRAME_RECORDS = 512
 _SYNC_BYTES = 128 << 20
 _AHEAD = 2  # sealed frames that wait for the disk
@@ -42,19 +44,19 @@ class _Write:
 
 
 @dataclass(slots=True)
-class _Frame:
+class _Sealed:
+    """Objects `which` of a transfer in a frame; `scratch` is where its bodies are, unless those are the caller's memory."""
+
     transfer: Transfer
     which: list[int]
     page_bytes: int
     tenant: str
-    heads: list[Head] = field(default_factory=list)
-    bodies: list[Any] = field(default_factory=list)
-    size: int = 0
+    frame: Frame | None = None
     scratch: memoryview | None = None
 
 
 class Appender:
-    """Two daemon threads. `pending` is the bytes of pages that wait or are being written."""
+    """Three daemon threads. `pending` is the bytes of pages that wait or are being written."""
 
     def __init__(self, shelf: Shelf, codec: Codec, sync: bool) -> None:
         self._shelf, self._sync = shelf, sync
@@ -62,12 +64,17 @@ class Appender:
         self._lock = threading.Lock()
         self.pending = 0
         self._asked: queue.SimpleQueue[_Write | Gone | None] = queue.SimpleQueue()
-        self._sealed: queue.Queue[_Frame | Gone | None] = queue.Queue(_AHEAD)
+        self._sealed: queue.Queue[_Sealed | Gone | None] = queue.Queue(_AHEAD)
+        self._over: queue.SimpleQueue[tuple[list[_Sealed], Outcome, str] | None] = queue.SimpleQueue()
         self._scratch: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._sync_bytes = min(_SYNC_BYTES, shelf.segment_bytes)  # acknowledged before its segment can leave
         self._threads = [
             threading.Thread(target=target, name=f"kvloom-disk-{name}", daemon=True)
-            for name, target in (("seal", self._seal_loop), ("append", self._append_loop))
+            for name, target in (
+                ("seal", self._seal_loop),
+                ("append", self._append_loop),
+                ("tell", self._tell_loop),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -100,74 +107,75 @@ class Appender:
             if not isinstance(job, _Write):
                 self._sealed.put(job)
                 continue
-            most = min(_FRAME_BYTES, self._shelf.segment_bytes_for(job.objects.tenant) // 4)
-            at, size = 0, min(_FIRST_BYTES, most)
+            page = job.objects.form.page_bytes
+            most = min(_FRAME_BYTES, self._shelf.segment_bytes_for(job.objects.tenant) // 4) // page
+            at, step = 0, max(1, min(_FIRST_BYTES // page, most, _FRAME_RECORDS))
             while at < len(job.which):
-                step = max(1, min(_FRAME_RECORDS, size // job.objects.form.page_bytes))
+                if len(job.which) - at < step + step // 4:  # a short last frame takes longer than its bytes
+                    step = len(job.which) - at
                 self._seal(job, job.which[at : at + step].tolist())
-                at, size = at + step, min(2 * size, most)
+                at, step = at + step, max(1, min(_FASTER * step, most, _FRAME_RECORDS))
             del job
         self._sealed.put(None)
 
     def _seal(self, job: _Write, which: list[int]) -> None:
-        frame = _Frame(job.transfer, which, job.objects.form.page_bytes, job.objects.tenant)
+        sealed = _Sealed(job.transfer, which, job.objects.form.page_bytes, job.objects.tenant)
         if not job.transfer.enter():
-            self._add(-len(which) * frame.page_bytes)
+            self._add(-len(which) * sealed.page_bytes)
             return
         try:
-            self._fill(frame, job)
+            sealed.frame = self._in_place(sealed, job) or self._in_scratch(sealed, job)
         except Exception as error:  # noqa: BLE001  a page that cannot be sealed is not stored, and that is all
-            self._finish(frame, Outcome.FAILED, f"sealing: {error}")
+            self._finish(sealed, Outcome.FAILED, f"sealing: {error}")
             return
-        self._sealed.put(frame)
+        self._sealed.put(sealed)
 
-    def _fill(self, frame: _Frame, job: _Write) -> None:
+    def _in_place(self, sealed: _Sealed, job: _Write) -> Frame | None:
+        """A frame of the caller's memory; None where the disk does not take that."""
+        keys, form, view = job.objects.keys, job.objects.form, job.source.view
+        size, starts = form.page_bytes, job.source.starts[sealed.which]
+        if not self._codec.plain or size % BLOCK or ((job.source.address + starts) % BLOCK).any():
+            return None
+        heads: list[Head] = []
+        bodies: list[memoryview] = []
+        edges = [0, *(np.flatnonzero(np.diff(starts) != size) + 1).tolist(), len(starts)]
+        for first, last in pairwise(edges):  # neighbours in the caller's memory go as one piece
+            at = int(starts[first])
+            bodies.append(view[at : at + (last - first) * size])
+            heads += plain_heads([keys[index] for index in sealed.which[first:last]], form, bodies[-1])
+        return Frame(heads, bodies, len(starts) * size)
+
+    def _in_scratch(self, sealed: _Sealed, job: _Write) -> Frame:
         form, pages, starts = job.objects.form, job.source.view, job.source.starts
-        size = form.page_bytes
-        in_place = (
-            self._codec.plain
-            and size % BLOCK == 0
-            and not ((job.source.address + starts[frame.which]) % BLOCK).any()
-        )
-        room = None if in_place else self._room(len(frame.which) * aligned(most_bytes(form)), frame)
-        run = (0, 0)  # neighbours in the caller's memory go as one piece
-        for index in frame.which:
+        room = self._room(len(sealed.which) * aligned(most_bytes(form)), sealed)
+        heads, end = [], 0
+        for index in sealed.which:
             at = int(starts[index])
-            key = job.objects.keys[index]
-            head, pieces = seal(key, form, pages[at : at + size], self._codec, job.objects.tenant)
-            frame.heads.append(head)
-            if room is None:
-                if run[1] == at and frame.bodies:
-                    run = (run[0], at + size)
-                    frame.bodies[-1] = pages[run[0] : run[1]]
-                else:
-                    run = (at, at + size)
-                    frame.bodies.append(pages[at : at + size])
-                frame.size += size
-                continue
-            begin = frame.size
+            page, key = pages[at : at + form.page_bytes], job.objects.keys[index]
+            head, pieces = seal(key, form, page, self._codec, job.objects.tenant)
+            heads.append(head)
+            begin = end
             for piece in pieces:
-                room[frame.size : frame.size + len(piece)] = piece
-                frame.size += len(piece)
-            stop = begin + aligned(frame.size - begin)
-            room[frame.size : stop] = bytes(stop - frame.size)  # nobody else's bytes in the gap
-            frame.size = stop
-        if room is not None:
-            frame.bodies = [room[: frame.size]]
+                room[end : end + len(piece)] = piece
+                end += len(piece)
+            stop = begin + aligned(end - begin)
+            room[end:stop] = bytes(stop - end)  # nobody else's bytes in the gap
+            end = stop
+        return Frame(heads, [room[:end]], end)
 
-    def _room(self, size: int, frame: _Frame) -> memoryview:
+    def _room(self, size: int, sealed: _Sealed) -> memoryview:
         try:
-            frame.scratch = self._scratch.get_nowait()
+            sealed.scratch = self._scratch.get_nowait()
         except queue.Empty:
-            frame.scratch = None
-        if frame.scratch is None or len(frame.scratch) < size:
-            frame.scratch = aligned_bytes(size)
-        return frame.scratch
+            sealed.scratch = None
+        if sealed.scratch is None or len(sealed.scratch) < size:
+            sealed.scratch = aligned_bytes(size)
+        return sealed.scratch
 
     # --- the appending thread
 
     def _append_loop(self) -> None:
-        written: list[tuple[_Frame, list[Record]]] = []
+        written: list[_Sealed] = []
         unsynced = 0
         while True:
             try:
@@ -178,22 +186,24 @@ class Appender:
                 continue
             if job is None:
                 self._acknowledge(written)
+                self._over.put(None)
                 return
-            if not isinstance(job, _Frame):
+            if not isinstance(job, _Sealed):
                 self._drop(job)
                 continue
+            assert job.frame is not None
             try:
-                records = self._shelf.append(job.heads, job.bodies, job.size, job.tenant)
+                self._shelf.append(job.frame, job.tenant)
             except Exception as error:  # noqa: BLE001  the disk's trouble is these pages' alone
-                self._finish(job, *_why(error))
+                self._over.put(([job], *_why(error)))
                 continue
-            written.append((job, records))
-            unsynced += job.size
-            if unsynced >= self._sync_bytes:
+            written.append(job)
+            unsynced += job.frame.size
+            if not self._sync or unsynced >= self._sync_bytes:
                 self._acknowledge(written)
                 written, unsynced = [], 0
 
-    def _acknowledge(self, written: list[tuple[_Frame, list[Record]]]) -> None:
+    def _acknowledge(self, written: list[_Sealed]) -> None:
         if not written:
             return
         outcome, reason = Outcome.OK, ""
@@ -202,10 +212,7 @@ class Appender:
                 self._shelf.sync()
         except Exception as error:  # noqa: BLE001
             outcome, reason = _why(error)
-        for frame, records in written:
-            if outcome == Outcome.OK:
-                self._shelf.publish(records)
-            self._finish(frame, outcome, reason)
+        self._over.put((written, outcome, reason))
 
     def _drop(self, gone: Gone) -> None:
         try:
@@ -213,13 +220,24 @@ class Appender:
         except Exception as error:  # noqa: BLE001
             self._shelf.notes[f"dropped objects may come back: {error}"] = None
 
-    def _finish(self, frame: _Frame, outcome: Outcome, reason: str = "") -> None:
-        frame.bodies = []
-        if frame.scratch is not None and self._scratch.qsize() <= _AHEAD:
-            self._scratch.put(frame.scratch)
-        frame.transfer.settle(frame.which, outcome, reason)
-        frame.transfer.leave()
-        self._add(-len(frame.which) * frame.page_bytes)
+    # --- the telling thread
+
+    def _tell_loop(self) -> None:
+        while (over := self._over.get()) is not None:
+            written, outcome, reason = over
+            for sealed in written:
+                if outcome == Outcome.OK and sealed.frame is not None:
+                    self._shelf.publish(sealed.frame.records())
+                self._finish(sealed, outcome, reason)
+            del over, written
+
+    def _finish(self, sealed: _Sealed, outcome: Outcome, reason: str = "") -> None:
+        sealed.frame = None
+        if sealed.scratch is not None and self._scratch.qsize() <= _AHEAD:
+            self._scratch.put(sealed.scratch)
+        sealed.transfer.settle(sealed.which, outcome, reason)
+        sealed.transfer.leave()
+        self._add(-len(sealed.which) * sealed.page_bytes)
 
 
 def _why(error: Exception) -> tuple[Outcome, str]:

@@ -1,4 +1,4 @@
-"""Checksums of a page's runs, xxh3 of 64 bits: alone, or while a page is copied or read.
+"""Checksums of a page's runs, xxh3 of 64 bits: alone, or while a page is copied, read, sent or received.
 
 Native where the package was built with a compiler: one call a page, and other threads run meanwhile. Else by the package
 xxhash, run by run. Both give the same. Knows no formats.
@@ -21,11 +21,22 @@ try:
 except ImportError:
     _native = None
 
-__all__ = ["checksum", "checksums", "copy_checked", "read_checked", "read_step"]
+__all__ = [
+    "checksum",
+    "checksums",
+    "copy_checked",
+    "read_checked",
+    "read_step",
+    "receive_checked",
+    "receive_step",
+    "send_checked",
+    "send_step",
+]
 
 _SHORTEST_RUN = 241  # that the native loops take
 _COPY_BYTES = 256 << 10
 _READ_BYTES = 256 << 10
+_SEND_BYTES, _RECEIVE_BYTES = 512 << 10, 256 << 10  # the best of 64 KiB to 1 MiB
 _BLOCK = 4096
 
 _xxh3: Callable[[Any], int] | None = None
@@ -73,6 +84,33 @@ def read_checked(fd: int, into: memoryview, offset: int, run_bytes: int) -> tupl
         return None
     told: tuple[int, bytes] = _native.read(fd, into, offset, run_bytes, read_step(run_bytes))
     return told
+
+
+def send_checked(fd: int, data: memoryview, run_bytes: int, until: float) -> bytes | None:
+    """Sends whole runs on a connected socket; their checksums. None where the native loops do not serve: nothing was sent. OSError
+    as the system says; BlockingIOError also after `until`, in monotonic seconds."""
+    if _native is None or run_bytes < _SHORTEST_RUN:
+        return None
+    sums: bytes = _native.send(fd, data, run_bytes, send_step(run_bytes), until)
+    return sums
+
+
+def receive_checked(fd: int, into: memoryview, run_bytes: int, until: float) -> bytes | None:
+    """Fills whole runs from a connected socket; their checksums. As `send_checked`; ConnectionError where fewer come."""
+    if _native is None or run_bytes < _SHORTEST_RUN:
+        return None
+    sums: bytes = _native.receive(fd, into, run_bytes, receive_step(run_bytes), until)
+    return sums
+
+
+def send_step(run_bytes: int) -> int:
+    """What to check and then send at once: whole runs, so few that the processor still has them."""
+    return max(run_bytes, _SEND_BYTES // run_bytes * run_bytes)
+
+
+def receive_step(run_bytes: int) -> int:
+    """What to receive and then check at once, likewise."""
+    return max(run_bytes, _RECEIVE_BYTES // run_bytes * run_bytes)
 
 
 def read_step(run_bytes: int) -> int:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .checks import checksum, checksums, copy_checked
 from .keys import SALT_BYTES, TAG_BYTES, Keyring, NoKeyError
@@ -35,6 +35,7 @@ __all__ = [
     "most_bytes",
     "parse_head",
     "plain_head_bytes",
+    "plain_heads",
     "seal",
     "unseal",
 ]
@@ -49,8 +50,7 @@ _METHODS: tuple[Compression, ...] = ("none", "lz4", "zstd")
 Bytes = memoryview | bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """What a head says. `stored` is the length of each run's bytes in the body, None where they are as they were;
     `salt` is there where they are encrypted."""
 
@@ -67,7 +67,7 @@ class Head:
 
     @property
     def body_bytes(self) -> int:
-        return self.runs * self.run_bytes if self.stored is None else sum(self.stored)
+        return len(self.checks) // 8 * self.run_bytes if self.stored is None else sum(self.stored)
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """Where runs [first, last) lie in the body."""
@@ -76,17 +76,14 @@ class Head:
         edges = [0, *accumulate(self.stored)]
         return edges[first], edges[last]
 
-    @property
-    def packed_bytes(self) -> int:
-        return _FIXED.size + self.runs * (8 if self.stored is None else 12) + len(self.salt) + _CHECK.size
-
     def pack(self) -> bytes:
         version = _ENCRYPTED_VERSION if self.salt else VERSION
         fixed = _FIXED.pack(
-            _MAGIC, version, self.method, bool(self.salt), self.key, self.runs, self.run_bytes, 0
+            _MAGIC, version, self.method, bool(self.salt), self.key, len(self.checks) // 8, self.run_bytes, 0
         )
-        lengths = b"" if self.stored is None else struct.pack(f"<{len(self.stored)}I", *self.stored)
-        head = fixed + self.checks + lengths + self.salt
+        head = fixed + self.checks
+        if self.stored is not None:
+            head += struct.pack(f"<{len(self.stored)}I", *self.stored) + self.salt
         return head + _CHECK.pack(checksum(head))
 
 
@@ -195,6 +192,15 @@ def make_codec(compression: Compression = "none", keys: Keyring | None = None) -
     if compression != "none":
         _library({"lz4": "lz4.block", "zstd": "zstandard"}[compression])
     return Codec(_METHODS.index(compression), keys)
+
+
+def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[Head]:
+    """The heads of plain pages that lie one after the other: `seal` of each, in one go."""
+    sums, each = checksums(pages, form.run_bytes), 8 * form.runs
+    return [
+        Head(key, 0, form.run_bytes, sums[number * each : (number + 1) * each])
+        for number, key in enumerate(keys)
+    ]
 
 
 def seal(

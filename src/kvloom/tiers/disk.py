@@ -33,8 +33,6 @@ from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
 
 __all__ = ["DiskConfig", "DiskTier"]
 
-_SOON_BYTES = 4 << 20  # looked up before the disk begins with them
-
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
@@ -151,50 +149,35 @@ class DiskTier(Tier):
         transfer = Transfer(len(objects), self._tally, "read", stop - start)
         with self._counts:
             self._open.add(transfer)
-        each = max(1, _SOON_BYTES // (stop - start))
-        share = self._fetcher.share(len(objects) * (stop - start))
-        for at in range(0, len(objects), each):
-            which = range(at, min(at + each, len(objects)))
-            self._ask(transfer, objects, which, into, (start, stop), share)
-        return transfer
-
-    def _ask(
-        self,
-        transfer: Transfer,
-        objects: Objects,
-        which: range,
-        into: Ranges,
-        part: tuple[int, int],
-        share: int,
-    ) -> None:
-        """Hands records to the reading threads, and settles what there is not."""
         missing, wrong, busy, found = [], [], [], []
-        keys, shelf, size = objects.keys, self._shelf, part[1] - part[0]
+        shelf, size = self._shelf, stop - start
         checks, run_bytes = 8 * objects.form.runs, objects.form.run_bytes
-        room = self._config.pending_bytes - self._fetcher.pending
+        room = max(0, self._config.pending_bytes - self._fetcher.pending)
         with shelf.lock:
-            for index in which:
-                record = shelf.index.get(keys[index])
+            get = shelf.index.get
+            for index, key in enumerate(objects.keys):
+                record = get(key)
                 if record is None:
                     missing.append(index)
                 elif record.head.run_bytes != run_bytes or len(record.head.checks) != checks:
                     wrong.append(index)
                 elif room > 0:
                     room -= size
-                    shelf.touch(record)
                     found.append((index, record))
                 else:
                     busy.append(index)
+            shelf.touch([record for _, record in found])
         transfer.settle(missing, Outcome.MISSING)
         transfer.settle(wrong, Outcome.LAYOUT, "an object's head disagrees with its form")
         transfer.settle(busy, Outcome.BUSY, "too many reads are under way")
         with self._counts:  # close() ends the threads after what was submitted under this lock
             if not (closed := self._closed):
-                self._fetcher.submit(transfer, found, into, part, objects.tenant, share)
+                self._fetcher.submit(transfer, found, into, (start, stop), objects.tenant)
         if closed:
             for _, record in found:
                 shelf.let_go(record.segment, 1)
             transfer.settle_rest(Outcome.FAILED, "the disk tier is closed")
+        return transfer
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         source.check(objects, writable=False)

@@ -1,14 +1,16 @@
 """How pages come off the disk: by several threads, a quarter of a megabyte at a time, each checked as soon as it has come.
 
-    many pages     a thread has whole pages; neighbours on the disk that land in place come together
-    few pages      each is cut into several reads, so that all threads have work
+    many pages     a job has whole pages; neighbours on the disk that land in place come together
+    few pages      each is cut into several jobs, so that all threads have work
 
-A page is OK when its last read is; one bad read settles it. Knows records and memory, not what they are for.
+Who asks only cuts jobs; the thread that has one sees what it takes, so the disk begins at once. A page is OK when its last read is;
+one bad read settles it. Knows records and memory, not what they are for.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,11 +38,7 @@ class Fetcher:
         self._lock = threading.Lock()
         self.pending = 0
         self._readers = readers
-        self._workers: Workers[_Read] = Workers(readers, "kvloom-disk-read", self._reader)
-
-    def share(self, size: int) -> int:
-        """How many of `size` bytes one job should have."""
-        return min(size // (2 * self._readers), _MOST_BYTES)
+        self._workers: Workers[_Job] = Workers(readers, "kvloom-disk-read", self._reader)
 
     def submit(
         self,
@@ -49,120 +47,111 @@ class Fetcher:
         into: Ranges,
         part: tuple[int, int],
         tenant: str,
-        share: int,
     ) -> None:
-        """Brings bytes `part` of records, each with its place in the transfer, in jobs of about `share` bytes. The shelf counts
-        a reader of every record's segment already; it is let go here."""
+        """Brings bytes `part` of records of one form, each with its place in the transfer. The shelf counts a reader of every
+        record's segment already; it is let go here."""
+        size = part[1] - part[0]
         with self._lock:
-            self.pending += len(found) * (part[1] - part[0])
-        for job in self._plan(transfer, found, into, part, tenant, share):
-            self._workers.submit(job)
+            self.pending += len(found) * size
+        call = _Call(transfer, into, part, tenant)
+        at, left = 0, len(found) * size
+        step = read_step(found[0][1].head.run_bytes) if found else 1
+        while at < len(found):
+            # Less and less, so that all threads end together.
+            share = max(1, min(left // (2 * self._readers), _MOST_BYTES) // step) * step
+            if share < size and call.straight(found[at][1]):
+                count, some = _Count(-(-size // share)), found[at : at + 1]
+                for low in range(part[0], part[1], share):
+                    self._workers.submit(_Job(call, some, (low, min(low + share, part[1])), count))
+            else:
+                some = found[at : at + max(1, share // size)]
+                self._workers.submit(_Job(call, some, part))
+            at, left = at + len(some), left - len(some) * size
 
     def close(self, timeout: float) -> bool:
         """Ends after what was submitted; False if it has not within `timeout` seconds."""
         return self._workers.close(timeout)
 
-    def _plan(
-        self,
-        transfer: Transfer,
-        found: list[tuple[int, Record]],
-        into: Ranges,
-        part: tuple[int, int],
-        tenant: str,
-        share: int,
-    ) -> list[_Read]:
-        """Reads that together bring every record, in the order of the disk. They are of one form."""
-        found.sort(key=_place)
-        starts, address = into.starts.tolist(), into.address
-        start, stop = part
-        size = stop - start
-        blocks = not (start % BLOCK or size % BLOCK)
-        whole = read_step(found[0][1].head.run_bytes) if found else 1
-        step = max(1, share // whole) * whole
-        together = max(1, step // size)
-        jobs: list[_Read] = []
-        end, job = -1, None  # of the read that the next record may join
-        for index, record in found:
-            at, segment = starts[index], record.segment
-            in_place = record.head.stored is None and (
-                not segment.direct or (blocks and (address + at + start) % BLOCK == 0)
-            )
-            item = (index, record, at)
-            if not in_place:
-                jobs.append(_Read(transfer, segment, into, part, tenant, [item]))
-                job = None
-            elif step < size:
-                count = _Count(-(-size // step))
-                for low in range(start, stop, step):
-                    some = (low, min(low + step, stop))
-                    jobs.append(_Read(transfer, segment, into, some, tenant, [item], True, count))
-            elif (
-                job is not None
-                and record.offset == end
-                and segment is job.segment
-                and len(job.items) < together
-            ):
-                job.items.append(item)
-            else:
-                job = _Read(transfer, segment, into, part, tenant, [item], True)
-                jobs.append(job)
-            end = record.offset + size  # a part of a page has no neighbour: the next page begins further on
-        return jobs
-
-    def _reader(self) -> Callable[[_Read], None]:
+    def _reader(self) -> Callable[[_Job], None]:
         tools = Tools(self._make_codec())
 
-        def run(job: _Read) -> None:
+        def run(job: _Job) -> None:
+            transfer, found = job.call.transfer, job.found
             try:
-                if job.transfer.enter():
+                if transfer.enter():
                     try:
-                        self._in_place(job) if job.in_place else self._through_scratch(job, tools)
+                        for piece in self._pieces(job):
+                            if piece.in_place:
+                                self._in_place(job, piece)
+                            else:
+                                self._through_scratch(job, piece, tools)
                     finally:
-                        job.transfer.leave()
+                        transfer.leave()
             except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
-                which = [index for index, _, _ in job.items]
-                job.transfer.settle(which, Outcome.FAILED, f"{self._name}: {error}")
+                transfer.settle([index for index, _ in found], Outcome.FAILED, f"{self._name}: {error}")
             finally:
                 with self._lock:
-                    self.pending -= len(job.items) * (job.part[1] - job.part[0])
+                    self.pending -= len(found) * (job.part[1] - job.part[0])
                     ended = job.count is None or job.count.let_go()
                 if ended:
-                    self._shelf.let_go(job.segment, len(job.items))
+                    for segment, readers in Counter([record.segment for _, record in found]).items():
+                        self._shelf.let_go(segment, readers)
 
         return run
 
-    def _in_place(self, job: _Read) -> None:
-        (start, stop), pages = job.part, job.into.view
-        size, run = stop - start, job.items[0][1].head.run_bytes
-        spans: list[list[int]] = []  # neighbours in the caller's memory come together
-        for _, _, at in job.items:
-            if spans and spans[-1][1] == at + start:
-                spans[-1][1] += size
-            else:
-                spans.append([at + start, at + stop])
-        came, sums, offset = 0, b"", job.items[0][1].offset + start
-        for low, high in spans:
-            got, found = self._files.read_checked(job.segment.fd, pages[low:high], offset + came, run)
+    def _pieces(self, job: _Job) -> list[_Piece]:
+        """Pieces of the disk that together are a job's records, in its order."""
+        call, found, size = job.call, job.found, job.part[1] - job.part[0]
+        starts, offsets = call.starts, [record.offset for _, record in found]
+        if offsets != sorted(offsets):
+            found = sorted(found, key=_place)
+        pieces: list[_Piece] = []
+        segment, end = None, -1  # what the next record may follow
+        for index, record in found:
+            if record.offset == end and record.segment is segment and record.head.stored is None:
+                pieces[-1].items.append((index, record, starts[index]))
+                end += size
+                continue
+            segment, straight = record.segment, call.straight(record)
+            pieces.append(_Piece(segment, [(index, record, starts[index])], straight))
+            # A part of a page has no neighbour: the next is further on.
+            end = record.offset + size if straight else -1
+        return pieces
+
+    def _in_place(self, job: _Job, piece: _Piece) -> None:
+        (start, stop), pages, items = job.part, job.call.view, piece.items
+        size, run_bytes = stop - start, items[0][1].head.run_bytes
+        low = items[0][2]
+        spans, end = [], low  # neighbours in the caller's memory come together
+        for _, _, at in items:
+            if at != end:
+                spans.append((low, end))
+                low = end = at
+            end += size
+        spans.append((low, end))
+        came, sums, offset = 0, b"", items[0][1].offset + start
+        for low, end in spans:
+            room = pages[low + start : end + start]
+            got, found = self._files.read_checked(piece.segment.fd, room, offset + came, run_bytes)
             came, sums = came + got, sums + found
-            if got < high - low:
+            if got < end - low:
                 break
-        wanted = slice(start // run * 8, stop // run * 8)
-        items = job.items
+        wanted = slice(start // run_bytes * 8, stop // run_bytes * 8)
         if came == len(items) * size and sums == b"".join([r.head.checks[wanted] for _, r, _ in items]):
             good = [index for index, _, _ in items]
         else:
-            good = self._sort_out(job, came, sums, wanted)
+            good = self._sort_out(job, piece, came, sums, wanted)
         if job.count is not None and good:
             with self._lock:
                 if not job.count.came():
                     return
-        job.transfer.settle(good, Outcome.OK)  # together: one by one costs as much as the checksums
+        job.call.transfer.settle(good, Outcome.OK)  # together: one by one costs as much as the checksums
 
-    def _sort_out(self, job: _Read, came: int, sums: bytes, wanted: slice) -> list[int]:
+    def _sort_out(self, job: _Job, piece: _Piece, came: int, sums: bytes, wanted: slice) -> list[int]:
         """Settles the bad ones of a read; returns those that are good."""
         size, each = job.part[1] - job.part[0], wanted.stop - wanted.start
         good = []
-        for number, (index, record, _) in enumerate(job.items):
+        for number, (index, record, _) in enumerate(piece.items):
             if came < (number + 1) * size:
                 self._bad(job, index, record, Outcome.SHORT)
             elif sums[number * each : (number + 1) * each] != record.head.checks[wanted]:
@@ -171,25 +160,25 @@ class Fetcher:
                 good.append(index)
         return good
 
-    def _through_scratch(self, job: _Read, tools: Tools) -> None:
-        (start, stop), pages = job.part, job.into.view
-        for index, record, at in job.items:
+    def _through_scratch(self, job: _Job, piece: _Piece, tools: Tools) -> None:
+        (start, stop), pages = job.part, job.call.view
+        for index, record, at in piece.items:
             head = record.head
             first, last = start // head.run_bytes, stop // head.run_bytes
             low, high = head.span(first, last)
             base = low // BLOCK * BLOCK
             room = tools.room(aligned(high - base))[: aligned(high - base)]
-            got = self._files.read(job.segment.fd, [room], record.offset + base)
+            got = self._files.read(piece.segment.fd, [room], record.offset + base)
             body = room[low - base : max(low - base, min(got, high - base))]
-            outcome = unseal(head, body, first, pages[at + start : at + stop], tools.codec, job.tenant)
+            outcome = unseal(head, body, first, pages[at + start : at + stop], tools.codec, job.call.tenant)
             if outcome == Outcome.OK:
-                job.transfer.settle(index, outcome)
+                job.call.transfer.settle(index, outcome)
             else:
                 self._bad(job, index, record, outcome)
 
-    def _bad(self, job: _Read, index: int, record: Record, outcome: Outcome) -> None:
+    def _bad(self, job: _Job, index: int, record: Record, outcome: Outcome) -> None:
         self._shelf.forget(record.head.key, record)  # it will not get better
-        job.transfer.settle(index, outcome, f"{self._name}: {explain(outcome)}")
+        job.call.transfer.settle(index, outcome, f"{self._name}: {explain(outcome)}")
 
 
 def _place(item: tuple[int, Record]) -> tuple[int, int]:
@@ -215,16 +204,37 @@ class _Count:
         return self._left == 0
 
 
-@dataclass(slots=True)
-class _Read:
-    """One call to the disk: bytes `part` of records that follow each other, each with where its page begins; `count` where
-    there are more of the same page."""
+class _Call:
+    """What the jobs of one `submit` share."""
 
-    transfer: Transfer
-    segment: Segment
-    into: Ranges
+    __slots__ = ("_aligned", "starts", "tenant", "transfer", "view")
+
+    def __init__(self, transfer: Transfer, into: Ranges, part: tuple[int, int], tenant: str) -> None:
+        self.transfer, self.tenant = transfer, tenant
+        self.view, self.starts = into.view, into.starts.tolist()
+        blocks = not (part[0] % BLOCK or part[1] % BLOCK)
+        self._aligned = blocks and not ((into.starts + into.address) % BLOCK).any()
+
+    def straight(self, record: Record) -> bool:
+        """Can it be read to where it goes? O_DIRECT takes whole blocks only; the pages of a call all begin on one, or count as
+        if none did."""
+        return record.head.stored is None and (self._aligned or not record.segment.direct)
+
+
+@dataclass(slots=True)
+class _Job:
+    """Bytes `part` of some records, each with its place in the transfer; `count` where there are more of the same page."""
+
+    call: _Call
+    found: list[tuple[int, Record]]
     part: tuple[int, int]
-    tenant: str
-    items: list[tuple[int, Record, int]]
-    in_place: bool = False
     count: _Count | None = None
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Records that follow each other on the disk, each with where its page begins: read together."""
+
+    segment: Segment
+    items: list[tuple[int, Record, int]]
+    in_place: bool

@@ -9,6 +9,7 @@ believed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -28,6 +29,7 @@ from .values import Counted, Place, Store, Want, store_tier
 __all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "opener"]
 
 _NO_ROOM, _TOO_LONG, _ABSENT = -200, -600, -704
+_BATCH_BYTES = 16 << 20  # a tenth faster than half of it, and no slower than twice
 _LEAST_PIECE = 256 << 10  # a value in two places is two requests: what is shorter is sooner copied
 
 
@@ -240,6 +242,7 @@ class MooncakeStore(Store):
 def open_mooncake(mooncake: MooncakeConfig, config: RemoteConfig) -> RemoteTier:
     """A TierError when the package is missing, or the master cannot be reached."""
     library()
+    config = replace(config, batch_bytes=max(config.batch_bytes, _BATCH_BYTES))
     client, counted = Client(mooncake, config.timeout), Counted(config.capacity)
     return store_tier(
         str(mooncake),

@@ -209,19 +209,16 @@ class PeerConnection(Connection):
         return outcomes
 
     def _write(self, job: Job) -> dict[int, Outcome]:
-        form, keys = job.objects.form, job.keys()
-        # Not sent twice for nothing: a page is long, a question short.
-        here = self.exists(keys)
-        outcomes = {index: Outcome.OK for index, there in zip(job.which, here, strict=True) if there}
-        left = [index for index in job.which if index not in outcomes]
-        if left:
-            wanted = [job.objects.keys[index] for index in left]
-            channel = self._channel
-            channel.begin(len(left) * form.page_bytes)
-            channel.send(_about(Verb.WRITE, wanted, form.page_bytes, form.run_bytes))
-            channel.push([b"".join(channel.push_checked(span, form.run_bytes) for span in job.spans(left))])
-            answer = channel.receive()
-            outcomes |= zip(left, map(Outcome, answer.payload[: len(left)]), strict=True)
+        form, channel = job.objects.form, self._channel
+        answer = self._ask(_about(Verb.WRITE, job.keys(), form.page_bytes, form.run_bytes))
+        results = np.frombuffer(answer.payload, np.uint8, len(job.which)).tolist()
+        outcomes = {index: Outcome(result) for index, result in zip(job.which, results, strict=True)}
+        wanted = [index for index, outcome in outcomes.items() if outcome == Outcome.PENDING]
+        if wanted:
+            channel.begin(len(wanted) * form.page_bytes)
+            channel.push([b"".join(channel.push_checked(span, form.run_bytes) for span in job.spans(wanted))])
+            channel.receive()
+            outcomes |= dict.fromkeys(wanted, Outcome.OK)
         return outcomes
 
 

@@ -12,12 +12,10 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
-
-import numpy as np
 
 from .host import HostTier, Lease
 from .peer_nixl import NixlArena
@@ -273,27 +271,24 @@ class _Guest:
             lease.release(written=False)
 
     def _write(self, message: Message) -> None:
-        """Pages come one after the other, also those that are not wanted: the sender does not wait for leave. Their checksums
-        come last, so that they are made while pages travel."""
-        size, form = message.page_bytes, Form("", "", message.page_bytes, message.run_bytes)
-        each = 8 * form.runs
-        lease = self._places(self._objects(message))
+        """Says which pages are wanted, and takes those: a page is long, a question short. Their checksums come last, so that
+        they are made while pages travel."""
+        size, objects = message.page_bytes, self._objects(message)
+        lease = self._places(objects)
         written = False
         try:
-            arena, nowhere = self._tier.arena, memoryview(b"")
-            for at in lease.offsets.tolist():
-                if at < 0 and not nowhere:
-                    nowhere = memoryview(bytearray(size))
-                self._channel.begin()
-                self._channel.fill(arena[at : at + size].data if at >= 0 else nowhere)
-            checks = bytes(self._channel.take(message.count * each))
-            wanted = np.flatnonzero(lease.offsets >= 0).tolist()
-            lease.keep_checks(b"".join(checks[number * each : (number + 1) * each] for number in wanted))
+            self._channel.send(Message(Verb.WRITE, message.count, payload=lease.results.tobytes()))
+            places = lease.offsets[lease.offsets >= 0].tolist()
+            if not places:
+                return
+            for at, stop in _joined(places, size):
+                self._channel.begin(stop - at)
+                self._channel.fill(self._tier.arena[at:stop].data)
+            lease.keep_checks(bytes(self._channel.take(len(places) * 8 * objects.form.runs)))
             written = True
         finally:
             lease.release(written)
-        results = np.where(lease.results == Outcome.PENDING, np.uint8(Outcome.OK), lease.results)
-        self._channel.send(Message(Verb.WRITE, message.count, payload=results.tobytes()))
+        self._channel.send(Message(Verb.WRITE))
 
     def _drop(self, message: Message) -> None:
         dropped = 0 if self._read_only else self._tier.drop(self._objects(message))
@@ -303,3 +298,14 @@ class _Guest:
         stats = self._tier.stats()
         payload = struct.pack("<QQQ", stats.objects, stats.bytes, stats.evicted)
         self._channel.send(Message(Verb.USAGE, payload=payload))
+
+
+def _joined(offsets: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """Where pages of `size` bytes lie, in that order, neighbours as one."""
+    spans: list[tuple[int, int]] = []
+    for at in offsets:
+        if spans and spans[-1][1] == at:
+            spans[-1] = (spans[-1][0], at + size)
+        else:
+            spans.append((at, at + size))
+    return spans

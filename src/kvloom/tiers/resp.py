@@ -17,6 +17,7 @@ __all__ = ["RefusedError", "Resp"]
 
 _END = b"\r\n"
 _MOST_LINE = 1 << 16
+_RECEIVE_BYTES = 1 << 20  # the server has one thread, and goes on with the next answer meanwhile
 _AHEAD = 4096  # bytes read beyond a line: what they are of a long answer is copied, the rest is not
 
 
@@ -39,7 +40,7 @@ class Resp:
             connected = socket.create_connection(address, timeout)
             if tls is not None:
                 connected = tls.wrap_socket(connected, server_hostname=address[0])
-        self._stream = Bytestream(connected, timeout)
+        self._stream = Bytestream(connected, timeout, _RECEIVE_BYTES)
         self._buffer = memoryview(bytearray(_AHEAD))
         self._at = self._end = 0
 

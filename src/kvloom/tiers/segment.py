@@ -24,7 +24,7 @@ from .codec import Head, parse_head
 from .files import BLOCK, Files, aligned, aligned_bytes
 from .transfer import Outcome
 
-__all__ = ["NOBODY", "SEGMENT_VERSION", "Record", "Segment", "frame_bytes", "owner_of"]
+__all__ = ["NOBODY", "SEGMENT_VERSION", "Frame", "Record", "Segment", "owner_of"]
 
 SEGMENT_VERSION = 1
 _MAGIC, _FRAME_MAGIC = b"KVLSEG", b"KVLF"
@@ -54,6 +54,44 @@ class Record:
     @property
     def span(self) -> int:
         return aligned(self.head.body_bytes)
+
+
+class Frame:
+    """Heads and their bodies, which take `size` bytes, each padded to whole blocks. Made before its place is known, so that whoever
+    writes it has little left to do; its records are made afterwards, for the same reason."""
+
+    __slots__ = ("_heads", "_offset", "_segment", "_used", "block", "bodies", "size")
+
+    def __init__(self, heads: Sequence[Head], bodies: Sequence[Any], size: int) -> None:
+        packed = b"".join([head.pack() for head in heads])
+        self._heads, self.bodies, self.size = heads, bodies, size
+        self._used = _FRAME.size + len(packed) + _CHECK.size
+        self.block = aligned_bytes(self._used)
+        self.block[_FRAME.size : _FRAME.size + len(packed)] = packed
+        self._segment: Segment | None = None
+        self._offset = -1
+
+    @property
+    def span(self) -> int:
+        """What it takes on the disk."""
+        return len(self.block) + self.size
+
+    def place(self, segment: Segment, offset: int) -> None:
+        """Its header says where it goes."""
+        end = self._used - _CHECK.size
+        told = (_FRAME_MAGIC, SEGMENT_VERSION, 0, segment.id, offset)
+        _FRAME.pack_into(self.block, 0, *told, len(self._heads), end - _FRAME.size, self.size)
+        _CHECK.pack_into(self.block, end, checksum(self.block[:end]))
+        self._segment, self._offset = segment, offset
+
+    def records(self) -> list[Record]:
+        """Of a frame that was written."""
+        assert self._segment is not None
+        records, at = [], self._offset + len(self.block)
+        for head in self._heads:
+            records.append(Record(self._segment, at, head))
+            at += aligned(head.body_bytes)
+        return records
 
 
 class Segment:
@@ -205,23 +243,14 @@ class Segment:
             at += max(BLOCK, got // BLOCK * BLOCK)
         return self.size
 
-    def append(self, heads: Sequence[Head], bodies: Sequence[Any], size: int) -> list[Record]:
-        """Writes a whole frame of bodies that take `size` bytes, each padded to whole blocks. OSError: what follows
-        must go to another segment."""
-        header = _frame_header(self.id, self.end, heads, size)
-        block = aligned_bytes(len(header))
-        block[: len(header)] = header
-        self._files.write(self.fd, [block, *bodies], self.end)
-        at = self.end + len(block)
-        records = []
-        for head in heads:
-            records.append(Record(self, at, head))
-            at += aligned(head.body_bytes)
-        self.end += len(block) + size
-        return records
+    def append(self, frame: Frame) -> None:
+        """Writes a whole frame. OSError: what follows must go to another segment."""
+        frame.place(self, self.end)
+        self._files.write(self.fd, [frame.block, *frame.bodies], self.end)
+        self.end += frame.span
 
-    def fits(self, heads: Sequence[Head], size: int) -> bool:
-        return self.end + frame_bytes(heads, size) <= self.size
+    def fits(self, frame: Frame) -> bool:
+        return self.end + frame.span <= self.size
 
     def reopen(self, size: int) -> None:
         """Room for more frames after those that are there, and nothing else in it."""
@@ -249,14 +278,3 @@ class Segment:
         if fd >= 0:
             self.fd = -1
         return fd
-
-
-def frame_bytes(heads: Sequence[Head], bodies: int) -> int:
-    """What a frame takes on the disk."""
-    return aligned(_FRAME.size + sum(head.packed_bytes for head in heads) + _CHECK.size) + bodies
-
-
-def _frame_header(identity: bytes, offset: int, heads: Sequence[Head], bodies: int) -> bytes:
-    packed = b"".join(head.pack() for head in heads)
-    fixed = _FRAME.pack(_FRAME_MAGIC, SEGMENT_VERSION, 0, identity, offset, len(heads), len(packed), bodies)
-    return fixed + packed + _CHECK.pack(checksum(fixed + packed))

@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from .codec import Head
 from .dropped import Dropped, Gone
 from .files import BLOCK, Files, aligned_bytes
 from .owners import Owner, Owners
-from .segment import Record, Segment, frame_bytes
+from .segment import Frame, Record, Segment
 from .shares import Shares
 from .transfer import Outcome
 
@@ -77,12 +77,14 @@ class Shelf:
         with self.lock:
             return self._owners.used(self._owners.of_tenant(tenant))
 
-    def touch(self, record: Record) -> None:
-        """A read of it begins. The caller holds the lock, and lets go of the segment afterwards."""
+    def touch(self, records: Sequence[Record]) -> None:
+        """Reads of them begin. The caller holds the lock, and lets go of the segments afterwards."""
         self._ticks += 1
-        record.used += 1
-        record.segment.last_used = self._ticks
-        record.segment.readers += 1
+        for record in records:
+            record.used += 1
+        for segment, readers in Counter([record.segment for record in records]).items():
+            segment.last_used = self._ticks
+            segment.readers += readers
 
     def let_go(self, segment: Segment, readers: int) -> None:
         with self.lock:
@@ -134,34 +136,29 @@ class Shelf:
                 self._reopen_last(owner)
             self._make_room(owner, carry=False)
 
-    def append(
-        self, heads: Sequence[Head], bodies: Sequence[Any], size: int, tenant: str = ""
-    ) -> list[Record]:
+    def append(self, frame: Frame, tenant: str = "") -> None:
         """Writes a frame. Its records are not found before `publish`. OSError: nothing was kept."""
-        need = frame_bytes(heads, size)
+        need = frame.span
         if need > self._config.segment_bytes - BLOCK:
             raise OSError(errno.EFBIG, f"{need} bytes do not fit a segment of {self._config.segment_bytes}")
         owner = self._owners.of_tenant(tenant)
-        if owner.current is None or not owner.current.fits(heads, size):
+        if owner.current is None or not owner.current.fits(frame):
             self._widen(owner, need + BLOCK)
             self._roll(owner)
         segment = owner.current
         if segment is None:
             raise OSError(errno.EIO, "the new segment failed while pages were carried over to it")
-        return self._append(owner, segment, heads, bodies, size)
+        self._append(owner, segment, frame)
 
-    def _append(
-        self, owner: Owner, segment: Segment, heads: Sequence[Head], bodies: Sequence[Any], size: int
-    ) -> list[Record]:
+    def _append(self, owner: Owner, segment: Segment, frame: Frame) -> None:
         try:
-            records = segment.append(heads, bodies, size)
+            segment.append(frame)
         except OSError:
             owner.current = None
             with contextlib.suppress(OSError):
                 segment.seal()  # what the failed write left there is no frame
             raise
         self._dirty.add(segment)
-        return records
 
     def sync(self) -> None:
         """Everything appended so far survives a loss of power. OSError: something since the last call may not."""
@@ -296,11 +293,12 @@ class Shelf:
             for record in used:
                 left -= record.span
                 current = whose.current
-                if left < 0 or current is None or not current.fits([record.head], record.span):
+                frame = Frame([record.head], [aligned_bytes(record.span)], record.span)
+                if left < 0 or current is None or not current.fits(frame):
                     break
-                body = aligned_bytes(record.span)
-                if self._files.read(victim.fd, [body], record.offset) == record.span:
-                    moved += self._append(whose, current, [record.head], [body], record.span)
+                if self._files.read(victim.fd, frame.bodies, record.offset) == record.span:
+                    self._append(whose, current, frame)
+                    moved += frame.records()
             self._unsure = self._sync()  # before the file goes that has them now
             if self._unsure is not None:
                 raise self._unsure

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Any
 
+from .checks import checksums, receive_checked, receive_step, send_checked, send_step
+
 __all__ = ["Bytestream"]
 
 _MOST_PIECES = 512  # of one call; Linux takes 1024
@@ -28,16 +30,17 @@ class Bytestream:
     """For one thread at a time. An exchange begins with `begin` and has `timeout` seconds, and as many more as its bytes take
     on a slow network, within one timeout more. Raises TimeoutError, ConnectionError or another OSError: it is of no further use then."""
 
-    def __init__(self, connected: socket.socket, timeout: float) -> None:
+    def __init__(self, connected: socket.socket, timeout: float, receive_bytes: int = 0) -> None:
+        """`receive_bytes` is what may wait here to be received, where that is not for this file to choose."""
         self.socket, self._timeout = connected, timeout
         self._plain = not isinstance(connected, ssl.SSLSocket)
         self._deadline = 0.0
         with contextlib.suppress(OSError):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         size = _NEAR_BYTES if _near(connected) else _BUFFER_BYTES
-        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        for option, room in ((socket.SO_RCVBUF, max(size, receive_bytes)), (socket.SO_SNDBUF, size)):
             with contextlib.suppress(OSError):
-                connected.setsockopt(socket.SOL_SOCKET, option, size)
+                connected.setsockopt(socket.SOL_SOCKET, option, room)
         if self._plain:
             connected.settimeout(None)
             limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6) or (0 if timeout >= 1 else 1000))
@@ -97,6 +100,38 @@ class Bytestream:
         while done < len(into):
             done += self._receive(into[done:], flags)
 
+    def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
+        """As `receive`, whole runs; their checksums, each taken while the processor still has it."""
+        if self._plain:
+            self._check()
+            try:
+                sums = receive_checked(self.socket.fileno(), into, run_bytes, self._deadline)
+            except BlockingIOError as error:
+                raise self._late() from error
+            if sums is not None:
+                return sums
+        parts = []
+        for piece in _pieces(into, receive_step(run_bytes)):
+            self.receive(piece)
+            parts.append(checksums(piece, run_bytes))
+        return b"".join(parts)
+
+    def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
+        """As `send`, whole runs; their checksums."""
+        if self._plain:
+            self._check()
+            try:
+                sums = send_checked(self.socket.fileno(), data, run_bytes, self._deadline)
+            except BlockingIOError as error:
+                raise self._late() from error
+            if sums is not None:
+                return sums
+        parts = []
+        for piece in _pieces(data, send_step(run_bytes)):
+            parts.append(checksums(piece, run_bytes))
+            self.send([piece])
+        return b"".join(parts)
+
     def _receive(self, into: memoryview, flags: int) -> int:
         self._check()
         try:
@@ -113,6 +148,10 @@ class Bytestream:
 
     def _late(self) -> TimeoutError:
         return TimeoutError(f"no answer within {self._timeout} s")
+
+
+def _pieces(data: memoryview, step: int) -> list[memoryview]:
+    return [data[at : at + step] for at in range(0, len(data), step)]
 
 
 def _near(connected: socket.socket) -> bool:

@@ -18,6 +18,9 @@ import numpy.typing as npt
 __all__ = ["Outcome", "Tally", "TierStats", "Transfer", "explain", "failed_transfer"]
 
 
+_SHORT = 64
+
+
 class Outcome(IntEnum):
     """What became of one object. Everything but OK is a miss with a reason."""
 
@@ -117,6 +120,7 @@ class Transfer:
         "_object_bytes",
         "_tally",
         "_verb",
+        "_view",
         "_watchers",
         "reason",
         "results",
@@ -124,6 +128,7 @@ class Transfer:
 
     def __init__(self, count: int, tally: Tally, verb: str, object_bytes: int) -> None:
         self.results: npt.NDArray[np.uint8] = np.zeros(count, np.uint8)
+        self._view = self.results.data
         self.reason = ""
         self._left = count
         self._inside = 0
@@ -215,19 +220,31 @@ class Transfer:
     def settle(self, which: npt.ArrayLike, outcome: Outcome, reason: str = "") -> None:
         """Gives pending objects their outcome; those that have one keep it."""
         with self._changed:
-            index = np.atleast_1d(np.asarray(which, np.int64))
-            index = index[self.results[index] == Outcome.PENDING]
-            if not len(index):
+            count = self._mark(which, int(outcome))
+            if not count:
                 return
-            self.results[index] = outcome
             if reason:
                 self.reason = reason
             # Counted before anyone can see `done`, so that stats never lag behind an answer.
-            self._tally.add(self._verb, outcome, len(index), len(index) * self._object_bytes)
-            self._left -= len(index)
+            self._tally.add(self._verb, outcome, count, count * self._object_bytes)
+            self._left -= count
             if not self._left:
                 self._changed.notify_all()
         self._tell()
+
+    def _mark(self, which: npt.ArrayLike, outcome: int) -> int:
+        """How many were pending. A short list is gone through: numpy's calls cost more, most of all between two reads."""
+        if isinstance(which, list) and len(which) <= _SHORT:
+            results, count = self._view, 0
+            for index in which:
+                if not results[index]:
+                    results[index] = outcome
+                    count += 1
+            return count
+        index = np.atleast_1d(np.asarray(which, np.int64))
+        index = index[self.results[index] == Outcome.PENDING]
+        self.results[index] = outcome
+        return len(index)
 
     def settle_rest(self, outcome: Outcome, reason: str = "") -> None:
         self.settle(np.flatnonzero(self.results == Outcome.PENDING), outcome, reason)

@@ -173,8 +173,16 @@ class _Read(Job):
         lengths: list[int] = link.call(lambda named: named.store.get(wants, place))
         return lengths
 
-    def _open(self, index: int, head_data: memoryview, body: memoryview | None, tools: Tools) -> Outcome:
-        """What became of one object. `body` begins with the part's runs; None: it follows the head in `head_data`."""
+    def _open(
+        self,
+        index: int,
+        head_data: memoryview,
+        body: memoryview | None,
+        tools: Tools,
+        in_place: bool = False,
+    ) -> Outcome:
+        """What became of one object. `body` begins with the part's runs, which may be `in_place` already; None: it follows the head
+        in `head_data`."""
         form, parsed = self.objects.form, parse_head(head_data)
         if isinstance(parsed, Outcome):
             return parsed
@@ -186,7 +194,10 @@ class _Read(Job):
         first = self.part[0] // form.run_bytes
         if body is None:
             body = head_data[length + head.span(first, first + 1)[0] :]
-        return unseal(head, body, first, self.target(index), tools.codec, self.objects.tenant)
+        target = self.target(index)
+        if in_place and len(body) == len(target):
+            target = body  # not copied onto itself
+        return unseal(head, body, first, target, tools.codec, self.objects.tenant)
 
     def _whole(self, link: Link, tools: Tools) -> dict[int, Outcome]:
         """One round trip. A plain body goes straight to its page; anything else through scratch memory."""
@@ -220,7 +231,7 @@ class _Read(Job):
             else:
                 head, page = heads[number * plain : (number + 1) * plain], self.target(index)
                 if _is_plain(head):
-                    outcomes[index] = self._open(index, head, page, tools)
+                    outcomes[index] = self._open(index, head, page, tools, in_place=True)
                 else:  # compressed to this very length: rare, and no reason to lose it
                     outcomes[index] = self._open(index, memoryview(bytes(head) + bytes(page)), None, tools)
         return outcomes
@@ -250,7 +261,8 @@ class _Read(Job):
             elif not _is_plain(head):  # another server compresses or encrypts
                 outcomes |= self._parts(link, tools, [index])
             else:
-                outcomes[index] = self._open(index, head, self.target(index)[: max(0, body)], tools)
+                came = self.target(index)[: max(0, body)]
+                outcomes[index] = self._open(index, head, came, tools, in_place=True)
         return outcomes
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:

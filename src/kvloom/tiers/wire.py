@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from .checks import checksums
 from .sockets import Bytestream
 
 __all__ = ["MOST_OBJECTS", "WIRE_VERSION", "Channel", "Message", "PeerError", "Verb", "greet", "welcome"]
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MOST_OBJECTS = 1 << 16
-_STEP_BYTES = 256 << 10  # sent or received, and checked
 _MOST_PAYLOAD = 64 << 20  # of keys, offsets and checksums; pages are not payload
 _HELLO = struct.Struct("<6sH32s")
 _HEADER = struct.Struct("<4sBBHIIIQQQ")
@@ -44,7 +42,7 @@ class Verb(IntEnum):
     RESERVE = 5  # keys -> lease in a; results, offsets
     COMMIT = 6  # lease in a, written in b, checksums -> done
     READ = 7  # keys, part in a, b -> results, checksums of those found; then their bytes
-    WRITE = 8  # keys; then the pages, then their checksums -> results
+    WRITE = 8  # keys -> results; then the pages that are PENDING, then their checksums -> done
     DROP = 9  # keys -> count in a
     USAGE = 10  # -> objects, bytes, evicted, u64 each
 
@@ -118,25 +116,12 @@ class Channel:
         self._stream.receive(into)
 
     def fill_checked(self, into: memoryview, run_bytes: int) -> bytes:
-        """Fills whole runs; their checksums, each taken while the processor still has it."""
-        sums = []
-        for piece in _pieces(into, run_bytes):
-            self.fill(piece)
-            sums.append(checksums(piece, run_bytes))
-        return b"".join(sums)
+        """Fills whole runs; their checksums."""
+        return self._stream.receive_checked(into, run_bytes)
 
     def push_checked(self, data: memoryview, run_bytes: int) -> bytes:
         """Sends whole runs; their checksums."""
-        sums = []
-        for piece in _pieces(data, run_bytes):
-            sums.append(checksums(piece, run_bytes))
-            self.push([piece])
-        return b"".join(sums)
-
-
-def _pieces(data: memoryview, run_bytes: int) -> list[memoryview]:
-    step = max(run_bytes, _STEP_BYTES // run_bytes * run_bytes)
-    return [data[at : at + step] for at in range(0, len(data), step)]
+        return self._stream.send_checked(data, run_bytes)
 
 
 def _proof(secret: bytes, who: bytes, *nonces: bytes) -> bytes:

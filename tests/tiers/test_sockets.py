@@ -1,0 +1,87 @@
+"""Bytes over a socket with their checksums: the same with and without the native loops, and never for longer than was said."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvloom.tiers import checks
+from kvloom.tiers.sockets import Bytestream
+
+from .test_checks import plain
+
+RUN = 10_000
+SIZE = 130 * RUN  # more than goes at once, either way
+
+
+@pytest.fixture(params=["native", "plain"])
+def pair(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Bytestream, Bytestream]]:
+    if request.param == "plain":
+        monkeypatch.setattr(checks, "_native", None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far = server.accept()[0]
+    ends = Bytestream(near, 20.0), Bytestream(far, 20.0)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_what_is_sent_arrives_and_both_sides_have_its_checksums(pair: tuple[Bytestream, Bytestream]) -> None:
+    near, far = pair
+    data, into = os.urandom(SIZE), bytearray(SIZE)
+    sent: list[bytes] = []
+    thread = threading.Thread(target=lambda: sent.append(near.send_checked(memoryview(data), RUN)))
+    thread.start()
+    came = far.receive_checked(memoryview(into), RUN)
+    thread.join()
+    assert into == data
+    assert sent == [came] == [plain(data, RUN)]
+
+
+def test_whoever_closes_in_the_middle_is_seen_by_the_other(pair: tuple[Bytestream, Bytestream]) -> None:
+    near, far = pair
+    far.send([bytes(RUN + 1)])
+    far.close()
+    with pytest.raises(ConnectionError):
+        near.receive_checked(memoryview(bytearray(SIZE)), RUN)
+    with pytest.raises(ConnectionError):
+        near.send_checked(memoryview(bytes(20 * SIZE)), RUN)
+
+
+@pytest.mark.parametrize("trickle", [False, True])
+def test_a_silent_or_a_slow_other_side_costs_a_bounded_wait(
+    pair: tuple[Bytestream, Bytestream], trickle: bool
+) -> None:
+    near, far = pair
+    short = Bytestream(near.socket, 0.2)
+    over = threading.Event()
+
+    def drip() -> None:
+        while not over.wait(0.02):
+            far.send([b"x"])
+
+    thread = threading.Thread(target=drip)
+    if trickle:
+        thread.start()
+    try:
+        for verb in (
+            lambda: short.receive_checked(memoryview(bytearray(SIZE)), RUN),
+            lambda: short.send_checked(memoryview(bytes(20 * SIZE)), RUN),
+        ):
+            short.begin()
+            began = time.monotonic()
+            with pytest.raises(TimeoutError):
+                verb()
+            assert time.monotonic() - began < 15
+    finally:
+        over.set()
+        if trickle:
+            thread.join()
