@@ -159,15 +159,14 @@ class Fetching:
         if first >= point:
             self._counts["not_worth"] += 1
             return
-        total = int(trip.behind[:, 0].sum())
-        each, size = min(self.mover.config.lane.piece, total // STRIPS), 0
+        behind = trip.behind.sum(0).tolist()
+        each, size = min(self.mover.config.lane.piece, behind[0] // STRIPS), 0
         some: list[tuple[int, int]] = []
         for b in range(top - 1, first // block - 1, -1):
-            behind = int(trip.behind[:, b].sum())
-            if some and b in places and behind - size > each:
+            if some and b in places and behind[b] - size > each:
                 self._ask(trip, needs, some, (b + 1) * block)
-                some, size = [], int(trip.behind[:, b + 1].sum())
-            if behind > FULL * self.mover.host.capacity:
+                some, size = [], behind[b + 1]
+            if behind[b] > FULL * self.mover.host.capacity:
                 first = (b + 1) * block  # what comes later would push out what is there
                 break
             some += places.get(b, [])
