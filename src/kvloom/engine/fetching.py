@@ -39,6 +39,8 @@ FULL = 0.9
 """What one prompt may have of host memory."""
 SOON = 0.002
 """Seconds in which nothing can be told: threads take turns."""
+LATE = 0.01
+"""Seconds that a short prompt may lose, at the most, where a part of computing it is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +261,7 @@ class Fetching:
         share = self.config.loss * self.prefill.seconds(len(trip.request.tokens) - trip.front)
         if loading is None:
             return max(share, SOON)
-        return max(share, SOON, 2 * loading(trip.strips[0].first))
+        return max(share, SOON, min(LATE, 2 * loading(trip.strips[0].first)))
 
     def _ask(self, trip: Trip, needs: list[Need], places: list[tuple[int, int]], first: int) -> None:
         """Let pages come, each the place of one in a need: a strip of the trip. What others fetch is waited for."""
