@@ -3,11 +3,9 @@ wrong in a tier changes a token."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -425,47 +423,6 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_left_open(tmp_path: Path)
     engine = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])  # its lock is free
     assert np.isfinite(served(engine, drawn("x", 5))[0].tokens).all()
     closed(engine)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-def test_the_head_is_computed_while_the_tail_loads_and_they_meet(family: str, tmp_path: Path) -> None:
-    model = tiny(family, max_position_embeddings=512)
-    prompts = drawn((family, "both"), 200)
-    wanted = expected(model, prompts, 8)[0]
-    turn = [*wanted, 5, 6]
-    again = expected(model, [turn], 4)[0]
-    engine = Engine(
-        tiny(family, max_position_embeddings=512), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=QUICK
-    )
-    served(engine, prompts)
-    closed(engine)
-    place, tier = faulty(tmp_path, Faults(slow=0.1))
-    engine = Engine(
-        tiny(family, max_position_embeddings=512),
-        POOL,
-        tiers=[place],
-        token_budget=16,
-        lower=replace(PATIENT, load="auto"),
-    )
-    lower = lower_of(engine)
-    for tokens in (16, 32):
-        lower.computed(tokens, tokens * 0.001)
-    full = sum(g.unit_bytes for g in engine.layout.of("token") if not g.spec.span.windowed)
-    lower.mover.lanes[0].speed = 16 * full / 0.012  # a block comes in 12 ms, and is computed in 16
-    request = engine.add(turn, greedy(4))
-    seen = []
-    while request.finish is None:
-        engine.step()
-        seen.append(request.computed)
-        time.sleep(0.01)
-    assert request.tokens == again
-    assert lower.counts["landed_tokens"] == request.cached_tokens == sum(request.hits.values()) > 32
-    seen = [count for count in seen if count]
-    assert seen[0] == 16, "it did not begin at once"
-    jump = max(b - a for a, b in itertools.pairwise(seen))
-    assert jump > 32, "it computed what it could have loaded"
-    closed(engine)
-    tier.close()
 
 
 class LateCopy:

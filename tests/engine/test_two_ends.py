@@ -132,7 +132,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
     return lambda family="llama", **options: Rig(family, tmp_path, monkeypatch, **options)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
 def test_what_has_come_when_the_head_meets_it_is_not_computed(family: str, rig: Callable[..., Rig]) -> None:
     one = rig(family, token_budget=64)
     one.believe(0.5)
@@ -143,7 +143,10 @@ def test_what_has_come_when_the_head_meets_it_is_not_computed(family: str, rig: 
     one.ends(request)
     landed = one.lower.counts["landed_tokens"]
     assert landed >= LENGTH - 256 - 16
-    assert one.prefilled + landed == LENGTH
+    assert one.prefilled <= 256 + 1
+    assert one.prefilled + landed == LENGTH or one.engine.layout.of(
+        "state"
+    )  # it had no snapshot to go on from
     assert request.cached_tokens == landed == sum(request.hits.values())
 
 
