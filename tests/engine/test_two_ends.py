@@ -75,8 +75,8 @@ class Rig:
         """The disk is said to give tokens so many times as fast as they are computed."""
         full = sum(g.unit_bytes for g in self.engine.layout.of("token") if not g.spec.span.windowed)
         lane = self.lower.mover.lanes[0]
-        lane.speed, lane.latency = ratio * full / EACH, 0.0
-        lane._measure = lambda piece, now: None  # type: ignore[method-assign]
+        lane.rate.speed, lane.latency = ratio * full / EACH, 0.0
+        lane.rate.saw = lambda size, began, now: None  # type: ignore[method-assign]
 
     def add(self, control: Control | None = None) -> Request:
         """A request whose pages are looked for, and found."""

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,26 +103,8 @@ def test_what_is_below_is_found_and_comes_into_host_memory(setting: Setting) -> 
     assert over(fetch)
     assert fetch.came == fetch.asked == 7
     assert np.array_equal(content(mover.host, 0, 10), pages(0, 10))
-    assert mover.lanes[0].speed > 0
+    assert mover.lanes[0].rate.speed > 0
     assert not mover.faults.counts
-
-
-def test_a_tiers_speed_is_that_of_all_its_pieces_however_they_end(setting: Setting) -> None:
-    """Sixteen at a time that end together are not one slow one and fifteen that took no time."""
-    lane = setting()[0].lanes[0]
-    now = 1000.0
-    for _ in range(8):
-        pieces = [SimpleNamespace(began=now, size=1_000_000) for _ in range(16)]
-        now += 0.16
-        for piece in pieces:
-            lane._measure(piece, now)  # type: ignore[arg-type]
-        assert lane.speed == pytest.approx(100e6, rel=0.01)
-    for _ in range(100):  # it becomes ten times slower, and is believed within a second
-        now += 0.01
-        lane._measure(SimpleNamespace(began=now - 0.01, size=100_000), now)  # type: ignore[arg-type]
-    assert lane.speed == pytest.approx(10e6, rel=0.3)
-    lane.doubt()
-    assert lane.speed > 10.9e6
 
 
 def test_a_tier_that_is_slow_is_asked_again_and_one_that_hangs_is_left_alone(setting: Setting) -> None:

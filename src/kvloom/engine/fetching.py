@@ -192,7 +192,7 @@ class Fetching:
         )
         if tokens - met * block < GAIN * tokens:
             for lane in self.mover.lanes:
-                lane.doubt()
+                lane.rate.doubt()
             return point
         return match.resume + met // 2 * block
 
@@ -214,9 +214,8 @@ class Fetching:
         if not under_way:
             return trip.low - trip.front
         loading, allowed = self._loading(trip), self._allowed(trip)
-        if (
-            not trip.prospect.match.control.store
-        ):  # what it computes is not kept: it cannot go on behind what comes
+        if not trip.prospect.match.control.store:
+            # What it computes is not kept: it cannot go on behind what comes.
             sooner = not computing or not loading or loading(trip.front) < computing(trip.low - trip.front)
             if sooner and trip.pace.bears(trip.low, computing, allowed, now):
                 return 0
@@ -237,10 +236,10 @@ class Fetching:
         waits = []  # for each lane that has some: seconds before ours, bytes a second
         for number, lane in enumerate(self.mover.lanes):
             if behind[number, 0]:
-                if not lane.speed:
+                if not lane.rate.speed:
                     return None
                 others = max(0, lane.ahead(trip.deadline) - int(behind[number, lowest] - low[number]))
-                waits.append((number, lane.latency + others / lane.speed, lane.speed))
+                waits.append((number, lane.latency + others / lane.rate.speed, lane.rate.speed))
 
         def seconds(first: int) -> float:
             at = max(0, first // block)

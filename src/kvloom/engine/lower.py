@@ -304,26 +304,11 @@ class Lower:
         now = time.monotonic()
         self.last_load = now - trip.copied
         self.copying.see(trip.bytes, now - trip.copied)
-        self._tell(trip, gained, now)
+        trip.tell(gained, now, self.names)
         self.counts["landed_tokens"] += gained
         self.counts["landed_bytes"] += trip.bytes if gained else 0
         trip.front = max(trip.front, resumed)
         return self._done(trip)
-
-    def _tell(self, trip: Trip, tokens: int, now: float) -> None:
-        """Note with a request what was brought for it: of pages that came through host memory, the tiers they came from."""
-        left, request = tokens, trip.request
-        for number, objects in () if trip.heading else trip.fetched.items():
-            share = min(left, tokens * objects // max(1, trip.objects))
-            if share:
-                request.loads.append((self.names[1 + number], trip.began, trip.copied, share))
-                left -= share
-        if left:
-            request.loads.append((self.names[0], trip.copied, now, left))
-        if request.cached_tokens is None or (trip.jumping and not request.preemptions):
-            request.first_loads = len(request.loads)
-            if request.cached_tokens is not None:  # it began with its head
-                request.cached_tokens += tokens
 
     def _done(self, trip: Trip) -> bool:
         if trip.heading:  # its tail is still to come

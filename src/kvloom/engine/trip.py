@@ -76,3 +76,19 @@ class Trip:
     @property
     def tenant(self) -> str:
         return self.request.control.tenant
+
+    def tell(self, tokens: int, now: float, names: list[str]) -> None:
+        """Note with the request what was brought for it: of pages that came through host memory, the tiers they came from.
+        `names` are the tiers', host memory's first."""
+        left, request = tokens, self.request
+        for number, objects in () if self.heading else self.fetched.items():
+            share = min(left, tokens * objects // max(1, self.objects))
+            if share:
+                request.loads.append((names[1 + number], self.began, self.copied, share))
+                left -= share
+        if left:
+            request.loads.append((names[0], self.copied, now, left))
+        if request.cached_tokens is None or (self.jumping and not request.preemptions):
+            request.first_loads = len(request.loads)
+            if request.cached_tokens is not None:  # it began with its head
+                request.cached_tokens += tokens

@@ -12,7 +12,6 @@ Knows names and bytes; not what they are for.
 from __future__ import annotations
 
 import heapq
-import math
 import threading
 import time
 from collections import deque
@@ -24,15 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from .breaker import Breaker, BreakerConfig, Faults
-from .host import HostTier, Lease
+from .host import HostTier
+from .pieces import Load, Lookup, Piece
+from .rate import Rate
 from .tier import Objects, Ranges, Tier
-from .transfer import Outcome, Transfer
+from .transfer import Outcome
 
-__all__ = ["Lane", "LaneConfig", "Load", "Lookup"]
+__all__ = ["Lane", "LaneConfig"]
 
 Mask = npt.NDArray[np.bool_]
-SIGHT = 0.25
-"""Seconds of loading over which a tier's speed is seen."""
 _HARMLESS = (Outcome.OK, Outcome.MISSING, Outcome.BUSY, Outcome.FULL)
 
 
@@ -48,43 +47,6 @@ class LaneConfig:
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
 
-class Lookup:
-    """Which of many objects a tier has; `found` when `done`, nothing of what was not answered in time."""
-
-    def __init__(self, objects: list[Objects]) -> None:
-        self.objects = objects
-        self.found: list[Mask] = [np.zeros(len(o), bool) for o in objects]
-        self.done = False
-
-
-class Load:
-    """Objects of one form on their way into host memory; `came` when `done`."""
-
-    def __init__(self, objects: Objects, deadline: float) -> None:
-        self.objects, self.deadline = objects, deadline
-        self.came: Mask = np.zeros(len(objects), bool)
-        self.left = len(objects)
-        self.given_up = False
-
-    @property
-    def done(self) -> bool:
-        return self.left == 0 or self.given_up
-
-
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """Part of a load, or of a store, with the places it has in the arena while it is under way."""
-
-    objects: Objects
-    size: int
-    load: Load | None
-    at: npt.NDArray[np.int64] | None = None  # its place in the load
-    lease: Lease | None = None
-    index: npt.NDArray[np.int64] | None = None  # which of its objects are asked of the tier
-    transfer: Transfer | None = None
-    began: float = 0.0
-
-
 class Lane:
     """One tier below host memory. `changed` is called, from any thread, when something was done."""
 
@@ -96,10 +58,10 @@ class Lane:
         self._faults, self._told = faults, changed
         self._cond = threading.Condition()
         self._lookups: deque[Lookup] = deque()
-        self._loads: list[tuple[float, int, _Piece]] = []
-        self._stores: deque[_Piece] = deque()
-        self._under_way: list[_Piece] = []
-        self._given_up: list[_Piece] = []  # late, but the tier still has their places
+        self._loads: list[tuple[float, int, Piece]] = []
+        self._stores: deque[Piece] = deque()
+        self._under_way: list[Piece] = []
+        self._given_up: list[Piece] = []  # late, but the tier still has their places
         self._bytes = {"load": 0, "store": 0}  # under way
         self._queued = {"load": 0, "store": 0}
         self._numbers = count()
@@ -108,10 +70,8 @@ class Lane:
         self.overrun = 0
         """Objects that were not stored: too many waited, or they had left host memory by then."""
         self.latency = 0.001
-        self.speed = 0.0
-        """Bytes a second of loads, as seen lately; 0 while none was seen."""
-        self._seen_bytes = self._seen_seconds = 0.0
-        self._last_done = 0.0
+        self.rate = Rate()
+        """Of loads."""
         self._thread = threading.Thread(target=self._run, name=f"kvloom-lane-{tier.name}", daemon=True)
         self._thread.start()
 
@@ -141,7 +101,7 @@ class Lane:
             for first in range(0, len(load.objects), each):
                 at = np.arange(first, min(first + each, len(load.objects)))
                 part = _part(load.objects, at)
-                piece = _Piece(part, len(at) * size, load, at)
+                piece = Piece(part, len(at) * size, load, at)
                 heapq.heappush(self._loads, (load.deadline, next(self._numbers), piece))
                 self._queued["load"] += piece.size
             self._cond.notify()
@@ -155,7 +115,7 @@ class Lane:
                 return
             for first in range(0, len(objects), each):
                 part = _part(objects, np.arange(first, min(first + each, len(objects))))
-                self._stores.append(_Piece(part, len(part) * size, None))
+                self._stores.append(Piece(part, len(part) * size, None))
                 self._queued["store"] += len(part) * size
             while self._queued["store"] > self.config.queued and len(self._stores) > 1:
                 old = self._stores.popleft()
@@ -172,16 +132,8 @@ class Lane:
     def ahead(self, deadline: float) -> int:
         """Bytes of loads that come before what is asked for now with that deadline, or together with it."""
         with self._cond:
-            queued = sum(
-                piece.size for ends, _, piece in self._loads if ends <= deadline and not _idle(piece)
-            )
+            queued = sum(piece.size for ends, _, piece in self._loads if ends <= deadline and not piece.idle)
             return self._bytes["load"] + queued
-
-    def doubt(self) -> None:
-        """Something was not asked for because the tier is slow, so that nothing new is seen of it: it counts as a tenth faster
-        from now on, until it is tried again."""
-        self._seen_bytes *= 1.1
-        self.speed *= 1.1
 
     @property
     def waiting_stores(self) -> int:
@@ -229,7 +181,7 @@ class Lane:
             finally:
                 self._busy_since = None
 
-    def _next(self) -> Lookup | _Piece | None:
+    def _next(self) -> Lookup | Piece | None:
         """What to do next, within the budget: a store only where no load waits."""
         if self._lookups:
             return self._lookups.popleft()
@@ -252,7 +204,7 @@ class Lane:
                 return piece
         return None
 
-    def _fits(self, piece: _Piece, budget: int) -> bool:
+    def _fits(self, piece: Piece, budget: int) -> bool:
         return sum(self._bytes.values()) + piece.size <= budget
 
     def _patience(self) -> float | None:
@@ -262,7 +214,7 @@ class Lane:
         ends = [self._end_of(piece) for piece in self._under_way]
         return max(0.001, min(ends) - time.monotonic()) if ends else None
 
-    def _end_of(self, piece: _Piece) -> float:
+    def _end_of(self, piece: Piece) -> float:
         return piece.began + self.config.store_seconds if piece.load is None else piece.load.deadline
 
     def _answer(self, lookup: Lookup) -> None:
@@ -279,7 +231,7 @@ class Lane:
         lookup.done = True
         self._told()
 
-    def _start(self, piece: _Piece) -> None:
+    def _start(self, piece: Piece) -> None:
         """Give a piece to the tier."""
         piece.began = time.monotonic()
         store = piece.load is None
@@ -340,11 +292,11 @@ class Lane:
             self._given_up.remove(piece)
             assert piece.lease is not None and piece.transfer is not None
             if piece.load is not None and piece.transfer.ok.any():
-                self._measure(piece, now)
+                self.rate.saw(piece.size, piece.began, now)
             piece.lease.release(False)
             self._free(piece)
 
-    def _settle(self, piece: _Piece, now: float) -> None:
+    def _settle(self, piece: Piece, now: float) -> None:
         transfer = piece.transfer
         assert transfer is not None
         results = transfer.results
@@ -363,24 +315,12 @@ class Lane:
         if ok.any():
             self.breaker.succeeded()
             if piece.load is not None:
-                self._measure(piece, now)
+                self.rate.saw(piece.size, piece.began, now)
         elif np.isin(results, _HARMLESS).all():
             self.breaker.undecided()
         self._finish(piece, ok)
 
-    def _measure(self, piece: _Piece, now: float) -> None:
-        """Bytes and the seconds they took fade together, as time passes: pieces that end at the same moment are one sight, and a
-        tier that hung once is not slow for long."""
-        took = max(1e-6, now - max(piece.began, self._last_done))
-        if self.speed:
-            took = min(took, max(SIGHT, 4 * piece.size / self.speed))
-        self._last_done = now
-        fade = math.exp(-took / SIGHT)
-        self._seen_bytes = self._seen_bytes * fade + piece.size
-        self._seen_seconds = self._seen_seconds * fade + took
-        self.speed = self._seen_bytes / self._seen_seconds
-
-    def _finish(self, piece: _Piece, ok: Mask) -> None:
+    def _finish(self, piece: Piece, ok: Mask) -> None:
         """The tier is done with a piece: its places go back, and who asked hears of it."""
         assert piece.lease is not None and piece.index is not None
         came = piece.lease.results == Outcome.OK
@@ -390,26 +330,26 @@ class Lane:
         piece.lease.release(True if piece.load is None else written)
         self._over(piece, came)
 
-    def _over(self, piece: _Piece, came: Mask) -> None:
+    def _over(self, piece: Piece, came: Mask) -> None:
         with self._cond:
             self._count(piece, came)
             self._free(piece)
 
-    def _free(self, piece: _Piece) -> None:
+    def _free(self, piece: Piece) -> None:
         self._bytes["store" if piece.load is None else "load"] -= piece.size
         self._cond.notify_all()
 
-    def _count(self, piece: _Piece, came: Mask) -> None:
+    def _count(self, piece: Piece, came: Mask) -> None:
         if piece.load is not None:
             assert piece.at is not None
             piece.load.came[piece.at] = came
             piece.load.left -= len(piece.at)
         self._told()
 
-    def _late(self, piece: _Piece, amount: int, now: float) -> None:
+    def _late(self, piece: Piece, amount: int, now: float) -> None:
         """A piece did not come in time: the tier hangs, unless it did others since this one was asked for."""
         verb = "write" if piece.load is None else "read"
-        if self._last_done > piece.began:
+        if self.rate.last > piece.began:
             self._faults.add(self.tier.name, verb, "late", amount, "it is slow", now)
         else:
             self._fault(verb, "late", amount, "it hangs")
@@ -418,11 +358,6 @@ class Lane:
         now = time.monotonic()
         self._faults.add(self.tier.name, verb, outcome, amount, reason, now)
         self.breaker.failed(now)
-
-
-def _idle(piece: _Piece) -> bool:
-    """Whether nobody waits for it any more."""
-    return piece.load is not None and piece.load.given_up
 
 
 def _part(objects: Objects, at: npt.NDArray[np.int64]) -> Objects:

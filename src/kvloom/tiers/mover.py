@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from .breaker import Faults
 from .host import HostTier
-from .lane import Lane, LaneConfig, Load, Lookup
+from .lane import Lane, LaneConfig
 from .opening import Place
+from .pieces import Load, Lookup
 from .tier import Objects
 
 __all__ = ["Fetch", "Finding", "Mover", "MoverConfig"]
