@@ -206,9 +206,8 @@ def _auto(
     lower.config = LowerConfig()
     times: dict[str, list[float]] = {"computed": [], "auto": []}
     cached = []
-    for round_ in range(
-        -1, rounds
-    ):  # the first may mend what was believed of the disk when all was to be loaded
+    # The first may mend what was believed of the disk when all was to be loaded.
+    for round_ in range(-1, rounds):
         tokens = rng.integers(3, vocabulary, prompt).tolist()
         computed = first_token(engine, tokens, Control())[0]
         stored(lower)

@@ -33,6 +33,7 @@ from kvloom.tiers.mover import MoverConfig
 from kvloom.tiers.opening import Place
 
 from .emptying import empty_host, empty_pool, stored
+from .engine import say
 
 __all__ = ["KNOWLEDGE", "RATIOS", "race"]
 
@@ -160,6 +161,9 @@ def race(
                     "steps": steps, "relative": auto / computed, "ideal": 1 / (1 + ratio),
                 }
             )  # fmt: skip
+            say(
+                f"race {len(rows)} of {len(ratios) * len(knowledge)}: disk {ratio:g}, {known}: {auto / computed:.2f}"
+            )
     return rows
 
 
