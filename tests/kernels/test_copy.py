@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from kvloom.core import Field, LayerSpec, PoolLayout, Span
 from kvloom.core.copies import CopyBatch
 from kvloom.kernels import copy, reference
-from kvloom.kernels.copy import Copier, Method, copy_pages
+from kvloom.kernels.copy import Copier, Method, copy_pages, side_by_side
 from kvloom.kernels.views import allocate, layer_views
 
 CUDA = torch.cuda.is_available()
@@ -48,10 +48,14 @@ class Immediate:
     def synchronize(self) -> None: ...
 
     def copy_batch(
-        self, targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], size: int, stream: int
+        self,
+        targets: npt.NDArray[np.uint64],
+        sources: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
+        stream: int,
     ) -> None:
-        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
-            ctypes.memmove(target, source, size)
+        for copy_ in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(*copy_)
 
 
 def copier_of(
@@ -278,6 +282,24 @@ class Device(TorchFunctionMode):
                 target[torch.arange(len(values)) if written is None else written] = values[
                     : None if written is None else len(written)
                 ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_copies_that_lie_side_by_side_at_both_ends_are_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count, size = int(rng.integers(0, 60)), 16
+    steps = [rng.choice([1, 1, 1, 2, -5], count).cumsum() + 1000 for _ in range(2)]
+    targets, sources = (at.astype(np.uint64) * np.uint64(size) for at in steps)
+    runs = side_by_side(targets, sources, size)
+    again = [
+        (target + at, source + at)
+        for target, source, length in zip(*(array.tolist() for array in runs), strict=True)
+        for at in range(0, length, size)
+    ]
+    assert again == list(zip(targets.tolist(), sources.tolist(), strict=True))
+    joins = zip(again, again[1:], strict=False)
+    breaks = sum((b[0] - a[0], b[1] - a[1]) != (size, size) for a, b in joins)
+    assert len(runs[0]) == breaks + (count > 0), "and no more of them than there must be"
 
 
 @pytest.mark.parametrize("seed", range(20))

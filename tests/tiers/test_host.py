@@ -72,6 +72,50 @@ def test_what_is_held_does_not_leave_and_a_tier_full_of_it_says_so() -> None:
     assert put(tier, [20]).ok.all()
 
 
+def test_a_large_batch_for_a_tier_full_of_held_pages_looks_at_them_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = []
+    victim = HostTier._victim
+    monkeypatch.setattr(HostTier, "_victim", lambda *args: looked.append(1) or victim(*args))
+    tier = plain(300)
+    first = tier.reserve(objects(range(300)))
+    second = tier.reserve(objects(range(300, 700)))
+    assert (second.results == Outcome.FULL).all()
+    assert (second.offsets == -1).all()
+    assert len(looked) < 10
+    first.release(True)
+    assert tier.lookup(objects(range(300))).all()
+
+
+def test_a_batch_is_placed_among_held_pages_by_those_that_may_leave() -> None:
+    tier = plain(64)
+    put(tier, range(64))
+    lease = tier.hold(objects(range(0, 64, 2)))  # every other
+    offsets = lease.offsets.copy()
+    assert put(tier, range(100, 132)).ok.all()
+    assert tier.lookup(objects(range(64))).tolist() == [True, False] * 32
+    assert put(tier, [200]).ok.all(), "what came before may leave"
+    lease.release()
+    again = tier.hold(objects(range(0, 64, 2)))
+    assert (again.offsets == offsets).all()
+    again.release()
+
+
+def test_an_object_that_is_in_a_batch_twice_has_one_place() -> None:
+    tier = plain(4)
+    twice = tier.reserve(objects([1, 2, 1]))
+    assert twice.results.tolist() == [Outcome.PENDING, Outcome.PENDING, Outcome.OK]
+    assert twice.offsets[2] == -1
+    twice.release()
+    both = tier.hold(objects([1, 1, 2]))
+    assert both.offsets[0] == both.offsets[1]
+    assert tier.drop(objects([1])) == 1
+    both.release()
+    assert tier.stats().bytes == PAGE, "it came back once"
+    assert put(tier, range(10, 14)).ok.all()
+
+
 def test_a_page_dropped_while_held_keeps_its_bytes_until_let_go() -> None:
     tier = plain(2)
     put(tier, [0, 1])

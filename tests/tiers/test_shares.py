@@ -193,8 +193,8 @@ def test_a_storm_of_tenants_and_sizes_keeps_every_host_account_straight() -> Non
     for lease in leases:
         lease.release()
     for account in tier._all:
-        assert account.used == sum(entry.size for entry in account.order.values())
-    assert sum(len(account.order) for account in tier._all) == len(tier._entries)
+        assert account.used == int(tier._slots.size[account.order.oldest(len(tier._entries))].sum())
+    assert sum(len(account.order.oldest(1 << 20)) for account in tier._all) == len(tier._entries)
     assert tier.stats().evicted
 
 

@@ -151,7 +151,7 @@ class PagePool:
             if n > free:
                 return None
             self.free_slabs = free - n
-            ids = self._free[free - n : free].copy()
+            ids = self._free[free - n : free][::-1].copy()  # ascending: pages side by side are copied at once
             c.lent_slabs += n
             loops.lend(c.held, c.kept, ids)
         else:
@@ -187,7 +187,7 @@ class PagePool:
 
     def _take_whole(self, c: SizeClass, whole: int, parts: list[Ids]) -> int:
         self.free_slabs -= whole
-        slabs = self._free[self.free_slabs : self.free_slabs + whole]
+        slabs = self._free[self.free_slabs : self.free_slabs + whole][::-1]
         c.lent_slabs += whole
         c.used[slabs] = c.per_slab
         pages = np.arange(c.per_slab, dtype=np.int32)
@@ -264,7 +264,7 @@ class PagePool:
 
     def _return_slabs(self, c: SizeClass, slabs: Ids) -> None:
         free, n = self.free_slabs, len(slabs)
-        self._free[free : free + n] = slabs
+        self._free[free : free + n] = slabs[::-1]
         self.free_slabs = free + n
         c.lent_slabs -= n
 

@@ -7,7 +7,7 @@ Three methods reach the host, and all give the same bytes:
 
 | method | how                                                     | takes of the device    | for pages that are         |
 |--------|---------------------------------------------------------|------------------------|----------------------------|
-| batch  | one call of the driver, one engine copy a page          | copy engines           | large                      |
+| batch  | one call of the driver, one engine copy a run of pages  | copy engines           | large                      |
 | staged | a kernel packs pages into a buffer, large engine copies | engines, short kernels | small, in consecutive rows |
 | kernel | a kernel that reads or writes host memory itself        | a few multiprocessors  | small, in any rows         |
 
@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .cuda_driver import cuda_driver
+from .cuda_driver import Addresses, cuda_driver
 
-__all__ = ["Copier", "Done", "Ids", "Method", "copy_pages"]
+__all__ = ["Copier", "Done", "Ids", "Method", "copy_pages", "side_by_side"]
 
 Ids: TypeAlias = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
 Method = Literal["batch", "staged", "kernel"]
@@ -171,9 +171,8 @@ class Copier:
         else:
             stream.wait_event(after)
         if method == "batch":
-            cuda_driver().copy_batch(
-                target.addresses(), source.addresses(), self.page_bytes, stream.cuda_stream
-            )
+            runs = side_by_side(target.addresses(), source.addresses(), self.page_bytes)
+            cuda_driver().copy_batch(*runs, stream.cuda_stream)
         elif method == "kernel":
             with torch.cuda.stream(stream):
                 device = self._pages.device
@@ -348,6 +347,18 @@ def _runs(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[tuple[int, in
     firsts = np.concatenate(([0], cuts)).tolist()
     ends = [*firsts[1:], len(rows)]
     return [(first, int(rows[first]), end - first) for first, end in zip(firsts, ends, strict=True)]
+
+
+def side_by_side(targets: Addresses, sources: Addresses, size: int) -> tuple[Addresses, Addresses, Addresses]:
+    """Copies of `size` bytes each as fewer and longer ones, where both ends of some lie side by side: targets, sources
+    and bytes. The driver and the engine pay for each copy, however short."""
+    apart = (np.diff(targets) != size) | (np.diff(sources) != size)
+    edges = (
+        np.concatenate(([0], np.flatnonzero(apart) + 1, [len(targets)]))
+        if len(targets)
+        else np.zeros(1, np.int64)
+    )
+    return targets[edges[:-1]], sources[edges[:-1]], np.diff(edges).astype(np.uint64) * np.uint64(size)
 
 
 def _upload(ids: Ids, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CudaDriver", "CudaError", "cuda_driver"]
+__all__ = ["Addresses", "CudaDriver", "CudaError", "cuda_driver"]
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -162,8 +162,8 @@ class CudaDriver:
         """Whether `copy_batch` exists: drivers of CUDA 12.8 and later have it."""
         return self._batch is not None
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, size: int, stream: int) -> None:
-        """Enqueue copies of `size` bytes each from `sources[i]` to `targets[i]`, in no order among them.
+    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
+        """Enqueue copies of `sizes[i]` bytes from `sources[i]` to `targets[i]`, in no order among them.
 
         One call of the driver. `stream` is not the default stream and not being captured. The arrays are read
         before it returns; the memory must stay until the stream has passed.
@@ -172,8 +172,9 @@ class CudaDriver:
             raise RuntimeError("this driver has no cuMemcpyBatchAsync: it is older than CUDA 12.8")
         if not targets.size:
             return
-        targets, sources = np.ascontiguousarray(targets), np.ascontiguousarray(sources)
-        sizes = np.full(targets.size, size, np.uint64)
+        targets, sources, sizes = (
+            np.ascontiguousarray(array, np.uint64) for array in (targets, sources, sizes)
+        )
         attributes = _CopyAttributes(order=_STREAM_ORDER)
         first, failed = c_size_t(0), c_size_t(0)
         code = self._batch(

@@ -75,9 +75,12 @@ class Arena:
                 slab = heapq.heappop(self._free_slabs)
                 self._size[slab] = page_bytes
                 base = slab * self.slab_bytes
-                self._free[slab] = list(range(base, base + self.slab_bytes - page_bytes + 1, page_bytes))[
-                    ::-1
-                ]
+                places = range(base, base + self.slab_bytes - page_bytes + 1, page_bytes)
+                if len(places) <= count - len(taken):  # all of it at once
+                    self._used[slab] = len(places)
+                    taken += places
+                    continue
+                self._free[slab] = list(reversed(places))
                 partial[slab] = None
             slab = next(iter(partial))
             free = self._free[slab]
@@ -101,6 +104,12 @@ class Arena:
             self._free[slab] = []
             self._size[slab] = 0
             heapq.heappush(self._free_slabs, slab)
+
+    def beside(self, offset: int) -> range:
+        """All places of the slab that a lent place is in."""
+        slab = offset // self.slab_bytes
+        base, size = slab * self.slab_bytes, self._size[slab]
+        return range(base, base + self.slab_bytes - size + 1, size)
 
     def used_bytes(self) -> int:
         return sum(size * used for size, used in zip(self._size, self._used, strict=True))

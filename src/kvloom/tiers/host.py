@@ -8,8 +8,8 @@ Knows no devices: pinned memory is handed in as the arena's buffer.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from .arena import Arena, copy_pages
 from .checks import checksums
 from .codec import Head, make_codec, unseal
 from .shares import Account, Share, Shares
-from .tier import Objects, Ranges, Tier, parted
+from .slots import Index, Recent, Slots
+from .tier import Form, Objects, Ranges, Tier, parted
 from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
 
 __all__ = ["HostConfig", "HostTier", "Lease"]
@@ -29,6 +30,7 @@ _OK, _MISSING, _PENDING = (
     int(Outcome.MISSING),
     int(Outcome.PENDING),
 )  # numpy takes ints faster
+_ONE = np.int32(1)
 _MOST_TRIES = 4096  # pages looked at to make room for one, when many are held
 
 
@@ -43,64 +45,51 @@ class HostConfig:
 
 
 class _Account(Account):
-    """A tenant's pages, least recently used first."""
+    """A tenant's pages: their slots by their last use."""
 
-    __slots__ = ("order",)
+    __slots__ = ("index", "order")
 
-    def __init__(self, share: Share, capacity: int) -> None:
+    def __init__(self, share: Share, capacity: int, slots: Slots) -> None:
         super().__init__(share, capacity)
-        self.order: OrderedDict[bytes, _Entry] = OrderedDict()
-
-
-class _Entry:
-    __slots__ = ("account", "checks", "gone", "held", "offset", "ready", "size", "tick")
-
-    def __init__(self, offset: int, size: int, account: _Account, tick: int) -> None:
-        self.offset, self.size, self.account = offset, size, account
-        self.tick = tick  # when it was used last: what orders pages of different accounts
-        self.held = 1  # transfers under way: it can neither be evicted nor its page lent
-        self.ready = False  # its bytes have come
-        self.gone = False  # dropped while held: its page comes back with the last hold
-        self.checks = b""
+        self.order = Recent(slots)
+        self.index = 0
 
 
 class Lease:
     """Places in the arena, held until `release`. `offsets` is -1 where there is none; `results` says why."""
 
-    __slots__ = ("_entries", "_objects", "_tier", "offsets", "results")
+    __slots__ = ("_objects", "_slots", "_tier", "offsets", "results")
 
     def __init__(
-        self, tier: HostTier, objects: Objects, entries: list[_Entry | None], results: list[int]
+        self, tier: HostTier, objects: Objects, slots: Index, offsets: Index, results: npt.NDArray[np.uint8]
     ) -> None:
-        self._tier, self._objects, self._entries = tier, objects, entries
-        self.offsets = np.array([-1 if e is None else e.offset for e in entries], np.int64)
-        self.results = np.array(results, np.uint8)
+        self._tier, self._objects = tier, objects
+        self._slots = slots  # -1 where it holds none
+        self.offsets, self.results = offsets, results
 
     def release(self, written: bool | npt.NDArray[np.bool_] = True) -> None:
         """Lets go. After `reserve`, `written` says that the bytes are there, of all or of each; without them the places
         are free again. Twice is harmless."""
-        entries, self._entries = self._entries, []
-        came = np.broadcast_to(np.asarray(written), len(entries)).tolist()
-        self._tier._release(self._objects, entries, came)
+        slots, self._slots = self._slots, self._slots[:0]
+        self._tier._release(self._objects, slots, written)
 
     def checks(self) -> list[bytes]:
         """The checksums of the held pages that are ready, in order; made now where the tier has none. For whoever
         copies them to where bytes may be damaged."""
-        return [
-            self._tier._checks(entry, self._objects.form.run_bytes)
-            for entry in self._entries
-            if entry is not None and entry.ready
-        ]
+        held = self._slots[self._slots >= 0]
+        ready = held[self._tier._slots.ready[held]].tolist()
+        return [self._tier._checks(slot, self._objects.form) for slot in ready]
 
     def keep_checks(self, data: bytes) -> None:
         """After `reserve`: the checksums of the pages that are being filled, one page after the other, from whoever
         fills them. A ValueError if they are not as many as there are pages."""
-        fresh = [entry for entry in self._entries if entry is not None and not entry.ready]
+        held = self._slots[self._slots >= 0]
+        fresh = held[~self._tier._slots.ready[held]].tolist()
         size = 8 * self._objects.form.runs
         if len(data) != len(fresh) * size:
             raise ValueError(f"{len(data)} bytes of checksums for {len(fresh)} pages of {size}")
-        for number, entry in enumerate(fresh):
-            entry.checks = data[number * size : (number + 1) * size]
+        for number, slot in enumerate(fresh):
+            self._tier._slots.checks[slot] = data[number * size : (number + 1) * size]
 
 
 class HostTier(Tier):
@@ -111,9 +100,10 @@ class HostTier(Tier):
         self._arena = Arena(config.capacity, config.slab_bytes, buffer)
         self._codec = make_codec() if config.checked else None
         self._lock = threading.Lock()
-        self._entries: dict[bytes, _Entry] = {}
-        self._in_slab: list[dict[int, bytes]] = [{} for _ in range(self._arena.slabs)]
-        self._others = _Account(Share(), self.capacity)
+        self._entries: dict[bytes, int] = {}  # key → slot
+        self._slots = Slots()
+        self._keys: dict[int, bytes] = {}  # place in the arena → key of who has it, or had it last
+        self._others = _Account(Share(), self.capacity, self._slots)
         self._accounts: dict[str, _Account] = {}
         self._all = [self._others]
         self._ticks = 0
@@ -144,9 +134,13 @@ class HostTier(Tier):
         with self._lock:
             if self._entries or self._accounts:
                 raise ValueError("shares are given once, before anything is kept here")
-            self._accounts = {tenant: _Account(share, self.capacity) for tenant, share in shares.items()}
+            self._accounts = {
+                tenant: _Account(share, self.capacity, self._slots) for tenant, share in shares.items()
+            }
             self._others = self._accounts.get("", self._others)
             self._all = list({id(a): a for a in (self._others, *self._accounts.values())}.values())
+            for index, account in enumerate(self._all):
+                account.index = index
 
     def kept_for(self, tenant: str) -> int:
         with self._lock:
@@ -154,66 +148,49 @@ class HostTier(Tier):
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         with self._lock:
-            get = self._entries.get
-            return np.array([(e := get(key)) is not None and e.ready for key in objects.keys], np.bool_)
+            slots = self._find(objects)
+            there: npt.NDArray[np.bool_] = (slots >= 0) & self._slots.ready[slots]
+            return there
 
     def hold(self, objects: Objects) -> Lease:
         """The places of objects that are there, held. Release it when the last copy from them has passed."""
-        entries: list[_Entry | None] = []
-        results: list[int] = []
         with self._lock:
-            table, self._ticks = self._entries, self._ticks + 1
-            tick = self._ticks
-            for key in objects.keys:
-                entry = table.get(key)
-                if entry is None or not entry.ready:
-                    entries.append(None)
-                    results.append(_MISSING)
-                    continue
-                entry.account.order.move_to_end(key)
-                entry.tick = tick
-                entry.held += 1
-                entries.append(entry)
-                results.append(_OK)
-        return Lease(self, objects, entries, results)
+            slots = self._find(objects)
+            there = (slots >= 0) & self._slots.ready[slots]
+            slots[~there] = -1
+            held = slots if there.all() else slots[there]
+            self._use(held)
+            np.add.at(self._slots.held, held, _ONE)  # an object may be in the batch twice
+            offsets = self._slots.offset[slots]
+        offsets[~there] = -1
+        return Lease(self, objects, slots, offsets, np.where(there, _OK, _MISSING).astype(np.uint8))
 
     def reserve(self, objects: Objects) -> Lease:
         """Places for objects that are not there, evicting as needed: fill those whose result is PENDING, then
         release. OK: it is there already, or on its way. FULL: all that may leave for them is held."""
-        size = objects.form.page_bytes
+        size, keys = objects.form.page_bytes, objects.keys
         if not self._arena.fits(size):
             raise ValueError(
                 f"a page of {size} bytes does not fit a slab of {self._arena.slab_bytes}: raise HostConfig.slab_bytes"
             )
-        entries: list[_Entry | None] = []
-        results: list[int] = []
         with self._lock:
-            table, slab_bytes, self._ticks = self._entries, self._arena.slab_bytes, self._ticks + 1
-            account, tick = self._accounts.get(objects.tenant, self._others), self._ticks
-            fresh = 0 if self._closed else sum(key not in table for key in objects.keys)
-            within = max(0, account.most - account.used) // size
-            free = self._arena.take(size, min(fresh, within))[::-1]
-            for key in objects.keys:
-                if (there := table.get(key)) is not None:
-                    there.account.order.move_to_end(key)
-                    there.tick = tick
-                    entries.append(None)
-                    results.append(_OK)
-                    continue
-                offset = -1 if self._closed else free.pop() if free else self._make_room(size, account)
-                if offset < 0:
-                    entries.append(None)
-                    results.append(int(Outcome.FAILED if self._closed else Outcome.FULL))
-                    continue
-                table[key] = account.order[key] = entry = _Entry(offset, size, account, tick)
-                account.used += size
-                self._coming += 1
-                self._in_slab[offset // slab_bytes][offset] = key
-                entries.append(entry)
-                results.append(_PENDING)
-            for offset in free:  # an object that was in the batch twice
-                self._arena.give(size, offset)
-        return Lease(self, objects, entries, results)
+            table = self._entries
+            account = self._accounts.get(objects.tenant, self._others)
+            fresh = keys if table.keys().isdisjoint(keys) else [key for key in keys if key not in table]
+            if len(fresh) < len(keys):  # used now, so the last to leave for the others
+                self._use(np.array([table[key] for key in keys if key in table], np.int64))
+            once = dict.fromkeys(fresh)
+            given = [] if self._closed else self._places(size, account, len(once))
+            slots = self._enter(keys, once, given, account)
+            held = slots >= 0
+            offsets = self._slots.offset[slots]
+            results = np.full(len(keys), _PENDING, np.uint8)
+            if not held.all():
+                offsets[~held] = -1
+                none = int(Outcome.FAILED if self._closed else Outcome.FULL)
+                others = np.flatnonzero(~held)
+                results[others] = [_OK if keys[i] in table else none for i in others.tolist()]
+        return Lease(self, objects, slots, offsets, results)
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
@@ -264,9 +241,9 @@ class HostTier(Tier):
         with self._lock:
             dropped = 0
             for key in objects.keys:
-                entry = self._entries.get(key)
-                if entry is not None and entry.ready:
-                    self._forget(key, entry)
+                slot = self._entries.get(key)
+                if slot is not None and self._slots.ready[slot]:
+                    self._forget(key, slot)
                     dropped += 1
             return dropped
 
@@ -279,119 +256,197 @@ class HostTier(Tier):
         """What is held stays readable by its holders until they let go; the memory goes with the last view."""
         with self._lock:
             self._closed = True
-            for key, entry in list(self._entries.items()):
-                if entry.ready:
-                    self._forget(key, entry)
+            for key, slot in list(self._entries.items()):
+                if self._slots.ready[slot]:
+                    self._forget(key, slot)
 
     # --- under the lock
 
-    def _make_room(self, size: int, account: _Account) -> int:
-        """A page where none is free: that of the least recently used object that may leave, if it has this size; else the
-        whole slab that object lies in leaves. Whose share is full loses pages of its own. -1 where none may leave."""
+    def _find(self, objects: Objects) -> Index:
+        """The slots of objects, -1 for those that are not there."""
+        get = self._entries.get
+        return np.array([get(key, -1) for key in objects.keys], np.int64)
+
+    def _use(self, slots: Index) -> None:
+        """These are the most recently used now."""
+        if len(set(found := slots.tolist())) < len(found):
+            slots = np.array(list(dict.fromkeys(found)), np.int64)
+        accounts = self._all if slots.size else []
+        owners = self._slots.account[slots] if len(accounts) > 1 else None
+        for account in accounts:
+            theirs = slots if owners is None else slots[owners == account.index]
+            if theirs.size:
+                self._ticks += 1
+                account.order.used(theirs, self._ticks)
+
+    def _enter(
+        self, keys: list[bytes], fresh: dict[bytes, None], given: list[int], account: _Account
+    ) -> Index:
+        """The first of the `fresh` keys have these slots from now on. The slot that each of `keys` is to be filled in:
+        -1 for one that was there, has no place, or is in the batch a second time."""
+        entered = fresh if len(given) == len(fresh) else list(islice(fresh, len(given)))
+        self._entries.update(zip(entered, given, strict=True))
+        slots = np.array(given, np.int64)
+        self._slots.begin(slots, account.index)
+        self._keys.update(zip(self._slots.offset[slots].tolist(), entered, strict=True))
+        self._ticks += 1
+        account.order.used(slots, self._ticks)
+        self._coming += len(given)
+        if len(given) == len(keys):
+            return slots
+        left = dict(zip(entered, given, strict=True))
+        return np.array([left.pop(key, -1) for key in keys], np.int64)
+
+    def _places(self, size: int, account: _Account, count: int) -> list[int]:
+        """Slots for `count` pages of `account`, as many as there can be: free ones, then those of who leaves."""
+        slots: list[int] = []
+        while (lacking := count - len(slots)) > 0:
+            within = max(0, account.most - account.used) // size
+            more = self._slots.take(self._arena.take(size, min(lacking, within)), size)
+            more = more or self._take_over(size, account, lacking) or self._make_room(size, account)
+            if not more:
+                break
+            account.used += size * len(more)
+            slots += more
+        return slots
+
+    def _take_over(self, size: int, account: _Account, most: int) -> list[int]:
+        """Mostly a place simply changes hands: up to `most` of those that are next to leave, have this size and are not
+        held. Those before them that are held are in use now, so not the least recently used."""
         source = self._victim(account, size)
         if source is None:
-            return -1
-        key, entry = next(iter(source.order.items()))
-        if entry.size == size and not entry.held:  # mostly its place simply changes hands
-            del self._entries[key], source.order[key]
-            del self._in_slab[entry.offset // self._arena.slab_bytes][entry.offset]
-            source.used -= size
-            self._evicted += 1
-            return entry.offset
-        for _ in range(min(len(self._entries), _MOST_TRIES)):
+            return []
+        alone = self._alone(account, size)  # else whose is next may change
+        oldest = source.order.oldest(max(most, _MOST_TRIES) if alone else 1)
+        other = np.flatnonzero(self._slots.size[oldest] != size)
+        if other.size:
+            oldest = oldest[: other[0]]
+        idle = np.flatnonzero(self._slots.held[oldest] == 0)[:most]
+        if idle.size and idle[-1] >= idle.size:
+            passed = oldest[: idle[-1]]
+            self._use(passed[self._slots.held[passed] > 0])
+        slots = oldest[idle]
+        for offset in self._slots.offset[slots].tolist():
+            del self._entries[self._keys[offset]]
+        self._slots.tick[slots] = -1
+        source.used -= size * len(slots)
+        self._evicted += len(slots)
+        taken: list[int] = slots.tolist()
+        return taken
+
+    def _make_room(self, size: int, account: _Account) -> list[int]:
+        """The slot of a page where none is free and the next to leave is held or of another size: then the whole slab
+        that it lies in leaves. Whose share is full loses pages of its own. None where none may leave."""
+        tries = min(len(self._entries), _MOST_TRIES)
+        if self._alone(account, size) and self._slots.held[account.order.oldest(tries)].all():
+            return []  # without looking at one after the other
+        for _ in range(tries):
             source = self._victim(account, size)
             own = account.used + size > account.most
             if source is None:
-                return -1
+                return []
             if not own and (taken := self._arena.take(size, 1)):
-                return taken[0]
-            key, entry = next(iter(source.order.items()))
-            alone = own or entry.size == size
-            places = {entry.offset: key} if alone else self._in_slab[entry.offset // self._arena.slab_bytes]
-            if not all(self._may_leave(offset, other, account) for offset, other in places.items()):
-                source.order.move_to_end(key)  # in use now, so not the least recently used
-                entry.tick = self._ticks
+                return self._slots.take(taken, size)
+            slot = source.order.first()
+            assert slot is not None
+            offset = int(self._slots.offset[slot])
+            alone = own or self._slots.size[slot] == size
+            places = {offset: self._keys[offset]} if alone else self._in_slab(offset)
+            if not all(self._may_leave(place, other, account) for place, other in places.items()):
+                self._use(np.array([slot]))  # in use now, so not the least recently used
                 continue
-            for other in list(places.values()):
+            for other in places.values():
                 self._forget(other, self._entries[other])
                 self._evicted += 1
-        taken = self._arena.take(size, 1) if account.used + size <= account.most else []
-        return taken[0] if taken else -1
+        return self._slots.take(self._arena.take(size, int(account.used + size <= account.most)), size)
+
+    def _in_slab(self, offset: int) -> dict[int, bytes]:
+        """Who has the places of the slab that this one is in."""
+        return {place: self._keys[place] for place in self._arena.beside(offset) if place in self._keys}
 
     def _victim(self, account: _Account, size: int) -> _Account | None:
         """Whose page leaves next for one of `size` bytes of `account`: its own where its share is full, else the least
         recently used of its own and of those above what is sure to be theirs. O(accounts)."""
-        if len(self._all) == 1 or account.used + size > account.most:
-            return account if account.order and size <= account.most else None
+        if self._alone(account, size):
+            return account if size <= account.most and account.order.first() is not None else None
         best = None
         for one in self._all:
-            if one.order and (one is account or one.spares):
-                tick = next(iter(one.order.values())).tick
+            slot = one.order.first() if one is account or one.spares else None
+            if slot is not None:
+                tick = int(self._slots.tick[slot])
                 if best is None or tick < best[0]:
                     best = tick, one
         return best[1] if best else None
 
+    def _alone(self, account: _Account, size: int) -> bool:
+        """Whether only pages of its own may leave for a page of `account`."""
+        return len(self._all) == 1 or account.used + size > account.most
+
     def _may_leave(self, offset: int, key: bytes, account: _Account) -> bool:
         """Nobody holds this page, and its owner spares it or has to; one that was dropped while held is under no key, or
         its key is elsewhere now."""
-        entry = self._entries.get(key)
-        if entry is None or entry.offset != offset or entry.held:
+        slot = self._entries.get(key)
+        if slot is None or self._slots.offset[slot] != offset or self._slots.held[slot]:
             return False
-        return entry.account is account or entry.account.spares or account.used + entry.size <= account.sure
+        owner = self._all[self._slots.account[slot]]
+        return owner is account or owner.spares or account.used + int(self._slots.size[slot]) <= account.sure
 
-    def _forget(self, key: bytes, entry: _Entry) -> None:
-        del self._entries[key], entry.account.order[key]
-        if entry.held:
-            entry.gone = True
+    def _forget(self, key: bytes, slot: int) -> None:
+        del self._entries[key]
+        self._slots.tick[slot] = -1
+        if self._slots.held[slot]:
+            self._slots.gone[slot] = True
         else:
-            self._free(entry)
+            self._free(slot)
 
-    def _free(self, entry: _Entry) -> None:
-        entry.account.used -= entry.size
-        del self._in_slab[entry.offset // self._arena.slab_bytes][entry.offset]
-        self._arena.give(entry.size, entry.offset)
+    def _free(self, slot: int) -> None:
+        offset, size = int(self._slots.offset[slot]), int(self._slots.size[slot])
+        self._all[self._slots.account[slot]].used -= size
+        del self._keys[offset]
+        self._arena.give(size, offset)
+        self._slots.give(slot)
 
-    def _release(self, objects: Objects, entries: list[_Entry | None], came: list[bool]) -> None:
+    def _release(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
+        at = np.flatnonzero(slots >= 0)
+        held, came = slots[at], np.broadcast_to(np.asarray(written), len(slots))[at]
         if self._codec is not None:
-            form, arena = objects.form, self._arena.view
-            for entry, written in zip(entries, came, strict=True):
-                if (
-                    entry is not None and written and not entry.ready and not entry.checks
-                ):  # ours alone until then
-                    entry.checks = checksums(arena[entry.offset : entry.offset + entry.size], form.run_bytes)
+            for slot in held[came & ~self._slots.ready[held]].tolist():  # ours alone until then
+                self._checks(slot, objects.form)
         with self._lock:
-            for key, entry, written in zip(objects.keys, entries, came, strict=False):
-                if entry is None:
-                    continue
-                entry.held -= 1
-                if not entry.ready:
-                    self._coming -= 1
-                    entry.ready = written
-                    if not written or self._closed:
-                        self._forget(key, entry)
-                        continue
-                if entry.gone and not entry.held:
-                    self._free(entry)
+            noted = self._slots
+            np.subtract.at(noted.held, held, _ONE)
+            coming = ~noted.ready[held]
+            if coming.any():  # of a `reserve`, then: none is there twice
+                self._coming -= int(coming.sum())
+                noted.ready[held] |= came
+                lost = coming & (~came | self._closed)
+                for i in np.flatnonzero(lost).tolist():
+                    self._forget(objects.keys[at[i]], int(held[i]))
+                held = held[~lost]
+            for slot in set(held[noted.gone[held] & (noted.held[held] == 0)].tolist()):
+                self._free(slot)
 
-    def _checks(self, entry: _Entry, run_bytes: int) -> bytes:
-        """Of a page that is held and ready. Two threads may both make them: they are the same."""
-        if not entry.checks:
-            page = self._arena.view[entry.offset : entry.offset + entry.size]
-            entry.checks = checksums(page, run_bytes)
-        return entry.checks
+    def _checks(self, slot: int, form: Form) -> bytes:
+        """Of a page that is held, and ready or its filler's. Two threads may both make them: they are the same."""
+        checks = self._slots.checks.get(slot)
+        if checks is None:
+            offset = int(self._slots.offset[slot])
+            checks = checksums(self._arena.view[offset : offset + form.page_bytes], form.run_bytes)
+            self._slots.checks[slot] = checks
+        return checks
 
     def _compare(self, lease: Lease, objects: Objects, into: Ranges, start: int, stop: int) -> None:
         """Compares what was read with the checksums kept; what differs is corrupt, and dropped."""
         assert self._codec is not None
         form, pages = objects.form, into.view
-        for index, (at, entry) in enumerate(zip(into.starts.tolist(), lease._entries, strict=True)):
-            if entry is None:
+        for index, (at, slot) in enumerate(zip(into.starts.tolist(), lease._slots.tolist(), strict=True)):
+            if slot < 0:
                 continue
             got = pages[at + start : at + stop]
-            head = Head(objects.keys[index], 0, form.run_bytes, entry.checks)
+            head = Head(objects.keys[index], 0, form.run_bytes, self._checks(slot, form))
             outcome = unseal(head, got, start // form.run_bytes, got, self._codec)
             if outcome != Outcome.OK:
                 lease.results[index] = outcome
                 with self._lock:
-                    if self._entries.get(objects.keys[index]) is entry:
-                        self._forget(objects.keys[index], entry)
+                    if self._entries.get(objects.keys[index]) == slot:
+                        self._forget(objects.keys[index], slot)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
+import numpy as np
+
 from .host import HostTier, Lease
 from .peer_nixl import NixlArena
 from .shared import SharedMemory
@@ -233,7 +235,8 @@ class _Guest:
     def _places(self, objects: Objects) -> Lease:
         """Places for a guest's pages; none where it may only read."""
         if self._read_only:
-            return Lease(self._tier, objects, [None] * len(objects), [int(Outcome.FULL)] * len(objects))
+            none = np.full(len(objects), -1, np.int64)
+            return Lease(self._tier, objects, none, none, np.full(len(objects), Outcome.FULL, np.uint8))
         return self._tier.reserve(objects)
 
     def _reserve(self, message: Message) -> None:
