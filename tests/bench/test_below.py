@@ -25,6 +25,10 @@ def test_every_part_says_what_it_measured(
     assert first["auto"]["relative"] == first["auto"]["auto"] / first["auto"]["computed"]
     assert "race" not in report
     assert all(row["same_tokens"] for row in report["workloads"])
+    for row in report["workloads"]:
+        (off,), (on,) = row["rounds"]["off"], row["rounds"]["on"]
+        assert row["ratio"] == on / off
+        assert row["drained_s"] >= 0
     assert 0.5 < report["hits"]["kept"]
     assert report["hits"]["small_pool"] < 0.5 * report["hits"]["pool"]
     for place in ("host", "disk"):

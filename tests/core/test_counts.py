@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import ModuleType
 
 import hypothesis.strategies as st
@@ -35,6 +36,34 @@ def run(loops: ModuleType, held: np.ndarray, kept: np.ndarray, verb: str, ids: l
         return result, sorted(out[: result[1] if isinstance(result, tuple) else result].tolist())
     except ValueError as error:
         return str(error).split(" ", 2)[2]  # which of several wrong pages is named may differ
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [
+        [], (), [5], (0, 2**31 - 1), list(range(300)), [True], [1, 2.0], ["7"], [None], [-1], [2**31], [2**70], [1, -(2**70)],
+        [np.int64(3)], np.arange(3), "12", {1, 2}, range(3), None,
+    ],
+)  # fmt: skip
+def test_plain_numbers_are_read_and_nothing_else_is(given_: object) -> None:
+    found = native.plain_ids(given_)
+    assert counts.plain_ids(given_) == found
+    plain = isinstance(given_, list | tuple) and all(type(one) is int and 0 <= one < 2**31 for one in given_)
+    assert (found is not None) == plain
+    if found is not None:
+        assert np.frombuffer(found, np.int32).tolist() == list(given_)  # type: ignore[call-overload]
+
+
+def test_the_collector_walks_through_no_list_of_numbers() -> None:
+    for numbers in ([1, 2, 3], tuple(range(4, 6))):
+        again = native.unwatched(numbers)
+        assert again is numbers
+        assert counts.unwatched(numbers) is numbers
+        assert not gc.is_tracked(numbers)
+    tokens = native.unwatched([1])
+    tokens += range(1000)
+    gc.collect()
+    assert tokens == [1, *range(1000)]
 
 
 @given(calls, st.lists(st.integers(0, 2), min_size=PAGES, max_size=PAGES), st.integers(0, 2))

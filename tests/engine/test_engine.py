@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from kvloom.core import Control
 from kvloom.engine.engine import Engine
@@ -162,6 +166,19 @@ def test_a_request_that_does_not_fit_even_alone_ends_and_says_so() -> None:
     assert request.finish == "length"
 
 
+@pytest.mark.parametrize(
+    "form", [list, tuple, iter, np.array, torch.tensor, lambda ids: np.array(ids, np.uint16)]
+)
+def test_a_prompt_comes_in_any_form(form: Callable[[list[int]], Any]) -> None:
+    ids = [5, 1, 63, 0, 7]
+    request = Engine(tiny("llama"), 1 << 20).add(form(ids))
+    assert request.prompt == tuple(ids)
+    assert all(type(token) is int for token in request.tokens)
+    assert request.prompt_ids.tolist() == request.tokens == ids
+    assert request.prompt_ids.dtype == np.int32
+    assert request.prompt_ids.flags.writeable, "torch takes it as it is"
+
+
 def test_what_can_never_run_is_refused_with_the_numbers() -> None:
     model = tiny("llama")
     engine = Engine(model, 1 << 16)
@@ -171,7 +188,10 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
         engine.add([3] * 120, SamplingParams(max_tokens=20))
     with pytest.raises(ValueError, match="at least one token"):
         engine.add([])
-    for token in (64, -1):
+    assert engine.add([True, np.int64(5)]).tokens == [1, 5]  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="NoneType"):
+        engine.add([5, None])  # type: ignore[list-item]
+    for token in (64, -1, 2**31, 2**70):
         with pytest.raises(ValueError, match=rf"token {token} is none of the model's: ids go from 0 to 63"):
             engine.add([5, token, 6])
     for needs in ({"stop": "x"}, {"regex": "x"}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -297,7 +298,7 @@ def test_copies_that_lie_side_by_side_at_both_ends_are_one(seed: int) -> None:
         for at in range(0, length, size)
     ]
     assert again == list(zip(targets.tolist(), sources.tolist(), strict=True))
-    joins = zip(again, again[1:], strict=False)
+    joins = itertools.pairwise(again)
     breaks = sum((b[0] - a[0], b[1] - a[1]) != (size, size) for a, b in joins)
     assert len(runs[0]) == breaks + (count > 0), "and no more of them than there must be"
 

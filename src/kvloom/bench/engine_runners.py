@@ -11,13 +11,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from .residency import Peak
 from .shapes import SHAPES, build, hf_config
 from .workloads import Conversation
+
+if TYPE_CHECKING:
+    from kvloom.engine.lower import Lower
 
 __all__ = ["Invariant", "Kvloom", "Measured", "Options", "Runner", "Turns", "give_back", "synchronize"]
 
@@ -45,7 +48,8 @@ class Options:
 @dataclass(slots=True)
 class Measured:
     """Seconds from the first prompt's submission to the last token, what was said, and figures by name; on a CPU also
-    the seconds that all its threads and processes computed."""
+    the seconds that all its threads and processes computed. Copies to tiers that outlast the last token are not among the
+    seconds: `drained_s` of the figures says how long they took."""
 
     seconds: float
     said: Turns
@@ -151,14 +155,25 @@ class Kvloom:
                 turn, later = len(said[place]), conversations[place].later
                 if turn <= len(later):
                     running[engine.add([*request.prompt, *answer, *later[turn - 1]], params)] = place
-        synchronize(self.device)
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin  # the last token is on the host, so the device has computed it
         computed = None if self.device.startswith("cuda") else time.process_time() - processor
         # Of what requests asked for, and began with: the cache's own counts hold what preempted ones looked up again, too.
         figures = {"steps": steps, "preemptions": preemptions, "hit_rate": cached / asked}
         if first is not None and len(conversations) == 1:
             figures["first_token_s"] = first
+        if engine.lower is not None:
+            figures["drained_s"] = self._drain(engine.lower)
+        synchronize(self.device)
         return Measured(seconds, said, figures | peak.figures(), computed)
+
+    def _drain(self, lower: Lower) -> float:
+        """Wait until pages have been copied to host memory that still were when the last token came; seconds it took."""
+        began = time.perf_counter()
+        lower.take_offers()
+        while lower.holding:
+            lower.wait(0.001)
+            lower.poll()
+        return time.perf_counter() - began
 
     def close(self) -> None:
         self.engine.close()

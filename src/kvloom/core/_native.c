@@ -200,69 +200,64 @@ static const uint64_t IV[8] = {
     0x6a09e667f3bcc908u, 0xbb67ae8584caa73bu, 0x3c6ef372fe94f82bu, 0xa54ff53a5f1d36f1u,
     0x510e527fade682d1u, 0x9b05688c2b3e6c1fu, 0x1f83d9abfb41bd6bu, 0x5be0cd19137e2179u};
 
-static const uint8_t ORDER[12][16] = {
-    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    {14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3},
-    {11, 8, 12, 0, 5, 2, 15, 13, 10, 14, 3, 6, 7, 1, 9, 4},
-    {7, 9, 3, 1, 13, 12, 11, 14, 2, 6, 5, 10, 4, 0, 15, 8},
-    {9, 0, 5, 7, 2, 4, 10, 15, 14, 1, 11, 12, 6, 8, 3, 13},
-    {2, 12, 6, 10, 0, 11, 8, 3, 4, 13, 7, 5, 15, 14, 1, 9},
-    {12, 5, 1, 15, 14, 13, 4, 10, 0, 7, 6, 3, 9, 2, 8, 11},
-    {13, 11, 7, 14, 12, 1, 3, 9, 5, 0, 15, 4, 8, 6, 2, 10},
-    {6, 15, 14, 9, 11, 3, 0, 8, 12, 2, 13, 7, 1, 4, 10, 5},
-    {10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0},
-    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    {14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3}};
-
 static uint64_t load64(const uint8_t *b)
 {
-    uint64_t w = 0;
-    for (int i = 7; i >= 0; i--)
-        w = w << 8 | b[i];
+    uint64_t w;
+    memcpy(&w, b, 8);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    w = __builtin_bswap64(w);
+#endif
     return w;
 }
 
 static uint64_t turn(uint64_t w, int n) { return w >> n | w << (64 - n); }
 
-static void mix(uint64_t *v, int a, int b, int c, int d, uint64_t x, uint64_t y)
-{
-    v[a] += v[b] + x;
-    v[d] = turn(v[d] ^ v[a], 32);
-    v[c] += v[d];
-    v[b] = turn(v[b] ^ v[c], 24);
-    v[a] += v[b] + y;
-    v[d] = turn(v[d] ^ v[a], 16);
-    v[c] += v[d];
-    v[b] = turn(v[b] ^ v[c], 63);
-}
+#define MIX(a, b, c, d, x, y) \
+    a += b + m[x]; \
+    d = turn(d ^ a, 32); \
+    c += d; \
+    b = turn(b ^ c, 24); \
+    a += b + m[y]; \
+    d = turn(d ^ a, 16); \
+    c += d; \
+    b = turn(b ^ c, 63);
+
+/* The order of the words is known when this is compiled: all of the state stays in registers. */
+#define ROUND(i0, i1, i2, i3, i4, i5, i6, i7, i8, i9, ia, ib, ic, id, ie, if_) \
+    MIX(v0, v4, v8, vc, i0, i1) \
+    MIX(v1, v5, v9, vd, i2, i3) \
+    MIX(v2, v6, va, ve, i4, i5) \
+    MIX(v3, v7, vb, vf, i6, i7) \
+    MIX(v0, v5, va, vf, i8, i9) \
+    MIX(v1, v6, vb, vc, ia, ib) \
+    MIX(v2, v7, v8, vd, ic, id) \
+    MIX(v3, v4, v9, ve, ie, if_)
 
 /* One message of 80 bytes fits one block, so a link of the chain is one compression. */
 static void link_name(uint8_t name[16], const uint8_t grain[64])
 {
-    uint64_t m[16], v[16];
+    uint64_t m[16];
     m[0] = load64(name);
     m[1] = load64(name + 8);
     for (int i = 0; i < 8; i++)
         m[i + 2] = load64(grain + 8 * i);
-    memset(m + 10, 0, 6 * sizeof *m);
+    m[10] = m[11] = m[12] = m[13] = m[14] = m[15] = 0;
     uint64_t first = IV[0] ^ 0x01010000u ^ 16u;
-    memcpy(v, IV, sizeof IV);
-    memcpy(v + 8, IV, sizeof IV);
-    v[0] = first;
-    v[12] ^= 80;
-    v[14] = ~v[14];
-    for (int r = 0; r < 12; r++) {
-        const uint8_t *s = ORDER[r];
-        mix(v, 0, 4, 8, 12, m[s[0]], m[s[1]]);
-        mix(v, 1, 5, 9, 13, m[s[2]], m[s[3]]);
-        mix(v, 2, 6, 10, 14, m[s[4]], m[s[5]]);
-        mix(v, 3, 7, 11, 15, m[s[6]], m[s[7]]);
-        mix(v, 0, 5, 10, 15, m[s[8]], m[s[9]]);
-        mix(v, 1, 6, 11, 12, m[s[10]], m[s[11]]);
-        mix(v, 2, 7, 8, 13, m[s[12]], m[s[13]]);
-        mix(v, 3, 4, 9, 14, m[s[14]], m[s[15]]);
-    }
-    uint64_t out[2] = {first ^ v[0] ^ v[8], IV[1] ^ v[1] ^ v[9]};
+    uint64_t v0 = first, v1 = IV[1], v2 = IV[2], v3 = IV[3], v4 = IV[4], v5 = IV[5], v6 = IV[6], v7 = IV[7];
+    uint64_t v8 = IV[0], v9 = IV[1], va = IV[2], vb = IV[3], vc = IV[4] ^ 80, vd = IV[5], ve = ~IV[6], vf = IV[7];
+    ROUND(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+    ROUND(14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3)
+    ROUND(11, 8, 12, 0, 5, 2, 15, 13, 10, 14, 3, 6, 7, 1, 9, 4)
+    ROUND(7, 9, 3, 1, 13, 12, 11, 14, 2, 6, 5, 10, 4, 0, 15, 8)
+    ROUND(9, 0, 5, 7, 2, 4, 10, 15, 14, 1, 11, 12, 6, 8, 3, 13)
+    ROUND(2, 12, 6, 10, 0, 11, 8, 3, 4, 13, 7, 5, 15, 14, 1, 9)
+    ROUND(12, 5, 1, 15, 14, 13, 4, 10, 0, 7, 6, 3, 9, 2, 8, 11)
+    ROUND(13, 11, 7, 14, 12, 1, 3, 9, 5, 0, 15, 4, 8, 6, 2, 10)
+    ROUND(6, 15, 14, 9, 11, 3, 0, 8, 12, 2, 13, 7, 1, 4, 10, 5)
+    ROUND(10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0)
+    ROUND(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+    ROUND(14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3)
+    uint64_t out[2] = {first ^ v0 ^ v8, IV[1] ^ v1 ^ v9};
     for (int i = 0; i < 16; i++)
         name[i] = (uint8_t)(out[i / 8] >> 8 * (i % 8));
 }
@@ -304,6 +299,43 @@ static PyObject *any_negative(PyObject *self, PyObject *args)
     return PyBool_FromLong(all >> 31);
 }
 
+/* -- ids: what a caller's list of Python's numbers holds ---------------------------------------- */
+
+static PyObject *plain_ids(PyObject *self, PyObject *given)
+{
+    int is_list = PyList_CheckExact(given);
+    if (!is_list && !PyTuple_CheckExact(given))
+        Py_RETURN_NONE;
+    Py_ssize_t size = is_list ? PyList_Size(given) : PyTuple_Size(given);
+    PyObject *found = PyByteArray_FromStringAndSize(NULL, 4 * size);
+    if (found == NULL)
+        return NULL;
+    char *out = PyByteArray_AsString(found);
+    for (Py_ssize_t i = 0; i < size; i++) {
+        PyObject *one = is_list ? PyList_GetItem(given, i) : PyTuple_GetItem(given, i);
+        int beyond = 1;
+        long long id = one != NULL && PyLong_CheckExact(one) ? PyLong_AsLongLongAndOverflow(one, &beyond) : -1;
+        if (beyond || id < 0 || id > INT32_MAX) {
+            PyErr_Clear();
+            Py_DECREF(found);
+            Py_RETURN_NONE;
+        }
+        int32_t value = (int32_t)id;
+        memcpy(out + 4 * i, &value, 4);
+    }
+    return found;
+}
+
+/* What holds numbers alone is in no cycle: CPython finds that out for tuples by itself, when it has walked through them,
+   and never for lists. */
+static PyObject *unwatched(PyObject *self, PyObject *numbers)
+{
+    if (PyList_CheckExact(numbers) || PyTuple_CheckExact(numbers))
+        PyObject_GC_UnTrack(numbers);
+    Py_INCREF(numbers);
+    return numbers;
+}
+
 /* Rows named before are marked in place while looking, and unmarked again. */
 static PyObject *wrong_row(PyObject *self, PyObject *args)
 {
@@ -329,6 +361,9 @@ static PyObject *wrong_row(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"wrong_row", wrong_row, METH_VARARGS, "wrong_row(rows, open) -> place of the first bad row, or -1"},
+    {"plain_ids", plain_ids, METH_O,
+     "plain_ids(given) -> int32s of a list or tuple of plain ints from 0 on, or None for anything else"},
+    {"unwatched", unwatched, METH_O, "unwatched(numbers) -> the same, which the collector walks through no more"},
     {"any_negative", any_negative, METH_VARARGS, "any_negative(data) -> whether an int32 in data is"},
     {"lend", lend, METH_VARARGS, "lend(held, kept, ids)"},
     {"retain", retain, METH_VARARGS, "retain(held, kept, ids) -> pages that nobody held before"},

@@ -6,14 +6,17 @@ page. A call that would break a count raises ValueError naming the page, and cha
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["any_negative", "drop", "keep", "lend", "release", "retain", "wrong_row"]
+__all__ = ["any_negative", "drop", "keep", "lend", "plain_ids", "release", "retain", "unwatched", "wrong_row"]
 
 Ids = npt.NDArray[np.int32]
 Kept = npt.NDArray[np.int16]
 At = npt.NDArray[np.intp]
+Numbers = TypeVar("Numbers", list[int], tuple[int, ...])
 
 
 def lend(held: Ids, kept: Kept, ids: Ids) -> None:
@@ -67,6 +70,25 @@ def drop(held: Ids, kept: Kept, ids: Ids, out: Ids) -> int:
 def any_negative(data: bytes) -> bool:
     """Whether a run of int32s has a negative one."""
     return len(data) > 0 and bool(np.frombuffer(data, "<i4").min() < 0)
+
+
+def plain_ids(given: object) -> bytearray | None:
+    """A list or tuple of plain ints from 0 on as int32s; None for anything else, or where one does not fit."""
+    if type(given) not in (list, tuple) or not set(map(type, given)) <= {int}:  # type: ignore[call-overload]
+        return None
+    try:
+        ids = np.fromiter(given, np.int64, len(given))  # type: ignore[call-overload, arg-type]
+    except OverflowError:
+        return None
+    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
+        return None
+    return bytearray(ids.astype(np.int32).tobytes())
+
+
+def unwatched(numbers: Numbers) -> Numbers:
+    """A list or tuple that holds plain numbers for as long as it lives: the native twin spares the collector of cycles the
+    walk through it, which for long prompts costs more than making them."""
+    return numbers
 
 
 def wrong_row(rows: npt.NDArray[np.int64], is_open: npt.NDArray[np.bool_]) -> int:

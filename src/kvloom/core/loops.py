@@ -8,10 +8,32 @@ chain: Callable[[bytes, bytes], list[bytes]] | None
 """Names of whole grains, or None without the native loops."""
 
 try:
-    from ._native import any_negative, chain, drop, keep, lend, release, retain, wrong_row
+    from ._native import (
+        any_negative,
+        chain,
+        drop,
+        keep,
+        lend,
+        plain_ids,
+        release,
+        retain,
+        unwatched,
+        wrong_row,
+    )
 except ImportError:
-    from .counts import any_negative, drop, keep, lend, release, retain, wrong_row
+    from .counts import any_negative, drop, keep, lend, plain_ids, release, retain, unwatched, wrong_row
 
     chain = None
 
-__all__ = ["any_negative", "chain", "drop", "keep", "lend", "release", "retain", "wrong_row"]
+__all__ = [
+    "any_negative",
+    "chain",
+    "drop",
+    "keep",
+    "lend",
+    "plain_ids",
+    "release",
+    "retain",
+    "unwatched",
+    "wrong_row",
+]

@@ -148,14 +148,14 @@ class Engine:
         grows (some 20 µs a token), so that it can be told piece by piece. `images` are what the model's processor makes of
         each, a mapping of tensors (or pixels alone), in the order of their placeholders in the prompt."""
         params = params or SamplingParams()
-        ids = token_ids(prompt)
+        tokens, ids = token_ids(prompt)
         self._refuse(ids, params, text)
-        tokens = tuple(ids.tolist())
         control = control or Control()
         if control.lossy and (self.lower is None or not self.lower.lossy):
             control = replace(control, lossy=False)  # nothing here is re-encoded: it shares with everybody
         sight = self._look(tokens, images, control.tenant) if len(images) else None
-        request = Request(self._count, tokens, params, control, priority, sight=sight)
+        asked = ids.astype(np.int32, copy=False)
+        request = Request(self._count, tokens, params, control, priority, sight=sight, asked=asked)
         request.children = [
             Request(
                 self._count + i,

@@ -45,12 +45,15 @@ class Needs:
 
     def _slabs_of(self, request: Request) -> int:
         """The most slabs that a request fills: at its end, or while it computes the largest of its images."""
-        slabs, length, media = self._slabs_for(request.limit), *self._seeing(request)
+        slabs = self._slabs_for(request.limit)
+        if request.sight is None:
+            return slabs
+        length, media = self._seeing(request)
         blocks = sum(-(-tokens // self.cache.block_tokens) for tokens in media)
         seeing = sum(
             -(-blocks * group.runs // group.pages_per_slab) for group in self.cache.layout.of("media")
         )
-        return max(slabs, self._slabs_for(length) + seeing) if media else slabs
+        return max(slabs, self._slabs_for(length) + seeing)
 
     def _bytes_of(self, request: Request) -> int:
         """The same in bytes, by the pages alone."""

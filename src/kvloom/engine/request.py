@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import Control, Sequence, Stop
+from kvloom.core import Control, Sequence, Stop, loops
 from kvloom.models.sight import Sight
 
 from .beams import BeamSearch
@@ -25,13 +25,18 @@ __all__ = ["Finish", "Request", "SamplingParams", "token_ids"]
 SEEDS = 1 << 64
 
 
-def token_ids(given: Iterable[int]) -> npt.NDArray[Any]:
-    """Token ids as an array of integers. A list of Python's costs some 30 ns a token, for which a device may wait."""
+def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
+    """Token ids as Python's numbers and as an array of integers. A list of Python's costs a few nanoseconds a token where it
+    holds plain numbers alone; a device may wait for it."""
     held = given if isinstance(given, (list, tuple, np.ndarray)) else list(given)
+    data = loops.plain_ids(held)
+    if data is not None:
+        return loops.unwatched(tuple(held)), np.frombuffer(data, np.int32)
     try:
-        return np.fromiter(held, np.int64, len(held))
+        ids: npt.NDArray[Any] = np.fromiter(held, np.int64, len(held))
     except (OverflowError, TypeError, ValueError):  # numbers that no such array holds, or something else
-        return np.array([int(token) for token in held], dtype=object)
+        ids = np.array([int(token) for token in held], dtype=object)
+    return tuple(ids.tolist()), ids
 
 
 @dataclass(slots=True, eq=False)
@@ -94,10 +99,11 @@ class Request:
     """Sorts first what runs first."""
     limit: int = field(init=False)
     """Tokens that it may come to have."""
-    _prompt_ids: npt.NDArray[np.int32] | None = field(init=False, repr=False, default=None)
+    asked: npt.NDArray[np.int32] | None = field(repr=False, default=None)
+    """The prompt as an array, where whoever made the request had one: see `prompt_ids`."""
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+        self.tokens = loops.unwatched(list(self.prompt))
         self.rank = -self.priority, self.order
         self.limit = len(self.prompt) + self.params.max_tokens
         self.waits = self.params.needs_last_token
@@ -120,9 +126,9 @@ class Request:
     def prompt_ids(self) -> npt.NDArray[np.int32]:
         """The prompt as an array, which all answers to it share: made when it is first wanted, as the device may be busy then."""
         first = self.parent or self
-        if first._prompt_ids is None:
-            first._prompt_ids = np.array(first.prompt, np.int32)
-        return first._prompt_ids
+        if first.asked is None:
+            first.asked = np.array(first.prompt, np.int32)
+        return first.asked
 
     @property
     def asking(self) -> Control:
