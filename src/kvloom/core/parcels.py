@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 from .layout import GRAIN
 from .naming import Teller
 from .nodes import Checkpoint, Node
@@ -119,10 +117,10 @@ class Parcels:
 
     def _row_names(self, node: Node, first: int, last: int) -> list[bytes]:
         """The names of the prefixes that end where some of the node's rows do."""
-        base = node.start // self.block
-        grains, before = self.teller.names(node), node.start // GRAIN
-        ends = np.minimum((np.arange(first, last) + base + 1) * self.block, node.end).tolist()
-        return [
-            grains[end // GRAIN - before - 1] if end % GRAIN == 0 else self.teller.name_at(node, end)
-            for end in ends
-        ]
+        base, each = node.start // self.block, self.block // GRAIN
+        whole = max(
+            first, min(last, node.end // self.block - base)
+        )  # rows whose tokens end where a block does
+        start = (base + first + 1) * each - node.start // GRAIN - 1
+        names = self.teller.names(node)[start : start + (whole - first) * each : each]
+        return names if whole == last else [*names, self.teller.name_at(node, node.end)]

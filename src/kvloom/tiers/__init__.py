@@ -5,7 +5,8 @@ See docs/tiers.md. Nothing here imports torch; the disk tier needs the package x
 
 from .codec import Compression
 from .disk import DiskConfig, DiskTier
-from .host import HostConfig, HostTier, Lease
+from .host import HostConfig, HostTier
+from .lease import Lease
 from .tier import Form, Objects, Ranges, Tier, TierError
 from .transfer import Outcome, TierStats, Transfer
 

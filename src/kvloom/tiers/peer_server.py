@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from .host import HostTier, Lease
+from .host import HostTier
+from .lease import Lease
 from .peer_nixl import NixlArena
 from .shared import SharedMemory
 from .tier import KEY_BYTES, Form, Objects

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .host import Lease
+from .lease import Lease
 from .tier import Objects
 from .transfer import Transfer
 
