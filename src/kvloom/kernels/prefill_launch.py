@@ -26,6 +26,8 @@ __all__ = [
 SPANS = {"full": 0, "sliding": 1, "chunked": 2}
 MERGE_ROWS = 32
 JOIN_ROWS = 16
+FEW_TILES = 4
+"""Tiles of a window up to which all are checked: loops of one or two each would wait for every one."""
 
 
 def attend_blocks(
@@ -126,7 +128,8 @@ def attend_gathered(
         _descriptor(flat_v, tile.tokens, v_dim), out, lse, blocks, q if sinks is None else sinks,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *lse.stride(), scale,
         HEADS=heads, GROUP=q.shape[1] // heads, DK0=dk0, DK1=dk1, DV=v_dim, BM=tile.rows, BN=tile.tokens, CAUSAL=causal,
-        SPAN=SPANS[span.kind], SIZE=span.size, SINK=sinks is not None, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        SPAN=SPANS[span.kind], SIZE=span.size, FEW=span.windowed and span.size <= FEW_TILES * tile.tokens,
+        SINK=sinks is not None, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

@@ -92,10 +92,12 @@ def _gathered_step(
 def attend_gathered(
     Q, K0, K1, V, OUT, LSE, LIST, SINKS, q_token, q_head, out_token, out_head, lse_token, lse_head, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, FEW: tl.constexpr, SINK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Blocks over K and V that lie as [tokens, heads * dim], read by tensor descriptors: grid (blocks * HEADS). Positions count
-    from a sequence's first token in K: under a window its first query's first visible one."""
+    from a sequence's first token in K: under a window its first query's first visible one. A window of FEW tiles is one
+    loop, in which each is checked."""
     head = tl.program_id(0) % HEADS
     block = LIST + tl.program_id(0) // HEADS * SPAN_WIDTH
     row0 = tl.load(block)
@@ -132,6 +134,8 @@ def attend_gathered(
     rest = begin + (tokens - begin) // BN * BN  # the sequence's last tokens, less than a tile
     clear_from = tl.minimum(begin + tl.cdiv(all_from - begin, BN) * BN, rest)
     clear_to = tl.maximum(begin + (all_to - begin) // BN * BN, clear_from)
+    if FEW:
+        clear_from = tl.minimum(end, rest)
     peak = tl.full([BM], float("-inf"), tl.float32)
     weight = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DV], tl.float32)
@@ -144,16 +148,17 @@ def attend_gathered(
                 i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
                 DK0, DK1, BM, BN, True, True, False,
             )  # fmt: skip
-    for i in tl.range(clear_from, clear_to, BN, num_stages=STAGES):
-        peak, weight, acc = _gathered_step(
-            i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
-            DK0, DK1, BM, BN, False, False, False,
-        )  # fmt: skip
-    for i in tl.range(clear_to, tl.minimum(end, rest), BN, num_stages=STAGES):
-        peak, weight, acc = _gathered_step(
-            i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
-            DK0, DK1, BM, BN, SPAN > 0, True, False,
-        )  # fmt: skip
+    if not FEW:
+        for i in tl.range(clear_from, clear_to, BN, num_stages=STAGES):
+            peak, weight, acc = _gathered_step(
+                i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
+                DK0, DK1, BM, BN, False, False, False,
+            )  # fmt: skip
+        for i in tl.range(clear_to, tl.minimum(end, rest), BN, num_stages=STAGES):
+            peak, weight, acc = _gathered_step(
+                i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
+                DK0, DK1, BM, BN, SPAN > 0, True, False,
+            )  # fmt: skip
     if rest < end:
         peak, weight, acc = _gathered_step(
             rest, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
