@@ -143,7 +143,7 @@ class Stage:
         self._last = torch.arange(rows, device=self.device)
         self._sent = torch.zeros(most, dtype=torch.int32, device=self.device)
         self._host = [torch.zeros(most, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
-        self._read = [torch.cuda.Event() for _ in range(2)] if cuda else []  # by the device, each of them
+        self._read = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
