@@ -64,7 +64,7 @@ def _dead_tokens(
     dead = outside * block + _once(table[rows[some], high[some] - 1], high[some] * block - lengths[some])
     if span.windowed:
         dead += _once(table[rows[some], low[some]], first[some] - low[some] * block)
-    return dead
+    return int(dead)
 
 
 def _once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
