@@ -26,7 +26,7 @@ Ids = npt.NDArray[np.int32]
 def waste(cache: KVCache) -> tuple[int, float]:
     """Bytes of pages that running sequences hold, and the share of them that is waste (see the module). What several hold
     counts once. Free pages in lent slabs are not counted: others get them. O(rows and their blocks)."""
-    rows = np.array(cache.rows.open_rows(), dtype=np.intp)
+    rows = np.flatnonzero(cache.rows.blocks)
     layout = cache.layout
     held = sum(c.held_pages * (layout.slab_bytes // c.per_slab) for c in cache.pool.classes)
     if not held or not rows.size:
@@ -81,7 +81,7 @@ class Peak:
 
     SHARE = 0.01
     """Of the time at most this much goes into looking."""
-    NEAR = 0.9
+    NEAR = 0.95
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -94,7 +94,7 @@ class Peak:
         begin = time.perf_counter()
         if begin < self._next:
             return
-        self._running = max(self._running, len(self._cache.rows.open_rows()))
+        self._running = max(self._running, int(np.count_nonzero(self._cache.rows.blocks)))
         self._seen.append(waste(self._cache))
         end = time.perf_counter()
         self._next = end + (end - begin) / self.SHARE
