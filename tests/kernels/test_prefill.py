@@ -380,6 +380,9 @@ def test_the_rule_follows_what_backends_take() -> None:
 
     long = Rows.of([0, 8192], [8192])
     assert choose(shape, long, one, half, True, True) == "cudnn"
+    assert choose(shape, Rows.of([0, 8192], [24576]), one, half, True, True) == "cudnn"
+    assert choose(shape, Rows.of([0, 8192], [8208]), one, half, True, True) == "descriptors"  # comes once
+    assert choose(shape, Rows.of([0, 3152], [11344]), one, half, True, True) == "descriptors"
     assert choose(shape, long, one, half, True, False) == "descriptors"
     assert choose(shape, long, one, half, False, True) == "pages"
     assert choose(shape, long, one[:0], half, True, True) == "pages"

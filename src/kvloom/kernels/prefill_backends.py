@@ -8,9 +8,10 @@
 
 Of a windowed row only what some query of the step sees is gathered. What a span never cuts in a step counts as full.
 
-cuDNN prepares a plan for every new size it meets, which takes it tens of milliseconds. So sizes are rounded: a batch's
-causal part begins at a rounded token (the queries before the first real one are computed and dropped) and has a
-rounded length, and what lies before is attended to without a mask and merged.
+cuDNN prepares a plan for every new size it meets, which takes it 40 milliseconds on the host. So it is chosen for even sizes
+alone, as chunks of long prompts have them: others come once, and gain nothing by it. Where it is named as the backend, sizes
+are rounded: a batch's causal part begins at a rounded token (the queries before the first real one are computed and
+dropped) and has a rounded length, and what lies before is attended to without a mask and merged.
 
     cached tokens              |  new tokens                       a row of `own` cached and `queries` new tokens
     |---- whole ------|--- skip ---|---- queries ----|-- pad --|   whole and skip + queries + pad are rounded
@@ -153,7 +154,8 @@ def choose(
     if cudnn and not span.windowed and pairs >= CUDNN_WORK:
         groups = groups_of(rows, chosen)
         tiles = [len(group.rows) * shape.heads * -(-group.causal // 128) for group in groups]
-        if len(groups) <= CUDNN_GROUPS and min(tiles) >= CUDNN_TILES:
+        even = all(group.exact for group in groups)
+        if even and len(groups) <= CUDNN_GROUPS and min(tiles) >= CUDNN_TILES:
             return "cudnn"
     return "descriptors" if pairs >= (WIDE_WORK if shape.k_dim > 128 else DESCRIPTOR_WORK) else "pages"
 

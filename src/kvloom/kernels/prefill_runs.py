@@ -38,14 +38,17 @@ class Runs:
     def __init__(self, shape: Shape, span: Span, tile: BlockTile, device: torch.device) -> None:
         self.shape, self.span, self.tile, self.device = shape, span, tile, device
         self._listed: dict[bool, _Listed] = {}
+        self._fresh: bool | None = None  # whether no row has anything cached
 
     def attend(
         self, rows: Rows, chosen: Ints, call: Call, new_k: torch.Tensor | None, new_v: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the `chosen` rows. `new_k` and `new_v`: the new tokens' keys and values, where they are at hand."""
         out, lse = call.results()
+        if self._fresh is None:
+            self._fresh = not rows.owns[chosen].any()
         k = v = None
-        if not rows.owns[chosen].any() and new_k is not None and new_v is not None:
+        if self._fresh and new_k is not None and new_v is not None:
             if launch.described(new_k) and launch.described(new_v):
                 k, v = new_k, new_v
         at_hand = k is not None
