@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kvloom.core import Span
+from kvloom.kernels import prefill_backends
 from kvloom.kernels.dense import attend_dense, merge
-from kvloom.kernels.prefill_backends import BlockTile, Rows, block_list, choose, groups_of
+from kvloom.kernels.prefill_backends import BlockTile, Rows, block_list, groups_of
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import Shape
 
@@ -238,6 +239,74 @@ def test_descriptors() -> None:
             check(batch, mask, backend="descriptors", gathered_tile=tile)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("kind", ["full", "sliding", "chunked"])
+def test_random_rows_by_descriptors(
+    dims: tuple[int, int], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tile of the rule on a GPU, a small one in the interpreter; rows that begin in the middle of pages and tiles."""
+    for seed in range(6 if GPU else 2):
+        rng = np.random.default_rng([seed, *dims, len(kind)])
+        monkeypatch.setattr(prefill_launch, "FEW_TILES", (0, 4)[seed % 2])  # loops of both kinds
+        scale = 8 if GPU else 1
+        queries = [int(n) * (scale if n > 1 else 1) for n in rng.choice([0, 1, 2, 13, 29, 40], 4)] + [21]
+        cached = [int(n) * scale for n in rng.choice([0, 1, 16, 50, 75], 5)]
+        lengths = [a + b for a, b in zip(queries, cached, strict=True)]
+        # From less than a tile's tokens to more than most rows have.
+        span = Span(kind, 0 if kind == "full" else int(rng.choice([1, 7, 16, 30, 61])) * scale)
+        shape = Shape(*((2, 1), (4, 2), (6, 2))[seed % 3], *dims, dtype=HALF)
+        batch = Batch(shape, lengths, queries, span, order=("NHD", "HND")[seed % 2], dtype=HALF, seed=seed)
+        sinks = torch.randn(shape.heads).to(DEVICE) if rng.random() < 0.5 else None
+        tile = None if GPU else TINY
+        check(batch, Mask(span, sinks=sinks), backend="descriptors", gathered_tile=tile)
+
+
+@pytest.mark.parametrize("span", [FULL, Span("sliding", 20), Span("chunked", 24)], ids=str)
+def test_new_tokens_at_hand_are_read_where_they_lie(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = []
+    gather = prefill_launch.gather
+    monkeypatch.setattr(prefill_launch, "gather", lambda *args: gathered.append(gather(*args)))
+    shape = Shape(4, 2, 64, 64, dtype=HALF)
+    prompts = Batch(shape, [37, 0, 1, 52], [37, 0, 1, 52], span, dtype=HALF)
+    after = Batch(shape, [37, 60], [37, 52], span, dtype=HALF)  # cached tokens are in pages alone
+    for batch, new, copies in ((prompts, True, 0), (prompts, False, 1), (after, True, 1)):
+        gathered.clear()
+        check(batch, backend="descriptors", gathered_tile=None if GPU else TINY, new=new)
+        assert len(gathered) == copies
+
+
+def test_new_tokens_may_be_part_of_something_wider() -> None:
+    batch = Batch(Shape(4, 2, 64, 64, dtype=HALF), [37, 52], [37, 52], dtype=HALF)
+    plan = PrefillPlan(batch.shape, FULL, DEVICE, backend="descriptors", gathered_tile=None if GPU else TINY)
+    plan.make(batch.starts.tolist(), batch.lengths)
+    wide = torch.full(
+        (89, 6, 64), math.nan, dtype=HALF, device=DEVICE
+    )  # as one product for q, k and v leaves them
+    views = [wide[:, 2:4], wide[:, 4:]]
+    for view, new in zip(views, new_tokens(batch), strict=True):
+        view.copy_(new)
+    batch.k.fill_(math.nan)  # nobody looks there
+    expected = attend_dense(*(x.double().cpu() for x in (batch.q, *views)), batch.starts.tolist())
+    found = plan.attend(batch.q, batch.k, batch.v, batch.tables, new_k=views[0], new_v=views[1])
+    agree(found, expected, TOLERANCE[HALF])
+    assert not prefill_launch.described(wide[:, :, :32])  # heads apart
+    assert not prefill_launch.described(wide[:, 1:3, 4:])
+    assert not prefill_launch.described(
+        wide.view(89, -1)[:, 3:131].view(89, 2, 64)
+    )  # no multiple of 16 bytes
+
+
+def test_a_row_of_nans_does_not_spoil_the_one_before_it_in_a_window() -> None:
+    span = Span("sliding", 30)
+    batch = Batch(Shape(2, 1, 64, 64, dtype=HALF), [70, 45], [41, 45], span, dtype=HALF)
+    pages = batch.tables[1].long()
+    tile = None if GPU else TINY
+    exact = batch.expected(Mask(span))
+    batch.k[pages[pages > 0]], batch.v[pages[pages > 0]] = math.nan, math.inf
+    out, lse = run(batch, Mask(span), backend="descriptors", gathered_tile=tile)
+    agree((out[:41], lse[:41]), (exact[0][:41], exact[1][:41]), TOLERANCE[HALF])
+
+
 @pytest.fixture
 def batched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """On a CPU torch plays cuDNN's part; the sizes that it was called with."""
@@ -305,18 +374,44 @@ def test_sizes_for_cudnn_are_few_and_enough() -> None:
 def test_the_rule_follows_what_backends_take() -> None:
     shape = Shape(32, 8, 128, 128)
     half, all_rows, one = torch.bfloat16, np.arange(8), np.arange(1)
+
+    def choose(*args: object, span: Span = FULL) -> str:
+        return prefill_backends.choose(*args[:4], span, *args[4:])  # type: ignore[arg-type]
+
     long = Rows.of([0, 8192], [8192])
     assert choose(shape, long, one, half, True, True) == "cudnn"
+    assert choose(shape, Rows.of([0, 8192], [24576]), one, half, True, True) == "cudnn"
+    assert choose(shape, Rows.of([0, 8192], [8208]), one, half, True, True) == "descriptors"  # comes once
+    assert choose(shape, Rows.of([0, 3152], [11344]), one, half, True, True) == "descriptors"
     assert choose(shape, long, one, half, True, False) == "descriptors"
     assert choose(shape, long, one, half, False, True) == "pages"
     assert choose(shape, long, one[:0], half, True, True) == "pages"
     assert choose(shape, long, one, torch.float32, True, True) == "pages"
     assert choose(Shape(32, 8, 80, 80), long, one, half, True, True) == "pages"
+    window = Span("sliding", 4096)
+    assert choose(shape, long, one, half, True, True, span=window) == "descriptors"
+    assert choose(shape, long, one, half, False, True, span=window) == "pages"
+    assert choose(shape, long, one, half, True, True, span=Span("sliding", 128)) == "pages"  # few pairs
+    assert choose(shape, long, one, half, True, True, span=Span("chunked", 128)) == "pages"
+    deep, prompts = Shape(16, 8, 256, 256), Rows.of(np.arange(9) * 1024, [1024] * 8)
+    assert choose(deep, prompts, all_rows, half, True, True) == "descriptors"
+    assert choose(deep, Rows.of([0, 256], [256]), one, half, True, True) == "pages"
     assert choose(shape, Rows.of([0, 64], [64]), one, half, True, True) == "pages"
     mixed = Rows.of(np.arange(9) * 700, np.arange(8) * 1000 + 700)
     assert choose(shape, mixed, all_rows, half, True, True) == "descriptors"
     assert Rows.of([0, 4], [1024]).whole(Span("sliding", 1024))
     assert not Rows.of([0, 4], [1025]).whole(Span("sliding", 1024))
+
+
+@pytest.mark.parametrize("span", [FULL, Span("sliding", 5), Span("chunked", 6)], ids=str)
+def test_pairs_are_counted_as_they_are_seen(span: Span) -> None:
+    rows = Rows.of([0, 3, 3, 20, 21], [9, 4, 17, 100])
+    each = [
+        sum(p + 1 - span.first_visible(p) for p in range(length - count, length))
+        for length, count in zip(rows.lengths.tolist(), rows.queries.tolist(), strict=True)
+    ]
+    assert rows.pairs(span) == sum(each)
+    assert rows.pairs(span, np.array([0, 2])) == each[0] + each[2]
 
 
 def test_short_rows_go_over_pages_beside_the_others(
@@ -403,7 +498,11 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
         plan.attend(*call)
     plan = PrefillPlan(shape, Span("sliding", 8), device=DEVICE, backend="descriptors")
     plan.make([0, 4], [20])
-    with pytest.raises(ValueError, match="causal attention only"):
+    with pytest.raises(ValueError, match="descriptors takes no softcap"):
+        plan.attend(*call, Mask(Span("sliding", 8), 5.0))
+    plan = PrefillPlan(shape, Span("sliding", 8), device=DEVICE, backend="cudnn")
+    plan.make([0, 4], [20])
+    with pytest.raises(ValueError, match="cudnn takes full attention only, not sliding 8"):
         plan.attend(*call, Mask(Span("sliding", 8)))
     with pytest.raises(ValueError, match="starts end at 3"):
         attend_dense(batch.q, batch.q, batch.q, [0, 3])

@@ -169,3 +169,20 @@ def test_a_step_that_is_filled_up_is_the_same_with_nobody_after_it() -> None:
             assert torch.equal(
                 filled.tables[group][:, :3, : plain.tables[group].shape[2]], plain.tables[group]
             )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device that falls behind")
+def test_steps_reach_a_device_that_is_behind_as_they_were_sent() -> None:
+    cache = make_cache()
+    stage = Stage(cache, "cuda", 200, 6)
+    sequence = cache.open(cache.match(np.zeros(0, np.int32)))
+    torch.cuda._sleep(1 << 28)  # a tenth of a second or more
+    came = []
+    for step in range(6):
+        assert not sequence.extend(3)
+        came.append(stage.lay_out([Work(sequence, np.full(3, step + 7))]))
+        torch.cuda._sleep(1 << 24)
+        sequence.commit(np.full(3, step + 7, np.int32))
+    for step, batch in enumerate(came):
+        assert batch.tokens.tolist() == [step + 7] * 3
+        assert batch.positions.tolist() == list(range(3 * step, 3 * step + 3))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,15 +46,50 @@ DECODE = (
     (16, 131072),
 )
 SHARED = ((64, 8192, 256), (256, 4096, 128), (32, 32768, 512))
-PREFILL = ((1, 8192, 0), (1, 16384, 0), (4, 2048, 6144), (16, 512, 4096))
 LATENT = ((32, 4096), (128, 2048))
 LATENT_HEADS, LATENT_DIM, LATENT_VALUES = 128, 576, 512
 """DeepSeek-V3's: every head reads one latent of 512, and 64 more for positions."""
 
 
-def layer_pool(pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """A prefill step: rows of new tokens after cached ones, in a layer of such heads."""
+
+    batch: int
+    new: int
+    cached: int
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    dim: int = DIM
+    window: int | None = None
+
+    @property
+    def span(self) -> Span:
+        return Span("full") if self.window is None else Span("sliding", self.window)
+
+    def __str__(self) -> str:
+        work = f"{self.batch} x {self.new} after {self.cached}"
+        if (self.heads, self.kv_heads, self.dim) != (HEADS, KV_HEADS, DIM):
+            work += f", {self.heads} over {self.kv_heads} heads of {self.dim}"
+        return work if self.window is None else f"{work}, window {self.window}"
+
+
+PREFILL = (
+    Prompts(1, 8192, 0),
+    Prompts(1, 16384, 0),
+    Prompts(4, 2048, 6144),
+    Prompts(16, 512, 4096),
+    Prompts(1, 8192, 8192, window=4096),
+    Prompts(8, 1024, 0, 16, 8, 256),
+    Prompts(1, 8192, 8192, 16, 8, 256, 1024),
+    Prompts(1, 8192, 8192, 64, 8, 64, 128),
+)
+"""Llama-3.1-8B's heads, Mistral-7B's window, Gemma-3-12B's and gpt-oss's windowed layers."""
+
+
+def layer_pool(pages: int, kv_heads: int = KV_HEADS, dim: int = DIM) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one layer of random pages, as [pages, tokens, heads, dim] views."""
-    pool = torch.empty((pages, LAYERS, 2, BLOCK, KV_HEADS, DIM), dtype=torch.bfloat16, device="cuda")
+    pool = torch.empty((pages, LAYERS, 2, BLOCK, kv_heads, dim), dtype=torch.bfloat16, device="cuda")
     for part in torch.split(pool, 4096):
         part.normal_()
     return pool[:, 0, 0], pool[:, 0, 1]
@@ -68,8 +104,8 @@ def _tables(lengths: Sequence[int], block: int = BLOCK) -> tuple[torch.Tensor, i
     return tables.cuda(), sum(blocks) + 1
 
 
-def _queries(rows: int) -> torch.Tensor:
-    return torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+def _queries(rows: int, heads: int = HEADS, dim: int = DIM) -> torch.Tensor:
+    return torch.randn(rows, heads, dim, dtype=torch.bfloat16, device="cuda")
 
 
 def _ints(values: Iterable[int]) -> torch.Tensor:
@@ -210,14 +246,17 @@ def shared_floor(batch: int, prefix: int, own: int) -> float:
 def prefill_rows(rounds: int) -> Iterator[Row]:
     from kvloom.kernels.libraries import installed
     from kvloom.kernels.prefill import PrefillPlan
+    from kvloom.kernels.prefill_backends import Rows
     from kvloom.kernels.shapes import Shape
 
-    shape = Shape(HEADS, KV_HEADS, DIM, DIM, BLOCK)
-    for batch, new, cached in PREFILL:
-        lengths, starts = [new + cached] * batch, [row * new for row in range(batch + 1)]
+    for work in PREFILL:
+        heads, kv_heads, dim = work.heads, work.kv_heads, work.dim
+        shape = Shape(heads, kv_heads, dim, dim, BLOCK)
+        lengths = [work.new + work.cached] * work.batch
+        starts = [row * work.new for row in range(work.batch + 1)]
         tables, pages = _tables(lengths)
-        k, v = layer_pool(pages)
-        q = _queries(batch * new)
+        k, v = layer_pool(pages, kv_heads, dim)
+        q = _queries(work.batch * work.new, heads, dim)
         calls: dict[str, Call] = {}
         ways: dict[str, dict[str, Any]] = {
             "kvloom": {},
@@ -228,16 +267,16 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
         if not installed():
             del ways["kvloom, alone"]
         for label, options in ways.items():
-            plan = PrefillPlan(shape, **options)
+            plan = PrefillPlan(shape, work.span, **options)
             plan.make(starts, lengths)
             calls[label] = partial(plan.attend, q, k, v, tables)
-        peers = prefill_peers(q, k, v, tables, starts, lengths)
-        flops = 4 * HEADS * DIM * batch * (new * cached + new * new / 2)
+        peers = prefill_peers(q, k, v, tables, starts, lengths, work.window)
+        flops = 4 * heads * dim * Rows.of(starts, lengths).pairs(work.span)
         us = timed(calls | peers, rounds, 3)
         note = ", ".join(f"{name} {flops / took / 1e6:.0f} TFLOP/s" for name, took in us.items())
         if peers:
             note += "; " + agreement({"kvloom": calls["kvloom"], **peers})
-        yield Row("prefill", f"{batch} x {new} after {cached}", flops / FLOP_RATE * 1e6, us, note)
+        yield Row("prefill", str(work), flops / FLOP_RATE * 1e6, us, note)
         del k, v, calls, peers
 
 

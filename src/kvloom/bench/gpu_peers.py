@@ -159,18 +159,19 @@ def prefill_peers(
     tables: torch.Tensor,
     starts: list[int],
     lengths: list[int],
+    window: int | None = None,
 ) -> dict[str, Call]:
     """Packed rows, causal, over pages."""
     device, calls = q.device, dict[str, Call]()
     longest = max(end - begin for begin, end in pairwise(starts))
     begins = torch.tensor(starts, dtype=torch.int32, device=device)
     flash = _flash3(
-        q, k, v, tables, begins, torch.tensor(lengths, dtype=torch.int32, device=device), longest, 0
+        q, k, v, tables, begins, torch.tensor(lengths, dtype=torch.int32, device=device), longest, 0, window
     )
     if flash is not None:
         calls["FlashAttention-3"] = flash
     flashinfer = _library("flashinfer")
-    if flashinfer is not None:
+    if flashinfer is not None and window is None:
         bounds, ids, last = _page_lists(tables, lengths, k.shape[1])
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             torch.zeros(WORKSPACE, dtype=torch.uint8, device=device), "NHD"

@@ -132,7 +132,9 @@ class Engine:
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels and capture graphs now, so that no request waits for them; on a CPU there are none."""
-        self.runner.warm()
+        tokens, seconds = self.runner.warm()
+        if self.lower is not None:
+            self.lower.computed(tokens, seconds)
         self.runner.capture(progress)
 
     def add(

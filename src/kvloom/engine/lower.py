@@ -140,33 +140,33 @@ class Lower:
             if not self._may(request, match):
                 return False
             trip = self._trips[request] = Trip(request)
-        if trip.heading:
+        if trip.phase == "heads":
             self._coming(trip)
             return True  # where it goes on from is found with the next match
-        if not trip.jumping:
+        if trip.phase != "jumps":
             self._fetching.seek(trip, match)
             trip.front = match.resume
             tokens = self._pace(trip)
             if tokens is not None:
                 if trip.found and not trip.headed and self._copy_head(trip, match):
                     return True
-                trip.racing, trip.stop = tokens > 0, trip.front + tokens
+                trip.phase, trip.stop = "races" if tokens else "waits", trip.front + tokens
                 return not tokens
-        trip.racing = False
+            trip.phase = "waits"
         return self._copy(trip, match) if trip.arrival is None else self._coming(trip)
 
     def _copy_head(self, trip: Trip, match: Match) -> bool:
         """Copy what host memory has of a prompt's head while its tail comes from below, once; whether there is any."""
-        trip.headed = trip.heading = True
+        trip.headed, trip.phase = True, "heads"
         if self._copy(trip, match):
             return True
-        trip.heading = False
+        trip.phase = "waits"
         return trip.front > match.resume  # it came at once
 
     def lacks_room(self, request: Request) -> bool:
         """Whether a request's pages could come if there were room for them in the pool."""
         trip = self._trips.get(request)
-        return trip is not None and trip.arrival is None and not (trip.racing or trip.jumping)
+        return trip is not None and trip.arrival is None and trip.phase == "waits"
 
     def stop_at(self, request: Request) -> int | None:
         """Where a request that computes its head should look again for the tail that comes from below, if that is ahead."""
@@ -177,7 +177,7 @@ class Lower:
         """Whether a running request computes nothing now, because what its prompt lacks comes sooner. Asked once a step: how
         far it computes else is `stop_at`."""
         trip = self._trips.get(request)
-        if trip is None or not trip.racing:
+        if trip is None or trip.phase != "races":
             return False
         trip.front = request.computed
         tokens = self._pace(trip)
@@ -189,7 +189,7 @@ class Lower:
         trip = self._trips.get(request)
         if (
             trip is None
-            or not trip.racing
+            or trip.phase != "races"
             or (self._fetching.seek(trip, None) and trip.low > request.computed)
         ):
             return False
@@ -199,10 +199,11 @@ class Lower:
             if not trip.strips:
                 self.forget(request)  # nothing came
             return False
-        trip.jumping = request.computed >= trip.low
-        if trip.jumping:
-            self._fetching.let_go(trip)
-        return trip.jumping
+        if request.computed < trip.low:
+            return False
+        trip.phase = "jumps"
+        self._fetching.let_go(trip)
+        return True
 
     def _pace(self, trip: Trip) -> int | None:
         now = time.monotonic()
@@ -221,12 +222,12 @@ class Lower:
             return False
         if trip.arrival is not None:
             return not all(event.query() for event in trip.events)
-        return not trip.jumping and self._pace(trip) == 0
+        return trip.phase != "jumps" and self._pace(trip) == 0
 
     def began(self, request: Request) -> None:
         """A request computes now: nothing more is looked for until it has to begin again."""
         request.looked_below = True
-        if (trip := self._trips.get(request)) is not None and not trip.racing:
+        if (trip := self._trips.get(request)) is not None and trip.phase != "races":
             self.forget(request)
 
     def forget(self, request: Request) -> None:
@@ -252,7 +253,7 @@ class Lower:
                 [self.host.lookup(self._fetching.asked(question, trip)) for question in questions]
             )
         tokens = prospect.point - match.resume
-        if tokens <= 0 and trip.heading:
+        if tokens <= 0 and trip.phase == "heads":
             return False
         if tokens <= 0:
             trip.request.lacking = trip.request.lacking or prospect.lacking
@@ -311,8 +312,8 @@ class Lower:
         return self._done(trip)
 
     def _done(self, trip: Trip) -> bool:
-        if trip.heading:  # its tail is still to come
-            trip.heading = False
+        if trip.phase == "heads":  # its tail is still to come
+            trip.phase = "waits"
             return False
         self._trips.pop(trip.request, None)
         trip.request.looked_below = True
@@ -359,7 +360,7 @@ class Lower:
             if not self._fetching.seek(trip, None) and trip.hint:
                 self.counts["hinted"] += 1
                 del self._trips[trip.request]
-            elif trip.racing and trip.prospect is not None and trip.found:
+            elif trip.phase == "races" and trip.prospect is not None and trip.found:
                 if trip.prospect.point - trip.request.computed < self.cache.block_tokens:
                     self.forget(trip.request)  # it was computed meanwhile
 

@@ -142,29 +142,32 @@ class Runner:
         """Compute a step; the logits after every token of it ([tokens, vocabulary]), in the order of the packed row."""
         return self._forward(self.stage.lay_out(works, self.chosen), None)
 
-    def warm(self) -> None:
-        """Run steps like those to come, on pages that are given back: kernels are compiled now, not while someone waits.
-        Does nothing on a CPU, which compiles none."""
+    def warm(self) -> tuple[int, float]:
+        """Run steps like those to come, on pages that are given back: kernels are compiled now, not while someone waits. How many
+        tokens of a prompt the last of them had, and the seconds it took. Does nothing on a CPU, which compiles none."""
         if self.device.type != "cuda":
-            return
+            return 0, 0.0
         limit = min(self.tokens, self._cache.max_tokens // 2)
         self._try([[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit)
         self._try([[limit // 16], [limit // 4]], limit)  # alone, and so few that their attention is cut
-        if self.strips is not None:
-            torch.cuda.synchronize(self.device)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            began = time.perf_counter()
-            begin.record()
-            self._try([[limit]], limit)  # once more, with nothing left to compile
-            host = time.perf_counter() - began
-            end.record()
-            end.synchronize()
-            self.strips.limit(limit, host, begin.elapsed_time(end) / 1e3)
+        self._try([[limit], [limit]], limit)  # as the chunks of a long prompt
         torch.cuda.synchronize(self.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began = time.perf_counter()
+        begin.record()
+        tokens = self._try([[limit]], limit)  # once more, with nothing left to compile
+        host = time.perf_counter() - began
+        end.record()
+        end.synchronize()
+        if tokens and self.strips is not None:
+            self.strips.limit(tokens, host, begin.elapsed_time(end) / 1e3)
+        return tokens, time.perf_counter() - began
 
-    def _try(self, shapes: list[list[int]], limit: int) -> None:
-        """Run steps of up to `limit` tokens, each of so many of the same sequences' next tokens, as far as there is room."""
+    def _try(self, shapes: list[list[int]], limit: int) -> int:
+        """Run steps of up to `limit` tokens, each of so many of the same sequences' next tokens, as far as there is room; how
+        many tokens there were."""
         open_: dict[int, Sequence] = {}
+        done = 0
         for counts in shapes:
             works, left = [], limit
             for place, count in enumerate(counts[: self.rows]):
@@ -185,9 +188,11 @@ class Runner:
                 self.run(works)
             for work in works:
                 work.sequence.commit(work.tokens.astype(np.int32))
+                done += len(work.tokens)
         for sequence in open_.values():
             sequence.close()
         self._cache.take_copies()
+        return done
 
     def try_replay(self) -> None:
         """Run, without a graph, the step of as many single tokens as there may be, all of nobody's."""

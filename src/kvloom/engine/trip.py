@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -34,9 +35,9 @@ class Strip:
 class Trip:
     """A request's pages on their way; a `hint` is of one that has not come yet, and ends in host memory. `below`: which lane has
     what is not in host memory, `fetched` how many of the needed came from each. `strips` come one after the other, the end of
-    the prompt first: from token `low` on all has come. Meanwhile the request may compute from its `front`, up to `stop`
-    (`racing`), and go on behind what has come when it meets it (`jumping`); what host memory has of its head is copied first
-    (`heading`, until it is `headed`). One that is `patient` has others to wait for."""
+    the prompt first: from token `low` on all has come. Meanwhile the request `waits`, or `races`: it computes from its `front`,
+    up to `stop`, and `jumps` when it meets what has come, to go on behind it. What host memory has of its head is copied first,
+    once (it `heads`, and is `headed` then). One that is `patient` has others to wait for."""
 
     request: Request
     hint: bool = False
@@ -54,10 +55,8 @@ class Trip:
     low: int = 0
     front: int = 0
     stop: int = 0
+    phase: Literal["waits", "heads", "races", "jumps"] = "waits"
     headed: bool = False
-    heading: bool = False
-    racing: bool = False
-    jumping: bool = False
     arrival: Arrival | None = None
     came: np.ndarray | None = None
     states_came: bool = True
@@ -81,14 +80,14 @@ class Trip:
         """Note with the request what was brought for it: of pages that came through host memory, the tiers they came from.
         `names` are the tiers', host memory's first."""
         left, request = tokens, self.request
-        for number, objects in () if self.heading else self.fetched.items():
+        for number, objects in () if self.phase == "heads" else self.fetched.items():
             share = min(left, tokens * objects // max(1, self.objects))
             if share:
                 request.loads.append((names[1 + number], self.began, self.copied, share))
                 left -= share
         if left:
             request.loads.append((names[0], self.copied, now, left))
-        if request.cached_tokens is None or (self.jumping and not request.preemptions):
+        if request.cached_tokens is None or (self.phase == "jumps" and not request.preemptions):
             request.first_loads = len(request.loads)
             if request.cached_tokens is not None:  # it began with its head
                 request.cached_tokens += tokens

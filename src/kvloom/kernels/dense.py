@@ -15,13 +15,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from .prefill_backends import CUDNN_DIMS, CUDNN_TILES, DESCRIPTOR_DIMS, HALVES, BlockTile, Ints, span_list
+from .prefill_backends import CUDNN_TILES, GATHERED_DIMS, HALVES, Ints, choose_gathered_tile, span_list
+from .reference import FULL
 
 __all__ = ["attend_dense", "cudnn_attend", "cudnn_takes", "merge"]
-
-GATHERED_TILE = BlockTile(64, 64, 4, 3, 2)
-DEEP_TILE = BlockTile(128, 64, 8, 3, 1)
-"""For keys of more than 128 dims, of which a tile of 128 tokens leaves no room for a second one."""
 
 
 def attend_dense(
@@ -64,13 +61,15 @@ def attend_dense(
         return out, lse
     from . import prefill_launch
 
-    tile = GATHERED_TILE if k.shape[2] <= 128 else DEEP_TILE
+    tile = choose_gathered_tile(k.shape[2])
     queries, tokens = np.diff(first), np.diff(k_first)
     group = q.shape[1] // k.shape[1]
-    blocks = span_list(queries, first[:-1], tokens - queries, k_first[:-1], tokens, group, tile.rows, causal)
+    blocks = span_list(
+        queries, first[:-1], tokens - queries, k_first[:-1], tokens, group, tile.rows, causal, FULL
+    )
     listed = torch.from_numpy(blocks).to(q.device, non_blocking=True)
     prefill_launch.attend_gathered(
-        tile, listed, q, k.contiguous(), v.contiguous(), scale, causal, sinks, out, lse
+        tile, listed, q, k.contiguous(), v.contiguous(), scale, causal, FULL, sinks, out, lse
     )
     return out, lse
 
@@ -129,7 +128,7 @@ def cudnn_takes(
     heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether cuDNN is there and computes such heads. The first call for a shape tries it, with 128 tokens."""
-    if device.type != "cuda" or dtype not in HALVES or (k_dim, v_dim) not in CUDNN_DIMS:
+    if device.type != "cuda" or dtype not in HALVES or (k_dim, v_dim) not in GATHERED_DIMS:
         return False
     if not hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention"):
         return False
@@ -168,7 +167,7 @@ def _choose(
     if equal and aligned and sinks is None and tiles >= CUDNN_TILES and queries[0] % 128 == 0:
         if cudnn_takes(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device):
             return "cudnn"
-    if (q.shape[2], v.shape[2]) in DESCRIPTOR_DIMS and q.dtype in HALVES:
+    if (q.shape[2], v.shape[2]) in GATHERED_DIMS and q.dtype in HALVES:
         return "descriptors"
     return "torch"
 

@@ -23,7 +23,7 @@ from kvloom.core import Span
 
 from . import prefill_launch as launch
 from .decode import DecodePlan
-from .dense import DEEP_TILE, GATHERED_TILE, cudnn_takes
+from .dense import cudnn_takes
 from .libraries import Library, PagedCall, Result, Step, fastest, installed, size_class
 from .prefill_backends import (
     DESCRIPTOR_WORK,
@@ -35,11 +35,11 @@ from .prefill_backends import (
     Rows,
     block_list,
     choose,
+    choose_gathered_tile,
     choose_tile,
-    copy_list,
-    span_list,
 )
-from .prefill_batches import Batches, Call, room
+from .prefill_batches import Batches, Call
+from .prefill_runs import Runs
 from .reference import FULL, Mask
 from .shapes import ROOMS, Shape, check_call, check_results, room_of, upload
 
@@ -85,7 +85,7 @@ class PrefillPlan:
         shape.check()
         self.shape, self.span, self.backend, self.tile = shape, span, backend, tile
         self.device = torch.device(device)
-        self.gathered_tile = gathered_tile or (GATHERED_TILE if shape.k_dim <= 128 else DEEP_TILE)
+        self.gathered_tile = gathered_tile or choose_gathered_tile(shape.k_dim)
         if libraries is None:
             free = self.device.type == "cuda" and not (backend or tile or gathered_tile)
             libraries = installed() if free else ()
@@ -95,17 +95,17 @@ class PrefillPlan:
         self._least = singles
         self._decodes: dict[int, DecodePlan] = {}
         self._rows: Rows | None = None
+        self._span = span  # full where no row of the step outgrows it
         self._forget()
 
     def _forget(self) -> None:
-        self._whole = False
         self._decode: tuple[int, DecodePlan | None] | None = None
         self._ids: torch.Tensor | None = None
         self._fetched: int | None = None
         self._reach: Ints | None = None
         self._pages: dict[tuple[torch.dtype, int], list[_Blocks]] = {}
-        self._gathered: tuple[torch.Tensor, torch.Tensor, int] | None = None
         self._batches = Batches(self.shape, self.device)
+        self._runs = Runs(self.shape, self._span, self.gathered_tile, self.device)
         self._step: Step | None = None
         self._owners: dict[tuple[torch.dtype, float | None], Library | None] = {}
         self._chosen: dict[tuple[torch.dtype, bool], tuple[Backend, Ints, Ints]] = {}
@@ -118,9 +118,9 @@ class PrefillPlan:
     ) -> None:
         """Take the step's rows: `starts` ([rows + 1]) of their queries and `lengths` with those included, on the host.
         `spans` are the masks' image spans, if there are any; else `attend` fetches them, and waits for that."""
+        rows = self._rows = Rows.of(starts, lengths)
+        self._span = FULL if rows.whole(self.span) else self.span
         self._forget()
-        self._rows = Rows.of(starts, lengths)
-        self._whole = self._rows.whole(self.span)
         if spans is not None:
             self._take_spans(np.asarray(spans), torch.from_numpy(np.asarray(spans, dtype=np.int32)))
 
@@ -162,17 +162,16 @@ class PrefillPlan:
             mask.sinks is not None
             or mask.spans is not None
             or shape.latent
-            or rows.pairs < LIBRARY_PAIRS / shape.heads
+            or rows.pairs(self._span) < LIBRARY_PAIRS / shape.heads
         ):
             return None
         if (rows.owns < 0).any():  # queries without any token: only the pages' kernel knows of them
             return None
         key = dtype, mask.softcap
         if key not in self._owners:
-            span = FULL if self._whole else self.span
-            able = {x.name: x for x in self.libraries if x.takes(shape, dtype, span, mask.softcap)}
+            able = {x.name: x for x in self.libraries if x.takes(shape, dtype, self._span, mask.softcap)}
             candidates = {name: partial(self._by, library, rows, call) for name, library in able.items()}
-            sizes = size_class(shape, dtype, span, mask.softcap, rows)
+            sizes = size_class(shape, dtype, self._span, mask.softcap, rows)
             name = fastest(sizes, {"kvloom": ours, **candidates}, self.device) if able else ""
             self._owners[key] = able.get(name)
         return self._owners[key]
@@ -180,8 +179,8 @@ class PrefillPlan:
     def _by(self, library: Library, rows: Rows, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         if self._step is None:
             self._step = Step(rows, self.device)
-        span = FULL if self._whole else self.span
-        paged = PagedCall(call.q, call.k, call.v, call.tables, call.scale, span, call.mask.softcap, call.out)
+        softcap = call.mask.softcap
+        paged = PagedCall(call.q, call.k, call.v, call.tables, call.scale, self._span, softcap, call.out)
         out, lse = library.attend(self._step, paged)
         return out, lse if call.lse is None else call.lse.copy_(lse)
 
@@ -205,7 +204,7 @@ class PrefillPlan:
         if backend == "cudnn":
             return self._batches.attend(rows, long, call, new_k, new_v)
         if backend == "descriptors":
-            return self._over_gathered(rows, long, call)
+            return self._runs.attend(rows, long, call, new_k, new_v)
         return call.results()
 
     def _check(self, q: torch.Tensor, mask: Mask, tables: torch.Tensor, scale: float | None) -> Rows:
@@ -237,11 +236,11 @@ class PrefillPlan:
 
     def _choose(self, rows: Rows, call: Call, unscaled: bool) -> tuple[Backend, Ints, Ints]:
         """The backend, the rows that go over pages, and those that go the backend's way."""
-        plain = self._whole and call.mask.softcap is None and call.mask.spans is None and unscaled
+        plain = call.mask.softcap is None and call.mask.spans is None and unscaled
         if self.backend not in (None, "pages") and not plain:
-            raise ValueError(
-                f"{self.backend} takes causal attention only: no window, softcap, image or scale"
-            )
+            raise ValueError(f"{self.backend} takes no softcap, image or scale; pages does")
+        if self.backend == "cudnn" and self._span.windowed:
+            raise ValueError(f"cudnn takes full attention only, not {self._span}; descriptors and pages do")
         key = (call.q.dtype, plain)
         if key not in self._chosen:
             shape, queries = self.shape, rows.queries
@@ -250,10 +249,11 @@ class PrefillPlan:
             backend = self.backend
             if backend is None:
                 plain = plain and call.q.is_cuda
-                cudnn = plain and cudnn_takes(
+                whole = plain and not self._span.windowed
+                cudnn = whole and cudnn_takes(
                     shape.heads, shape.kv_heads, shape.k_dim, shape.v_dim, call.q.dtype, call.q.device
                 )
-                backend = choose(shape, rows, np.flatnonzero(long), call.q.dtype, plain, cudnn)
+                backend = choose(shape, rows, np.flatnonzero(long), call.q.dtype, self._span, plain, cudnn)
             if backend == "pages":
                 long[:] = False
             self._chosen[key] = backend, np.flatnonzero((queries > 0) & ~long), np.flatnonzero(long)
@@ -292,7 +292,7 @@ class PrefillPlan:
         for work in self._pages[key]:
             launch.attend_blocks(
                 self.shape, work.tile, work.blocks, work.parts, work.part_lse, call.q, call.k, call.v, call.tables,
-                call.mask, not self._whole, ids, call.scale, k_scale, v_scale, scales, out, lse,
+                call.mask, self._span, ids, call.scale, k_scale, v_scale, scales, out, lse,
             )  # fmt: skip
             if len(work.joins):
                 launch.join_blocks(
@@ -352,30 +352,6 @@ class PrefillPlan:
                 )
             )
         return found
-
-    def _over_gathered(self, rows: Rows, some: Ints, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = call.results()
-        shape, tile = self.shape, self.gathered_tile
-        if self._gathered is None:
-            lengths = rows.lengths[some]
-            bases = np.cumsum(lengths) - lengths
-            blocks = span_list(
-                rows.queries[some],
-                rows.starts[some],
-                rows.owns[some],
-                bases,
-                lengths,
-                shape.group,
-                tile.rows,
-                True,
-            )
-            copies = copy_list(some, np.zeros_like(some), lengths, bases, lengths)
-            self._gathered = self._sent(copies), self._sent(blocks), int(lengths.sum())
-        copies_, blocks_, tokens = self._gathered
-        k, v = room(self.shape, call.q, tokens)
-        launch.gather(call.k, call.v, call.tables, copies_, k, v)
-        launch.attend_gathered(tile, blocks_, call.q, k, v, call.scale, True, call.mask.sinks, out, lse)
-        return out, lse
 
     def _sent(self, listed: npt.NDArray[np.int32]) -> torch.Tensor:
         return upload(np.ascontiguousarray(listed), self.device)

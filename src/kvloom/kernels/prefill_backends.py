@@ -3,12 +3,15 @@
 | backend     | reads                              | takes                                                             |
 |-------------|------------------------------------|-------------------------------------------------------------------|
 | pages       | pages where they lie               | everything                                                        |
-| descriptors | pages gathered to one run a row    | causal attention in half precision, sinks too; any mix of lengths |
-| cudnn       | the same, in batches of equal size | the same; torch's cuDNN operator, the fastest where batches are big |
+| descriptors | pages gathered to one run a row    | half precision; windows, chunks and sinks; any mix of lengths     |
+| cudnn       | the same, in batches of equal size | half precision; sinks; torch's cuDNN operator, the fastest where batches are big |
 
-cuDNN prepares a plan for every new size it meets, which takes it tens of milliseconds. So sizes are rounded: a batch's
-causal part begins at a rounded token (the queries before the first real one are computed and dropped) and has a
-rounded length, and what lies before is attended to without a mask and merged.
+Of a windowed row only what some query of the step sees is gathered. What a span never cuts in a step counts as full.
+
+cuDNN prepares a plan for every new size it meets, which takes it 40 milliseconds on the host. So it is chosen for even sizes
+alone, as chunks of long prompts have them: others come once, and gain nothing by it. Where it is named as the backend, sizes
+are rounded: a batch's causal part begins at a rounded token (the queries before the first real one are computed and
+dropped) and has a rounded length, and what lies before is attended to without a mask and merged.
 
     cached tokens              |  new tokens                       a row of `own` cached and `queries` new tokens
     |---- whole ------|--- skip ---|---- queries ----|-- pad --|   whole and skip + queries + pad are rounded
@@ -35,6 +38,7 @@ __all__ = [
     "Rows",
     "block_list",
     "choose",
+    "choose_gathered_tile",
     "choose_tile",
     "copy_list",
     "groups_of",
@@ -46,8 +50,8 @@ Ints = npt.NDArray[np.int64]
 Lists = npt.NDArray[np.int32]
 
 HALVES = (torch.bfloat16, torch.float16)
-DESCRIPTOR_DIMS = ((64, 64), (128, 128), (192, 128))
-CUDNN_DIMS = (*DESCRIPTOR_DIMS, (256, 256))
+GATHERED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+"""Dims of keys and values that the kernels over gathered tokens take."""
 CUDNN_TILES = 512
 """Tiles of 128 queries by a head that each of cuDNN's batches must have: fewer leave the GPU's processors idle."""
 CUDNN_WORK = 1 << 29
@@ -56,6 +60,8 @@ CUDNN_GROUPS = 4
 """Batches that cuDNN may be called for; more, smaller ones are better run as one list."""
 DESCRIPTOR_WORK = 1 << 26
 """Pairs of query and key, over all heads, from which gathering is worth it; below, launches weigh more."""
+WIDE_WORK = 1 << 24
+"""The same for heads of more than 128 dims, which are slower over pages."""
 SHORT = 64
 """Rows of fewer queries stay with the pages: gathering what so few read would cost more than their attention."""
 COPY_TOKENS = 64
@@ -91,10 +97,10 @@ class Rows:
     def owns(self) -> Ints:
         return self.lengths - self.queries
 
-    @property
-    def pairs(self) -> int:
-        """Pairs of a query and a token that it sees, about, of one head."""
-        return int((self.queries * (self.owns + self.queries // 2)).sum())
+    def pairs(self, span: Span, chosen: Ints | slice = slice(None)) -> int:
+        """Pairs of a query of the `chosen` rows and a token that it sees, of one head."""
+        lengths, owns = self.lengths[chosen], np.maximum(self.owns[chosen], 0)
+        return int((_pairs(span, lengths) - _pairs(span, owns)).sum())
 
     def whole(self, span: Span) -> bool:
         """Whether every query sees all before it: the span is full, or no sequence has outgrown it."""
@@ -127,20 +133,31 @@ def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) ->
     return BlockTile(128, 64, 4, 3, 2)
 
 
-def choose(shape: Shape, rows: Rows, chosen: Ints, dtype: torch.dtype, plain: bool, cudnn: bool) -> Backend:
-    """The backend for the `chosen` rows of a step, those with many queries (see `SHORT`; the others go over pages).
-    `plain`: only causal, without softcap and images; `cudnn`: whether it is there."""
-    dims = (shape.k_dim, shape.v_dim)
-    if not plain or dtype not in HALVES or shape.dtype != dtype or not len(chosen):
+def choose_gathered_tile(k_dim: int) -> BlockTile:
+    """The tile over gathered tokens: of 8 warps where 4 could not hold a block's outputs, or two programs not their keys."""
+    if k_dim <= 128:
+        return BlockTile(64, 64, 4, 3, 2)
+    return BlockTile(128, 64, 8, 3 if k_dim <= 192 else 2, 1)
+
+
+def choose(
+    shape: Shape, rows: Rows, chosen: Ints, dtype: torch.dtype, span: Span, plain: bool, cudnn: bool
+) -> Backend:
+    """The backend for the `chosen` rows of a step, those with many queries (see `SHORT`; the others go over pages). `span`: the
+    layer's, or full where no row outgrows it; `plain`: no softcap, images or scales; `cudnn`: whether it is there."""
+    gathers = (
+        plain and (shape.k_dim, shape.v_dim) in GATHERED_DIMS and dtype in HALVES and shape.dtype == dtype
+    )
+    if not gathers or not len(chosen):
         return "pages"
-    queries = rows.queries[chosen]
-    pairs = (queries * (rows.owns[chosen] + queries // 2)).sum() * shape.heads
-    if cudnn and dims in CUDNN_DIMS and pairs >= CUDNN_WORK:
+    pairs = rows.pairs(span, chosen) * shape.heads
+    if cudnn and not span.windowed and pairs >= CUDNN_WORK:
         groups = groups_of(rows, chosen)
         tiles = [len(group.rows) * shape.heads * -(-group.causal // 128) for group in groups]
-        if len(groups) <= CUDNN_GROUPS and min(tiles) >= CUDNN_TILES:
+        even = all(group.exact for group in groups)
+        if even and len(groups) <= CUDNN_GROUPS and min(tiles) >= CUDNN_TILES:
             return "cudnn"
-    return "descriptors" if dims in DESCRIPTOR_DIMS and pairs >= DESCRIPTOR_WORK else "pages"
+    return "descriptors" if pairs >= (WIDE_WORK if shape.k_dim > 128 else DESCRIPTOR_WORK) else "pages"
 
 
 def block_list(
@@ -188,14 +205,26 @@ def block_list(
 
 
 def span_list(
-    queries: Ints, firsts: Ints, owns: Ints, bases: Ints, tokens: Ints, group: int, rows: int, causal: bool
+    queries: Ints,
+    firsts: Ints,
+    owns: Ints,
+    bases: Ints,
+    tokens: Ints,
+    group: int,
+    rows: int,
+    causal: bool,
+    span: Span,
 ) -> Lists:
-    """The blocks of `attend_gathered`, long ones first: each sequence's K and V begin at `bases` and are `tokens` long."""
+    """The blocks of `attend_gathered`, long ones first: each sequence's K and V begin at `bases` and are `tokens` long, of which
+    `owns` come before its queries."""
     times = -(-queries * group // rows)
     row0 = _within(times) * rows
     columns = (row0, *(x.repeat(times) for x in (firsts, queries, owns, bases, tokens)))
     items = np.stack(columns, 1)
-    seen = items[:, 3] + row0 // group if causal else items[:, 5]
+    seen = items[:, 5]
+    if causal:
+        at = np.maximum(items[:, 3] + row0 // group, 0)
+        seen = at - span.first_visible_each(at)
     return items[np.argsort(-seen, kind="stable")].astype(np.int32)
 
 
@@ -243,6 +272,15 @@ def groups_of(rows: Rows, chosen: Ints) -> list[Group]:
         exact = bool((queries[mine] == sizes[i, 1]).all() and (np.diff(begins) == sizes[i, 1]).all())
         groups.append(Group(chosen[mine], int(sizes[i, 0]), int(sizes[i, 1]), skip[mine], exact))
     return sorted(groups, key=lambda group: int(group.rows[0]))
+
+
+def _pairs(span: Span, tokens: Ints) -> Ints:
+    """Pairs of a query and a token that it sees, if each of so many tokens is one, from a sequence's first on."""
+    if span.kind == "chunked":
+        rest = tokens % span.size
+        return tokens // span.size * (span.size * (span.size + 1) // 2) + rest * (rest + 1) // 2
+    rising = np.minimum(tokens, span.size) if span.windowed else tokens
+    return rising * (rising + 1) // 2 + (tokens - rising) * span.size
 
 
 def _within(times: Ints) -> Ints:

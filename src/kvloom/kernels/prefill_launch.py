@@ -6,16 +6,28 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kvloom.core import Span
+
 from . import triton_gathered as gathered, triton_prefill as kernels
 from .prefill_backends import COPY_TOKENS, BlockTile
 from .reference import Mask
 from .shapes import Shape, split_dim
 
-__all__ = ["attend_blocks", "attend_gathered", "gather", "join_blocks", "merge_parts", "place_queries"]
+__all__ = [
+    "attend_blocks",
+    "attend_gathered",
+    "described",
+    "gather",
+    "join_blocks",
+    "merge_parts",
+    "place_queries",
+]
 
 SPANS = {"full": 0, "sliding": 1, "chunked": 2}
 MERGE_ROWS = 32
 JOIN_ROWS = 16
+FEW_TILES = 4
+"""Tiles of a window up to which all are checked: loops of one or two each would wait for every one."""
 
 
 def attend_blocks(
@@ -29,7 +41,7 @@ def attend_blocks(
     v: torch.Tensor,
     tables: torch.Tensor,
     mask: Mask,
-    windowed: bool,
+    span: Span,
     ids: torch.Tensor | None,
     scale: float,
     k_scale: torch.Tensor | None,
@@ -38,10 +50,10 @@ def attend_blocks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attention of every block over its pages, into `out` or, for pieces, into `parts`."""
+    """Attention of every block over its pages, into `out` or, for pieces, into `parts`. `span`: the mask's, or full where no
+    row outgrows it."""
     dk0, dk1 = split_dim(shape.k_dim)
     dv0, dv1 = split_dim(shape.v_dim)
-    span = mask.span if windowed else None
     kernels.attend_blocks[(blocks.shape[0] * shape.kv_heads,)](
         q, k, v, q if k_scale is None else k_scale, q if v_scale is None else v_scale, out, lse, parts, part_lse,
         blocks, tables, q if mask.sinks is None else mask.sinks, blocks if ids is None else ids,
@@ -50,7 +62,7 @@ def attend_blocks(
         out.stride(0), out.stride(1), *lse.stride(), tables.stride(0), scale,
         1.0 if mask.softcap is None else mask.softcap,
         HEADS=shape.kv_heads, GROUP=shape.group, DK0=dk0, DK1=dk1, DV0=dv0, DV1=dv1, PAGE=shape.block_tokens, BM=tile.rows, BN=tile.tokens,
-        SPAN=0 if span is None else SPANS[span.kind], SIZE=0 if span is None else span.size,
+        SPAN=SPANS[span.kind], SIZE=span.size,
         IMAGES=ids is not None, SOFTCAP=mask.softcap is not None, SINK=mask.sinks is not None, SCALES=scales,
         LATENT=shape.latent, TURNED=v.stride(3) != 1, EXACT=q.dtype == torch.float32,
         HALF=shape.dtype == torch.float8_e4m3fn, STAGES=tile.stages, num_warps=tile.warps,
@@ -102,11 +114,12 @@ def attend_gathered(
     v: torch.Tensor,
     scale: float,
     causal: bool,
+    span: Span,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attention over K and V that lie as [tokens, heads, dim], contiguous, by tensor descriptors."""
+    """Attention over K and V ([tokens, heads, dim], such as are `described`), under a span only where it is causal."""
     heads, k_dim, v_dim = k.shape[1], k.shape[2], v.shape[2]
     dk0, dk1 = split_dim(k_dim)
     flat_k, flat_v = k.view(-1, heads * k_dim), v.view(-1, heads * v_dim)
@@ -115,6 +128,7 @@ def attend_gathered(
         _descriptor(flat_v, tile.tokens, v_dim), out, lse, blocks, q if sinks is None else sinks,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *lse.stride(), scale,
         HEADS=heads, GROUP=q.shape[1] // heads, DK0=dk0, DK1=dk1, DV=v_dim, BM=tile.rows, BN=tile.tokens, CAUSAL=causal,
+        SPAN=SPANS[span.kind], SIZE=span.size, FEW=span.windowed and span.size <= FEW_TILES * tile.tokens,
         SINK=sinks is not None, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -148,6 +162,16 @@ def merge_parts(
         HEADS=a.shape[2], DV=a.shape[3], COLUMNS=triton.next_power_of_2(a.shape[3]), ROWS=MERGE_ROWS,
         BOTH=b is not None, SINK=sinks is not None, num_warps=4,
     )  # fmt: skip
+
+
+def described(x: torch.Tensor) -> bool:
+    """Whether tensor descriptors can read keys or values where they lie: tokens anywhere, but each in one run."""
+    return (
+        x.stride(2) == 1
+        and x.stride(1) == x.shape[2]
+        and x.stride(0) * x.element_size() % 16 == 0
+        and x.data_ptr() % 16 == 0
+    )
 
 
 def _descriptor(flat: torch.Tensor, tokens: int, columns: int) -> TensorDescriptor:

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .triton_prefill import soften
 from .triton_units import load_rows
-from .triton_worklist import LOG2E, with_sink
+from .triton_worklist import LOG2E, first_visible, with_sink
 
 __all__ = ["attend_gathered", "gather_pages", "merge_parts", "place_queries"]
 
@@ -64,19 +64,24 @@ def gather_pages(
 
 @triton.jit
 def _gathered_step(
-    i, t0, k_at, v_at, q0, q1, peak, weight, acc, last, end, factor, K0, K1, V,
-    DK0: tl.constexpr, DK1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr,
+    i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
+    DK0: tl.constexpr, DK1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CHECK: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
+    """BN tokens at `i` against the block: with CHECK not every row sees every one, and the LAST ones of a sequence may be
+    followed by others within their tile."""
     scores = tl.dot(q0, K0.load([t0 + i, k_at]).T, tl.zeros([BM, BN], tl.float32))
     if DK1 > 0:
         scores = tl.dot(q1, K1.load([t0 + i, k_at + DK0]).T, scores)
     t = i + tl.arange(0, BN)
     if CHECK:
-        scores = tl.where((t[None, :] <= last[:, None]) & (t < end)[None, :], scores, float("-inf"))
+        seen = (t[None, :] <= last[:, None]) & (t < end)[None, :]
+        if WINDOW:
+            seen = seen & (t[None, :] >= first[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
     p, fade, peak, weight = soften(scores, factor, peak, weight, False, CHECK)
     weight += tl.sum(p, 1)
     values = V.load([t0 + i, v_at])
-    if CHECK:
+    if LAST:
         # What follows a sequence is another's, or nothing: a weight of 0 does not silence a NaN.
         values = tl.where((t < end)[:, None], values, 0.0)
     acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None])
@@ -87,9 +92,12 @@ def _gathered_step(
 def attend_gathered(
     Q, K0, K1, V, OUT, LSE, LIST, SINKS, q_token, q_head, out_token, out_head, lse_token, lse_head, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, FEW: tl.constexpr, SINK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks over K and V that lie as [tokens, heads * dim], read by tensor descriptors: grid (blocks * HEADS)."""
+    """Blocks over K and V that lie as [tokens, heads * dim], read by tensor descriptors: grid (blocks * HEADS). Positions count
+    from a sequence's first token in K: under a window its first query's first visible one. A window of FEW tiles is one
+    loop, in which each is checked."""
     head = tl.program_id(0) % HEADS
     block = LIST + tl.program_id(0) // HEADS * SPAN_WIDTH
     row0 = tl.load(block)
@@ -97,7 +105,8 @@ def attend_gathered(
     queries = tl.load(block + 2)
     own = tl.load(block + 3)
     t0 = tl.load(block + 4)
-    end = tl.load(block + 5)
+    tokens = tl.load(block + 5)
+    end = tokens
     row = row0 + tl.arange(0, BM)
     mine = row < queries * GROUP
     at = tl.minimum(row // GROUP, queries - 1)
@@ -109,46 +118,52 @@ def attend_gathered(
     if DK1 > 0:
         q1 = load_rows(Q, q_at, mine, DK1, DK0, False)
     last = own + at
-    clear = end
+    first = first_visible(last, SPAN, SIZE)
+    begin = 0
+    all_from = 0  # the tokens in [all_from, all_to) every row of the block sees
+    all_to = end
     if CAUSAL:
-        clear = tl.minimum(end, own + row0 // GROUP + 1)
-        end = tl.minimum(end, own + tl.minimum((row0 + BM - 1) // GROUP, queries - 1) + 1)
+        final = own + tl.minimum((row0 + BM - 1) // GROUP, queries - 1)
+        all_to = tl.maximum(tl.minimum(end, own + row0 // GROUP + 1), 0)
+        end = tl.minimum(end, final + 1)
+        if SPAN > 0:
+            begin = first_visible(own + row0 // GROUP, SPAN, SIZE)
+            all_from = first_visible(final, SPAN, SIZE)
     else:
         last = at * 0 + end
-    clear = tl.maximum(clear, 0) // BN * BN
+    rest = begin + (tokens - begin) // BN * BN  # the sequence's last tokens, less than a tile
+    clear_from = tl.minimum(begin + tl.cdiv(all_from - begin, BN) * BN, rest)
+    clear_to = tl.maximum(begin + (all_to - begin) // BN * BN, clear_from)
+    if FEW:
+        clear_from = tl.minimum(end, rest)
     peak = tl.full([BM], float("-inf"), tl.float32)
     weight = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DV], tl.float32)
     factor = scale * LOG2E
     k_at = head * (DK0 + DK1)
     v_at = head * DV
-    for i in tl.range(0, clear, BN, num_stages=STAGES):
+    if SPAN > 0:
+        for i in tl.range(begin, clear_from, BN, num_stages=STAGES):
+            peak, weight, acc = _gathered_step(
+                i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
+                DK0, DK1, BM, BN, True, True, False,
+            )  # fmt: skip
+    if not FEW:
+        for i in tl.range(clear_from, clear_to, BN, num_stages=STAGES):
+            peak, weight, acc = _gathered_step(
+                i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
+                DK0, DK1, BM, BN, False, False, False,
+            )  # fmt: skip
+        for i in tl.range(clear_to, tl.minimum(end, rest), BN, num_stages=STAGES):
+            peak, weight, acc = _gathered_step(
+                i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
+                DK0, DK1, BM, BN, SPAN > 0, True, False,
+            )  # fmt: skip
+    if rest < end:
         peak, weight, acc = _gathered_step(
-            i,
-            t0,
-            k_at,
-            v_at,
-            q0,
-            q1,
-            peak,
-            weight,
-            acc,
-            last,
-            end,
-            factor,
-            K0,
-            K1,
-            V,
-            DK0,
-            DK1,
-            BM,
-            BN,
-            False,
-        )
-    for i in tl.range(clear, end, BN, num_stages=STAGES):
-        peak, weight, acc = _gathered_step(
-            i, t0, k_at, v_at, q0, q1, peak, weight, acc, last, end, factor, K0, K1, V, DK0, DK1, BM, BN, True
-        )
+            rest, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
+            DK0, DK1, BM, BN, SPAN > 0, True, True,
+        )  # fmt: skip
     log = tl.where(weight > 0, peak + tl.log2(weight), float("-inf"))
     norm = tl.where(weight > 0, 1.0 / weight, 0.0)
     if SINK:

@@ -59,7 +59,9 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
     if rows > 32:
         height = 64 if rows <= 64 or wide > 256 else 128
         if wide > 128:
-            return Tile(height, 32, 8, 2, processors, 2, 1)
+            return Tile(
+                height, 64 if shape.latent and shape.dtype.itemsize == 2 else 32, 8, 2, processors, 2, 1
+            )
         return Tile(height, 64, height // 16, 3, processors, 2, 1, 168)
     if shape.dtype in QUANTISED:
         height = max(8, triton.next_power_of_2(rows))

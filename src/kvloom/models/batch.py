@@ -113,7 +113,8 @@ class _Numbers:
 
 class Stage:
     """The buffers of one device for steps of up to `tokens` tokens and `rows` rows. A step must have been launched before
-    the next is laid out; two may be under way. `mirrored`: the device has tables of its own (on a CPU the cache's serve).
+    the next is laid out; where the device is two behind, that waits. `mirrored`: the device has tables of its own (on a CPU
+    the cache's serve).
     `shifted`: rotary positions go by what works' sights say, and not by places alone."""
 
     def __init__(
@@ -142,6 +143,7 @@ class Stage:
         self._last = torch.arange(rows, device=self.device)
         self._sent = torch.zeros(most, dtype=torch.int32, device=self.device)
         self._host = [torch.zeros(most, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._read = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
@@ -262,14 +264,17 @@ class Stage:
 
     def _copy(self, *parts: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> None:
         """Numbers on their way to the device, one after the other."""
-        host = self._host[self._turn]
-        self._turn ^= 1  # the other may still be on its way
-        size = 0
+        turn, self._turn = self._turn, self._turn ^ 1  # the other may still be on its way
+        host, size = self._host[turn], 0
+        if self._read:
+            self._read[turn].synchronize()
         view = host.numpy()
         for part in parts:
             view[size : size + len(part)] = part
             size += len(part)
         self._sent[:size].copy_(host[:size], non_blocking=True)
+        if self._read:
+            self._read[turn].record()
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
         """The block of each row that the device has not seen, and its pages; rows that have more of them are sent now."""
