@@ -31,6 +31,13 @@ def test_every_part_says_what_it_measured(
         assert row["drained_s"] >= 0
     assert 0.5 < report["hits"]["kept"]
     assert report["hits"]["small_pool"] < 0.5 * report["hits"]["pool"]
+    assert [(row["tier"], row["evicted"] > 0) for row in report["keep"]] == [
+        ("with room", False),
+        ("full", True),
+    ]
+    for row in report["keep"]:
+        assert row["pages"] == 16 * 40
+        assert all(each > 0 for each in row["us_per_page"].values())
     for place in ("host", "disk"):
         assert report["layers"][place]["first"] < report["layers"][place]["whole"]
 

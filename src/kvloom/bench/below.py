@@ -6,6 +6,7 @@
 | workloads | W1 to W6 with the host tier and without, in the same pool                                            |
 | hits      | W6 in a pool of all its pages, and in a tenth of that with the host tier below it                    |
 | layers    | pages copied and read whole, and layer by layer                                                      |
+| keep      | many sequences that end at once: what keeping their pages costs the thread that makes the steps       |
 | race      | a prompt computed while it loads from a disk of any speed, on a device that is simulated             |
 
 Each part says what it did beside its figures. Pages are evicted from the pool by taking its slabs away and giving them back.
@@ -39,6 +40,7 @@ from kvloom.tiers.opening import check_tiers
 from .emptying import empty_host, empty_pool, stored
 from .engine import say
 from .engine_runners import Kvloom, Options
+from .keep import keep
 from .layers import by_layers
 from .race import race
 from .shapes import SHAPES, build, hf_config
@@ -46,7 +48,7 @@ from .workloads import Workload, chosen
 
 __all__ = ["main"]
 
-PARTS = ("ttft", "workloads", "hits", "layers", "race")
+PARTS = ("ttft", "workloads", "hits", "layers", "keep", "race")
 FEWEST = 32
 """Conversations at least, where a tenth of them has to fit the pool."""
 
@@ -143,6 +145,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         if "layers" in args.only:
             with tempfile.TemporaryDirectory() as pages:
                 report["layers"] = by_layers(pages, rounds=args.rounds)
+        if "keep" in args.only:
+            report["keep"] = keep(args.shape, device, scale, args.rounds)
         if "race" in args.only:
             report["race"] = race(rounds=args.rounds)
     return report
@@ -343,6 +347,12 @@ def _show(report: dict[str, Any]) -> None:
             f"{part['workload']} cached: {part['large']:.1%} in a pool for all, {part['small']:.1%} in "
             f"{part['small_pool'] / part['pool']:.0%} of it, {part['small + host']:.1%} there with the host tier: "
             f"{part['kept']:.1%} kept"
+        )
+    for row in report.get("keep", ()):
+        each = row["us_per_page"]
+        print(
+            f"{row['pages']:,} pages of {format_bytes(row['page'])} kept at once, tier {row['tier']:9}: ended {each['ended']:.2f} µs a page, "
+            f"kept {each['kept']:.2f} µs, copied {each['copied']:.2f} µs"
         )
     for place in ("host", "disk") if "layers" in report else ():
         part = report["layers"][place]

@@ -105,7 +105,9 @@ class Keeping:
                 if not at.size:
                     continue
                 pages = parcel.at[at, column]
-                objects = Objects([parcel.names[i] for i in at.tolist()], group.index, form, parcel.tenant)
+                every = at.size == len(parcel.names)
+                names = parcel.names if every else [parcel.names[i] for i in at.tolist()]
+                objects = Objects(names, group.index, form, parcel.tenant)
                 lease = self.mover.host.reserve(objects)
                 fresh = lease.results == Outcome.PENDING
                 event: Event = Done()

@@ -1,0 +1,104 @@
+"""What keeping copies costs the thread that makes the steps: many sequences end at once, and all their pages are offered.
+
+A cache, a pool and a host tier of a shape's pages, without its model: nothing is computed. The pool's bytes are copied for
+real, on a GPU by its own copies; what the thread spends on handing them over is told apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core import KVCache, PoolLayout
+from kvloom.engine.arena import Event, HostPages, Ids, form_of, open_host
+from kvloom.engine.keeping import Keeping
+from kvloom.models.specs import model_spec
+from kvloom.tiers.mover import Mover
+
+from .shapes import SHAPES, hf_config
+
+__all__ = ["keep"]
+
+TOKENS = 640
+"""Of each sequence: a prompt and an answer of W1."""
+STEPS = 4
+"""In which they all end."""
+
+
+class _Pages(HostPages):
+    """Tells how long the copies took to hand over; on a CPU, to make."""
+
+    seconds = 0.0
+
+    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
+        began = time.perf_counter()
+        try:
+            return super().down(stride, pages, offsets)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+def keep(shape: str, device: str, scale: float, rounds: int) -> list[dict[str, Any]]:
+    """Microseconds a page, medians of `rounds`: with room in the host tier, and where every page that comes needs one to
+    leave. `ended`: closing the sequences, in which pages are named and offered; `kept`: placing them, telling of them and
+    letting them go; `copied`: handing the copies over."""
+    return [_keep(shape, device, max(16, round(256 * scale)), rounds, full) for full in (False, True)]
+
+
+def _keep(shape: str, device: str, sequences: int, rounds: int, full: bool) -> dict[str, Any]:
+    dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
+    layout = PoolLayout.build(model_spec({**hf_config(shape).to_dict(), "dtype": dtype}).layers)
+    each = layout.slab_bytes_for(TOKENS)
+    slabs = 2 * sequences * each // layout.slab_bytes + 64
+    cache = KVCache(layout, slabs, max_sequences=sequences, max_tokens=2 * TOKENS)
+    buffer = torch.zeros(slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
+    room = sequences * each * (1 if full else rounds + 1) + 64 * layout.slab_bytes
+    host, _ = open_host(layout, room, False, buffer.device)
+    forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in layout.groups}
+    pages, mover = _Pages(layout, buffer, host), Mover(host, ())
+    keeping = Keeping(cache, pages, mover, forms, forms, {"through"})
+    rng = np.random.default_rng(0)
+    found: dict[str, list[float]] = {"ended": [], "kept": [], "copied": []}
+    for round_ in range(rounds + 1):  # the first warms up, or fills the tier
+        opened = []
+        for _ in range(sequences):
+            tokens = rng.integers(3, 2**30, TOKENS, np.int32)
+            opened.append(cache.open(cache.match(tokens)))
+            cache.extend(opened[-1], TOKENS)
+            cache.commit(opened[-1], tokens)
+        keeping.take()  # what left the pool for these
+        _finish(keeping)
+        before, pages.seconds = keeping.kept_pages, 0.0
+        spent = [0.0, 0.0]
+        for step in range(STEPS):
+            began = time.perf_counter()
+            for sequence in opened[step::STEPS]:
+                cache.close(sequence)
+            closed = time.perf_counter()
+            keeping.take()
+            spent[0] += closed - began
+            spent[1] += time.perf_counter() - closed
+        _finish(keeping)
+        cache.take_copies()
+        if round_:
+            count = keeping.kept_pages - before
+            for name, seconds in zip(found, (spent[0], spent[1] - pages.seconds, pages.seconds), strict=True):
+                found[name].append(seconds / count * 1e6)
+    evicted = host.stats().evicted
+    mover.close()
+    pages.close()
+    return {
+        "tier": "full" if full else "with room", "page": layout.groups[0].page_stride, "pages": count, "evicted": evicted,
+        "us_per_page": {name: statistics.median(times) for name, times in found.items()},
+    }  # fmt: skip
+
+
+def _finish(keeping: Keeping) -> None:
+    while keeping.busy:
+        time.sleep(0.0002)
+        keeping.finish()
