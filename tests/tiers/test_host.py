@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,34 @@ def test_a_batch_is_placed_among_held_pages_by_those_that_may_leave() -> None:
     again = tier.hold(objects(range(0, 64, 2)))
     assert (again.offsets == offsets).all()
     again.release()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_batches_leave_in_the_order_of_their_last_use(seed: int) -> None:
+    rng, tier, model = np.random.default_rng(seed), plain(20), OrderedDict[int, None]()
+    for _ in range(200):
+        some = rng.integers(0, 40, rng.integers(1, 12)).tolist()
+        there = [number for number in some if number in model]
+        verb = rng.choice(["put", "get", "drop"], p=[0.6, 0.3, 0.1])
+        if verb == "drop":
+            assert tier.drop(objects(some)) == len(set(there))
+            for number in set(there):
+                del model[number]
+            continue
+        # What is there is used first, so that it does not leave for the others.
+        for number in dict.fromkeys(there):
+            model.move_to_end(number)
+        if verb == "put":
+            assert put(tier, some).ok.all()
+            for number in dict.fromkeys(some):
+                if number not in model:
+                    model[number] = None
+            while len(model) > 20:
+                model.popitem(last=False)
+        else:
+            get(tier, some)
+        assert np.flatnonzero(tier.lookup(objects(range(40)))).tolist() == sorted(model)
+        assert tier.stats().bytes == len(model) * PAGE
 
 
 def test_an_object_that_is_in_a_batch_twice_has_one_place() -> None:

@@ -280,8 +280,16 @@ class HostTier(Tier):
         source = self._victim(account, size)
         if source is None:
             return []
-        alone = self._alone(account, size)  # else whose is next may change
-        oldest = source.order.oldest(max(most, _MOST_TRIES) if alone else 1)
+        oldest = source.order.oldest(max(most, _MOST_TRIES))
+        if not self._alone(account, size):  # until it is another's turn, or one of the two is at its limit
+            first = [other.order.first() for other in self._losers(account) if other is not source]
+            turn = min(
+                (int(self._slots.tick[slot]) for slot in first if slot is not None), default=self._ticks + 1
+            )
+            oldest = oldest[self._slots.tick[oldest] < turn]
+            most = min(most, (account.most - account.used) // size)
+            if source is not account:
+                most = min(most, -(-(source.used - source.sure) // size))
         other = np.flatnonzero(self._slots.size[oldest] != size)
         if other.size:
             oldest = oldest[: other[0]]
@@ -334,13 +342,17 @@ class HostTier(Tier):
         if self._alone(account, size):
             return account if size <= account.most and account.order.first() is not None else None
         best = None
-        for one in self._all:
-            slot = one.order.first() if one is account or one.spares else None
+        for one in self._losers(account):
+            slot = one.order.first()
             if slot is not None:
                 tick = int(self._slots.tick[slot])
                 if best is None or tick < best[0]:
                     best = tick, one
         return best[1] if best else None
+
+    def _losers(self, account: _Account) -> list[_Account]:
+        """Whose pages may leave for one of `account`, while that is within its share."""
+        return [one for one in self._all if one is account or one.spares]
 
     def _alone(self, account: _Account, size: int) -> bool:
         """Whether only pages of its own may leave for a page of `account`."""
