@@ -331,16 +331,18 @@ def batched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("new", [False, True], ids=["gathered", "at hand"])
-def test_batches_of_rounded_size(batched: list[tuple[int, ...]], new: bool) -> None:
+def test_batches_of_even_size(batched: list[tuple[int, ...]], new: bool) -> None:
     shape = Shape(2, 1, 64, 64, dtype=HALF)
     equal = Batch(shape, [384, 384], [128, 128], dtype=HALF)
     check(equal, backend="cudnn", new=new)
     assert batched == [(2, 128, 128), (2, 128, 256)]
     batched.clear()
-    mixed = Batch(shape, [300, 128, 40, 0, 290], [40, 128, 40, 0, 1], dtype=HALF)
+    mixed = Batch(shape, [384, 128, 256], [128, 128, 128], dtype=HALF)
     check(mixed, backend="cudnn", new=new)
     check(mixed, Mask(FULL, sinks=torch.randn(2).to(DEVICE)), backend="cudnn", new=new)
-    assert batched == [(2, 128, 128), (2, 128, 256), (2, 128, 128)] * 2
+    assert batched == [(1, 128, 128), (1, 128, 256), (1, 128, 128), (1, 128, 128), (1, 128, 128)] * 2
+    with pytest.raises(ValueError, match="even sizes"):
+        check(Batch(shape, [300], [40], dtype=HALF), backend="cudnn", new=new)
 
 
 def test_a_batch_that_needs_no_merge_comes_back_as_it_is(batched: list[tuple[int, ...]]) -> None:
@@ -353,22 +355,19 @@ def test_a_batch_that_needs_no_merge_comes_back_as_it_is(batched: list[tuple[int
     assert batched == [(2, 128, 128)]
 
 
-def test_sizes_for_cudnn_are_few_and_enough() -> None:
-    rng = np.random.default_rng(0)
-    seen = set()
-    for _ in range(300):
-        queries, owns = rng.integers(1, 20_000, 4), rng.integers(0, 100_000, 4)
-        rows = Rows.of([0, *np.cumsum(queries)], queries + owns)
-        groups = groups_of(rows, np.arange(4))
-        assert sorted(np.concatenate([group.rows for group in groups]).tolist()) == [0, 1, 2, 3]
-        for group in groups:
-            skip, count = group.skips, rows.queries[group.rows]
-            assert (group.whole + skip == rows.owns[group.rows]).all()
-            assert (skip + count <= group.causal).all()
-            assert (skip <= np.maximum(rows.owns[group.rows] / 8, 128)).all()
-            assert (group.causal <= np.maximum((skip + count) * 1.07, skip + count + 128)).all()
-            seen.add(group.causal)
-    assert len(seen) < 200
+def test_even_rows_are_batched_as_they_follow_each_other() -> None:
+    queries, owns = np.array([512, 512, 512, 1024, 1024]), np.array([0, 0, 4096, 8192, 8192])
+    rows = Rows.of([0, *np.cumsum(queries)], queries + owns)
+    groups = groups_of(rows, np.array([0, 1, 2, 3, 4]))
+    assert [(g.rows.tolist(), g.own, g.queries) for g in groups] == [
+        ([0, 1], 0, 512),
+        ([2], 4096, 512),
+        ([3, 4], 8192, 1024),
+    ]
+    assert [g.rows.tolist() for g in groups_of(rows, np.array([0, 2, 3]))] == [[0], [2], [3]]
+    for odd in ([512, 500], [512, 8192 + 128]):
+        assert not groups_of(Rows.of([0, *np.cumsum(odd)], np.array(odd) + 4096), np.arange(2))
+    assert not groups_of(Rows.of([0, 512], [512 + 4096 + 16]), np.arange(1))
 
 
 def test_the_rule_follows_what_backends_take() -> None:
@@ -417,7 +416,7 @@ def test_pairs_are_counted_as_they_are_seen(span: Span) -> None:
 def test_short_rows_go_over_pages_beside_the_others(
     batched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = Batch(Shape(2, 1, 64, 64, dtype=HALF), [300, 0, 128, 70], [1, 2, 128, 70], dtype=HALF)
+    batch = Batch(Shape(2, 1, 64, 64, dtype=HALF), [300, 0, 128, 128], [1, 2, 128, 128], dtype=HALF)
     for backend in ("cudnn", "descriptors", "pages"):
         monkeypatch.setattr(prefill, "choose", lambda *_, chosen=backend: chosen)
         check(batch, gathered_tile=BlockTile(64, 32, 4, 2), tile=TINY)

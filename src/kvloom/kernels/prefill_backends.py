@@ -8,13 +8,9 @@
 
 Of a windowed row only what some query of the step sees is gathered. What a span never cuts in a step counts as full.
 
-cuDNN prepares a plan for every new size it meets, which takes it 40 milliseconds on the host. So it is chosen for even sizes
-alone, as chunks of long prompts have them: others come once, and gain nothing by it. Where it is named as the backend, sizes
-are rounded: a batch's causal part begins at a rounded token (the queries before the first real one are computed and
-dropped) and has a rounded length, and what lies before is attended to without a mask and merged.
-
-    cached tokens              |  new tokens                       a row of `own` cached and `queries` new tokens
-    |---- whole ------|--- skip ---|---- queries ----|-- pad --|   whole and skip + queries + pad are rounded
+cuDNN prepares a plan for every new size it meets, which takes it 40 milliseconds on the host. So it takes even sizes alone, as
+chunks of long prompts have them: the causal part of new tokens, and what lies before them without a mask, merged. Other
+sizes come once, and would gain nothing by it.
 """
 
 from __future__ import annotations
@@ -153,9 +149,8 @@ def choose(
     pairs = rows.pairs(span, chosen) * shape.heads
     if cudnn and not span.windowed and pairs >= CUDNN_WORK:
         groups = groups_of(rows, chosen)
-        tiles = [len(group.rows) * shape.heads * -(-group.causal // 128) for group in groups]
-        even = all(group.exact for group in groups)
-        if even and len(groups) <= CUDNN_GROUPS and min(tiles) >= CUDNN_TILES:
+        tiles = [len(group.rows) * shape.heads * -(-group.queries // 128) for group in groups]
+        if 0 < len(groups) <= CUDNN_GROUPS and min(tiles) >= CUDNN_TILES:
             return "cudnn"
     return "descriptors" if pairs >= (WIDE_WORK if shape.k_dim > 128 else DESCRIPTOR_WORK) else "pages"
 
@@ -246,32 +241,33 @@ def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Int
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A batch for cuDNN: `rows` of the step with one rounded size, see the figure above."""
+    """A batch for cuDNN: `rows` of the step, one after the other, with so many tokens before them (`own`) and new."""
 
     rows: Ints
-    whole: int
-    causal: int
-    skips: Ints
-    exact: bool
-    """Whether the rows' queries are the batch as they lie in q: nothing skipped, padded or between them."""
+    own: int
+    queries: int
 
 
 def groups_of(rows: Rows, chosen: Ints) -> list[Group]:
-    """The chosen rows batched by rounded size, in the order of their first row."""
+    """The chosen rows batched by size; none where some size is uneven."""
     queries, owns = rows.queries[chosen], rows.owns[chosen]
-    grain = np.maximum(_floor_power(owns) // 16, 128)
-    whole = owns // grain * grain
-    skip = owns - whole
-    grain = np.maximum(_floor_power(skip + queries) // 32, 128)
-    causal = -(-(skip + queries) // grain) * grain
-    sizes, of = np.unique(np.stack((whole, causal), 1), axis=0, return_inverse=True)
-    groups = []
-    for i in range(len(sizes)):
-        mine = np.flatnonzero(of.reshape(-1) == i)
-        begins = rows.starts[chosen[mine]]
-        exact = bool((queries[mine] == sizes[i, 1]).all() and (np.diff(begins) == sizes[i, 1]).all())
-        groups.append(Group(chosen[mine], int(sizes[i, 0]), int(sizes[i, 1]), skip[mine], exact))
-    return sorted(groups, key=lambda group: int(group.rows[0]))
+    if (owns % _grain(owns, 16)).any() or (queries % _grain(queries, 32)).any():
+        return []
+    follows = (np.diff(rows.starts[chosen]) == queries[:-1]) & (np.diff(queries) == 0) & (np.diff(owns) == 0)
+    parts = np.split(np.arange(len(chosen)), np.flatnonzero(~follows) + 1)
+    return [Group(chosen[at], int(owns[at[0]]), int(queries[at[0]])) for at in parts]
+
+
+def _grain(tokens: Ints, parts: int) -> Ints:
+    """What even sizes are multiples of: of the power of two that is not above them one of so many parts, 128 at least."""
+    exponents = np.log2(np.maximum(tokens, 1)).astype(np.int64)  # exact for powers of two up to 2**52
+    return np.asarray(np.maximum((1 << exponents) // parts, 128), dtype=np.int64)
+
+
+def _within(times: Ints) -> Ints:
+    """0, 1, … for each of `times`, one after the other."""
+    found: Ints = np.arange(times.sum()) - (np.cumsum(times) - times).repeat(times)
+    return found
 
 
 def _pairs(span: Span, tokens: Ints) -> Ints:
@@ -281,15 +277,3 @@ def _pairs(span: Span, tokens: Ints) -> Ints:
         return tokens // span.size * (span.size * (span.size + 1) // 2) + rest * (rest + 1) // 2
     rising = np.minimum(tokens, span.size) if span.windowed else tokens
     return rising * (rising + 1) // 2 + (tokens - rising) * span.size
-
-
-def _within(times: Ints) -> Ints:
-    """0, 1, … for each of `times`, one after the other."""
-    found: Ints = np.arange(times.sum()) - (np.cumsum(times) - times).repeat(times)
-    return found
-
-
-def _floor_power(values: Ints) -> Ints:
-    """The largest power of two that is not above each value; 1 for 0."""
-    exponents = np.log2(np.maximum(values, 1)).astype(np.int64)  # exact for powers of two up to 2**52
-    return np.asarray(1 << exponents, dtype=np.int64)

@@ -53,7 +53,6 @@ class _Batch:
     group: Group
     copies: torch.Tensor
     places: torch.Tensor
-    longest: int
     first: int
 
 
@@ -70,32 +69,30 @@ class Batches:
         """Attention of the `chosen` rows. `new_k` and `new_v`: the new tokens' keys and values, where they are at hand."""
         at_hand = new_k is not None and new_v is not None
         if at_hand not in self._batches:
-            self._batches[at_hand] = [self._batch(rows, group, at_hand) for group in groups_of(rows, chosen)]
+            groups = groups_of(rows, chosen)
+            if not groups:
+                raise ValueError("cudnn takes rows of even sizes only; descriptors take any")
+            self._batches[at_hand] = [self._batch(rows, group, at_hand) for group in groups]
         batches = self._batches[at_hand]
         out, lse = call.out, call.lse
         for batch in batches:
             group, number = batch.group, len(batch.group.rows)
-            direct = group.exact and at_hand
-            tokens = group.whole + (0 if direct else group.causal)
+            tokens = group.own + (0 if at_hand else group.queries)
             k, v = (_split(x, number, tokens) for x in room(self.shape, call.q, number * tokens))
             if tokens:
                 launch.gather(call.k, call.v, call.tables, batch.copies, k, v)
-            part = slice(batch.first, batch.first + number * group.causal)
-            if group.exact:
-                q = _split(call.q[part], number, group.causal)
+            part = slice(batch.first, batch.first + number * group.queries)
+            q = _split(call.q[part], number, group.queries)
+            if new_k is not None and new_v is not None:
+                own_k, own_v = (_split(x[part], number, group.queries) for x in (new_k, new_v))
             else:
-                q = call.q.new_empty((number, group.causal, *call.q.shape[1:]))
-                launch.place_queries(call.q, batch.places, batch.longest, q)
-            if direct and new_k is not None and new_v is not None:
-                own_k, own_v = (_split(x[part], number, group.causal) for x in (new_k, new_v))
-            else:
-                own_k, own_v = k[:, group.whole :], v[:, group.whole :]
+                own_k, own_v = k[:, group.own :], v[:, group.own :]
             a, a_lse = _batched(q, own_k, own_v, True, call.scale)
             b = b_lse = None
-            if group.whole:
-                b, b_lse = _batched(q, k[:, : group.whole], v[:, : group.whole], False, call.scale)
-            elif group.exact and call.mask.sinks is None:
-                if out is None and lse is None and number * group.causal == call.q.shape[0]:
+            if group.own:
+                b, b_lse = _batched(q, k[:, : group.own], v[:, : group.own], False, call.scale)
+            elif call.mask.sinks is None:
+                if out is None and lse is None and number * group.queries == call.q.shape[0]:
                     return a.flatten(0, 1), a_lse.flatten(0, 1)
                 if out is None or lse is None:
                     out, lse = call.results()
@@ -104,24 +101,22 @@ class Batches:
                 continue
             if out is None or lse is None:
                 out, lse = call.results()
-            launch.merge_parts(a, a_lse, b, b_lse, batch.places, batch.longest, call.mask.sinks, out, lse)
+            launch.merge_parts(a, a_lse, b, b_lse, batch.places, group.queries, call.mask.sinks, out, lse)
         assert out is not None
         assert lse is not None
         return out, lse
 
     def _batch(self, rows: Rows, group: Group, at_hand: bool) -> _Batch:
-        tokens = group.whole + (0 if group.exact and at_hand else group.causal)
+        tokens = group.own + (0 if at_hand else group.queries)
         number = np.arange(len(group.rows))
         size = np.full_like(number, tokens)
-        ends = np.minimum(rows.lengths[group.rows], tokens)
-        copies = copy_list(group.rows, np.zeros_like(number), ends, number * tokens, size)
-        queries, firsts = rows.queries[group.rows], rows.starts[group.rows]
-        places = np.stack((number, group.skips, queries, firsts), 1).astype(np.int32)
+        copies = copy_list(group.rows, np.zeros_like(number), size, number * tokens, size)
+        firsts = rows.starts[group.rows]
+        places = np.stack((number, np.zeros_like(number), np.full_like(number, group.queries), firsts), 1)
         return _Batch(
             group,
             upload(copies, self.device),
-            upload(places, self.device),
-            int(queries.max()),
+            upload(places.astype(np.int32), self.device),
             int(firsts[0]),
         )
 

@@ -20,7 +20,6 @@ __all__ = [
     "gather",
     "join_blocks",
     "merge_parts",
-    "place_queries",
 ]
 
 SPANS = {"full": 0, "sliding": 1, "chunked": 2}
@@ -130,14 +129,6 @@ def attend_gathered(
         HEADS=heads, GROUP=q.shape[1] // heads, DK0=dk0, DK1=dk1, DV=v_dim, BM=tile.rows, BN=tile.tokens, CAUSAL=causal,
         SPAN=SPANS[span.kind], SIZE=span.size, FEW=span.windowed and span.size <= FEW_TILES * tile.tokens,
         SINK=sinks is not None, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-
-
-def place_queries(q: torch.Tensor, places: torch.Tensor, longest: int, into: torch.Tensor) -> None:
-    """Packed queries into a batch [batch, tokens, heads, dim]; the places between stay as they are."""
-    gathered.place_queries[(triton.cdiv(longest * q.shape[1], MERGE_ROWS), places.shape[0])](
-        q, into, places, q.stride(0), q.stride(1), into.stride(0), into.stride(1), HEADS=q.shape[1], DK=q.shape[2],
-        COLUMNS=triton.next_power_of_2(q.shape[2]), ROWS=MERGE_ROWS, num_warps=4,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from .triton_prefill import soften
 from .triton_units import load_rows
 from .triton_worklist import LOG2E, first_visible, with_sink
 
-__all__ = ["attend_gathered", "gather_pages", "merge_parts", "place_queries"]
+__all__ = ["attend_gathered", "gather_pages", "merge_parts"]
 
 SPAN_WIDTH: tl.constexpr = tl.constexpr(6)
 COPY_WIDTH: tl.constexpr = tl.constexpr(5)
@@ -171,28 +171,6 @@ def attend_gathered(
     into = OUT + (token * out_token + q_head_of * out_head)[:, None] + tl.arange(0, DV)[None, :]
     tl.store(into, (acc * norm[:, None]).to(OUT.dtype.element_ty), mask=mine[:, None])
     tl.store(LSE + token * lse_token + q_head_of * lse_head, log / LOG2E, mask=mine)
-
-
-@triton.jit(do_not_specialize=["into_batch"])
-def place_queries(
-    Q, INTO, PLACES, q_token, q_head, into_batch, into_token,
-    HEADS: tl.constexpr, DK: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Packed queries to their places in a padded batch [batch, tokens, heads, dim]: grid (longest, places)."""
-    place = PLACES + tl.program_id(1) * PLACE_WIDTH
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = row // HEADS
-    head = row % HEADS
-    column = tl.arange(0, COLUMNS)
-    fits = (token < tl.load(place + 2))[:, None] & (column < DK)[None, :]
-    source = (tl.load(place + 3) + token).to(tl.int64) * q_token + head * q_head
-    target = (
-        tl.load(place).to(tl.int64) * into_batch
-        + (tl.load(place + 1) + token).to(tl.int64) * into_token
-        + head * DK
-    )
-    found = tl.load(Q + source[:, None] + column[None, :], mask=fits, other=0.0)
-    tl.store(INTO + target[:, None] + column[None, :], found, mask=fits)
 
 
 @triton.jit(do_not_specialize=["a_batch", "al_batch", "b_batch", "bl_batch"])
