@@ -280,20 +280,21 @@ class HostTier(Tier):
         source = self._victim(account, size)
         if source is None:
             return []
-        oldest = source.order.oldest(max(most, _MOST_TRIES))
+        turn = self._ticks + 1
         if not self._alone(account, size):  # until it is another's turn, or one of the two is at its limit
-            first = [other.order.first() for other in self._losers(account) if other is not source]
-            turn = min(
-                (int(self._slots.tick[slot]) for slot in first if slot is not None), default=self._ticks + 1
-            )
-            oldest = oldest[self._slots.tick[oldest] < turn]
+            firsts = [other.order.first() for other in self._losers(account) if other is not source]
+            turn = min((int(self._slots.tick[slot]) for slot in firsts if slot is not None), default=turn)
             most = min(most, (account.most - account.used) // size)
             if source is not account:
                 most = min(most, -(-(source.used - source.sure) // size))
-        other = np.flatnonzero(self._slots.size[oldest] != size)
-        if other.size:
-            oldest = oldest[: other[0]]
-        idle = np.flatnonzero(self._slots.held[oldest] == 0)[:most]
+        for reach in (most, max(most, _MOST_TRIES)):  # further where all of the first are held
+            oldest = source.order.oldest(reach)
+            other = np.flatnonzero((self._slots.tick[oldest] >= turn) | (self._slots.size[oldest] != size))
+            if other.size:
+                oldest = oldest[: other[0]]
+            idle = np.flatnonzero(self._slots.held[oldest] == 0)[:most]
+            if idle.size:
+                break
         if idle.size and idle[-1] >= idle.size:
             passed = oldest[: idle[-1]]
             self._use(passed[self._slots.held[passed] > 0])

@@ -85,6 +85,8 @@ class Recent:
 
     def used(self, slots: Index, tick: int) -> None:
         """These (each once) are used now; no other call ever had this tick."""
+        if not slots.size:
+            return
         self._slots.tick[slots] = tick
         self._batches.append((tick, slots))
         self._queued += len(slots)
