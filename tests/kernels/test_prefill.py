@@ -393,7 +393,9 @@ def test_the_rule_follows_what_backends_take() -> None:
     assert choose(shape, long, one, half, True, True, span=Span("sliding", 128)) == "pages"  # few pairs
     assert choose(shape, long, one, half, True, True, span=Span("chunked", 128)) == "pages"
     deep, prompts = Shape(16, 8, 256, 256), Rows.of(np.arange(9) * 1024, [1024] * 8)
-    assert choose(deep, prompts, all_rows, half, True, True) == "descriptors"
+    assert choose(deep, prompts, all_rows, half, True, True) == "cudnn"
+    uneven = Rows.of(np.arange(9) * 1000, [1000] * 8)
+    assert choose(deep, uneven, all_rows, half, True, True) == "descriptors"
     assert choose(deep, Rows.of([0, 256], [256]), one, half, True, True) == "pages"
     assert choose(shape, Rows.of([0, 64], [64]), one, half, True, True) == "pages"
     mixed = Rows.of(np.arange(9) * 700, np.arange(8) * 1000 + 700)

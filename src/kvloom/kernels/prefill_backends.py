@@ -50,8 +50,8 @@ GATHERED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Dims of keys and values that the kernels over gathered tokens take."""
 CUDNN_TILES = 512
 """Tiles of 128 queries by a head that each of cuDNN's batches must have: fewer leave the GPU's processors idle."""
-CUDNN_WORK = 1 << 29
-"""Pairs of query and key, over all heads, from which cuDNN is worth the plan that it makes for every new size."""
+CUDNN_WORK = 1 << 26
+"""Pairs of query and key, over all heads, from which cuDNN is worth the plan that it makes for every new even size."""
 CUDNN_GROUPS = 4
 """Batches that cuDNN may be called for; more, smaller ones are better run as one list."""
 DESCRIPTOR_WORK = 1 << 26

@@ -148,22 +148,25 @@ def attend_gathered(
                 i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
                 DK0, DK1, BM, BN, True, True, False,
             )  # fmt: skip
+    # The last tile by itself leaves the loops before it fewer registers to hold, where those are scarce; else it is one of them.
+    APART: tl.constexpr = FEW or DV > 128
     if not FEW:
         for i in tl.range(clear_from, clear_to, BN, num_stages=STAGES):
             peak, weight, acc = _gathered_step(
                 i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
                 DK0, DK1, BM, BN, False, False, False,
             )  # fmt: skip
-        for i in tl.range(clear_to, tl.minimum(end, rest), BN, num_stages=STAGES):
+        for i in tl.range(clear_to, tl.minimum(end, rest) if APART else end, BN, num_stages=STAGES):
             peak, weight, acc = _gathered_step(
                 i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
-                DK0, DK1, BM, BN, SPAN > 0, True, False,
+                DK0, DK1, BM, BN, SPAN > 0, True, not APART,
             )  # fmt: skip
-    if rest < end:
-        peak, weight, acc = _gathered_step(
-            rest, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
-            DK0, DK1, BM, BN, SPAN > 0, True, True,
-        )  # fmt: skip
+    if APART:
+        if rest < end:
+            peak, weight, acc = _gathered_step(
+                rest, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
+                DK0, DK1, BM, BN, SPAN > 0, True, True,
+            )  # fmt: skip
     log = tl.where(weight > 0, peak + tl.log2(weight), float("-inf"))
     norm = tl.where(weight > 0, 1.0 / weight, 0.0)
     if SINK:
