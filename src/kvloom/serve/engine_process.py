@@ -8,6 +8,7 @@ that hangs. Signals that are meant for the server are ignored.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -74,6 +75,8 @@ def main(fd: int) -> None:
     except (ModelError, ValueError, OSError) as error:
         outbox.send(Failed(str(error)))
         return
+    gc.collect()
+    gc.freeze()  # what is there now stays: to look through all of it for garbage would stop everybody for 0.2 s
     outbox.send(ready)
     _serve(outbox, inbox, worker)
 
