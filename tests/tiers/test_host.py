@@ -13,6 +13,7 @@ import pytest
 
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome, arena
 from kvloom.tiers.arena import Arena, copy_pages
+from kvloom.tiers.residents import Residents
 
 from .conformance import FORM, PAGE, Harness, TierConformance, filled, get, objects, page, put
 
@@ -77,8 +78,8 @@ def test_a_large_batch_for_a_tier_full_of_held_pages_looks_at_them_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = []
-    victim = HostTier._victim
-    monkeypatch.setattr(HostTier, "_victim", lambda *args: looked.append(1) or victim(*args))
+    victim = Residents._victim
+    monkeypatch.setattr(Residents, "_victim", lambda *args: looked.append(1) or victim(*args))
     tier = plain(300)
     first = tier.reserve(objects(range(300)))
     second = tier.reserve(objects(range(300, 700)))

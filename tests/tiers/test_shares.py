@@ -192,9 +192,11 @@ def test_a_storm_of_tenants_and_sizes_keeps_every_host_account_straight() -> Non
         assert used == tier.stats().bytes <= CAPACITY
     for lease in leases:
         lease.release()
-    for account in tier._all:
-        assert account.used == int(tier._slots.size[account.order.oldest(len(tier._entries))].sum())
-    assert sum(len(account.order.oldest(1 << 20)) for account in tier._all) == len(tier._entries)
+    for account in tier._residents.accounts:
+        assert account.used == int(tier._slots.size[account.order.oldest(len(tier._residents.entries))].sum())
+    assert sum(len(account.order.oldest(1 << 20)) for account in tier._residents.accounts) == len(
+        tier._residents.entries
+    )
     assert tier.stats().evicted
 
 
