@@ -146,7 +146,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as pages:
                 report["layers"] = by_layers(pages, rounds=args.rounds)
         if "keep" in args.only:
-            report["keep"] = keep(args.shape, device, scale, args.rounds)
+            report["keep"] = keep(args.shape, device, scale, args.rounds, pool, args.host)
         if "race" in args.only:
             report["race"] = race(rounds=args.rounds)
     return report
