@@ -47,17 +47,12 @@ def keep(shape: str, device: str, scale: float, rounds: int, pool: int, host: in
     """Microseconds a page, medians of `rounds`: with room in the host tier, and where every page that comes needs one to
     leave. `ended`: closing the sequences, in which pages are named and offered; `kept`: placing them, telling of them and
     letting them go; `copied`: handing the copies over. 256 sequences by `scale`, as far as bytes of `pool` and `host` hold
-    them."""
+    them, and a few at least."""
     dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
     layout = PoolLayout.build(model_spec({**hf_config(shape).to_dict(), "dtype": dtype}).layers)
     each = layout.slab_bytes_for(TOKENS)
     most = min(pool // (2 * each), host // ((rounds + 1) * each))
-    if most < STEPS:
-        raise ValueError(
-            f"keep: {STEPS} sequences of {each / 2**20:.1f} MiB need a pool of {2 * STEPS * each / 2**20:.0f} MiB and a host tier of "
-            f"{(rounds + 1) * STEPS * each / 2**20:.0f}: raise --pool and --host"
-        )
-    sequences = min(most, max(16, round(256 * scale)))
+    sequences = max(STEPS, min(most, max(16, round(256 * scale))))
     return [_keep(layout, device, sequences, rounds, full) for full in (False, True)]
 
 
