@@ -65,9 +65,9 @@ def empty(engine: Engine) -> None:
     engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
     engine._copy()
     host = lower_of(engine).host
-    while host._entries:
-        key, entry = next(iter(host._entries.items()))
-        host._forget(key, entry)
+    residents = host._residents
+    for key, slot in list(residents.entries.items()):
+        residents.forget(key, slot)
 
 
 def test_the_bytes_that_come_back_are_near_those_that_were_computed(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from kvloom.serve.fields import REFUSED
 from tests.serve.running import LONGEST, MODEL, Running
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-GOOD: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+GOOD: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 2, "ignore_eos": True}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
