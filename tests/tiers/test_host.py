@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome, arena
+from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome, arena, residents
 from kvloom.tiers.arena import Arena, copy_pages
 from kvloom.tiers.residents import Residents
 
@@ -88,6 +88,28 @@ def test_a_large_batch_for_a_tier_full_of_held_pages_looks_at_them_once(
     assert len(looked) < 10
     first.release(True)
     assert tier.lookup(objects(range(300))).all()
+
+
+def test_more_held_pages_than_are_looked_at_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residents, "_MOST_TRIES", 8)
+    tier = plain(64)
+    put(tier, range(64))
+    lease = tier.hold(objects(range(40)))
+    put(tier, range(40, 64))  # there already: used after what is held
+    assert put(tier, range(100, 104)).ok.all()
+    assert tier.lookup(objects(range(40))).all()
+    lease.release(np.ones(40, bool))
+    lease.release(np.ones(40, bool))
+    assert put(tier, range(200, 264)).ok.all()
+
+
+def test_pages_of_a_batch_used_at_once_may_leave_one_by_one() -> None:
+    tier = plain(1000)
+    put(tier, range(1000))
+    for i in range(1000):
+        assert put(tier, [1000 + i]).ok.all()
+        assert not tier.lookup(objects([i]))[0]
+        assert tier.lookup(objects(range(i + 1, 1001 + i))).all()
 
 
 def test_a_batch_is_placed_among_held_pages_by_those_that_may_leave() -> None:

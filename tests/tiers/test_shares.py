@@ -240,3 +240,13 @@ def test_a_text_opens_a_tier_in_which_shares_hold(tmp_path: Path) -> None:
     assert 0 < tier.kept_for("a") < tier.capacity // 2
     assert not tier.kept_for("b")
     tier.close()
+
+
+def test_room_that_was_made_is_used_by_whom_it_was_made_for() -> None:
+    tier = HostTier(HostConfig(8192, slab_bytes=4096))
+    tier.share_out({"large": Share(1.0, 0.0), "small": Share(1.0, 0.3), "other": Share(1.0, 0.3)})
+    small, large = (Form("bf16", "LKTHD", size, size) for size in (1536, 4096))
+    assert put(tier, of("large", range(1), large)) == [Outcome.OK]
+    assert put(tier, of("other", range(1), small)) == [Outcome.OK]
+    # One place is free beside the other's; for the second the large page leaves.
+    assert put(tier, of("small", range(2), small)) == [Outcome.OK, Outcome.OK]

@@ -104,7 +104,7 @@ class HostTier(Tier):
 
     def reserve(self, objects: Objects) -> Lease:
         """Places for objects that are not there, evicting as needed: fill those whose result is PENDING, then
-        release. OK: it is there already, or on its way. FULL: all that may leave for them is held."""
+        release. OK: it is there already, or on its way. FULL: all that may leave for them is held, or came with them."""
         size, keys = objects.form.page_bytes, objects.keys
         if not self._arena.fits(size):
             raise ValueError(
@@ -192,6 +192,8 @@ class HostTier(Tier):
                     self._residents.forget(key, slot)
 
     def _release(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
+        if not len(slots):  # it was released before
+            return
         at = np.flatnonzero(slots >= 0)
         held, came = slots[at], np.broadcast_to(np.asarray(written), len(slots))[at]
         if self._codec is not None:

@@ -88,13 +88,14 @@ class Residents:
         """These are the most recently used now."""
         if len(set(found := slots.tolist())) < len(found):
             slots = np.array(list(dict.fromkeys(found)), np.int64)
-        accounts = self.accounts if slots.size else []
-        owners = self.slots.account[slots] if len(accounts) > 1 else None
-        for account in accounts:
-            theirs = slots if owners is None else slots[owners == account.index]
-            if theirs.size:
-                self._ticks += 1
-                account.order.used(theirs, self._ticks)
+        if len(self.accounts) == 1:
+            self._ticks += 1
+            self.accounts[0].order.used(slots, self._ticks)
+            return
+        owners = self.slots.account[slots]
+        for index in dict.fromkeys(owners.tolist()):
+            self._ticks += 1
+            self.accounts[index].order.used(slots[owners == index], self._ticks)
 
     def _enter(
         self, keys: list[bytes], fresh: dict[bytes, None], given: list[int], account: _Account
@@ -164,15 +165,16 @@ class Residents:
         """The slot of a page where none is free and the next to leave is held or of another size: then the whole slab
         that it lies in leaves. Whose share is full loses pages of its own. None where none may leave."""
         tries = min(len(self.entries), _MOST_TRIES)
-        if self._alone(account, size) and self.slots.held[account.order.oldest(tries)].all():
+        losers = [account] if self._alone(account, size) else self._losers(account)
+        if not any(self._reach(one, tries) for one in losers):
             return []  # without looking at one after the other
         for _ in range(tries):
-            source = self._victim(account, size)
             own = account.used + size > account.most
-            if source is None:
-                return []
             if not own and (taken := self._arena.take(size, 1)):
                 return self.slots.take(taken, size)
+            source = self._victim(account, size)
+            if source is None:
+                return []
             slot = source.order.first()
             assert slot is not None
             offset = int(self.slots.offset[slot])
@@ -185,6 +187,18 @@ class Residents:
                 self.forget(other, self.entries[other])
                 self.evicted += 1
         return self.slots.take(self._arena.take(size, int(account.used + size <= account.most)), size)
+
+    def _reach(self, account: _Account, tries: int) -> bool:
+        """Pass over the oldest that are held, so many at a time: they are in use, so not the least recently used. Whether one
+        is left that is not."""
+        for _ in range(0, len(self.entries), max(1, tries)):
+            oldest = account.order.oldest(tries)
+            if not self.slots.held[oldest].all():
+                return True
+            if len(oldest) < tries:  # these are all
+                return False
+            self.use(oldest)
+        return False
 
     def _in_slab(self, offset: int) -> dict[int, bytes]:
         """Who has the places of the slab that this one is in."""

@@ -19,6 +19,8 @@ Index = npt.NDArray[np.int64]
 _FIRST = 1024
 _SPARE = 4096
 """Uses that may be remembered in vain before they are looked through."""
+_PART = 256
+"""Slots of a batch that are looked at together: one that leaves by itself costs a look at so many."""
 
 
 class Slots:
@@ -88,7 +90,8 @@ class Recent:
         if not slots.size:
             return
         self._slots.tick[slots] = tick
-        self._batches.append((tick, slots))
+        for at in range(0, len(slots), _PART):
+            self._batches.append((tick, slots[at : at + _PART]))
         self._queued += len(slots)
         if self._queued > self._limit:
             self._batches = deque((tick, live) for tick, live in self._live() if live.size)
