@@ -157,24 +157,27 @@ class PrefillPlan:
 
     def _library(self, rows: Rows, call: Call, ours: Callable[[], Result]) -> Library | None:
         """Who computes this step's layers of such a kind, if not we ourselves (None)."""
-        shape, mask, dtype = self.shape, call.mask, call.q.dtype
-        if (
-            mask.sinks is not None
-            or mask.spans is not None
-            or shape.latent
-            or rows.pairs(self._span) < LIBRARY_PAIRS / shape.heads
-        ):
-            return None
-        if (rows.owns < 0).any():  # queries without any token: only the pages' kernel knows of them
+        mask, dtype = call.mask, call.q.dtype
+        if not self.libraries or mask.sinks is not None or mask.spans is not None or self.shape.latent:
             return None
         key = dtype, mask.softcap
         if key not in self._owners:
-            able = {x.name: x for x in self.libraries if x.takes(shape, dtype, self._span, mask.softcap)}
-            candidates = {name: partial(self._by, library, rows, call) for name, library in able.items()}
-            sizes = size_class(shape, dtype, self._span, mask.softcap, rows)
-            name = fastest(sizes, {"kvloom": ours, **candidates}, self.device) if able else ""
-            self._owners[key] = able.get(name)
+            self._owners[key] = self._owner(rows, call, ours)
         return self._owners[key]
+
+    def _owner(self, rows: Rows, call: Call, ours: Callable[[], Result]) -> Library | None:
+        """Who is measured to be the fastest of those that take such a step; None: we, or nobody else would matter."""
+        shape, dtype, softcap = self.shape, call.q.dtype, call.mask.softcap
+        if rows.pairs(self._span) < LIBRARY_PAIRS / shape.heads:
+            return None
+        if (rows.owns < 0).any():  # queries without any token: only the pages' kernel knows of them
+            return None
+        able = {x.name: x for x in self.libraries if x.takes(shape, dtype, self._span, softcap)}
+        if not able:
+            return None
+        candidates = {name: partial(self._by, library, rows, call) for name, library in able.items()}
+        sizes = size_class(shape, dtype, self._span, softcap, rows)
+        return able.get(fastest(sizes, {"kvloom": ours, **candidates}, self.device))
 
     def _by(self, library: Library, rows: Rows, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         if self._step is None:
