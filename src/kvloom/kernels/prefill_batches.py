@@ -71,7 +71,11 @@ class Batches:
         if at_hand not in self._batches:
             groups = groups_of(rows, chosen)
             if not groups:
-                raise ValueError("cudnn takes rows of even sizes only; descriptors take any")
+                sizes = zip(rows.queries[chosen].tolist(), rows.owns[chosen].tolist(), strict=True)
+                told = ", ".join(f"{new} after {own}" for new, own in list(sizes)[:4])
+                raise ValueError(
+                    f"cudnn takes rows of even sizes only, not {told} tokens; descriptors take any"
+                )
             self._batches[at_hand] = [self._batch(rows, group, at_hand) for group in groups]
         batches = self._batches[at_hand]
         out, lse = call.out, call.lse
