@@ -119,6 +119,10 @@ def test_what_it_gives_is_close_to_what_is_computed_without() -> None:
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_states_are_the_same_bits_alone_in_company_by_chunks_and_begun_again(family: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers knows no {family}")
     model = made(family)
     prompts = prompts_of(20, SHAPE["vocab_size"], 700)
     params = params_of(len(prompts))
