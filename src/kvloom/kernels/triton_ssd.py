@@ -222,9 +222,6 @@ def decode_kernel(
         states + page * page_stride + own, mask=(p < WIDTH)[:, None] & (n < kept)[None, :], other=0.0
     ).to(tl.float32)
     rate = tl.load(a + head).to(tl.float32)
-    bias = 0.0
-    if BIAS:
-        bias = tl.load(dt_bias + head).to(tl.float32)
     group = head // per_group
     x += head * x_head
     dt += head
@@ -251,6 +248,9 @@ def decode_kernel(
             )
         inputs = inputs.to(tl.float32)
         if DT:
+            bias = 0.0
+            if BIAS:
+                bias = tl.load(dt_bias + head).to(tl.float32)
             step = _step(step, bias, low, high, SOFTPLUS, CLAMP)
         h = h * tl.exp(step * rate) + (inputs * step)[:, None] * into.to(tl.float32)[None, :]
         y = tl.sum(h * seen.to(tl.float32)[None, :], 1)
