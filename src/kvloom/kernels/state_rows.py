@@ -14,7 +14,8 @@ It knows nothing of what a state holds. Rows are built once a step and read by e
 Rows run side by side, so a page that one row writes must not be read or written by another row of the call: a
 prompt that wants snapshots on its way is cut there by the caller, one call for each part. An empty row's last
 state is its first. `steady` rows run token by token however long they are, and a state is rounded to its page's dtype after
-every token, as if it had been put there and fetched again. Decode steps run faster in a call of their own than beside long rows. Tokens past the last start belong to nobody: their outputs are undefined.
+every token, as if it had been put there and fetched again. Decode steps run faster in a call of their own than beside long
+rows. Tokens past the last start belong to nobody: their outputs are undefined.
 """
 
 from __future__ import annotations
