@@ -11,7 +11,14 @@ import torch
 from kvloom.core import Span
 from kvloom.kernels import prefill_backends
 from kvloom.kernels.dense import attend_dense, merge
-from kvloom.kernels.prefill_backends import BlockTile, Rows, block_list, groups_of
+from kvloom.kernels.prefill_backends import (
+    MANY,
+    BlockTile,
+    Rows,
+    block_list,
+    choose_gathered_tile,
+    groups_of,
+)
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import Shape
 
@@ -261,6 +268,14 @@ def test_random_rows_by_descriptors(
         check(batch, Mask(span, sinks=sinks), backend="descriptors", gathered_tile=tile)
 
 
+@pytest.mark.skipif(not GPU, reason="needs a GPU: rows as long are hours in the interpreter")
+def test_small_heads_over_many_tokens_by_descriptors() -> None:
+    batch = Batch(Shape(8, 2, 64, 64, dtype=HALF), [6001, 300, 4097], [4003, 300, 513], dtype=HALF)
+    sinks = torch.randn(8).to(DEVICE)
+    for mask in (Mask(FULL), Mask(FULL, sinks=sinks)):
+        check(batch, mask, backend="descriptors")
+
+
 @pytest.mark.parametrize("span", [FULL, Span("sliding", 20), Span("chunked", 24)], ids=str)
 def test_new_tokens_at_hand_are_read_where_they_lie(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = []
@@ -392,6 +407,9 @@ def test_the_rule_follows_what_backends_take() -> None:
     assert choose(shape, long, one, half, False, True, span=window) == "pages"
     assert choose(shape, long, one, half, True, True, span=Span("sliding", 128)) == "pages"  # few pairs
     assert choose(shape, long, one, half, True, True, span=Span("chunked", 128)) == "pages"
+    thin = Shape(32, 8, 64, 64)
+    assert choose(thin, long, one, half, True, True) == "descriptors"  # many tokens, small heads
+    assert choose(thin, Rows.of(np.arange(9) * 1024, [1024] * 8), all_rows, half, True, True) == "cudnn"
     deep, prompts = Shape(16, 8, 256, 256), Rows.of(np.arange(9) * 1024, [1024] * 8)
     assert choose(deep, prompts, all_rows, half, True, True) == "cudnn"
     uneven = Rows.of(np.arange(9) * 1000, [1000] * 8)
@@ -413,6 +431,16 @@ def test_pairs_are_counted_as_they_are_seen(span: Span) -> None:
     ]
     assert rows.pairs(span) == sum(each)
     assert rows.pairs(span, np.array([0, 2])) == each[0] + each[2]
+    assert rows.seen(span, np.array([0, 2])) == (each[0] + each[2]) / 20
+
+
+def test_tiles_over_gathered_tokens_follow_heads_windows_and_how_much_is_seen() -> None:
+    few, many = choose_gathered_tile(64, FULL, MANY - 1), choose_gathered_tile(64, FULL, MANY)
+    assert few.tokens < many.tokens
+    assert many.registers is not None
+    assert choose_gathered_tile(64, Span("sliding", 128)).tokens < few.tokens
+    assert choose_gathered_tile(64, Span("sliding", 4096), MANY) == many
+    assert choose_gathered_tile(128, FULL, MANY) == choose_gathered_tile(128, FULL)
 
 
 def test_short_rows_go_over_pages_beside_the_others(

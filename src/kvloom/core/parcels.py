@@ -19,8 +19,9 @@ __all__ = ["Parcel", "Parcels"]
 class Parcel(NamedTuple):
     """Rows of page ids, one a name, in the columns of one numbering ("token" or "state"); 0 where there is no page.
 
-    The bytes of `rows` are those of the pages `at` (0: nobody can say where) until the next `take_copies`. `leaving`: the bytes will be overwritten soon; else their sequence has ended, and they stay for now. `used`: someone
-    came back to them. `tenant` is whose they are, `root` where their names begin.
+    The bytes of `rows` are those of the pages `at` (0: nobody can say where) until the next `take_copies`. `leaving`: the
+    bytes will be overwritten soon; else their sequence has ended, and they stay for now. `used`: someone came back to them.
+    `tenant` is whose they are, `root` where their names begin. `since`: nothing was published there after this moment.
     """
 
     numbering: str
@@ -31,6 +32,7 @@ class Parcel(NamedTuple):
     leaving: bool
     used: bool
     root: bytes
+    since: float
 
 
 class Parcels:
@@ -113,7 +115,8 @@ class Parcels:
     def _tell(self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool) -> None:
         tenant = node.root.tenant
         at = self.where(numbering, rows)
-        self.listener(Parcel(numbering, names, rows, at, tenant, leaving, node.hits > 0, node.root.name))
+        root, used = node.root.name, node.hits > 0
+        self.listener(Parcel(numbering, names, rows, at, tenant, leaving, used, root, node.last_used))
 
     def _row_names(self, node: Node, first: int, last: int) -> list[bytes]:
         """The names of the prefixes that end where some of the node's rows do."""

@@ -137,7 +137,8 @@ class Lower:
         self._keeping.know(request.control.lossy, match.root_name)
         trip = self._trips.get(request)
         if trip is None:
-            if not self._may(request, match):
+            nothing = self.host.empty and not self.mover.lanes
+            if nothing or not self._may(request, match):
                 return False
             trip = self._trips[request] = Trip(request)
         if trip.phase == "heads":
@@ -340,6 +341,10 @@ class Lower:
     def take_offers(self) -> None:
         """Copy what the cache offered to host memory. Called before the copies that the cache has decided are made."""
         self._keeping.take()
+
+    def launching(self) -> None:
+        """A step is about to be launched, or copies that the cache had decided were."""
+        self._keeping.launching()
 
     @property
     def kept_pages(self) -> int:

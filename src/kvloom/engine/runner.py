@@ -146,6 +146,7 @@ class Runner:
         limit = min(self.tokens, self._cache.max_tokens // 2)
         self._try([[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit)
         self._try([[limit // 16], [limit // 4]], limit)  # alone, and so few that their attention is cut
+        self._try([[limit // 3, limit // 3]], limit)  # short prompts of sizes that no library takes
         self._try([[limit], [limit]], limit)  # as the chunks of a long prompt
         torch.cuda.synchronize(self.device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

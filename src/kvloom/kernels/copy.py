@@ -16,6 +16,7 @@ A CPU pool is copied at once by indexing. Knows no tables and no tiers, and deci
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -109,6 +110,7 @@ class Copier:
         self._pages = _pages(buffer, page_stride, self.page_bytes)
         self._out = _Way(buffer.device) if buffer.is_cuda else None
         self._in = _Way(buffer.device) if buffer.is_cuda else None
+        self._known: weakref.ref[torch.Tensor] | None = None
 
     def gather(
         self,
@@ -190,6 +192,17 @@ class Copier:
         self, host: torch.Tensor, rows: Ids | None, count: int, once: bool = False
     ) -> npt.NDArray[np.int64]:
         """The rows that are meant, after checking that `host` can take part."""
+        if self._known is None or self._known() is not host:  # asking the driver takes as long as many copies
+            self._check_host(host)
+            self._known = weakref.ref(host)
+        if rows is None and len(host) != count:
+            raise ValueError(f"host memory has {len(host)} rows for {count} pages: cut it or give `rows`")
+        found = np.arange(count) if rows is None else _checked(rows, len(host), "host row", once)
+        if len(found) != count:
+            raise ValueError(f"{len(found)} host rows for {count} pages")
+        return found
+
+    def _check_host(self, host: torch.Tensor) -> None:
         if host.dtype != torch.uint8 or host.dim() != 2 or host.shape[1] != self.page_bytes:
             raise ValueError(
                 f"host memory is [rows, {self.page_bytes}] uint8 for these pages, got {host.dtype} {tuple(host.shape)}"
@@ -198,11 +211,6 @@ class Copier:
             raise ValueError(f"host memory is on {host.device}: inside the device use copy_pages")
         if len(host) and (host.stride(1) != 1 or (len(host) > 1 and host.stride(0) < self.page_bytes)):
             raise ValueError(f"host memory with strides {host.stride()} is not rows of bytes side by side")
-        if rows is None and len(host) != count:
-            raise ValueError(f"host memory has {len(host)} rows for {count} pages: cut it or give `rows`")
-        found = np.arange(count) if rows is None else _checked(rows, len(host), "host row", once)
-        if len(found) != count:
-            raise ValueError(f"{len(found)} host rows for {count} pages")
         if self._pages.is_cuda and len(host):
             if not host.is_pinned():
                 raise ValueError("host memory is not pinned: allocate it with pin_memory=True")
@@ -211,7 +219,6 @@ class Copier:
                     f"host rows begin at {host.data_ptr():#x} and every {host.stride(0)} bytes: both need to be "
                     f"multiples of {_ALIGN}"
                 )
-        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def attend_dense(
         return out, lse
     from . import prefill_launch
 
-    tile = choose_gathered_tile(k.shape[2])
+    tile = choose_gathered_tile(k.shape[2], FULL)
     queries, tokens = np.diff(first), np.diff(k_first)
     group = q.shape[1] // k.shape[1]
     blocks = span_list(

@@ -35,7 +35,6 @@ from .prefill_backends import (
     Rows,
     block_list,
     choose,
-    choose_gathered_tile,
     choose_tile,
 )
 from .prefill_batches import Batches, Call
@@ -85,7 +84,7 @@ class PrefillPlan:
         shape.check()
         self.shape, self.span, self.backend, self.tile = shape, span, backend, tile
         self.device = torch.device(device)
-        self.gathered_tile = gathered_tile or choose_gathered_tile(shape.k_dim)
+        self.gathered_tile = gathered_tile
         if libraries is None:
             free = self.device.type == "cuda" and not (backend or tile or gathered_tile)
             libraries = installed() if free else ()

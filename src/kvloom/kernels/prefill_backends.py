@@ -58,6 +58,10 @@ DESCRIPTOR_WORK = 1 << 26
 """Pairs of query and key, over all heads, from which gathering is worth it; below, launches weigh more."""
 WIDE_WORK = 1 << 24
 """The same for heads of more than 128 dims, which are slower over pages."""
+MANY = 2048
+"""Tokens that a query sees, in the mean, from which heads of up to 64 dims go faster by descriptors than by cuDNN."""
+NARROW = 128
+"""Tokens of a window that is walked in short steps."""
 SHORT = 64
 """Rows of fewer queries stay with the pages: gathering what so few read would cost more than their attention."""
 COPY_TOKENS = 64
@@ -98,6 +102,10 @@ class Rows:
         lengths, owns = self.lengths[chosen], np.maximum(self.owns[chosen], 0)
         return int((_pairs(span, lengths) - _pairs(span, owns)).sum())
 
+    def seen(self, span: Span, chosen: Ints | slice = slice(None)) -> float:
+        """Tokens that a query of the `chosen` rows sees, in the mean."""
+        return self.pairs(span, chosen) / max(1, int(self.queries[chosen].sum()))
+
     def whole(self, span: Span) -> bool:
         """Whether every query sees all before it: the span is full, or no sequence has outgrown it."""
         last = self.lengths[self.queries > 0]
@@ -106,13 +114,15 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class BlockTile:
-    """A block's query rows, the tokens of a step, warps and stages of a program, and programs a processor holds."""
+    """A block's query rows, the tokens of a step, warps and stages of a program, programs a processor holds, and the
+    registers of a thread where more would let it hold fewer."""
 
     rows: int
     tokens: int
     warps: int
     stages: int
     each: int = 2
+    registers: int | None = None
 
 
 def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) -> BlockTile:
@@ -129,8 +139,13 @@ def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) ->
     return BlockTile(128, 64, 4, 3, 2)
 
 
-def choose_gathered_tile(k_dim: int) -> BlockTile:
-    """The tile over gathered tokens: of 8 warps where 4 could not hold a block's outputs, or two programs not their keys."""
+def choose_gathered_tile(k_dim: int, span: Span, seen: float = 0.0) -> BlockTile:
+    """The tile over gathered tokens, of which a query sees so many: of 8 warps where 4 could not hold a block's outputs, or two
+    programs not their keys. Small heads take wide steps over many tokens, and short ones in a narrow window."""
+    if k_dim <= 64 and span.windowed and span.size <= NARROW:
+        return BlockTile(64, 32, 4, 3, 3)
+    if k_dim <= 64 and seen >= MANY:
+        return BlockTile(64, 128, 4, 2, 3, 168)
     if k_dim <= 128:
         return BlockTile(64, 64, 4, 3, 2)
     return BlockTile(128, 64, 8, 3 if k_dim <= 192 else 2, 1)
@@ -147,7 +162,8 @@ def choose(
     if not gathers or not len(chosen):
         return "pages"
     pairs = rows.pairs(span, chosen) * shape.heads
-    if cudnn and not span.windowed and pairs >= CUDNN_WORK:
+    many = shape.k_dim <= 64 and rows.seen(span, chosen) >= MANY
+    if cudnn and not span.windowed and pairs >= CUDNN_WORK and not many:
         groups = groups_of(rows, chosen)
         tiles = [len(group.rows) * shape.heads * -(-group.queries // 128) for group in groups]
         if 0 < len(groups) <= CUDNN_GROUPS and min(tiles) >= CUDNN_TILES:

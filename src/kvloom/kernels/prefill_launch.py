@@ -128,7 +128,7 @@ def attend_gathered(
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *lse.stride(), scale,
         HEADS=heads, GROUP=q.shape[1] // heads, DK0=dk0, DK1=dk1, DV=v_dim, BM=tile.rows, BN=tile.tokens, CAUSAL=causal,
         SPAN=SPANS[span.kind], SIZE=span.size, FEW=span.windowed and span.size <= FEW_TILES * tile.tokens,
-        SINK=sinks is not None, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        SINK=sinks is not None, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import torch
 from kvloom.core import Span
 
 from . import prefill_launch as launch
-from .prefill_backends import BlockTile, Ints, Rows, copy_list, span_list
+from .prefill_backends import BlockTile, Ints, Rows, choose_gathered_tile, copy_list, span_list
 from .prefill_batches import Call, room
 from .shapes import Shape, upload
 
@@ -25,17 +25,18 @@ __all__ = ["Runs"]
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """What is copied, how many tokens that is, and the blocks over the copy."""
+    """What is copied, how many tokens that is, and the blocks over the copy by their tile."""
 
     copies: torch.Tensor
     tokens: int
     blocks: torch.Tensor
+    tile: BlockTile
 
 
 class Runs:
-    """A step's rows under one span, laid out when they are first needed."""
+    """A step's rows under one span, laid out when they are first needed. `tile` replaces the rule for it."""
 
-    def __init__(self, shape: Shape, span: Span, tile: BlockTile, device: torch.device) -> None:
+    def __init__(self, shape: Shape, span: Span, tile: BlockTile | None, device: torch.device) -> None:
         self.shape, self.span, self.tile, self.device = shape, span, tile, device
         self._listed: dict[bool, _Listed] = {}
         self._fresh: bool | None = None  # whether no row has anything cached
@@ -59,7 +60,7 @@ class Runs:
             k, v = room(self.shape, call.q, listed.tokens)
             launch.gather(call.k, call.v, call.tables, listed.copies, k, v)
         launch.attend_gathered(
-            self.tile, listed.blocks, call.q, k, v, call.scale, True, self.span, call.mask.sinks, out, lse
+            listed.tile, listed.blocks, call.q, k, v, call.scale, True, self.span, call.mask.sinks, out, lse
         )
         return out, lse
 
@@ -69,7 +70,8 @@ class Runs:
         sizes = rows.lengths[chosen] - begins
         bases = starts if at_hand else np.cumsum(sizes) - sizes
         copies = copy_list(chosen, begins, begins + sizes, bases, sizes)
+        tile = self.tile or choose_gathered_tile(self.shape.k_dim, self.span, rows.seen(self.span, chosen))
         blocks = span_list(
-            queries, starts, owns - begins, bases, sizes, self.shape.group, self.tile.rows, True, self.span
+            queries, starts, owns - begins, bases, sizes, self.shape.group, tile.rows, True, self.span
         )
-        return _Listed(upload(copies, self.device), int(sizes.sum()), upload(blocks, self.device))
+        return _Listed(upload(copies, self.device), int(sizes.sum()), upload(blocks, self.device), tile)

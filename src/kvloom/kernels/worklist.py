@@ -62,6 +62,10 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
             return Tile(
                 height, 64 if shape.latent and shape.dtype.itemsize == 2 else 32, 8, 2, processors, 2, 1
             )
+        if (
+            beside and rows <= 128 and shape.dtype.itemsize == 2
+        ):  # one tile reads all: what is under way counts
+            return Tile(height, height // 2, height // 16, 5, processors, 2, 1, 168)
         return Tile(height, 64, height // 16, 3, processors, 2, 1, 168)
     if shape.dtype in QUANTISED:
         height = max(8, triton.next_power_of_2(rows))
@@ -154,6 +158,8 @@ class Layer:
         dk0, dk1 = split_dim(shape.k_dim)
         dv0, dv1 = split_dim(shape.v_dim)
         turned, small = v.stride(3) != 1, tile.rows < 64
+        # Tall tiles are bound by arithmetic, of which masks are a part.
+        clear = turned or (members is not None and not small and max(shape.k_dim, shape.v_dim) <= 128)
         # Tensor cores take 8 bits as they are, 32 at a time along what is summed.
         native = (
             shape.dtype in QUANTISED and turned and small and (dk1 == 0 or dk1 >= 32) and tile.tokens >= 32
@@ -174,7 +180,7 @@ class Layer:
             SHARED=members is not None, BOUNDS=bounds, TREE=mask.trees is not None, SOFTCAP=mask.softcap is not None,
             SINK=mask.sinks is not None, SCALES=self.scales, LATENT=shape.latent,
             TURNED=turned, DIRECT=direct,
-            EXACT=q.dtype == torch.float32, HALF=shape.dtype == torch.float8_e4m3fn, PHASES=turned,
+            EXACT=q.dtype == torch.float32, HALF=shape.dtype == torch.float8_e4m3fn, PHASES=clear,
             STAGES=tile.stages, OVERLAP=overlaps(q.device), SMALL=small, TOLL=tile.toll, BESIDE=beside and overlaps(q.device),
             NATIVE=native, num_warps=tile.warps, maxnreg=tile.registers, **(overlapped(q.device) if beside else {}),
         )  # fmt: skip

@@ -75,6 +75,11 @@ class HostTier(Tier):
         """The largest page it takes."""
         return self._arena.slab_bytes
 
+    @property
+    def empty(self) -> bool:
+        """Whether it has nothing, and nothing is on its way there."""
+        return not self._residents.entries
+
     def share_out(self, shares: Shares) -> None:
         with self._lock:
             self._residents.share_out(shares)

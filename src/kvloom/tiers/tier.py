@@ -89,8 +89,8 @@ class Objects:
     def __post_init__(self) -> None:
         if not 0 <= self.group < 1 << 32:
             raise ValueError(f"group={self.group} is not an index of a group")
-        wrong = next((name for name in self.names if len(name) != NAME_BYTES), None)
-        if wrong is not None:
+        if set(map(len, self.names)) - {NAME_BYTES}:
+            wrong = next(name for name in self.names if len(name) != NAME_BYTES)
             raise ValueError(f"name {wrong!r} has {len(wrong)} bytes; names have {NAME_BYTES}")
 
     def __len__(self) -> int:
