@@ -9,7 +9,7 @@ import torch
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request, SamplingParams
 
-__all__ = ["apart", "prompts_of", "together", "told"]
+__all__ = ["apart", "interrupted", "prompts_of", "together", "told"]
 
 
 def prompts_of(count: int, vocabulary: int, longest: int, seed: int = 0) -> list[list[int]]:
@@ -51,3 +51,16 @@ def together(engine: Engine, prompts: list[list[int]], params: list[SamplingPara
             engine.cancel(others[i - 1])
     engine.run()
     return [told(request) for request in found[::-1]]
+
+
+def interrupted(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+    """All at once; again and again the last that runs gives its pages up, and begins anew."""
+    found = [engine.add(prompt, mine) for prompt, mine in zip(prompts, params, strict=True)]
+    for step in range(10_000):
+        if not engine.busy:
+            break
+        engine.step()
+        if step % 7 == 6 and engine.scheduler.running:
+            engine.scheduler._preempt(engine.scheduler.running[-1])
+    assert sum(request.preemptions for request in found) > 2
+    return [told(request) for request in found]

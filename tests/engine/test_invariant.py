@@ -44,6 +44,13 @@ def test_a_cpu_promises_it_in_float32_alone() -> None:
         Engine(tiny("llama").to(torch.bfloat16), 8 << 20, batch_invariant=True)
 
 
+def invariant_engine(model: Any, budget: int) -> Engine:
+    """An engine on a CPU that computes in a GPU's way."""
+    made = Engine(model, 2 << 20, token_budget=budget, max_running=4)
+    made.runner = Runner(model, made.cache, made.buffer, budget, 4, graphs=False, invariant=True)
+    return made
+
+
 def test_the_gpus_way_gives_the_same_bits_in_any_batch_and_by_any_chunks() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     model = tiny(
@@ -56,14 +63,9 @@ def test_the_gpus_way_gives_the_same_bits_in_any_batch_and_by_any_chunks() -> No
     )
     prompts = [list(range(3, 22)), [7, 8, 9], list(range(3, 12))]
 
-    def engine(budget: int) -> Engine:
-        made = Engine(model, 2 << 20, token_budget=budget, max_running=4)
-        made.runner = Runner(model, made.cache, made.buffer, budget, 4, graphs=False, invariant=True)
-        return made
-
     params = [SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=i, logprobs=2) for i in range(3)]
-    alone = apart(engine(64), prompts, params)
-    crowded = engine(6)
+    alone = apart(invariant_engine(model, 64), prompts, params)
+    crowded = invariant_engine(model, 6)
     found = [crowded.add(prompt, mine) for prompt, mine in zip(prompts, params, strict=True)]
     crowded.run()
     assert [told(request) for request in found] == alone
@@ -74,11 +76,35 @@ def test_the_gpus_way_gives_the_same_bits_in_any_batch_and_by_any_chunks() -> No
         np.testing.assert_allclose(ours[0][1], theirs[0][1], rtol=1e-3)
 
 
-def test_states_have_no_such_way() -> None:
-    model = tiny("mamba2")
-    engine = Engine(model, 2 << 20)
-    with pytest.raises(ValueError, match="keeps recurrent states"):
-        Runner(model, engine.cache, engine.buffer, 64, 4, graphs=False, invariant=True)
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mamba", {}),
+        ("mamba2", {}),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"], "linear_value_head_dim": 16}),
+        ("minimax", {"layer_types": ["linear_attention"]}),
+        ("lfm2", {"layer_types": ["conv"]}),
+    ],
+)
+def test_the_gpus_way_gives_the_same_bits_of_states_wherever_prompts_are_cut(
+    family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    # A CPU's own round by how many numbers there are, and how they lie (SiLU, too, but for multiples of 32); a GPU's do not.
+    monkeypatch.setattr(torch.Tensor, "sigmoid", lambda x: 1 / (1 + torch.exp(-x)))
+    monkeypatch.setattr(torch.nn.functional, "softplus", lambda x: torch.log1p(torch.exp(x)))
+    model = tiny(family, num_hidden_layers=1, intermediate_size=64, **changes)
+    prompts = [list(range(3, 14)), [7, 8], list(range(3, 10))]
+    params = [SamplingParams(max_tokens=2, temperature=0.8, seed=i, logprobs=2) for i in range(3)]
+    alone = apart(invariant_engine(model, 64), prompts, params)
+    crowded = invariant_engine(model, 5)
+    found = [crowded.add(prompt, mine) for prompt, mine in zip(prompts, params, strict=True)]
+    crowded.run()
+    assert [told(request) for request in found] == alone
+    wanted = apart(Engine(model, 2 << 20), prompts, params)
+    for ours, theirs in zip(alone, wanted, strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        np.testing.assert_allclose(ours[0][1], theirs[0][1], rtol=1e-3)
 
 
 def test_every_way_of_choosing_tokens_runs_in_the_mode() -> None:

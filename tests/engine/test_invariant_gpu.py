@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
 
-from .invariance import apart, prompts_of, together
+from .invariance import apart, interrupted, prompts_of, together
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -29,6 +29,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**SLIDING, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
 }
+MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 2}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+DELTA = {
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "shared_expert_intermediate_size": 256,
+}  # fmt: skip
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba": {"state_size": 16},
+    "falcon_mamba": {"state_size": 16},
+    "jamba": {
+        "attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 16, "num_experts": 4,
+    },
+    "mamba2": {"num_heads": 16, "state_size": 128, "n_groups": 2},
+    "bamba": {"attn_layer_indices": [1], **MAMBA2},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 1024},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention", "mamba", "mamba"], "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 512, **MAMBA2,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-M*", "mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 2,
+    },
+    "qwen3_next": {**EXPERTS, **DELTA},
+    "qwen3_5_text": DELTA,
+    "olmo_hybrid": DELTA,
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_heads": 8, "linear_head_dim": 64,
+        "q_lora_rank": None, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
+        "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+        "n_group": 1, "topk_group": 1,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "minimax": {"num_local_experts": 4},
+}  # fmt: skip
 
 
 def made(family: str, **more: Any) -> Any:
@@ -36,7 +70,7 @@ def made(family: str, **more: Any) -> Any:
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        family, **{**SHAPE, **FAMILIES[family], **more}, eos_token_id=None, pad_token_id=0
+        family, **{**SHAPE, **{**FAMILIES, **RECURRENT}[family], **more}, eos_token_id=None, pad_token_id=0
     )
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -83,17 +117,30 @@ def test_what_it_gives_is_close_to_what_is_computed_without() -> None:
         assert abs(one[0][1][0] - other[0][1][0]) < 0.1
 
 
-def test_recurrent_models_are_refused() -> None:
-    from transformers import Mamba2Config, Mamba2ForCausalLM
+@pytest.mark.parametrize("family", RECURRENT)
+def test_states_are_the_same_bits_alone_in_company_by_chunks_and_begun_again(family: str) -> None:
+    from transformers import CONFIG_MAPPING
 
-    config = Mamba2Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        vocab_size=64,
-        num_heads=8,
-        head_dim=16,
-        state_size=16,
-        n_groups=1,
-    )
-    with pytest.raises(ValueError, match="keeps recurrent states"):
-        Engine(Mamba2ForCausalLM(config).to("cuda", torch.bfloat16), 1 << 24, batch_invariant=True)
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers knows no {family}")
+    model = made(family)
+    prompts = prompts_of(20, SHAPE["vocab_size"], 700)
+    params = params_of(len(prompts))
+    options: dict[str, Any] = {"pool_bytes": 1 << 30, "batch_invariant": True, "max_running": 20}
+    alone = apart(Engine(model, **options), prompts, params)
+    assert together(Engine(model, **options), prompts, params) == alone
+    assert together(Engine(model, token_budget=100, **options), prompts, params) == alone
+    few = slice(0, 4)
+    assert apart(Engine(model, graphs=False, **options), prompts[few], params[few]) == alone[few]
+    assert interrupted(Engine(model, **options), prompts, params) == alone
+
+
+def test_states_are_close_to_what_is_computed_without() -> None:
+    for family in ("mamba2", "qwen3_5_text"):
+        model = made(family)
+        prompts = prompts_of(8, SHAPE["vocab_size"], 300)
+        params = [SamplingParams(max_tokens=1, temperature=0, logprobs=5)] * len(prompts)
+        ours = apart(Engine(model, 1 << 28, batch_invariant=True), prompts, params)
+        theirs = apart(Engine(model, 1 << 28), prompts, params)
+        for one, other in zip(ours, theirs, strict=True):
+            assert abs(one[0][1][0] - other[0][1][0]) < 0.1

@@ -101,10 +101,6 @@ class Runner:
 
     def _refuse(self) -> None:
         """Raise ValueError for what has no batch-invariant way."""
-        if self.pages.keeps_states:
-            raise ValueError(
-                "batch_invariant: this model keeps recurrent states, whose scans round by how a prompt is cut; run it without"
-            )
         if self.pages.crosses:
             raise ValueError(
                 "batch_invariant: this model reads images in layers without such a way; run it without"

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 # fmt: off
 MOVES = frozenset((
     "_local_scalar_dense", "_pin_memory", "_to_copy", "_unsafe_view", "alias", "arange", "argmax", "argmin",
-    "as_strided", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach", "embedding",
+    "as_strided", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach", "detach_", "embedding",
     "empty", "empty_like", "empty_strided", "expand", "eye", "fill", "fill_", "full", "full_like", "gather",
     "index", "index_copy", "index_copy_", "index_fill", "index_fill_", "index_put", "index_put_",
     "index_select", "is_pinned", "item", "lift_fresh", "lift_fresh_copy", "linspace", "masked_fill",

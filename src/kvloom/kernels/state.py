@@ -4,7 +4,8 @@ Each function takes tokens packed as [tokens, …], a view of the pages that hol
 any page stride) and `Rows`, which say where each sequence's tokens and pages are. It returns the outputs and
 leaves the last states in their pages. Rows of up to STEP_TOKENS tokens take the decode path, longer ones the
 chunked one; the caller says which by `Rows.longest`, so nothing waits for the device. CPU tensors (and float64
-ones anywhere) run in plain torch, CUDA tensors in Triton. Projections, norms and models are not known here.
+ones anywhere) run in plain torch, CUDA tensors in Triton, and so do rows that are `steady`. Projections, norms and
+models are not known here.
 
 | function      | one token does                                                | state of a page             |
 |---------------|---------------------------------------------------------------|-----------------------------|
@@ -15,8 +16,8 @@ ones anywhere) run in plain torch, CUDA tensors in Triton. Projections, norms an
 | delta_rule    | S = exp(g) S; S += beta k (v - Sᵀk)ᵀ; y = Sᵀq   (per head)    | [value heads, k dim, v dim] |
 
 Sums are kept in float32 (float64 for float64 inputs) whatever the inputs' dtype; a state is rounded to its page's
-dtype once a call. Lightning attention (linear attention with a fixed decay) is `mamba2_scan` with x = v, b = k,
-c = q, dt = None and a = -slope; its page then holds [heads, v dim, k dim]. RG-LRU is `linear_scan` over gated inputs.
+dtype once a call, of steady rows once a token. Lightning attention (linear attention with a fixed decay) is
+`mamba2_scan` with x = v, b = k, c = q, dt = None and a = -slope; its page then holds [heads, v dim, k dim]. RG-LRU is `linear_scan` over gated inputs.
 """
 
 from __future__ import annotations
@@ -234,6 +235,10 @@ def _plain(x: torch.Tensor, rows: Rows, states: torch.Tensor) -> bool:
     """Whether plain torch serves this call. What only reading the rows can tell is checked where that is free."""
     if x.device.type == "cpu":
         _check_values(x.shape[0], rows, states.shape[0])
+    if rows.steady:
+        if x.dtype == torch.float64:
+            raise ValueError("steady rows are computed in float32 at most, not in float64: convert them")
+        return False
     return x.device.type != "cuda" or x.dtype == torch.float64
 
 

@@ -3,7 +3,8 @@
 """The causal convolution in Triton: one program for each chunk of a row and block of channels.
 
 Only the program of a row's first chunk touches the row's page: it reads the old inputs, and writes the new ones
-straight from x once it has. So a page can be read and written in one call, however many chunks run beside it.
+straight from x once it has. So a page can be read and written in one call, however many chunks run beside it. An output is
+one thread's sum over the taps: steady rows need no loop over tokens here, only a fixed order.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ import triton
 import triton.language as tl
 
 from .state_rows import Rows
-from .triton_rows import locate, packed, places, row_arguments, row_of, search_width, silu, start_page
+from .triton_rows import (
+    exactly,
+    locate,
+    packed,
+    places,
+    row_arguments,
+    row_of,
+    search_width,
+    silu,
+    start_page,
+)
 
 __all__ = ["causal_conv"]
 
@@ -44,6 +55,7 @@ def conv_kernel(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     FRESH: tl.constexpr,
+    STEADY: tl.constexpr,
 ):
     if STEPS:
         row = tl.program_id(0)
@@ -57,8 +69,8 @@ def conv_kernel(
     real = column < channels
     page = start_page(read, fresh, row, FRESH)
     old = states + page * page_stride + column * COLUMNS
-    # Inputs before this one (counted from the row's start) are read from the page, if there is one.
-    oldest = tl.where(page > 0, 0, -COLUMNS - TAPS)
+    # Inputs before this one (counted from the row's start) are read from the page, if there is one and by the first chunk.
+    oldest = tl.where((page > 0) & (chunk == 0), 0, -COLUMNS - TAPS)
     at = chunk * TOKENS + tl.arange(0, TOKENS)
     if BIAS:
         acc = tl.zeros((TOKENS, CHANNELS), tl.float32) + tl.load(bias + column, mask=real, other=0.0)[None, :]
@@ -72,18 +84,27 @@ def conv_kernel(
             mask=inside[:, None] & real[None, :],
             other=0.0,
         ).to(tl.float32)
-        factor = tl.load(weight + column * TAPS + tap, mask=real, other=0.0).to(tl.float32)
-        acc += value * factor[None, :]
-    if chunk == 0:
-        for tap in tl.static_range(TAPS - 1):
-            before = at - (TAPS - 1 - tap)
-            value = tl.load(
-                old[None, :] + (before + COLUMNS)[:, None],
-                mask=(before < oldest)[:, None] & real[None, :],
+        if STEADY and tap < TAPS - 1:
+            # In the order of the taps, and as a page would give them back, wherever they come from.
+            stored = tl.load(
+                old[None, :] + (source + COLUMNS)[:, None],
+                mask=(source < oldest)[:, None] & real[None, :],
                 other=0.0,
             ).to(tl.float32)
-            factor = tl.load(weight + column * TAPS + tap, mask=real, other=0.0).to(tl.float32)
-            acc += value * factor[None, :]
+            value = tl.where((source < 0)[:, None], stored, value.to(states.dtype.element_ty).to(tl.float32))
+        factor = tl.load(weight + column * TAPS + tap, mask=real, other=0.0).to(tl.float32)
+        acc += value * factor[None, :]
+    if not STEADY:
+        if chunk == 0:
+            for tap in tl.static_range(TAPS - 1):
+                before = at - (TAPS - 1 - tap)
+                value = tl.load(
+                    old[None, :] + (before + COLUMNS)[:, None],
+                    mask=(before < oldest)[:, None] & real[None, :],
+                    other=0.0,
+                ).to(tl.float32)
+                factor = tl.load(weight + column * TAPS + tap, mask=real, other=0.0).to(tl.float32)
+                acc += value * factor[None, :]
     if SILU:
         acc = silu(acc)
     tl.store(
@@ -148,7 +169,9 @@ def causal_conv(
         STEPS=rows.steps,
         BIAS=bias is not None,
         SILU=silu,
+        STEADY=rows.steady,
         num_warps=4,
         **row_arguments(rows),
+        **(exactly(x) if rows.steady else {}),
     )
     return out

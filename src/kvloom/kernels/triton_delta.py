@@ -14,7 +14,8 @@ Both products by T need no state, so they are made for all chunks side by side, 
 | output_kernel | a chunk, a head, some columns        | y, all chunks side by side                               |
 | decode_kernel | a row, a head, some columns          | y and the last state, token by token                     |
 
-Where every channel decays on its own (Kimi) the pairs of a chunk are no plain product: such rows run token by token.
+Where every channel decays on its own (Kimi) the pairs of a chunk are no plain product: such rows run token by token. So do
+steady rows, of any length.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import triton.language as tl
 from .state_rows import Rows
 from .triton_rows import (
     dot_precision,
+    exactly,
     first_place,
     locate,
     packed,
@@ -35,6 +37,7 @@ from .triton_rows import (
     row_of,
     search_width,
     start_page,
+    steadily,
 )
 
 __all__ = ["delta_rule"]
@@ -237,12 +240,32 @@ def output_kernel(
 
 
 @triton.jit
+def _token(
+    q, k, v, g, beta, token, some, lines, columns, line, column, q_stride, k_stride, v_stride, g_stride, beta_stride,
+    DECAY: tl.constexpr, BETA: tl.constexpr,
+):  # fmt: skip
+    """What one token brings, as it was given: so many `lines` and `columns`; gates of a head if there are `some`."""
+    query = tl.load(q + token * q_stride + line, mask=line < lines, other=0.0)
+    key = tl.load(k + token * k_stride + line, mask=line < lines, other=0.0)
+    value = tl.load(v + token * v_stride + column, mask=column < columns, other=0.0)
+    decay = 0.0
+    if DECAY == HEAD_DECAY:
+        decay = tl.load(g + token * g_stride, mask=some, other=0.0).to(tl.float32)
+    if DECAY == CHANNEL_DECAY:
+        decay = tl.load(g + token * g_stride + line, mask=line < lines, other=0.0).to(tl.float32)
+    strength = 1.0
+    if BETA:
+        strength = tl.load(beta + token * beta_stride, mask=some, other=0.0).to(tl.float32)
+    return query, key, value, decay, strength
+
+
+@triton.jit
 def decode_kernel(
     q, k, v, g, beta, out, states, starts, read, write, fresh,
     scale, heads, per_key, q_stride, q_head, k_stride, k_head, v_stride, v_head, g_stride, g_head, beta_stride,
     page_stride,
     DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr,
-    DECAY: tl.constexpr, BETA: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr,
+    DECAY: tl.constexpr, BETA: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr, STEADY: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
     head = tl.program_id(1)
@@ -256,33 +279,55 @@ def decode_kernel(
     s = tl.load(
         states + page * page_stride + own, mask=(line < DK)[:, None] & (column < kept)[None, :], other=0.0
     ).to(tl.float32)
-    shared = head // per_key
+    q += head // per_key * q_head
+    k += head // per_key * k_head
+    v += head * v_head
+    g += head * g_head
+    beta += head
+    if STEADY:  # rows may be long: the next token is loaded while this one is computed
+        some = length > 0
+        lines, columns = tl.where(some, DK, 0), tl.where(some, DV, 0)
+        q_next, k_next, v_next, decay_next, strength_next = _token(
+            q, k, v, g, beta, start, some, lines, columns, line, column,
+            q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA,
+        )  # fmt: skip
     for at in range(length):
         token = start + at
-        query = tl.load(q + token * q_stride + shared * q_head + line, mask=line < DK, other=0.0).to(
-            tl.float32
-        )
-        key = tl.load(k + token * k_stride + shared * k_head + line, mask=line < DK, other=0.0).to(tl.float32)
-        value = tl.load(v + token * v_stride + head * v_head + column, mask=column < DV, other=0.0).to(
-            tl.float32
-        )
+        if STEADY:
+            query, key, value, decay, strength = q_next, k_next, v_next, decay_next, strength_next
+            some = at + 1 < length
+            lines, columns = tl.where(some, DK, 0), tl.where(some, DV, 0)
+            q_next, k_next, v_next, decay_next, strength_next = _token(
+                q, k, v, g, beta, token + 1, some, lines, columns, line, column,
+                q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA,
+            )  # fmt: skip
+        else:
+            query, key, value, decay, strength = _token(
+                q, k, v, g, beta, token, True, DK, DV, line, column,
+                q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA,
+            )  # fmt: skip
+        query, key = query.to(tl.float32), key.to(tl.float32)
         if NORMALISE:
             query *= 1.0 / tl.sqrt(tl.sum(query * query, 0) + 1e-6)
             key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + 1e-6)
         if DECAY == HEAD_DECAY:
-            s *= tl.exp(tl.load(g + token * g_stride + head).to(tl.float32))
+            s *= tl.exp(decay)
         if DECAY == CHANNEL_DECAY:
-            decay = tl.load(g + token * g_stride + head * g_head + line, mask=line < DK, other=0.0)
-            s *= tl.exp(decay.to(tl.float32))[:, None]
-        correction = value - tl.sum(s * key[:, None], 0)
+            s *= tl.exp(decay)[:, None]
+        correction = value.to(tl.float32) - tl.sum(s * key[:, None], 0)
         if BETA:
-            correction *= tl.load(beta + token * beta_stride + head).to(tl.float32)
+            correction *= strength
         s += key[:, None] * correction[None, :]
         y = tl.sum(s * (query * scale)[:, None], 0)
         tl.store(out + (token * heads + head) * DV + column, y.to(out.dtype.element_ty), mask=column < DV)
+        if STEADY:
+            s = s.to(states.dtype.element_ty).to(tl.float32)
     target = tl.load(write + row).to(tl.int64)
     if target > 0:
         tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=inside)
+
+
+steady_kernel = steadily(decode_kernel)
 
 
 def delta_rule(
@@ -317,13 +362,14 @@ def delta_rule(
     # Products in float32 hold twice the bytes a factor, or more: they get more warps to hold them.
     kept, more = (torch.bfloat16, 1) if dot == "bf16" else (torch.float32, 2)
     large = sizes_of["DK_UP"] * kept.itemsize > LARGEST_KEY_BYTES
-    if rows.steps or decay == CHANNEL_DECAY.value or large:
+    if rows.steps or rows.steady or decay == CHANNEL_DECAY.value or large:
         width = max(1, min(triton.next_power_of_2(dv), DECODE_ELEMENTS // sizes_of["DK_UP"]))
-        decode_kernel[(triton.cdiv(dv, width), heads, rows.sequences)](
+        kernel = steady_kernel if rows.steady else decode_kernel
+        kernel[(triton.cdiv(dv, width), heads, rows.sequences)](
             q, k, v, g_in, beta_in, out, states,
             scale=scale, q_stride=q.stride(0), q_head=q.stride(1), v_stride=v.stride(0), v_head=v.stride(1),
-            g_head=g_in.stride(1), page_stride=states.stride(0), DV_UP=width, num_warps=DECODE_WARPS,
-            **sizes_of, **strides, **gates, **known,
+            g_head=g_in.stride(1) if decay == CHANNEL_DECAY.value else 1, page_stride=states.stride(0), DV_UP=width, STEADY=rows.steady,
+            num_warps=DECODE_WARPS, **sizes_of, **strides, **gates, **known, **(exactly(v) if rows.steady else {}),
         )  # fmt: skip
         return out
     count, search = places(rows, tokens, CHUNK), search_width(rows)

@@ -10,6 +10,8 @@ alone, and a captured graph fits any lengths.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from .state_rows import Rows
 
 __all__ = [
     "dot_precision",
+    "exactly",
     "first_place",
     "locate",
     "packed",
@@ -29,6 +32,7 @@ __all__ = [
     "silu",
     "softplus",
     "start_page",
+    "steadily",
 ]
 
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -114,7 +118,13 @@ def search_width(rows: Rows) -> int:
 
 
 def row_arguments(rows: Rows) -> dict[str, object]:
-    """The arguments by which a kernel knows its rows."""
+    """The arguments by which a kernel knows its rows. Steady ones are always of the same types: a kernel that is compiled for
+    others is another kernel."""
+    if rows.steady:
+        read = rows.read if rows.fresh is None else rows.read.masked_fill(rows.fresh != 0, 0)
+        read, write = (part.to(torch.int64).contiguous() for part in (read, rows.write))
+        starts = rows.starts.to(torch.int32).contiguous()
+        return {"starts": starts, "read": read, "write": write, "fresh": read, "FRESH": False}
     fresh = rows.read if rows.fresh is None else rows.fresh
     return {
         "starts": rows.starts.contiguous(),
@@ -123,3 +133,19 @@ def row_arguments(rows: Rows) -> dict[str, object]:
         "fresh": (fresh.view(torch.uint8) if fresh.dtype == torch.bool else fresh).contiguous(),
         "FRESH": rows.fresh is not None,
     }
+
+
+def steadily(kernel: Any) -> Any:
+    """A kernel for steady rows: compiled once for a layer, whatever values and alignment the arguments of a call have. (A size
+    of 1 or an address that ends in zeros may change in what layout a tile is summed. Where pages lie never changes.)"""
+    varying = [
+        name
+        for name in kernel.arg_names
+        if name not in ("states", "page_stride") and not name.isupper()  # capitals: constants of the kernel
+    ]
+    return triton.jit(kernel.fn, do_not_specialize=varying, do_not_specialize_on_alignment=varying)
+
+
+def exactly(x: torch.Tensor) -> dict[str, bool]:
+    """Options of a launch in which a compiler has no choice of how to round: it contracts nothing."""
+    return {"enable_fp_fusion": False} if x.is_cuda else {}

@@ -8,6 +8,8 @@ in time as well, and walked twice:
     SUMMARY   every chunk from zeros             →  its last state, the sum of its steps
     pass      along the chunks of a row          →  every chunk's first state, the row's last
     OUTPUTS   every chunk from its first state   →  y
+
+Steady rows are walked whole, by as many channels a program as in a decode step.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import triton.language as tl
 
 from .state_rows import Rows
 from .triton_rows import (
+    exactly,
     first_place,
     locate,
     packed,
@@ -28,6 +31,7 @@ from .triton_rows import (
     silu,
     softplus,
     start_page,
+    steadily,
 )
 
 __all__ = ["linear_scan", "mamba1_scan"]
@@ -79,6 +83,7 @@ def scan_kernel(
     N: tl.constexpr, N_UP: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, SEARCH: tl.constexpr,
     PHASE: tl.constexpr, LINEAR: tl.constexpr, GROUPED: tl.constexpr, SOFTPLUS: tl.constexpr,
     BIAS: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, FRESH: tl.constexpr,
+    STEADY: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     if PHASE == WHOLE:
@@ -151,6 +156,8 @@ def scan_kernel(
             if GATE:
                 y *= silu(tl.load(z + token * z_stride + column, mask=real, other=0.0).to(tl.float32))
             tl.store(out + token * out_stride + column, y.to(out.dtype.element_ty), mask=real)
+        if STEADY:
+            h = h.to(states.dtype.element_ty).to(tl.float32)
 
     if PHASE == WHOLE:
         target = tl.load(write + row).to(tl.int64)
@@ -159,6 +166,9 @@ def scan_kernel(
     if PHASE == SUMMARY:
         tl.store(chunk_states + place.to(tl.int64) * channels * N + own, h, mask=inside)
         tl.store(chunk_steps + place.to(tl.int64) * channels + column, steps, mask=real)
+
+
+steady_kernel = steadily(scan_kernel)
 
 
 @triton.jit
@@ -234,11 +244,13 @@ def _scan(
     tokens, channels = x.shape
     size = 1 if a is None else a.shape[1]
     groups = 1 if b is None else b.shape[1]
-    elements, warps = (STEP_ELEMENTS, STEP_WARPS) if rows.steps else (WALK_ELEMENTS, WALK_WARPS)
+    elements, warps = (
+        (STEP_ELEMENTS, STEP_WARPS) if rows.steps or rows.steady else (WALK_ELEMENTS, WALK_WARPS)
+    )
     width = max(16, elements // triton.next_power_of_2(size))
     width = min(width, 256, max(16, triton.next_power_of_2(channels)))
     blocks = triton.cdiv(channels, width)
-    cut = rows.longest >= 2 * CHUNK and rows.sequences * blocks < ENOUGH
+    cut = not rows.steady and rows.longest >= 2 * CHUNK and rows.sequences * blocks < ENOUGH
     shape = {
         "N": size,
         "N_UP": triton.next_power_of_2(size),
@@ -255,7 +267,7 @@ def _scan(
     )
 
     def walk(phase: tl.constexpr, programs: int) -> None:
-        scan_kernel[(programs, blocks)](
+        (steady_kernel if rows.steady else scan_kernel)[(programs, blocks)](
             x,
             dt,
             x if a is None else a,
@@ -287,8 +299,10 @@ def _scan(
             BIAS=dt_bias is not None,
             SKIP=d is not None,
             GATE=z is not None,
+            STEADY=rows.steady,
             num_warps=warps,
             **shape,
+            **(exactly(x) if rows.steady else {}),
         )
 
     if not cut:

@@ -7,7 +7,8 @@
 | steps_kernel  | a chunk, some heads                 | steps and their decay summed inside the chunk             |
 | state_kernel  | a row, a head, a block of the state | every chunk's first state, in order; the row's last state |
 | output_kernel | a chunk, a head                     | y, all chunks side by side                                |
-| decode_kernel | a row, a head, a block of the state | y and the last state, token by token                      |
+| decode_kernel | a row, a head, a block of the state | y and the last state, token by token: short rows, and     |
+|               |                                     | steady ones of any length                                 |
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import triton.language as tl
 from .state_rows import Rows
 from .triton_rows import (
     dot_precision,
+    exactly,
     first_place,
     locate,
     packed,
@@ -30,6 +32,7 @@ from .triton_rows import (
     silu,
     softplus,
     start_page,
+    steadily,
 )
 
 __all__ = ["mamba2_scan"]
@@ -184,13 +187,27 @@ def output_kernel(
 
 
 @triton.jit
+def _token(
+    x, b, c, dt, token, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT: tl.constexpr
+):
+    """What one token brings, as it was given: `width` inputs and `size` of the vectors; a step if there are `some`."""
+    inputs = tl.load(x + token * x_stride + p, mask=p < width, other=0.0)
+    into = tl.load(b + token * b_stride + n, mask=n < size, other=0.0)
+    seen = tl.load(c + token * c_stride + n, mask=n < size, other=0.0)
+    step = 1.0
+    if DT:
+        step = tl.load(dt + token * dt_stride, mask=some, other=0.0).to(tl.float32)
+    return inputs, into, seen, step
+
+
+@triton.jit
 def decode_kernel(
     x, dt, a, b, c, d, z, dt_bias, out, states, starts, read, write, fresh,
     heads, per_group, x_stride, x_head, z_stride, z_head, dt_stride, b_stride, b_group, c_stride, c_group,
     page_stride, low, high,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, WIDTH_UP: tl.constexpr, SIZE_UP: tl.constexpr, DT: tl.constexpr,
     BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, CLAMP: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr,
-    FRESH: tl.constexpr,
+    FRESH: tl.constexpr, STEADY: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * WIDTH_UP + tl.arange(0, WIDTH_UP)
     n = tl.arange(0, SIZE_UP)
@@ -206,29 +223,51 @@ def decode_kernel(
     ).to(tl.float32)
     rate = tl.load(a + head).to(tl.float32)
     group = head // per_group
+    x += head * x_head
+    dt += head
+    b += group * b_group
+    c += group * c_group
+    if STEADY:  # rows may be long: the next token is loaded while this one is computed
+        some = length > 0
+        width, size = tl.where(some, WIDTH, 0), tl.where(some, SIZE, 0)
+        x_next, b_next, c_next, step_next = _token(
+            x, b, c, dt, start, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT
+        )
     for at in range(length):
         token = start + at
-        inputs = tl.load(x + token * x_stride + head * x_head + p, mask=p < WIDTH, other=0.0).to(tl.float32)
-        into = tl.load(b + token * b_stride + group * b_group + n, mask=n < SIZE, other=0.0).to(tl.float32)
-        seen = tl.load(c + token * c_stride + group * c_group + n, mask=n < SIZE, other=0.0).to(tl.float32)
-        step = 1.0
+        if STEADY:
+            inputs, into, seen, step = x_next, b_next, c_next, step_next
+            some = at + 1 < length
+            width, size = tl.where(some, WIDTH, 0), tl.where(some, SIZE, 0)
+            x_next, b_next, c_next, step_next = _token(
+                x, b, c, dt, token + 1, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT
+            )
+        else:
+            inputs, into, seen, step = _token(
+                x, b, c, dt, token, True, WIDTH, SIZE, p, n, x_stride, b_stride, c_stride, dt_stride, DT
+            )
+        inputs = inputs.to(tl.float32)
         if DT:
-            step = tl.load(dt + token * dt_stride + head).to(tl.float32)
             bias = 0.0
             if BIAS:
                 bias = tl.load(dt_bias + head).to(tl.float32)
             step = _step(step, bias, low, high, SOFTPLUS, CLAMP)
-        h = h * tl.exp(step * rate) + (inputs * step)[:, None] * into[None, :]
-        y = tl.sum(h * seen[None, :], 1)
+        h = h * tl.exp(step * rate) + (inputs * step)[:, None] * into.to(tl.float32)[None, :]
+        y = tl.sum(h * seen.to(tl.float32)[None, :], 1)
         if SKIP:
             y += tl.load(d + head).to(tl.float32) * inputs
         if GATE:
             gate = tl.load(z + token * z_stride + head * z_head + p, mask=p < WIDTH, other=0.0)
             y *= silu(gate.to(tl.float32))
         tl.store(out + (token * heads + head) * WIDTH + p, y.to(out.dtype.element_ty), mask=p < WIDTH)
+        if STEADY:
+            h = h.to(states.dtype.element_ty).to(tl.float32)
     target = tl.load(write + row).to(tl.int64)
     if target > 0:
         tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=inside)
+
+
+steady_kernel = steadily(decode_kernel)
 
 
 def mamba2_scan(
@@ -272,15 +311,16 @@ def mamba2_scan(
         "b_stride": b.stride(0),
         "b_group": b.stride(1),
     }
-    if rows.steps:
+    if rows.steps or rows.steady:
         size_up = triton.next_power_of_2(size)
         width_up = max(1, min(triton.next_power_of_2(width), DECODE_ELEMENTS // size_up))
-        decode_kernel[(triton.cdiv(width, width_up), heads, rows.sequences)](
+        kernel = steady_kernel if rows.steady else decode_kernel
+        kernel[(triton.cdiv(width, width_up), heads, rows.sequences)](
             x, steps_in, rates, b, c, skip, gate, bias_in, out, states,
             heads=heads, z_stride=gate_strides[0], z_head=gate_strides[1], dt_stride=dt_stride,
             c_stride=c.stride(0), c_group=c.stride(1), page_stride=states.stride(0), low=low, high=high,
             WIDTH=width, SIZE=size, WIDTH_UP=width_up, SIZE_UP=size_up, SKIP=d is not None, GATE=z is not None,
-            num_warps=DECODE_WARPS, **how, **strides, **known,
+            STEADY=rows.steady, num_warps=DECODE_WARPS, **how, **strides, **known, **(exactly(x) if rows.steady else {}),
         )  # fmt: skip
         return out
     count, search = places(rows, tokens, CHUNK), search_width(rows)

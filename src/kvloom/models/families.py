@@ -6,6 +6,7 @@
 | Phi-3 and -4 (longrope)    | rotary frequencies follow the longest row of a step | chosen once for a model (`settle_rope`)   |
 | GPT-2, BERT, …             | look for padding in every step's tokens, and warn   | they do not look (`settle`)               |
 | Granite hybrids, windows   | make no mask for layers of that kind, and look it up | a void one for every kind (`name_masks`) |
+| MiniMax                    | no function to replace by a kernel of ours          | a forward of ours (`scans.lightning`)     |
 | Llama 3.2 Vision           | attends to images in layers of their own            | read from pages of theirs (`crossing.py`) |
 | RecurrentGemma, indexers   | nothing that looking at calls would explain well    | refused by name or field (`refused`)      |
 """

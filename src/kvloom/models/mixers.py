@@ -1,15 +1,14 @@
 """The seam into recurrent mixers: each runs once on a step's packed row, its states in their pages.
 
 What a mixer does along the tokens are functions of its modeling file, which stand for our kernels meanwhile (`scans.py`): they
-take the rows apart and read and write the pages. A mixer without such functions (MiniMax) is written for a batch of equal
-rows, and gets them: all single tokens that continue a state as one batch [rows, 1, hidden], every other row alone [1, tokens,
-hidden]. Knows what a cache is asked for, not what a mixer computes.
+take the rows apart and read and write the pages. A mixer without such functions (MiniMax) has a forward of ours. Knows what a
+cache is asked for, not what a mixer computes.
 """
 
 from __future__ import annotations
 
 import inspect
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,24 +19,30 @@ from kvloom.kernels.state import Rows
 from kvloom.kernels.views import LayerView
 
 from .batch import Batch
-from .scans import Packed, replace_functions, running, takes_packed_rows
-from .void import Void
+from .reading import ModelError
+from .scans import Packed, lightning, replace_functions, running, takes_packed_rows
 
-__all__ = ["Part", "States", "Steps", "is_mixer", "wrap"]
-
-Part = tuple[torch.Tensor, torch.Tensor, bool]
-"""Rows that run together: their numbers, the places of their tokens [rows, tokens], and whether they begin."""
+__all__ = ["Steps", "is_mixer", "wrap"]
 
 
 class Steps:
     """How mixers see a step's row, worked out once for all of them when the first one asks."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, batch: Batch, steady: bool = False) -> None:
+        """`steady`: a sequence's states are the same bits however it was cut into steps (`Rows.steady`)."""
+        self.batch, self.steady = batch, steady
+        self._known: dict[tuple[int, int], Rows] = {}
 
-    def rows(self, ids: torch.Tensor) -> Rows:
-        """The rows of the step, whose states are in the pages `ids`."""
-        return Rows(self.batch.starts, ids, ids, self._longest, self._fresh)
+    def rows(self, view: LayerView) -> Rows:
+        """The rows of the step, as layers in pages like `view`'s find their states."""
+        of = view.group, view.run
+        if of not in self._known:
+            ids, fresh = self.batch.states[view.group][view.run], self._fresh
+            read = ids
+            if self.steady and fresh is not None:  # said once, not by every layer's kernel
+                read, fresh = ids.masked_fill(fresh, 0), None
+            self._known[of] = Rows(self.batch.starts, read, ids, self._longest, fresh, self.steady)
+        return self._known[of]
 
     @cached_property
     def _longest(self) -> int:
@@ -49,48 +54,6 @@ class Steps:
             return None
         return torch.tensor(self.batch.fresh).to(self.batch.tokens.device, non_blocking=True)
 
-    @cached_property
-    def parts(self) -> list[Part]:
-        """The step's rows as batches of equal ones."""
-        batch, device = self.batch, self.batch.tokens.device
-        if batch.replayed:
-            every = torch.arange(len(batch.sizes), device=device)
-            return [(every, every[:, None], False)]
-        starts, fresh = batch.bounds, batch.fresh
-        single = [
-            row for row, begins in enumerate(fresh) if starts[row + 1] - starts[row] == 1 and not begins
-        ]
-        parts = [[row] for row in range(len(fresh)) if row not in set(single)]
-        if single:
-            parts.insert(0, single)
-        return [
-            (
-                torch.tensor(rows, device=device),
-                torch.stack([torch.arange(starts[row], starts[row + 1], device=device) for row in rows]),
-                fresh[rows[0]],
-            )
-            for rows in parts
-        ]
-
-
-class States(Void):
-    """The recurrent state of some rows at one layer, as a mixer that we have no kernel for asks for it (MiniMax)."""
-
-    def __init__(self, pages: torch.Tensor, ids: torch.Tensor, fresh: bool) -> None:
-        self._pages, self._ids = pages, ids
-        self._live = None if fresh else pages[ids]
-
-    def get_linear_cache(self, _: int) -> torch.Tensor | None:
-        return self._live
-
-    def set_linear_cache(self, _: int, new: torch.Tensor) -> None:
-        self._live = new
-
-    def keep(self) -> None:
-        """Put what the mixer left into the pages."""
-        if self._live is not None:
-            self._pages[self._ids] = self._live.to(self._pages.dtype)
-
 
 def is_mixer(module: nn.Module) -> bool:
     """Whether a module is a recurrent mixer: it has a layer's number and a convolution over tokens, or a decay of old ones."""
@@ -99,40 +62,30 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def wrap(module: Any) -> None:
-    """Make a mixer take packed rows; harmless to repeat. It is told its states by the `Pages` in its cache argument."""
+    """Make a mixer take packed rows; harmless to repeat. It is told its states by the `Pages` in its cache argument. Raises
+    ModelError for one that is of no known kind."""
     if getattr(module, "takes_packed_rows", False):
         return
-    module.takes_packed_rows = True
-    inner = module.forward
-    names = inspect.signature(inner).parameters
+    names = inspect.signature(module.forward).parameters
     argument = "cache_params" if "cache_params" in names else "past_key_values"
     layer = int(module.layer_idx)
-    packed = takes_packed_rows(module)
-    if packed:
+    if takes_packed_rows(module):
         replace_functions(module)
+        inner = module.forward
+    elif hasattr(module, "key_decay"):
+        inner = partial(lightning, module)
+    else:
+        raise ModelError(f"nobody knows what {type(module).__name__} does along its tokens")
+    module.takes_packed_rows = True
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         pages = kwargs[argument]
         view: LayerView = pages.state_view(layer)
-        ids = pages.batch.states[view.group][view.run]
-        if not packed:
-            return _in_parts(hidden_states, view, ids, pages.steps, args, kwargs)
-        states = Packed(view.fields, pages.steps.rows(ids))
+        states = Packed(view.fields, pages.steps.rows(view))
         token = running.set(states)
         try:
             return inner(hidden_states, *args, **{**kwargs, argument: states})
         finally:
             running.reset(token)
-
-    def _in_parts(
-        hidden_states: torch.Tensor, view: LayerView, ids: torch.Tensor, steps: Steps, args: Any, kwargs: Any
-    ) -> Any:
-        out, found = torch.empty_like(hidden_states), None
-        for rows, places, fresh in steps.parts:
-            states = States(view.fields["recurrent"], ids[rows], fresh)
-            found = inner(hidden_states[0, places], *args, **{**kwargs, argument: states})
-            out[0, places] = found[0] if isinstance(found, tuple) else found
-            states.keep()
-        return (out, *(None for _ in found[1:])) if isinstance(found, tuple) else out
 
     module.forward = forward

@@ -65,7 +65,7 @@ class Pages(Void):
         self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None, piece: int = 0
     ) -> None:
         """`scales` are those that stand beside pages: all that quantised layers need and do not keep in them. With a `piece`
-        attention is batch-invariant, and sums by so many tokens (`kernels.invariant`)."""
+        attention is batch-invariant, and sums by so many tokens (`kernels.invariant`); states are steady then."""
         self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Span]] = {}
         self._states: dict[int, LayerView] = {}
@@ -109,7 +109,7 @@ class Pages(Void):
         """The step that the next run of the model computes. With a `cutter`, pages are not read in that run: reading is
         handed to it, layer by layer."""
         self._batch, self._cutter = batch, cutter
-        self.steps = Steps(batch)
+        self.steps = Steps(batch, self._piece > 0)
         self._made.clear()
         self._singles = None
 

@@ -10,6 +10,7 @@ is handed one packed row ([1, tokens, …] or [1, channels, tokens]) as if it we
 | mamba_selective_scan                                     | mamba1_scan   | Mamba, Falcon-Mamba, Jamba           |
 | mamba2_chunk_scan                                        | mamba2_scan   | Mamba-2, Bamba, Falcon-H1, Granite 4 |
 | torch_chunk_gated_delta_rule, chunk_kimi_delta_attention | delta_rule    | Qwen3-Next and 3.5, OLMo, Kimi       |
+| nothing: `lightning` is its forward                      | mamba2_scan   | MiniMax                              |
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvloom.kernels.state import Rows, causal_conv, delta_rule, mamba1_scan, mam
 
 from .void import Void
 
-__all__ = ["Packed", "replace_functions", "running", "takes_packed_rows"]
+__all__ = ["Packed", "lightning", "replace_functions", "running", "takes_packed_rows"]
 
 running: ContextVar[Packed | None] = ContextVar("the states a mixer is running on", default=None)
 SILU = {None: False, "silu": True, "swish": True}
@@ -160,3 +161,16 @@ _SCANS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta,
     "chunk_kimi_delta_attention": _delta,
 }
+
+
+def lightning(
+    module: Any, hidden: torch.Tensor, *_: Any, past_key_values: Packed, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """The forward of a mixer of lightning attention, which calls no function of its file along the tokens: a decay for each
+    head, and a state of values by keys. hidden is [1, tokens, hidden]."""
+    qkv = module.act_fn(module.qkv_proj(hidden[0])).view(len(hidden[0]), module.num_attention_heads, -1)
+    query, key, value = (part.contiguous() for part in qkv.chunk(3, -1))
+    states = past_key_values.fields["recurrent"]
+    y = mamba2_scan(value, None, -module.slope_rate.flatten(), key, query, states, past_key_values.rows)
+    gate = torch.sigmoid(module.output_gate(hidden))
+    return module.out_proj(gate * module.norm(y.flatten(1)[None])), None
