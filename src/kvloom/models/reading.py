@@ -297,7 +297,7 @@ def lightning(config: Config, dtype: str) -> tuple[Field, ...]:
     """Linear attention with a fixed decay: a value-by-key matrix per head, in the model's dtype, and no convolution."""
     heads = config.size("num_attention_heads")
     width = config.optional("head_dim") or config.quotient("hidden_size", "num_attention_heads")
-    return (Field("recurrent", (heads, width, width), dtype, shard_axis=0),)
+    return (Field("lightning", (heads, width, width), dtype, shard_axis=0),)
 
 
 def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:

@@ -170,7 +170,7 @@ def lightning(
     head, and a state of values by keys. hidden is [1, tokens, hidden]."""
     qkv = module.act_fn(module.qkv_proj(hidden[0])).view(len(hidden[0]), module.num_attention_heads, -1)
     query, key, value = (part.contiguous() for part in qkv.chunk(3, -1))
-    states = past_key_values.fields["recurrent"]
+    states = past_key_values.fields["lightning"]
     y = mamba2_scan(value, None, -module.slope_rate.flatten(), key, query, states, past_key_values.rows)
     gate = torch.sigmoid(module.output_gate(hidden))
     return module.out_proj(gate * module.norm(y.flatten(1)[None])), None
