@@ -7,13 +7,13 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvloom.core import Control, Tenant
-from kvloom.engine import engine as engine_module, lower as lower_module
+from kvloom.engine import lower as lower_module
 from kvloom.engine.arena import HostPages
 from kvloom.engine.engine import Engine
 from kvloom.engine.lower import Lower, LowerConfig
@@ -450,8 +450,8 @@ class LatePages(HostPages):
     def wait(self, event: Any) -> None:
         event.synchronize()
 
-    def down(self, stride: int, pages: Any, offsets: Any, old: bool = False) -> Any:
-        return LateCopy(lambda: HostPages.down(self, stride, pages, offsets, old), self.rng.randrange(1, 9))
+    def down(self, stride: int, pages: Any, offsets: Any) -> Any:
+        return LateCopy(lambda: HostPages.down(self, stride, pages, offsets), self.rng.randrange(1, 9))
 
     def up(self, stride: int, pages: Any, offsets: Any) -> Any:
         return LateCopy(lambda: HostPages.up(self, stride, pages, offsets), self.rng.randrange(1, 9))
@@ -486,67 +486,6 @@ def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
     assert lower_of(engine).counts["landed_tokens"] or engine.layout.of("state")
     while lower_of(engine).holding:
         lower_of(engine).poll()
-    closed(engine)
-
-
-class MarkedPages(HostPages):
-    """Knows what was written since the last mark, and lets no copy that waits for the mark alone read that."""
-
-    unsettled: ClassVar[set[tuple[int, int]]] = set()
-    early = 0
-
-    def mark(self) -> None:
-        self.unsettled.clear()
-
-    def down(self, stride: int, pages: Any, offsets: Any, old: bool = False) -> Any:
-        if old:
-            assert not self.unsettled & {(stride, int(page)) for page in pages}
-            MarkedPages.early += len(pages)
-        return super().down(stride, pages, offsets, old)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
-def test_copies_that_do_not_wait_for_a_step_read_nothing_that_it_writes(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lower_module, "HostPages", MarkedPages)
-    monkeypatch.setattr(MarkedPages, "early", 0)
-    MarkedPages.unsettled.clear()
-    slab = Engine(tiny(family), POOL).layout.slab_bytes
-    engine = Engine(tiny(family), 32 * slab, token_budget=24, max_running=5, tiers=["host:4MiB"])
-    engine.ahead = True
-    cache, run, copy = engine.cache, engine.runner.run, engine_module.copy_pages
-
-    def launched(works: Any, *rest: Any) -> Any:
-        for sequence in (work.sequence for work in works):
-            # In a page that it goes on with, it leaves alone what stands there and has a name.
-            first = -(-sequence.length // cache.block_tokens)
-            for group in cache.layout.of("token"):
-                pages = cache.table(group.index)[:, sequence.row, first:]
-                MarkedPages.unsettled |= {(group.page_stride, int(page)) for page in pages.flat if page}
-        return run(works, *rest)
-
-    def copied(buffer: Any, stride: int, source: Any, target: Any) -> None:
-        MarkedPages.unsettled |= {(stride, int(page)) for page in target}
-        copy(buffer, stride, source, target)
-
-    monkeypatch.setattr(engine.runner, "run", launched)
-    monkeypatch.setattr(engine_module, "copy_pages", copied)
-    rng = random.Random(family)
-    roots = drawn((family, "marked roots"), 40, 33, 20)
-    tails = drawn((family, "marked"), *range(1, 25))
-    prompts = [[*rng.choice(roots)[: rng.randrange(10, 40)], *tail] for tail in tails]
-    wanted = expected(tiny(family), prompts, 6)
-    for _ in range(2):
-        requests = [engine.add(prompt, greedy(6)) for prompt in prompts]
-        for steps in range(20000):
-            if not engine.busy:
-                break
-            if steps % 40 == 39:  # what a step in flight computes is published and, soon, to leave
-                engine.cancel(engine.add(drawn(steps, 30)[0], greedy(6)))
-            engine.step()
-        assert [request.tokens for request in requests] == wanted
-    assert MarkedPages.early
     closed(engine)
 
 

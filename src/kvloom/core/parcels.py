@@ -19,9 +19,8 @@ __all__ = ["Parcel", "Parcels"]
 class Parcel(NamedTuple):
     """Rows of page ids, one a name, in the columns of one numbering ("token" or "state"); 0 where there is no page.
 
-    The bytes of `rows` are those of the pages `at` (0: nobody can say where) until the next `take_copies`. `leaving`: the
-    bytes will be overwritten soon; else their sequence has ended, and they stay for now. `used`: someone came back to them.
-    `tenant` is whose they are, `root` where their names begin. `since`: nothing was published there after this moment.
+    The bytes of `rows` are those of the pages `at` (0: nobody can say where) until the next `take_copies`. `leaving`: the bytes will be overwritten soon; else their sequence has ended, and they stay for now. `used`: someone
+    came back to them. `tenant` is whose they are, `root` where their names begin.
     """
 
     numbering: str
@@ -32,7 +31,6 @@ class Parcel(NamedTuple):
     leaving: bool
     used: bool
     root: bytes
-    since: float
 
 
 class Parcels:
@@ -115,8 +113,7 @@ class Parcels:
     def _tell(self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool) -> None:
         tenant = node.root.tenant
         at = self.where(numbering, rows)
-        root, used = node.root.name, node.hits > 0
-        self.listener(Parcel(numbering, names, rows, at, tenant, leaving, used, root, node.last_used))
+        self.listener(Parcel(numbering, names, rows, at, tenant, leaving, node.hits > 0, node.root.name))
 
     def _row_names(self, node: Node, first: int, last: int) -> list[bytes]:
         """The names of the prefixes that end where some of the node's rows do."""

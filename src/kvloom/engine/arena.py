@@ -94,8 +94,6 @@ class HostPages:
         self.buffer = buffer
         self._arena = host.arena
         self._pool = None if buffer.is_cuda else buffer.numpy()
-        self._mark: torch.cuda.Event | None = None
-        self._early: torch.cuda.Stream | None = None
         arena = torch.from_numpy(host.arena)
         self._copiers: dict[int, Copier] = {}
         self._rows: dict[int, torch.Tensor] = {}
@@ -114,24 +112,12 @@ class HostPages:
         """What is launched from now on begins after `event`, on the device."""
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
-    def mark(self) -> None:
-        """What the current stream has to do up to here is all that copies of old pages wait for."""
-        if self._pool is None:
-            if self._mark is None:
-                self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                # Not behind copies that wait for the step.
-                self._early = torch.cuda.Stream(self.buffer.device, priority=-1)  # type: ignore[no-untyped-call]
-            self._mark.record(torch.cuda.current_stream(self.buffer.device))
-
-    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], old: bool = False) -> Event:
-        """Pages to places in the arena; begins after what the current stream has still to do. `old`: what it had to do at the
-        last mark is enough, nothing writes these pages since."""
+    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
+        """Pages to places in the arena; begins after what the current stream has still to do."""
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)
             return Done()
-        after, stream = (self._mark, self._early) if old else (None, None)
-        rows = offsets // stride
-        return self._copiers[stride].gather(pages, self._rows[stride], rows, stream=stream, after=after)
+        return self._copiers[stride].gather(pages, self._rows[stride], offsets // stride)
 
     def up(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
         """Places in the arena to pages; begins after what the current stream has still to do."""

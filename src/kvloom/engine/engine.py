@@ -283,8 +283,6 @@ class Engine:
         self._copy()
         if not work:
             return None
-        if self.lower is not None:
-            self.lower.launching()
         ready = [
             i
             for i, (request, part) in enumerate(work)
@@ -313,11 +311,8 @@ class Engine:
     def _copy(self) -> None:
         if self.lower is not None:
             self.lower.take_offers()
-        decided = self.cache.take_copies()
-        for copies in decided:
+        for copies in self.cache.take_copies():
             copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
-        if decided and self.lower is not None:
-            self.lower.launching()
 
     def _branch(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
         """Where a prompt ends that wants several answers, let the others begin on its pages. Who chooses a token now, and

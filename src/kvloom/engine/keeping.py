@@ -60,7 +60,6 @@ class Keeping:
         self._lossy: set[bytes] = set()
         self._offers: dict[tuple[object, ...], list[Parcel]] = {}
         self._moment: Moment | None = None
-        self._marked = float("-inf")
         self._downs: list[_Down] = []
         cache.offer(self._offered, ends=bool(writes & {"through", "second-use"}))
 
@@ -79,28 +78,9 @@ class Keeping:
     def _offered(self, parcel: Parcel) -> None:
         wanted = "through" in self._writes or (parcel.used and "second-use" in self._writes)
         if wanted or (parcel.leaving and "back" in self._writes):
-            old = self._is_old(parcel)
-            key = (
-                parcel.numbering,
-                parcel.tenant,
-                parcel.leaving,
-                parcel.used,
-                parcel.root in self._lossy,
-                old,
-            )
+            key = parcel.numbering, parcel.tenant, parcel.leaving, parcel.used, parcel.root in self._lossy
             self._offers.setdefault(key, []).append(parcel)
             self._moment = self._moment or self._now()
-
-    def launching(self) -> None:
-        """A step is about to be launched, or pages were copied: whatever was published until now is in its pages once the
-        device comes here."""
-        self._pages.mark()
-        self._marked = self.cache.clock.now()
-
-    def _is_old(self, parcel: Parcel) -> bool:
-        """Whether the step that was launched last writes none of these pages, so that their copies may pass while it runs.
-        States are written in place, whenever they were published."""
-        return parcel.numbering == "token" and parcel.leaving and parcel.since < self._marked
 
     def _now(self) -> Moment:
         """What changes whenever pages left or moved."""
@@ -112,11 +92,11 @@ class Keeping:
         if self._offers:
             offers, calm = self._offers, self._moment == self._now()
             self._offers, self._moment = {}, None
-            for (*_, old), alike in offers.items():
-                self._keep(alike[0] if len(alike) == 1 else _joined(alike), calm, bool(old))
+            for alike in offers.values():
+                self._keep(alike[0] if len(alike) == 1 else _joined(alike), calm)
         self.finish()
 
-    def _keep(self, parcel: Parcel, calm: bool, old: bool) -> None:
+    def _keep(self, parcel: Parcel, calm: bool) -> None:
         forms = self._near if parcel.root in self._lossy else self._forms
         for group in self.cache.layout.of(parcel.numbering):
             for run, form in enumerate(forms[group.index]):
@@ -132,7 +112,7 @@ class Keeping:
                 fresh = lease.results == Outcome.PENDING
                 event: Event = Done()
                 if fresh.any():
-                    event = self._pages.down(group.page_stride, pages[fresh], lease.offsets[fresh], old)
+                    event = self._pages.down(group.page_stride, pages[fresh], lease.offsets[fresh])
                 down = _Down(event, lease, objects, fresh, parcel)
                 self._downs.append(down)
                 if event.query():

@@ -342,10 +342,6 @@ class Lower:
         """Copy what the cache offered to host memory. Called before the copies that the cache has decided are made."""
         self._keeping.take()
 
-    def launching(self) -> None:
-        """A step is about to be launched, or copies that the cache had decided were."""
-        self._keeping.launching()
-
     @property
     def kept_pages(self) -> int:
         """Pages that were copied to host memory."""

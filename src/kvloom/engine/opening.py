@@ -15,7 +15,7 @@ import torch
 from kvloom.core import KVCache, PoolLayout
 from kvloom.tiers import HostTier, TierError
 from kvloom.tiers.lossy import LossyTier, lossy_form
-from kvloom.tiers.opening import HostText, Place, Write, check_tiers, open_place, shown, taken_write
+from kvloom.tiers.opening import HostText, Place, check_tiers, open_place, shown, taken_write
 from kvloom.tiers.peer_server import PeerConfig, PeerServer
 from kvloom.tiers.shared import SharedMemory
 from kvloom.tiers.shares import shares_of
@@ -42,13 +42,11 @@ def open_lower(
     layout, device = cache.layout, buffer.device
     check_tiers(text for text in texts if isinstance(text, str))
     hosts = [text for text in texts if isinstance(text, str) and text.startswith("host:")]
-    write: Write | None = None
+    write: str | None = None
     told = HostText(STAGING[device.type == "cuda"])
     if hosts:
         plain, write = taken_write(hosts[0])
         told = HostText.read(plain)
-        # What is in the pool needs no copy beside it, unless others are to find one.
-        write = write or ("back" if told.share is None else "through")
     offer = _offer_of(told)
     host, memory = open_host(layout, told.capacity, told.checked, device, shared=offer is not None)
     tenants = (account.tenant for account in cache.accounts.accounts.values())

@@ -108,7 +108,7 @@ def open_tier(text: str) -> Tier:
 
 
 def open_place(text: str, shares: Shares | None = None) -> Place:
-    """`open_tier`, with the option that every scheme has: `write=through` (the default here), `second-use` or `back`. `shares`
+    """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`. `shares`
     hold in it where it is a tier that knows them."""
     rest, write = taken_write(text)
     tier = open_tier(rest)
@@ -118,15 +118,15 @@ def open_place(text: str, shares: Shares | None = None) -> Place:
         except TierError:
             tier.close()
             raise
-    return Place(tier, write or "through")
+    return Place(tier, write)
 
 
-def taken_write(text: str) -> tuple[str, Write | None]:
-    """A text without its option `write`, and that, if it has it."""
+def taken_write(text: str) -> tuple[str, Write]:
+    """A text without its option `write`, and that."""
     scheme_of(text)
     found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
     if found is None:
-        return text, None
+        return text, "through"
     if found[1] not in WRITES:
         raise ValueError(f"tier {text!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
     return (text[: found.start()] + text[found.end() :]).rstrip("?&"), cast(Write, found[1])
