@@ -226,6 +226,7 @@ def test_both_engines_run_every_workload_and_say_the_same(
         assert ours["preemptions"] == 0
         assert ours["peak_running"] >= 1
         assert 0 <= ours["waste"] < 1
+        assert 0 <= ours["pool_waste"] < 1
         assert "floor_s" not in row  # of an H200 alone
         assert "quoted_s" not in row
         assert ("prefill_tokens_s" in ours) == (row["work"] in ("W1", "W2", "W4", "W5"))

@@ -181,7 +181,7 @@ def _details(report: dict[str, Any]) -> Any:
     table = _table(
         "What was seen", "work", "on", "output tokens/s", "prefill tokens/s", "TFLOP/s", "first token s",
         "decode TB/s", "peak running", "hit rate",
-        "waste", "preempted", "same answers", "processor s", "/ kvloom",
+        "waste", "of the pool", "preempted", "same answers", "processor s", "/ kvloom",
     )  # fmt: skip
     for row in report["rows"]:
         for name, seen in row["runs"].items():
@@ -192,7 +192,7 @@ def _details(report: dict[str, Any]) -> Any:
                 row["work"], name, _number(seen["output_tokens_s"]), _number(seen.get("prefill_tokens_s")),
                 _number(seen.get("prefill_tflops")), _number(seen.get("first_token_s"), 3),
                 _number(seen.get("decode_tb_s"), 2), _number(seen.get("peak_running")), _share(seen.get("hit_rate")),
-                wasted, _number(seen.get("preemptions")), _share(seen.get("same_answers")),
+                wasted, _share(seen.get("pool_waste")), _number(seen.get("preemptions")), _share(seen.get("same_answers")),
                 _number(seen.get("processor_s"), 3), _number(row["processor_ratios"].get(name), 2),
             )  # fmt: skip
     return table

@@ -103,7 +103,14 @@ class Peak:
         most = max((held for held, _ in self._seen), default=0)
         near = [share for held, share in self._seen if held >= self.NEAR * most]
         mean = sum(near) / len(near) if near else 0.0
-        return {"peak_running": self._running, "peak_bytes": most, "waste": mean}
+        pool = self._cache.pool.slabs * self._cache.layout.slab_bytes
+        wasted = max((held * share for held, share in self._seen), default=0.0)
+        return {
+            "peak_running": self._running,
+            "peak_bytes": most,
+            "waste": mean,
+            "pool_waste": wasted / pool,
+        }
 
 
 @dataclass(frozen=True, slots=True)

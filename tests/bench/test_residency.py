@@ -1,0 +1,30 @@
+"""What is said of pages that hold nothing anybody needs, against sequences whose waste can be counted."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvloom.bench.residency import Peak, waste
+from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Span
+
+
+def test_the_peak_tells_waste_of_what_is_held_and_of_the_pool() -> None:
+    layout = PoolLayout.build({"a": LayerSpec("token", (Field("k", (2, 16), "fp32"),), Span("full"))})
+    cache = KVCache(layout, 65, max_sequences=4, max_tokens=512)
+    peak = Peak(cache)
+    sequences = []
+    for start, tokens in ((0, 20), (1000, 40)):  # 12 and 8 places of 32 and 48 are empty
+        prompt = np.arange(start, start + tokens, dtype=np.int32)
+        sequences.append(cache.open(cache.match(prompt)))
+        cache.extend(sequences[-1], tokens)
+        cache.commit(sequences[-1], prompt)
+    page = layout.groups[0].page_stride
+    assert waste(cache) == (5 * page, 20 / 80)
+    peak.look()
+    for sequence in sequences:
+        cache.close(sequence)
+    found = peak.figures()
+    assert found["peak_running"] == 2
+    assert found["peak_bytes"] == 5 * page
+    assert found["waste"] == 20 / 80
+    assert found["pool_waste"] == 5 * page * (20 / 80) / (cache.pool.slabs * layout.slab_bytes)
