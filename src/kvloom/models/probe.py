@@ -73,7 +73,7 @@ class Witness(Void):
         return new
 
     def set_linear_cache(self, layer_idx: int, new: torch.Tensor) -> None:
-        self._state(layer_idx)["recurrent"] = new.shape[1:]
+        self._state(layer_idx)["lightning"] = new.mT.shape[1:]  # ours are turned
 
     def _state(self, layer_idx: int) -> dict[str, torch.Size]:
         return self.states.setdefault(layer_idx, {})
