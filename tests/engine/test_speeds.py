@@ -45,3 +45,25 @@ def test_a_moment_in_which_the_machine_did_something_else_says_little_and_a_slow
     for _ in range(40):
         line.see(1000, 0.1)
     assert line.seconds(1000) == pytest.approx(0.1, rel=0.2)
+
+
+def test_what_nothing_takes_tells_what_amounts_that_hardly_differ_do_not() -> None:
+    line = Line()
+    for amount, seconds in ((96, 0.016), (96, 0.0158), (90, 0.0161), (96, 0.0155)):
+        line.see(amount, seconds)
+    assert line.seconds(96) - line.seconds(32) < 0.002  # so much for the others' noise
+    for _ in range(3):
+        line.see(0, 0.003)
+    assert line.seconds(0) == pytest.approx(0.003)
+    assert line.seconds(96) - line.seconds(32) == pytest.approx(64 / 96 * 0.0128, rel=0.05)
+
+
+def test_nothing_alone_makes_no_line_and_one_that_takes_longer_than_something_is_not_believed() -> None:
+    line = Line()
+    line.see(0, 0.01)
+    assert not line.known
+    assert line.seconds(10) == 0
+    for amount in (10, 20, 30):
+        line.see(amount, 0.001 * amount)
+    line.see(0, 1.0)
+    assert line.seconds(40) == pytest.approx(0.04)

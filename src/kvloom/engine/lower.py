@@ -375,9 +375,8 @@ class Lower:
         return any(trip.arrival is not None for trip in self._trips.values())
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step computed so many tokens of prompts in so long."""
-        if tokens:
-            self.prefill.see(tokens, seconds)
+        """A step computed so many tokens of prompts in so long; what it takes without any is told, too."""
+        self.prefill.see(tokens, seconds)
 
     def wait(self, timeout: float) -> None:
         """Nothing else is to do: sleep until something is, `timeout` seconds at the most."""

@@ -8,7 +8,8 @@ __all__ = ["Line", "meeting"]
 
 
 class Line:
-    """seconds = a + b * amount, by least squares over what was seen, older sights fading. Both are at least 0."""
+    """seconds = a + b * amount, by least squares over what was seen, older sights fading. Both are at least 0. Where it was seen
+    what nothing takes, that is a: amounts that hardly differ say little of it."""
 
     FADE = 0.9
     ENOUGH = 2.7
@@ -16,6 +17,8 @@ class Line:
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._nothing = 0.0, 0.0
+        """Sights of nothing, and their seconds."""
 
     @property
     def known(self) -> bool:
@@ -38,6 +41,10 @@ class Line:
         fade = self.FADE
         if self.trusted and (expected := self.seconds(amount)):
             seconds = min(seconds, 4 * expected)
+        if not amount:
+            seen, took = self._nothing
+            self._nothing = seen * fade + 1, took * fade + seconds
+            return
         self._n = self._n * fade + 1
         self._x = self._x * fade + amount
         self._y = self._y * fade + seconds
@@ -48,6 +55,9 @@ class Line:
         """How long so much would take; 0 while nothing is known."""
         if not self._n:
             return 0.0
+        seen, took = self._nothing
+        if seen and (slope := (self._xy - took / seen * self._x) / self._xx) > 0:
+            return took / seen + slope * amount
         spread = self._n * self._xx - self._x * self._x
         through_zero = self._y / self._x if self._x else 0.0
         if spread <= 1e-9 * self._xx * self._n:
