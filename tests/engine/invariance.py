@@ -56,11 +56,16 @@ def together(engine: Engine, prompts: list[list[int]], params: list[SamplingPara
 def interrupted(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
     """All at once; again and again the last that runs gives its pages up, and begins anew."""
     found = [engine.add(prompt, mine) for prompt, mine in zip(prompts, params, strict=True)]
+    run_interrupted(engine, found, every=7)
+    return [told(request) for request in found]
+
+
+def run_interrupted(engine: Engine, requests: list[Request], every: int) -> None:
+    """Step until all have ended; every so many steps the last that runs gives its pages up."""
     for step in range(10_000):
         if not engine.busy:
             break
         engine.step()
-        if step % 7 == 6 and engine.scheduler.running:
+        if step % every == every - 1 and engine.scheduler.running:
             engine.scheduler._preempt(engine.scheduler.running[-1])
-    assert sum(request.preemptions for request in found) > 2
-    return [told(request) for request in found]
+    assert sum(request.preemptions for request in requests) > 2

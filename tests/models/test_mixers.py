@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvloom.models.attention import install
-from kvloom.models.mixers import is_mixer
+from kvloom.models.mixers import is_mixer, wrap
+from kvloom.models.reading import ModelError
 from kvloom.models.scans import takes_packed_rows
 
 from .tiny import TINY
@@ -61,3 +62,21 @@ def test_attention_is_no_mixer() -> None:
         if name not in RECURRENT and TINY[name]["model_type"] in ("llama", "gpt2", "gpt_oss")
     ]
     assert not any(is_mixer(module) for name in plain for module in tiny(name).modules())
+
+
+def test_a_mixer_of_no_known_kind_is_refused_by_its_name_and_left_as_it_is() -> None:
+    class Odd(torch.nn.Module):
+        layer_idx = 3
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1d = torch.nn.Conv1d(4, 4, 2, groups=4)
+
+        def forward(self, hidden_states: torch.Tensor, past_key_values: object = None) -> torch.Tensor:
+            return hidden_states
+
+    module = Odd()
+    assert is_mixer(module)
+    with pytest.raises(ModelError, match=r"layer 3 is a Odd, .* docs/models\.md"):
+        wrap(module)
+    assert "forward" not in vars(module)

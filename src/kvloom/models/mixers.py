@@ -75,7 +75,9 @@ def wrap(module: Any) -> None:
     elif hasattr(module, "key_decay"):
         inner = partial(lightning, module)
     else:
-        raise ModelError(f"nobody knows what {type(module).__name__} does along its tokens")
+        raise ModelError(
+            f"layer {layer} is a {type(module).__name__}, a recurrent mixer of no known kind: docs/models.md has those that run"
+        )
     module.takes_packed_rows = True
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
