@@ -450,7 +450,7 @@ class LatePages(HostPages):
     def wait(self, event: Any) -> None:
         event.synchronize()
 
-    def down(self, stride: int, pages: Any, offsets: Any) -> Any:
+    def down(self, stride: int, pages: Any, offsets: Any, old: bool = False) -> Any:
         return LateCopy(lambda: HostPages.down(self, stride, pages, offsets), self.rng.randrange(1, 9))
 
     def up(self, stride: int, pages: Any, offsets: Any) -> Any:

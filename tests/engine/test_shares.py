@@ -45,7 +45,11 @@ def test_a_flood_of_one_tenant_pushes_nobody_else_out(
     flooding = Tenant("flood", quota=2 * talk) if rule == "quota" else Tenant("flood", weight=1)
     tenants = (flooding, Tenant("calm", weight=0 if rule == "quota" else 1))
     calm, flood = drawn(family, 70, 60), drawn((family, "flood"), *[64] * 20)
-    text = f"host:{8 * talk}" if below == "host" else f"disk:{tmp_path}:{12 * talk}?durable=process"
+    text = (
+        f"host:{8 * talk}?write=through"
+        if below == "host"
+        else f"disk:{tmp_path}:{12 * talk}?durable=process"
+    )
 
     def opened() -> Engine:
         return Engine(model(), 6 * talk, tenants=tenants, tiers=[text], lower=PATIENT)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.tiers import DiskTier, HostTier, TierError
-from kvloom.tiers.opening import SCHEMES, check_tiers, open_place, open_tier
+from kvloom.tiers.opening import SCHEMES, check_tiers, open_place, open_tier, taken_write
 
 
 def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:
@@ -67,7 +67,11 @@ def test_texts_are_checked_and_nothing_is_opened(tmp_path: Path) -> None:
 
 
 def test_when_pages_are_written_is_said_with_the_tier(tmp_path: Path) -> None:
-    assert open_place("host:64MiB").write == "through"
+    assert open_place("host:64MiB").write == "back"
+    assert open_place("host:64MiB?write=through").write == "through"
+    assert taken_write("host:64MiB?share=7373") == ("host:64MiB?share=7373", "through")
+    assert taken_write("host:64MiB?share=7373&write=back") == ("host:64MiB?share=7373", "back")
+    assert taken_write("int8:host:64MiB")[1] == "through"
     assert open_place("host:64MiB?write=back&checked=1").write == "back"
     place = open_place(f"disk:{tmp_path}:1GiB?durable=process&write=second-use")
     assert place.write == "second-use"

@@ -20,7 +20,8 @@ class Parcel(NamedTuple):
     """Rows of page ids, one a name, in the columns of one numbering ("token" or "state"); 0 where there is no page.
 
     The bytes of `rows` are those of the pages `at` (0: nobody can say where) until the next `take_copies`. `leaving`: the bytes will be overwritten soon; else their sequence has ended, and they stay for now. `used`: someone
-    came back to them. `tenant` is whose they are, `root` where their names begin.
+    came back to them. `tenant` is whose they are, `root` where their names begin. `since` is when they were last in use:
+    they were in the tree by then, and whoever wrote them had been launched.
     """
 
     numbering: str
@@ -31,6 +32,7 @@ class Parcel(NamedTuple):
     leaving: bool
     used: bool
     root: bytes
+    since: float
 
 
 class Parcels:
@@ -108,12 +110,18 @@ class Parcels:
     def _offer_states(self, checkpoint: Checkpoint, leaving: bool) -> None:
         if checkpoint.states is not None:
             name = self.teller.name_at(checkpoint.node, checkpoint.position)
-            self._tell("state", [name], checkpoint.states.copy(), checkpoint.node, leaving)
+            self._tell(
+                "state", [name], checkpoint.states.copy(), checkpoint.node, leaving, checkpoint.last_used
+            )
 
-    def _tell(self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool) -> None:
-        tenant = node.root.tenant
-        at = self.where(numbering, rows)
-        self.listener(Parcel(numbering, names, rows, at, tenant, leaving, node.hits > 0, node.root.name))
+    def _tell(
+        self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool, since: float = 0.0
+    ) -> None:
+        at, root = self.where(numbering, rows), node.root
+        since = max(since, node.last_used)
+        self.listener(
+            Parcel(numbering, names, rows, at, root.tenant, leaving, node.hits > 0, root.name, since)
+        )
 
     def _row_names(self, node: Node, first: int, last: int) -> list[bytes]:
         """The names of the prefixes that end where some of the node's rows do."""

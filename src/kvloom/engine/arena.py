@@ -94,6 +94,7 @@ class HostPages:
         self.buffer = buffer
         self._arena = host.arena
         self._pool = None if buffer.is_cuda else buffer.numpy()
+        self._mark: torch.cuda.Event | None = None
         arena = torch.from_numpy(host.arena)
         self._copiers: dict[int, Copier] = {}
         self._rows: dict[int, torch.Tensor] = {}
@@ -112,12 +113,20 @@ class HostPages:
         """What is launched from now on begins after `event`, on the device."""
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
-    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
-        """Pages to places in the arena; begins after what the current stream has still to do."""
+    def mark(self) -> None:
+        """What `old` copies begin after, from now on: what the current stream has been told so far."""
+        if self._pool is None:
+            self._mark = self._mark or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._mark.record(torch.cuda.current_stream(self.buffer.device))
+
+    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], old: bool = False) -> Event:
+        """Pages to places in the arena; begins after what the current stream has still to do, or, for `old` pages, had at
+        the last mark."""
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)
             return Done()
-        return self._copiers[stride].gather(pages, self._rows[stride], offsets // stride)
+        after = self._mark if old else None
+        return self._copiers[stride].gather(pages, self._rows[stride], offsets // stride, after=after)
 
     def up(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
         """Places in the arena to pages; begins after what the current stream has still to do."""

@@ -289,6 +289,8 @@ class Engine:
             if request.computed + len(part.tokens) == len(request.tokens) + request.unknown
         ]
         whole = [i for i, (request, _) in enumerate(work) if request.telling]
+        if self.lower is not None:
+            self.lower.launching()
         logits = self.runner.run([part for _, part in work], ready, whole)
         with self.runner.steady:
             prompts = told_prompts([work[i] for i in whole], logits[len(ready) :])
@@ -311,8 +313,11 @@ class Engine:
     def _copy(self) -> None:
         if self.lower is not None:
             self.lower.take_offers()
-        for copies in self.cache.take_copies():
+        batches = self.cache.take_copies()
+        for copies in batches:
             copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
+        if batches and self.lower is not None:
+            self.lower.launching()
 
     def _branch(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
         """Where a prompt ends that wants several answers, let the others begin on its pages. Who chooses a token now, and

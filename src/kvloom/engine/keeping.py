@@ -3,11 +3,13 @@
     offer (the cache)  →  take: reserve places in the arena, copy  →  finish: the copies are made, the mover is told
 
 Nothing waits for a copy. While a stream still reads a page, the page is held, or, where it leaves the pool, later steps wait
-on the device. Knows pages and names; what is offered, and when, is the cache's (`core.Parcel`).
+on the device. Copies of what leaves begin beside the step in flight, but for pages that it may have written. Knows pages and
+names; what is offered, and when, is the cache's (`core.Parcel`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -60,6 +62,7 @@ class Keeping:
         self._lossy: set[bytes] = set()
         self._offers: dict[tuple[object, ...], list[Parcel]] = {}
         self._moment: Moment | None = None
+        self._marked = -math.inf
         self._downs: list[_Down] = []
         cache.offer(self._offered, ends=bool(writes & {"through", "second-use"}))
 
@@ -78,9 +81,24 @@ class Keeping:
     def _offered(self, parcel: Parcel) -> None:
         wanted = "through" in self._writes or (parcel.used and "second-use" in self._writes)
         if wanted or (parcel.leaving and "back" in self._writes):
-            key = parcel.numbering, parcel.tenant, parcel.leaving, parcel.used, parcel.root in self._lossy
+            lossy = parcel.root in self._lossy
+            key = self._old(parcel), parcel.numbering, parcel.tenant, parcel.leaving, parcel.used, lossy
             self._offers.setdefault(key, []).append(parcel)
             self._moment = self._moment or self._now()
+
+    def launching(self) -> None:
+        """A step is about to be launched, or copies inside the pool were: what is in the tree now is written by what the
+        stream has been told so far."""
+        now = self.cache.clock.now()
+        self._pages.mark()
+        self._marked = now
+
+    def _old(self, parcel: Parcel) -> bool:
+        """Whether pages that leave were all written by what the stream had been told at the last mark. They were if they were
+        in the tree then: a step's pages enter it after its launch, pages from below once they have come, and copies inside
+        the pool are followed by a mark. In the tree a page is not written again, but for places of a partial block behind
+        the tokens that it is offered for."""
+        return parcel.leaving and parcel.since < self._marked
 
     def _now(self) -> Moment:
         """What changes whenever pages left or moved."""
@@ -92,8 +110,9 @@ class Keeping:
         if self._offers:
             offers, calm = self._offers, self._moment == self._now()
             self._offers, self._moment = {}, None
-            for alike in offers.values():
-                self._keep(alike[0] if len(alike) == 1 else _joined(alike), calm)
+            alikes = [alike[0] if len(alike) == 1 else _joined(alike) for alike in offers.values()]
+            for parcel in sorted(alikes, key=self._old, reverse=True):  # they would wait behind the others
+                self._keep(parcel, calm)
         self.finish()
 
     def _keep(self, parcel: Parcel, calm: bool) -> None:
@@ -112,7 +131,9 @@ class Keeping:
                 fresh = lease.results == Outcome.PENDING
                 event: Event = Done()
                 if fresh.any():
-                    event = self._pages.down(group.page_stride, pages[fresh], lease.offsets[fresh])
+                    event = self._pages.down(
+                        group.page_stride, pages[fresh], lease.offsets[fresh], self._old(parcel)
+                    )
                 down = _Down(event, lease, objects, fresh, parcel)
                 self._downs.append(down)
                 if event.query():
@@ -160,4 +181,5 @@ def _joined(parcels: list[Parcel]) -> Parcel:
         names=[name for parcel in parcels for name in parcel.names],
         rows=np.concatenate([parcel.rows for parcel in parcels]),
         at=np.concatenate([parcel.at for parcel in parcels]),
+        since=max(parcel.since for parcel in parcels),
     )

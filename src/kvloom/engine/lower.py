@@ -342,6 +342,10 @@ class Lower:
         """Copy what the cache offered to host memory. Called before the copies that the cache has decided are made."""
         self._keeping.take()
 
+    def launching(self) -> None:
+        """A step is about to be launched, or copies inside the pool were."""
+        self._keeping.launching()
+
     @property
     def kept_pages(self) -> int:
         """Pages that were copied to host memory."""

@@ -108,8 +108,8 @@ def open_tier(text: str) -> Tier:
 
 
 def open_place(text: str, shares: Shares | None = None) -> Place:
-    """`open_tier`, with the option that every scheme has: `write=through` (the default), `second-use` or `back`. `shares`
-    hold in it where it is a tier that knows them."""
+    """`open_tier`, with the option that every scheme has: `write=through`, `second-use` or `back`. `shares` hold
+    in it where it is a tier that knows them."""
     rest, write = taken_write(text)
     tier = open_tier(rest)
     if shares and isinstance(tier, Sharing):
@@ -122,11 +122,13 @@ def open_place(text: str, shares: Shares | None = None) -> Place:
 
 
 def taken_write(text: str) -> tuple[str, Write]:
-    """A text without its option `write`, and that."""
-    scheme_of(text)
+    """A text without its option `write`, and that: for host memory that nobody else reads `back` where it is not said, for
+    all else `through`."""
+    scheme = scheme_of(text)
     found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
     if found is None:
-        return text, "through"
+        own = scheme == "host" and HostText.read(text).share is None
+        return text, "back" if own else "through"
     if found[1] not in WRITES:
         raise ValueError(f"tier {text!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
     return (text[: found.start()] + text[found.end() :]).rstrip("?&"), cast(Write, found[1])

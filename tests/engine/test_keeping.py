@@ -1,0 +1,231 @@
+"""Pages that leave the pool are copied beside the step in flight where they were there before it, and after it where they were
+not: told with copies that are written down, and with a device that does what it is told as late as it may."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, attention_fields
+from kvloom.core.clock import VirtualClock
+from kvloom.engine import lower as lower_module
+from kvloom.engine.arena import HostPages, form_of, open_host
+from kvloom.engine.engine import Engine
+from kvloom.engine.keeping import Keeping
+from kvloom.engine.request import SamplingParams
+from kvloom.kernels.copy import Done
+from kvloom.tiers.arena import copy_pages
+from kvloom.tiers.mover import Mover
+from tests.models.zoo import expected, tiny
+
+from .test_lower import PATIENT, POOL, closed, drawn, greedy, lower_of
+
+FULL = LayerSpec("token", attention_fields(2, 16, "fp32"))
+STATE = LayerSpec("state", (Field("ssm", (3, 40), "fp32"),))
+SLABS = {
+    "llama": 12, "gemma3_text": 10, "llama4_text": 10, "mamba2": 12, "jamba": 8, "bamba": 10, "qwen3_next": 4,
+}  # fmt: skip
+"""Of a pool far too small."""
+
+
+class Told(HostPages):
+    """Remembers of every copy whether it was of old pages, and which."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.marks, self.copies = 0, list[tuple[bool, set[int]]]()
+
+    def mark(self) -> None:
+        self.marks += 1
+
+    def down(self, stride: int, pages: Any, offsets: Any, old: bool = False) -> Any:
+        self.copies.append((old, set(pages.tolist())))
+        return super().down(stride, pages, offsets, old)
+
+
+class Desk:
+    """A cache whose pages are kept when they leave, and a clock that stands still."""
+
+    def __init__(self, *layers: LayerSpec) -> None:
+        layout = PoolLayout.build({f"layer {i}": spec for i, spec in enumerate(layers)})
+        self.clock = VirtualClock()
+        self.cache = KVCache(layout, 40, max_tokens=256, clock=self.clock)
+        buffer = torch.zeros(40 * layout.slab_bytes, dtype=torch.uint8)
+        host, _ = open_host(layout, 4 << 20, False, buffer.device)
+        forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in layout.groups}
+        self.pages = Told(layout, buffer, host)
+        self.keeping = Keeping(self.cache, self.pages, Mover(host, ()), forms, forms, {"back"})
+
+    def computed(self, first: int) -> Sequence:
+        """Three blocks of a prompt of four."""
+        sequence = self.cache.open(self.cache.match(np.arange(first, first + 64, dtype=np.int32)))
+        assert not sequence.extend(48)
+        sequence.commit(range(first, first + 48))
+        return sequence
+
+    def left(self) -> list[tuple[bool, set[int]]]:
+        """Everything that may leaves the pool; the copies that were made of it."""
+        self.cache.grow(self.cache.shrink(39).tolist())
+        self.keeping.take()
+        self.cache.take_copies()
+        copies, self.pages.copies = self.pages.copies, []
+        return copies
+
+
+def pages_of(sequence: Sequence) -> set[int]:
+    return set(sequence.table(0).ravel()[:3].tolist())
+
+
+def test_pages_that_were_there_at_the_mark_are_old_and_those_that_came_since_are_not() -> None:
+    desk = Desk(FULL, FULL)
+    before, after = desk.computed(0), desk.computed(1000)
+    old, young = pages_of(before), pages_of(after)
+    before.close()
+    desk.clock.advance(1)
+    desk.keeping.launching()
+    after.close()  # in the moment of the mark: nobody can say which was first
+    assert desk.left() == [(True, old), (False, young)], "old ones first, whoever left first"
+    again = desk.computed(2000)
+    young = pages_of(again)
+    desk.clock.advance(1)
+    again.close()
+    assert desk.left() == [(False, young)]
+    assert desk.pages.marks == 1
+
+
+def test_without_a_mark_nothing_is_old_and_a_later_mark_makes_it_so() -> None:
+    desk = Desk(FULL)
+    desk.computed(0).close()
+    assert [old for old, _ in desk.left()] == [False]
+    desk.keeping.launching()
+    desk.clock.advance(1)
+    desk.computed(1000).close()
+    desk.clock.advance(1)
+    desk.keeping.launching()
+    assert [old for old, _ in desk.left()] == [True]
+
+
+def test_a_mark_that_fails_makes_nothing_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(FULL)
+    desk.computed(0).close()
+    desk.clock.advance(1)
+
+    def fails(_: HostPages) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(Told, "mark", fails)
+    with pytest.raises(RuntimeError, match="gone"):
+        desk.keeping.launching()
+    assert [old for old, _ in desk.left()] == [False]
+
+
+def test_states_are_as_young_as_their_snapshot() -> None:
+    desk = Desk(FULL, STATE)
+    sequence = desk.computed(0)
+    desk.clock.advance(1)
+    desk.keeping.launching()
+    desk.clock.advance(1)
+    assert desk.cache.snapshot(sequence, 48)  # of a run that was there before
+    desk.cache.tree.drop_checkpoint(sequence.node.checkpoints[-1], "for a test")
+    desk.keeping.take()
+    assert [old for old, _ in desk.pages.copies] == [False]
+
+
+def test_a_step_and_copies_inside_the_pool_move_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lower_module, "HostPages", Told)
+    engine = crowded("bamba", ahead=False)
+    pages = lower_of(engine)._pages
+    assert isinstance(pages, Told)
+    engine.add(drawn("marks", 20)[0], greedy(4))
+    engine.step()
+    assert pages.marks == 1
+    engine._copy()  # the snapshot at the prompt's end
+    assert pages.marks == 2
+    engine._copy()
+    assert pages.marks == 2, "there was nothing to copy"
+    engine.run()
+    closed(engine)
+
+
+class Late(HostPages):
+    """A device that does nothing before it must: what was launched after a mark is not done when old copies are made."""
+
+    counts: dict[bool, int]
+
+    def mark(self) -> None:
+        self.then = self.buffer.numpy().copy()
+
+    def down(self, stride: int, pages: Any, offsets: Any, old: bool = False) -> Any:
+        self.counts[old] += len(pages)
+        if not old:
+            return super().down(stride, pages, offsets)
+        copy_pages(self._arena, offsets, self.then, np.asarray(pages, np.int64) * stride, stride)
+        return Done()
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> dict[bool, int]:
+    """Pages that were copied by their being old, on such a device."""
+    Late.counts = {False: 0, True: 0}
+    monkeypatch.setattr(lower_module, "HostPages", Late)
+    return Late.counts
+
+
+def storm(family: str) -> list[list[int]]:
+    rng = random.Random(family)
+    roots = drawn((family, "early roots"), 40, 33, 20)
+    tails = drawn((family, "early"), *range(1, 25))
+    return [[*rng.choice(roots)[: rng.randrange(10, 40)], *tail] for tail in tails]
+
+
+def crowded(family: str, ahead: bool) -> Engine:
+    """Pages leave while others are made, and requests lose theirs to others."""
+    slab = Engine(tiny(family), POOL).layout.slab_bytes
+    engine = Engine(
+        tiny(family), SLABS[family] * slab, token_budget=24, max_running=5, ahead=ahead, lower=PATIENT,
+        tiers=[f"host:{16 * slab}"],
+    )  # fmt: skip
+    engine.scheduler.growth = None
+    return engine
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "llama4_text", "mamba2", "jamba", "bamba", "qwen3_next"]
+)
+def test_old_pages_have_all_their_bytes_before_the_step_in_flight(
+    family: str, ahead: bool, counts: dict[bool, int]
+) -> None:
+    prompts = storm(family)
+    wanted = expected(tiny(family), prompts, 6)
+    engine = crowded(family, ahead)
+    for _ in range(3):
+        requests = [engine.add(prompt, greedy(6)) for prompt in prompts]
+        engine.run()
+        assert [request.tokens for request in requests] == wanted
+    assert counts[True]
+    assert lower_of(engine).counts["landed_tokens"]
+    closed(engine)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_forks_and_beams_find_their_pages_again(family: str, width: int, counts: dict[bool, int]) -> None:
+    """Forks copy pages inside the pool: what was copied is where it is only behind that copy."""
+    params = SamplingParams(max_tokens=8, temperature=0 if width > 1 else 1.0, seed=3, n=3, beam_width=width)
+    prompts = storm(family)[::2]
+    plain = Engine(tiny(family), POOL * 4, token_budget=24, ahead=True)
+    wanted = [plain.add(prompt, params) for prompt in prompts]
+    plain.run()
+    engine = crowded(family, ahead=True)
+    for _ in range(3):
+        found = [engine.add(prompt, params) for prompt in prompts]
+        engine.run()
+        for one, other in zip(wanted, found, strict=True):
+            assert [best.output for best in other.best] == [best.output for best in one.best]
+    assert counts[True]
+    closed(engine)
