@@ -35,7 +35,7 @@ from .points import Points
 from .policies import Policy, make_policy
 from .pool import Ids, PagePool
 from .prefix import PrefixTree
-from .prospect import Prospect
+from .prospect import Prospect, Question, first_question
 from .reserving import Reserving
 from .rollback import Rollback
 from .room import Room
@@ -266,6 +266,10 @@ class KVCache:
     def prospect(self, match: Match) -> Prospect:
         """What a prompt could find below: see `Prospect`. Looked up again if the cache has changed."""
         return Prospect(self.layout, self.lookup, self._fresh(match))
+
+    def first_question(self, match: Match) -> Question | None:
+        """The one question whose "no" says that a prospect of `match` would find nothing; None where no one does."""
+        return first_question(self.layout, self.lookup, self._fresh(match))
 
     def expect(self, prospect: Prospect) -> Arrival | None:
         """Pages for what a prompt lacks, to be filled by the caller; None where there is no room. Its match must be of

@@ -178,6 +178,13 @@ class Lookup:
         parent = known[-1] if known else match.root_name
         return known + chain(parent, match.data[len(known) * GRAIN * TOKEN_BYTES :], teller.resolve)
 
+    def name_at(self, match: Match, end: int) -> bytes:
+        """The name of the prompt's first `end` tokens: whole grains, all that the tree has of the prompt among them."""
+        teller, known = self.tree.teller, match.matched // GRAIN * GRAIN
+        parent = teller.name_at(match.path[-1], known) if match.path else match.root_name
+        more = chain(parent, match.data[known * TOKEN_BYTES : end * TOKEN_BYTES], teller.resolve)
+        return more[-1] if more else parent
+
     def beyond(self, match: Match, index: NameIndex) -> int:
         """The longest resume point that the pages in `index` give this prompt."""
 

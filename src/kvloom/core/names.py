@@ -71,7 +71,7 @@ def chain(parent: bytes, data: bytes | memoryview, resolve: Resolve | None = Non
     """
     raw = bytes(data)
     whole = len(raw) // _GRAIN_BYTES * _GRAIN_BYTES
-    media = resolve is not None and whole > 0 and np.frombuffer(raw, "<i4", whole // TOKEN_BYTES).min() < 0
+    media = resolve is not None and whole > 0 and loops.any_negative(raw)
     if not media and loops.chain is not None:
         return loops.chain(parent, raw)
     names = []
@@ -96,9 +96,9 @@ def tail_name(parent: bytes, data: bytes | memoryview, resolve: Resolve | None =
 
 def _with_media(grain: bytes, resolve: Resolve) -> bytes:
     """A grain's tokens with each media run as -1s, followed by the runs' extents and digests."""
-    ids = np.frombuffer(grain, "<i4")
-    if ids.size == 0 or ids.min() >= 0:
+    if not loops.any_negative(grain):
         return grain
+    ids = np.frombuffer(grain, "<i4")
     edges = np.flatnonzero(np.diff(ids)) + 1
     parts = [np.where(ids < 0, -1, ids).astype("<i4").tobytes()]
     for start, stop in zip([0, *edges], [*edges, ids.size], strict=True):

@@ -22,7 +22,7 @@ from .lookup import Lookup, Match, Stop
 from .names import TOKEN_BYTES, tail_name
 from .resume import longest_resume, missing_unit
 
-__all__ = ["Need", "Prospect", "Question"]
+__all__ = ["Need", "Prospect", "Question", "first_question"]
 
 Mask = npt.NDArray[np.bool_]
 MOST_TAILS = 4096
@@ -45,6 +45,20 @@ class Need:
     group: PageGroup
     blocks: list[int]
     names: list[bytes]
+
+
+def first_question(layout: PoolLayout, lookup: Lookup, match: Match) -> Question | None:
+    """What to look up before all else: where none of its names is below, nothing there takes the prompt further than `match`
+    does. None where no one name decides that. Hashes one block.
+
+    A layer that sees everything needs the block behind the matched text, so without its page there is nothing to resume on,
+    unless it is a window's pages, or a state, that the matched text itself lacks.
+    """
+    full = next((group for group in layout.of("token") if not group.spec.span.windowed), None)
+    if full is None or layout.of("state") or match.resume < match.matched:
+        return None
+    end = (match.matched // layout.block_tokens + 1) * layout.block_tokens
+    return Question(full.index, [lookup.name_at(match, end)] if end <= match.length else [])
 
 
 class Prospect:

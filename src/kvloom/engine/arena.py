@@ -126,7 +126,9 @@ class HostPages:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)
             return Done()
         after = self._mark if old else None
-        return self._copiers[stride].gather(pages, self._rows[stride], offsets // stride, after=after)
+        return self._copiers[stride].gather(
+            pages, self._rows[stride], offsets // stride, after=after, once=True
+        )
 
     def up(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
         """Places in the arena to pages; begins after what the current stream has still to do."""

@@ -22,6 +22,7 @@ from kvloom.tiers import Form, Objects
 from kvloom.tiers.mover import Fetch, Mover, MoverConfig
 
 from .arena import form_of
+from .request import Request
 from .speeds import Line, meeting
 from .trip import Strip, Trip
 
@@ -79,8 +80,8 @@ class Fetching:
         """The same for requests that allow for loss: their names are apart, and so are their pages."""
         self._fetching: dict[bytes, Fetch] = {}
 
-    def forms_of(self, trip: Trip) -> Forms:
-        return self.near if trip.request.control.lossy else self.forms
+    def forms_of(self, request: Request) -> Forms:
+        return self.near if request.control.lossy else self.forms
 
     def seek(self, trip: Trip, match: Match | None) -> bool:
         """Find below and bring into host memory; whether that is still under way."""
@@ -95,7 +96,7 @@ class Fetching:
                     questions = trip.prospect.questions()
                     if not questions:
                         break
-                    trip.finding = self.mover.find([self.asked(q, trip) for q in questions])
+                    trip.finding = self.mover.find([self.asked(q, trip.request) for q in questions])
                 if not trip.finding.done:
                     return True
                 trip.below.update(trip.finding.below)
@@ -108,9 +109,10 @@ class Fetching:
         self._take_in(trip)
         return bool(trip.strips)
 
-    def asked(self, question: Question, trip: Trip) -> Objects:
+    def asked(self, question: Question, request: Request) -> Objects:
         """The objects that answer a question: of a group's runs, the first."""
-        return Objects(question.names, question.group, self.forms_of(trip)[question.group][0], trip.tenant)
+        form = self.forms_of(request)[question.group][0]
+        return Objects(question.names, question.group, form, request.control.tenant)
 
     def _take_in(self, trip: Trip) -> None:
         """Note what has come, strip by strip; behind one that did not come whole nothing is waited for."""
@@ -290,4 +292,4 @@ class Fetching:
 
     def _objects(self, need: Need, trip: Trip) -> list[Objects]:
         group = need.group.index
-        return [Objects(need.names, group, form, trip.tenant) for form in self.forms_of(trip)[group]]
+        return [Objects(need.names, group, form, trip.tenant) for form in self.forms_of(trip.request)[group]]

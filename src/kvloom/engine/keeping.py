@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from .fetching import Forms
 __all__ = ["Keeping"]
 
 Moment = tuple[int, int]
+_PENDING, _DONE = int(Outcome.PENDING), Done()
 MOST_ROOTS = 4096
 """Roots of lossy names that are remembered before those that have gone are looked for."""
 
@@ -38,8 +40,9 @@ class _Down:
     event: Event
     lease: Lease
     objects: Objects
-    fresh: npt.NDArray[np.bool_]
-    parcel: Parcel
+    fresh: npt.NDArray[np.bool_] | None
+    """Which of them came now; None: all."""
+    used: bool
     lent: Parcel | None = None
 
 
@@ -128,13 +131,16 @@ class Keeping:
                 names = parcel.names if every else [parcel.names[i] for i in at.tolist()]
                 objects = Objects(names, group.index, form, parcel.tenant)
                 lease = self.mover.host.reserve(objects)
-                fresh = lease.results == Outcome.PENDING
-                event: Event = Done()
-                if fresh.any():
-                    event = self._pages.down(
-                        group.page_stride, pages[fresh], lease.offsets[fresh], self._old(parcel)
-                    )
-                down = _Down(event, lease, objects, fresh, parcel)
+                fresh, event = lease.results == _PENDING, _DONE
+                if fresh.all():
+                    event = self._pages.down(group.page_stride, pages, lease.offsets, self._old(parcel))
+                    down = _Down(event, lease, objects, None, parcel.used)
+                else:
+                    if fresh.any():
+                        event = self._pages.down(
+                            group.page_stride, pages[fresh], lease.offsets[fresh], self._old(parcel)
+                        )
+                    down = _Down(event, lease, objects, fresh, parcel.used)
                 self._downs.append(down)
                 if event.query():
                     continue
@@ -164,22 +170,28 @@ class Keeping:
         down.lease.release(True)
         if down.lent is not None:
             self.cache.give_back(down.lent)
-        kept = int(down.fresh.sum())
+        objects, fresh = down.objects, down.fresh
+        kept = len(objects) if fresh is None else int(fresh.sum())
         self.kept_pages += kept
-        self.kept_bytes += kept * down.objects.form.page_bytes
-        objects, again = down.objects, down.parcel.used and "second-use" in self._writes
-        if not again and not down.fresh.all():  # what was in host memory before was told of before
-            names = [objects.names[i] for i in np.flatnonzero(down.fresh).tolist()]
+        self.kept_bytes += kept * objects.form.page_bytes
+        if not self.mover.lanes:
+            return
+        again = down.used and "second-use" in self._writes
+        if fresh is not None and not again:  # what was in host memory before was told of before
+            names = [objects.names[i] for i in np.flatnonzero(fresh).tolist()]
             objects = Objects(names, objects.group, objects.form, objects.tenant)
         if len(objects):
-            self.mover.kept(objects, down.parcel.used)
+            self.mover.kept(objects, down.used)
 
 
 def _joined(parcels: list[Parcel]) -> Parcel:
     """Parcels that differ in their pages alone as one: its copies are fewer."""
+    rows = at = np.concatenate([parcel.rows for parcel in parcels])
+    if any(parcel.at is not parcel.rows for parcel in parcels):
+        at = np.concatenate([parcel.at for parcel in parcels])
     return parcels[0]._replace(
-        names=[name for parcel in parcels for name in parcel.names],
-        rows=np.concatenate([parcel.rows for parcel in parcels]),
-        at=np.concatenate([parcel.at for parcel in parcels]),
+        names=list(chain.from_iterable(parcel.names for parcel in parcels)),
+        rows=rows,
+        at=at,
         since=max(parcel.since for parcel in parcels),
     )

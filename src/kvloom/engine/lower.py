@@ -140,6 +140,9 @@ class Lower:
             nothing = self.host.empty and not self.mover.lanes
             if nothing or not self._may(request, match):
                 return False
+            if not self.mover.lanes and self._lacks_next(request, match):
+                request.looked_below = True
+                return False
             trip = self._trips[request] = Trip(request)
         if trip.phase == "heads":
             self._coming(trip)
@@ -155,6 +158,13 @@ class Lower:
                 return not tokens
             trip.phase = "waits"
         return self._copy(trip, match) if trip.arrival is None else self._coming(trip)
+
+    def _lacks_next(self, request: Request, match: Match) -> bool:
+        """Whether one look says that host memory has nothing for a request: mostly so, and a prospect costs ten times that."""
+        question = self.cache.first_question(match)
+        return question is not None and not any(
+            key in self.host for key in self._fetching.asked(question, request).keys
+        )
 
     def _copy_head(self, trip: Trip, match: Match) -> bool:
         """Copy what host memory has of a prompt's head while its tail comes from below, once; whether there is any."""
@@ -251,7 +261,7 @@ class Lower:
         prospect = self.cache.prospect(match)
         while questions := prospect.questions():
             prospect.answer(
-                [self.host.lookup(self._fetching.asked(question, trip)) for question in questions]
+                [self.host.lookup(self._fetching.asked(question, trip.request)) for question in questions]
             )
         tokens = prospect.point - match.resume
         if tokens <= 0 and trip.phase == "heads":
@@ -282,7 +292,7 @@ class Lower:
     def _fill(self, trip: Trip, arrival: Arrival, group: PageGroup) -> None:
         assert trip.came is not None
         for run, (names, pages) in enumerate(arrival.pages(group)):
-            form = self._fetching.forms_of(trip)[group.index][run]
+            form = self._fetching.forms_of(trip.request)[group.index][run]
             lease = self.host.hold(Objects(names, group.index, form))
             here = lease.offsets >= 0
             if here.any():

@@ -121,10 +121,12 @@ class Copier:
         stream: torch.cuda.Stream | None = None,
         after: torch.cuda.Event | None = None,
         method: Method | None = None,
+        once: bool = False,
     ) -> torch.cuda.Event | Done:
-        """Copy page `pages[i]` to row `rows[i]` of `host` ([rows, page_bytes] uint8, pinned on CUDA), or to row i."""
+        """Copy page `pages[i]` to row `rows[i]` of `host` ([rows, page_bytes] uint8, pinned on CUDA), or to row i. Whoever
+        knows that every row is there `once` says so: then that is not looked at."""
         source = _Rows(self._pages, _checked(pages, len(self._pages), "page"))
-        target = _Rows(host, self._host_rows(host, rows, len(source.ids), once=True))
+        target = _Rows(host, self._host_rows(host, rows, len(source.ids), once=not once))
         if self._out is None:
             host[torch.from_numpy(target.ids)] = self._pages[torch.from_numpy(source.ids)]
             return Done()
@@ -229,7 +231,9 @@ class _Rows:
     ids: npt.NDArray[np.int64]
 
     def addresses(self) -> npt.NDArray[np.uint64]:
-        return (self.rows.data_ptr() + self.ids * self.rows.stride(0)).astype(np.uint64)
+        places = self.ids * self.rows.stride(0)
+        places += self.rows.data_ptr()
+        return places.view(np.uint64)
 
 
 class _Way:
@@ -337,7 +341,7 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
     array = np.asarray(ids, np.int64)
     if array.ndim != 1:
         raise ValueError(f"{what} ids have shape {array.shape}: give one row of ids")
-    if array.size and (array.min() < 0 or array.max() >= limit):
+    if array.size and np.maximum.reduce(array.view(np.uint64)) >= limit:  # as such a negative one is beyond it
         wrong = array[(array < 0) | (array >= limit)][0]
         raise ValueError(f"{what} {wrong} is not among the {limit} there are")
     if once and len(set(array.tolist())) != array.size:
@@ -359,13 +363,17 @@ def _runs(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[tuple[int, in
 def side_by_side(targets: Addresses, sources: Addresses, size: int) -> tuple[Addresses, Addresses, Addresses]:
     """Copies of `size` bytes each as fewer and longer ones, where both ends of some lie side by side: targets, sources
     and bytes. The driver and the engine pay for each copy, however short."""
-    apart = (np.diff(targets) != size) | (np.diff(sources) != size)
-    edges = (
-        np.concatenate(([0], np.flatnonzero(apart) + 1, [len(targets)]))
-        if len(targets)
-        else np.zeros(1, np.int64)
-    )
-    return targets[edges[:-1]], sources[edges[:-1]], np.diff(edges).astype(np.uint64) * np.uint64(size)
+    if not len(targets):
+        return targets, sources, targets
+    step = np.uint64(size)
+    apart = targets[1:] - targets[:-1] != step
+    apart |= sources[1:] - sources[:-1] != step
+    cuts = np.flatnonzero(apart)
+    edges = np.empty(len(cuts) + 2, np.int64)
+    edges[0], edges[-1] = 0, len(targets)
+    np.add(cuts, 1, out=edges[1:-1])
+    firsts = edges[:-1]
+    return targets[firsts], sources[firsts], ((edges[1:] - firsts) * size).view(np.uint64)
 
 
 def _upload(ids: Ids, device: torch.device) -> torch.Tensor:

@@ -88,6 +88,10 @@ class HostTier(Tier):
         with self._lock:
             return self._residents.kept_for(tenant)
 
+    def __contains__(self, key: bytes) -> bool:
+        """Whether an object is there, or on its way there."""
+        return key in self._residents.entries
+
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         with self._lock:
             slots = self._residents.find(objects.keys)
@@ -200,14 +204,19 @@ class HostTier(Tier):
         if not len(slots):  # it was released before
             return
         at = np.flatnonzero(slots >= 0)
-        held, came = slots[at], np.broadcast_to(np.asarray(written), len(slots))[at]
+        held = slots if len(at) == len(slots) else slots[at]
+        came = np.broadcast_to(np.asarray(written), len(slots))[at]
         if self._codec is not None:
             for slot in held[came & ~self._slots.ready[held]].tolist():  # ours alone until then
                 self._checks(slot, objects.form)
         with self._lock:
             noted = self._slots
-            np.subtract.at(noted.held, held, _ONE)
             coming = ~noted.ready[held]
+            if written is True and not self._closed and coming.all():  # of a `reserve`, and nobody else has them
+                noted.held[held], noted.ready[held] = 0, True
+                self._residents.coming -= len(held)
+                return
+            np.subtract.at(noted.held, held, _ONE)
             if coming.any():  # of a `reserve`, then: none is there twice
                 self._residents.coming -= int(coming.sum())
                 noted.ready[held] |= came

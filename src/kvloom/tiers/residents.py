@@ -41,7 +41,6 @@ class Residents:
         self.entries: dict[bytes, int] = {}
         """Key → slot."""
         self.slots = Slots()
-        self._keys: dict[int, bytes] = {}  # place in the arena → key of who has it, or had it last
         self._others = _Account(Share(), self._capacity, self.slots)
         self._named: dict[str, _Account] = {}
         self.accounts = [self._others]
@@ -105,8 +104,7 @@ class Residents:
         entered = fresh if len(given) == len(fresh) else list(islice(fresh, len(given)))
         self.entries.update(zip(entered, given, strict=True))
         slots = np.array(given, np.int64)
-        self.slots.begin(slots, account.index)
-        self._keys.update(zip(self.slots.offset[slots].tolist(), entered, strict=True))
+        self.slots.begin(slots, entered, account.index)
         self._ticks += 1
         account.order.used(slots, self._ticks)
         self.coming += len(given)
@@ -153,12 +151,13 @@ class Residents:
             passed = oldest[: idle[-1]]
             self.use(passed[self.slots.held[passed] > 0])
         slots = oldest[idle]
-        for offset in self.slots.offset[slots].tolist():
-            del self.entries[self._keys[offset]]
-        self.slots.tick[slots] = -1
-        source.used -= size * len(slots)
-        self.evicted += len(slots)
         taken: list[int] = slots.tolist()
+        entries, keys = self.entries, self.slots.keys
+        for slot in taken:
+            del entries[keys[slot]]
+        self.slots.tick[slots] = -1
+        source.used -= size * len(taken)
+        self.evicted += len(taken)
         return taken
 
     def _make_room(self, size: int, account: _Account) -> list[int]:
@@ -179,7 +178,7 @@ class Residents:
             assert slot is not None
             offset = int(self.slots.offset[slot])
             alone = own or self.slots.size[slot] == size
-            places = {offset: self._keys[offset]} if alone else self._in_slab(offset)
+            places = {offset: self.slots.keys[slot]} if alone else self._in_slab(offset)
             if not all(self._may_leave(place, other, account) for place, other in places.items()):
                 self.use(np.array([slot]))  # in use now, so not the least recently used
                 continue
@@ -202,7 +201,8 @@ class Residents:
 
     def _in_slab(self, offset: int) -> dict[int, bytes]:
         """Who has the places of the slab that this one is in."""
-        return {place: self._keys[place] for place in self._arena.beside(offset) if place in self._keys}
+        at, keys = self.slots.at, self.slots.keys
+        return {place: keys[at[place]] for place in self._arena.beside(offset) if place in at}
 
     def _victim(self, account: _Account, size: int) -> _Account | None:
         """Whose page leaves next for one of `size` bytes of `account`: its own where its share is full, else the least
@@ -248,6 +248,5 @@ class Residents:
         """The place of one that is forgotten and not held is nobody's."""
         offset, size = int(self.slots.offset[slot]), int(self.slots.size[slot])
         self.accounts[self.slots.account[slot]].used -= size
-        del self._keys[offset]
         self._arena.give(size, offset)
         self.slots.give(slot)

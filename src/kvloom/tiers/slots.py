@@ -7,7 +7,7 @@ another's place takes over its slot. `Recent` orders slots by their last use. Kn
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,10 @@ class Slots:
         """Its bytes have come."""
         self.gone: npt.NDArray[np.bool_] = np.zeros(_FIRST, np.bool_)
         """Dropped while held: its place comes back with the last hold."""
+        self.keys: list[bytes] = [b""] * _FIRST
+        """Whose it is, or was last."""
+        self.at: dict[int, int] = {}
+        """Place in the arena → slot."""
         self.checks: dict[int, bytes] = {}
         """Checksums of its page, of the slots that have any."""
         self._free = list(range(_FIRST - 1, -1, -1))
@@ -52,10 +56,14 @@ class Slots:
         slots = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
         self.offset[slots], self.size[slots] = offsets, size
+        self.at.update(zip(offsets, slots, strict=True))
         return slots
 
-    def begin(self, slots: Index, account: int) -> None:
+    def begin(self, slots: Index, keys: Iterable[bytes], account: int) -> None:
         """Each is of a new object from now on: held once, by whoever fills it."""
+        noted = self.keys
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            noted[slot] = key
         self.account[slots], self.held[slots] = account, 1
         self.ready[slots] = self.gone[slots] = False
         if self.checks:
@@ -63,6 +71,7 @@ class Slots:
                 self.checks.pop(slot, None)
 
     def give(self, slot: int) -> None:
+        del self.at[int(self.offset[slot])]
         self._free.append(slot)
 
     def _grow(self) -> None:
@@ -71,6 +80,7 @@ class Slots:
             old: npt.NDArray[Any] = getattr(self, name)
             # A new array: who reads a held slot without the lock may go on reading the old one.
             setattr(self, name, np.concatenate((old, np.zeros_like(old))))
+        self.keys += [b""] * before
         self._free[:0] = range(2 * before - 1, before - 1, -1)
 
 
