@@ -179,6 +179,47 @@ def test_whatever_comes_back_from_below_is_what_was_there(kind: str, block: int,
     assert loaded
 
 
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_name_that_is_not_below_says_what_a_whole_prospect_would(kind: str, block: int) -> None:
+    asked = decided = gained = 0
+    for seed in range(6):
+        rng = random.Random(f"{kind} {block} {seed}")
+        world = World(kind, slabs=rng.randrange(24, 60), block=block, ends=rng.random() < 0.5)
+        cache = world.cache
+        for text in texts(rng, 16):
+            for prompt in (text, text[: rng.randrange(1, len(text) + 1)]):
+                match = cache.match(prompt)
+                question = cache.first_question(match)
+                prospect = cache.prospect(match)
+                while questions := prospect.questions():
+                    prospect.answer(
+                        [np.array([(q.group, 0, n) in world.store for n in q.names], bool) for q in questions]
+                    )
+                if question is None:
+                    assert kind not in ("full", "sliding", "chunked") or match.resume < match.matched
+                    continue
+                asked += 1
+                assert question.names == prospect.names[match.matched // block :][:1]
+                if any((question.group, 0, name) in world.store for name in question.names):
+                    gained += prospect.point > match.resume
+                else:
+                    decided += 1
+                    assert (prospect.point, prospect.lacking) == (match.resume, None)
+            sequence = cache.open(cache.match(text))
+            world.compute(sequence, text)
+            sequence.close()
+            if rng.random() < 0.4:
+                cache.grow(cache.shrink(rng.randrange(cache.pool.slabs - 2)).tolist())
+            world.settle()
+            world.store = {key: label for key, label in world.store.items() if rng.random() < 0.95}
+    if kind in ("full", "sliding", "chunked"):
+        assert decided
+        assert gained
+    else:
+        assert not asked, "a state, or a window alone, may need less than the next block"
+
+
 def test_a_window_loads_its_window_and_a_state_group_one_snapshot() -> None:
     world = World("all", slabs=200)
     text = list(range(160))

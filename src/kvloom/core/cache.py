@@ -35,7 +35,7 @@ from .points import Points
 from .policies import Policy, make_policy
 from .pool import Ids, PagePool
 from .prefix import PrefixTree
-from .prospect import Prospect, Question, first_question
+from .prospect import Prospect, Question, deciding, first_question
 from .reserving import Reserving
 from .rollback import Rollback
 from .room import Room
@@ -90,6 +90,7 @@ class KVCache:
             self.pool, self.tree, self.media, self.accounts, self.clock, layout.slab_bytes, lasts
         )
         self.lookup = Lookup(self.tree, self.room)
+        self._deciding = deciding(layout)
         blocks, windows = -(-max_tokens // self.block_tokens), len(self.tree.windows)
         widths = self.pages.width, self.states.width
         self.rows = SequenceRows(max_sequences, blocks, self.block_tokens, *widths, windows)
@@ -269,7 +270,8 @@ class KVCache:
 
     def first_question(self, match: Match) -> Question | None:
         """The one question whose "no" says that a prospect of `match` would find nothing; None where no one does."""
-        return first_question(self.layout, self.lookup, self._fresh(match))
+        group = self._deciding
+        return None if group is None else first_question(group, self.lookup, self._fresh(match))
 
     def expect(self, prospect: Prospect) -> Arrival | None:
         """Pages for what a prompt lacks, to be filled by the caller; None where there is no room. Its match must be of

@@ -22,7 +22,7 @@ from .lookup import Lookup, Match, Stop
 from .names import TOKEN_BYTES, tail_name
 from .resume import longest_resume, missing_unit
 
-__all__ = ["Need", "Prospect", "Question", "first_question"]
+__all__ = ["Need", "Prospect", "Question", "deciding", "first_question"]
 
 Mask = npt.NDArray[np.bool_]
 MOST_TAILS = 4096
@@ -47,18 +47,21 @@ class Need:
     names: list[bytes]
 
 
-def first_question(layout: PoolLayout, lookup: Lookup, match: Match) -> Question | None:
-    """What to look up before all else: where none of its names is below, nothing there takes the prompt further than `match`
-    does. None where no one name decides that. Hashes one block.
-
-    A layer that sees everything needs the block behind the matched text, so without its page there is nothing to resume on,
-    unless it is a window's pages, or a state, that the matched text itself lacks.
-    """
-    full = next((group for group in layout.of("token") if not group.spec.span.windowed), None)
-    if full is None or layout.of("state") or match.resume < match.matched:
+def deciding(layout: PoolLayout) -> PageGroup | None:
+    """The group whose page of the next block decides whether anything below is of use; None where no one does. A layer that sees
+    everything needs that page, wherever one resumes further on; a state may stand within the block."""
+    if layout.of("state"):
         return None
-    end = (match.matched // layout.block_tokens + 1) * layout.block_tokens
-    return Question(full.index, [lookup.name_at(match, end)] if end <= match.length else [])
+    return next((group for group in layout.of("token") if not group.spec.span.windowed), None)
+
+
+def first_question(group: PageGroup, lookup: Lookup, match: Match) -> Question | None:
+    """What to look up before all else, of the deciding group: where none of its names is below, nothing there takes the prompt
+    further. None where no one name decides: the matched text itself lacks a window's pages. Hashes one block."""
+    if match.resume < match.matched:
+        return None
+    end = (match.matched // group.block_tokens + 1) * group.block_tokens
+    return Question(group.index, [lookup.name_at(match, end)] if end <= match.length else [])
 
 
 class Prospect:

@@ -61,6 +61,7 @@ class Keeping:
         self.cache, self.mover = cache, mover
         self.kept_pages = self.kept_bytes = 0
         self._pages, self._writes = pages, writes
+        self._groups = {numbering: cache.layout.of(numbering) for numbering in ("token", "state")}
         self._forms, self._near = forms, near
         self._lossy: set[bytes] = set()
         self._offers: dict[tuple[object, ...], list[Parcel]] = {}
@@ -120,15 +121,15 @@ class Keeping:
 
     def _keep(self, parcel: Parcel, calm: bool) -> None:
         forms = self._near if parcel.root in self._lossy else self._forms
-        for group in self.cache.layout.of(parcel.numbering):
+        for group in self._groups[parcel.numbering]:
             for run, form in enumerate(forms[group.index]):
                 column = group.column + run
-                at = np.flatnonzero(parcel.at[:, column])
-                if not at.size:
-                    continue
-                pages = parcel.at[at, column]
-                every = at.size == len(parcel.names)
-                names = parcel.names if every else [parcel.names[i] for i in at.tolist()]
+                pages, own, names = parcel.at[:, column], parcel.rows[:, column], parcel.names
+                if not pages.all():
+                    at = np.flatnonzero(pages)
+                    if not at.size:
+                        continue
+                    pages, own, names = pages[at], own[at], [names[i] for i in at.tolist()]
                 objects = Objects(names, group.index, form, parcel.tenant)
                 lease = self.mover.host.reserve(objects)
                 fresh, event = lease.results == _PENDING, _DONE
@@ -144,7 +145,7 @@ class Keeping:
                 self._downs.append(down)
                 if event.query():
                     continue
-                if parcel.leaving or not calm or (pages != parcel.rows[at, column]).any():
+                if parcel.leaving or not calm or (pages != own).any():
                     self._pages.wait(
                         event
                     )  # the pages may be someone else's by now: later steps wait on the device

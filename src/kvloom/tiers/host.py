@@ -205,18 +205,16 @@ class HostTier(Tier):
             return
         at = np.flatnonzero(slots >= 0)
         held = slots if len(at) == len(slots) else slots[at]
+        if written is True and self._codec is None and self._came(held):
+            return
         came = np.broadcast_to(np.asarray(written), len(slots))[at]
         if self._codec is not None:
             for slot in held[came & ~self._slots.ready[held]].tolist():  # ours alone until then
                 self._checks(slot, objects.form)
         with self._lock:
             noted = self._slots
-            coming = ~noted.ready[held]
-            if written is True and not self._closed and coming.all():  # of a `reserve`, and nobody else has them
-                noted.held[held], noted.ready[held] = 0, True
-                self._residents.coming -= len(held)
-                return
             np.subtract.at(noted.held, held, _ONE)
+            coming = ~noted.ready[held]
             if coming.any():  # of a `reserve`, then: none is there twice
                 self._residents.coming -= int(coming.sum())
                 noted.ready[held] |= came
@@ -226,6 +224,17 @@ class HostTier(Tier):
                 held = held[~lost]
             for slot in set(held[noted.gone[held] & (noted.held[held] == 0)].tolist()):
                 self._residents.free(slot)
+
+    def _came(self, held: Index) -> bool:
+        """The bytes of all that a `reserve` gave are there: the usual end of one, done if it is that. Nobody else has them yet, and
+        none is there twice."""
+        with self._lock:
+            noted = self._slots
+            if self._closed or noted.ready[held].any():
+                return False
+            noted.held[held], noted.ready[held] = 0, True
+            self._residents.coming -= len(held)
+            return True
 
     def _checks(self, slot: int, form: Form) -> bytes:
         """Of a page that is held, and ready or its filler's. Two threads may both make them: they are the same."""

@@ -132,18 +132,20 @@ class Residents:
         source = self._victim(account, size)
         if source is None:
             return []
-        turn = self._ticks + 1
+        turn = None
         if not self._alone(account, size):  # until it is another's turn, or one of the two is at its limit
             firsts = [other.order.first() for other in self._losers(account) if other is not source]
-            turn = min((int(self.slots.tick[slot]) for slot in firsts if slot is not None), default=turn)
+            turn = min((int(self.slots.tick[slot]) for slot in firsts if slot is not None), default=None)
             most = min(most, (account.most - account.used) // size)
             if source is not account:
                 most = min(most, -(-(source.used - source.sure) // size))
         for reach in (most, max(most, _MOST_TRIES)):  # further where all of the first are held
             oldest = source.order.oldest(reach)
-            other = np.flatnonzero((self.slots.tick[oldest] >= turn) | (self.slots.size[oldest] != size))
-            if other.size:
-                oldest = oldest[: other[0]]
+            other = self.slots.size[oldest] != size
+            if turn is not None:
+                other |= self.slots.tick[oldest] >= turn
+            if other.any():
+                oldest = oldest[: int(other.argmax())]
             idle = np.flatnonzero(self.slots.held[oldest] == 0)[:most]
             if idle.size:
                 break

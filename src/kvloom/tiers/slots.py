@@ -127,11 +127,13 @@ class Recent:
 
     def oldest(self, most: int) -> Index:
         """Up to `most` slots, that whose last use was longest ago first."""
-        found, count = [np.zeros(0, np.int64)], 0
+        found, count = list[Index](), 0
         self.first()  # what is at the front and has gone is not looked at twice
         for _, live in self._live():
             found.append(live)
             count += len(live)
             if count >= most:
                 break
-        return np.concatenate(found)[:most]
+        if len(found) == 1:
+            return found[0][:most]
+        return np.concatenate(found)[:most] if found else np.zeros(0, np.int64)
