@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvloom.core import Control, Tenant
+from kvloom.core import Control, KVCache, Match, Prospect, Tenant
 from kvloom.engine import lower as lower_module
 from kvloom.engine.arena import HostPages
 from kvloom.engine.engine import Engine
@@ -500,3 +500,30 @@ def test_a_tier_that_cannot_be_opened_is_left_out_and_serving_goes_on(
     assert [r.tokens for r in served(first, prompts)] == [r.tokens for r in served(second, prompts)]
     closed(first)
     closed(second)
+
+
+def test_host_memory_without_a_prompts_next_block_costs_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    prospect = KVCache.prospect
+
+    def counted(cache: KVCache, match: Match) -> Prospect:
+        made.append(match.resume)
+        return prospect(cache, match)
+
+    monkeypatch.setattr(KVCache, "prospect", counted)
+    prompts = drawn("one look", 70, 50, 90)
+    wanted = expected(tiny("llama"), prompts, 8)
+    engine = Engine(tiny("llama"), POOL, tiers=["host:8MiB?write=through"], lower=PATIENT)
+    assert [request.tokens for request in served(engine, prompts)] == wanted
+    again = served(
+        engine, [[*prompts[0][:40], 5, 6, 7], *prompts[1:]]
+    )  # the pool has more of them than host memory
+    assert lower_of(engine).kept_pages
+    assert not made
+    assert all(request.looked_below for request in again)
+    engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
+    found = served(engine, prompts)
+    assert [request.tokens for request in found] == wanted
+    assert [request.cached_tokens for request in found] == [64, 48, 80]
+    assert len(made) == 3
+    closed(engine)

@@ -28,7 +28,8 @@ from .fetching import Forms
 __all__ = ["Keeping"]
 
 Moment = tuple[int, int]
-_PENDING, _DONE = int(Outcome.PENDING), Done()
+_PENDING = int(Outcome.PENDING)
+_DONE: Event = Done()
 MOST_ROOTS = 4096
 """Roots of lossy names that are remembered before those that have gone are looked for."""
 
