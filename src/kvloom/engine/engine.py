@@ -290,7 +290,8 @@ class Engine:
             for i, (request, part) in enumerate(work)
             if request.computed + len(part.tokens) == len(request.tokens) + request.unknown
         ]
-        whole = [i for i, (request, _) in enumerate(work) if request.telling]
+        tells = (i for i, (request, _) in enumerate(work) if request.params.prompt_logprobs is not None)
+        whole = [i for i in tells if work[i][0].telling]
         if self.lower is not None:
             self.lower.launching()
         logits = self.runner.run([part for _, part in work], ready, whole)
