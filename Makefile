@@ -33,9 +33,12 @@ test: setup lint ## lint, formatting, types and tests (under 15 minutes on two c
 test-slow: setup ## what `make test` leaves out for its length (10 minutes at most): training, more compiled models, more benchmarks
 	OMP_NUM_THREADS=1 timeout 600 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=10
 
-test-gpu: ## the tests of kernels and of the zoo on this machine's GPU, by the Python that has its torch: GPU_PYTHON=python3
+test-gpu: ## the tests of kernels, models and engine on this machine's GPU, by the Python that has its torch: GPU_PYTHON=python3
 	@if $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then \
-		ls tests/kernels/test_*.py tests/models/test_zoo_gpu.py tests/engine/test_sizing.py | PYTHONPATH=src xargs -P 8 -I FILE $(GPU_PYTHON) -m pytest -q -p no:cacheprovider FILE; \
+		export PYTHONPATH=src; alone="tests/kernels/test_memory.py tests/engine/test_sizing.py"; \
+		ls tests/kernels/test_*.py tests/*/test_*_gpu.py | grep -v test_memory \
+			| xargs -P 8 -I FILE $(GPU_PYTHON) -m pytest -q -p no:cacheprovider FILE && \
+		$(GPU_PYTHON) -m pytest -q -p no:cacheprovider $$alone; \
 	else echo "test-gpu: skipped, $(GPU_PYTHON) has no torch that sees a CUDA GPU"; fi
 
 lint: setup ## lint, formatting and types alone

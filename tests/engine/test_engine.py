@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from kvloom.core import Control
-from kvloom.engine.engine import Engine
+from kvloom.engine.engine import Engine, long_budget
 from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.strips import uncollected
 from tests.models.zoo import expected, tiny
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
@@ -218,3 +220,25 @@ def test_what_someone_computes_is_waited_for_not_computed_again() -> None:
     engine.step()
     assert [request.computed for request in apart] == [41, 23], "tenants share nothing"
     engine.run()
+
+
+def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
+    assert gc.isenabled()
+    with uncollected():
+        assert not gc.isenabled()
+        with uncollected():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_longer_steps_are_for_large_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert long_budget(torch.device("cpu")) is None
+
+    class Device:
+        total_memory = 24 << 30
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
+    assert long_budget(torch.device("cuda")) is None
+    Device.total_memory = 80 << 30
+    assert long_budget(torch.device("cuda")) == 16384

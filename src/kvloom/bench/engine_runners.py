@@ -95,7 +95,7 @@ class Kvloom:
     batch_invariant = False
 
     def __init__(self, shape: str, options: Options) -> None:
-        from kvloom.engine.engine import Engine
+        from kvloom.engine.engine import Engine, long_budget
 
         # Its modules are imported before the clock starts.
         build(hf_config(shape), SHAPES[shape].dtype, "meta")
@@ -103,7 +103,8 @@ class Kvloom:
         self.device = options.device
         model = build(hf_config(shape), SHAPES[shape].dtype, options.device, options.seed)
         pool = options.pool or (None if options.device.startswith("cuda") else CPU_POOL)
-        given: dict[str, Any] = {"token_budget": options.token_budget, "max_running": options.max_running}
+        budget = options.token_budget or long_budget(torch.device(options.device))  # as offline use has it
+        given: dict[str, Any] = {"token_budget": budget, "max_running": options.max_running}
         chosen = {name: value for name, value in given.items() if value is not None}
         self.engine = Engine(
             model, pool, options.kv_dtype, batch_invariant=self.batch_invariant, tiers=options.tiers, **chosen
@@ -117,6 +118,7 @@ class Kvloom:
         self.notes = {
             "pool": _gib(self.engine.buffer.numel()),
             "weights": str(SHAPES[shape].dtype).removeprefix("torch."),
+            "prompt tokens a step": str(self.engine.scheduler.token_budget),
         }
         if options.kv_dtype:
             self.notes["K and V"] = options.kv_dtype

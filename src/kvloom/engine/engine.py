@@ -41,10 +41,12 @@ from .scheduler import Scheduler
 from .sessions import Sessions
 from .text import Text
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "long_budget"]
 
 TOKEN_BUDGET = {False: 2048, True: 8192}
 """Tokens of prompts a step where nobody says: a CPU is busy with fewer than a GPU."""
+LONG_BUDGET, LARGE = 16384, 60 << 30
+"""Tokens of prompts a step on a device of so many bytes, where answers are awaited whole."""
 MAX_RUNNING = {False: 256, True: 512}
 """Sequences at once where nobody says; the more of them share pages, the less often those are read."""
 
@@ -132,7 +134,7 @@ class Engine:
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels and capture graphs now, so that no request waits for them; on a CPU there are none."""
-        tokens, seconds = self.runner.warm()
+        tokens, seconds = self.runner.warm(self._choose_for_nobody)
         if self.lower is not None:
             self.lower.computed(tokens, seconds)
         self.runner.capture(progress)
@@ -288,7 +290,8 @@ class Engine:
             for i, (request, part) in enumerate(work)
             if request.computed + len(part.tokens) == len(request.tokens) + request.unknown
         ]
-        whole = [i for i, (request, _) in enumerate(work) if request.telling]
+        tells = (i for i, (request, _) in enumerate(work) if request.params.prompt_logprobs is not None)
+        whole = [i for i in tells if work[i][0].telling]
         if self.lower is not None:
             self.lower.launching()
         logits = self.runner.run([part for _, part in work], ready, whole)
@@ -318,6 +321,11 @@ class Engine:
             copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
         if batches and self.lower is not None:
             self.lower.launching()
+
+    def _choose_for_nobody(self, logits: torch.Tensor) -> None:
+        nobody = Request(-1, (0,), SamplingParams(max_tokens=1, temperature=0), Control())
+        with self.runner.steady:
+            self.sampler.choose(logits, [nobody] * len(logits), [0] * len(logits))
 
     def _branch(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
         """Where a prompt ends that wants several answers, let the others begin on its pages. Who chooses a token now, and
@@ -377,3 +385,11 @@ def _ids(given: int | list[int] | None) -> frozenset[int]:
     if given is None:
         return frozenset()
     return frozenset([given] if isinstance(given, int) else given)
+
+
+def long_budget(device: torch.device) -> int | None:
+    """Tokens of prompts a step where answers are awaited whole, as in a batch: a large GPU computes longer steps a little faster,
+    while a token more takes its turn twice as late. None: as many as where tokens are awaited one by one."""
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE:
+        return None
+    return LONG_BUDGET

@@ -10,6 +10,7 @@ from .flight import Flight
 from .logprobs import TokenLogprobs
 from .request import Finish, Request
 from .scheduler import Scheduled, Scheduler
+from .text import Text
 
 __all__ = ["Landing"]
 
@@ -37,6 +38,8 @@ class Landing:
         """Take in a request's new token, and end it where that is its last."""
         token, params = request.tokens[-1], request.params
         ends = token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
+        if ends:
+            request.stop_reason = token if token in params.stop_token_ids else None
         if request.structure is not None and not ends and not request.structure.advance(token):
             request.tokens.pop()  # nothing was allowed, so that anything came
             self._finish(request, "grammar")
@@ -45,17 +48,21 @@ class Landing:
             request.cumulative_logprob += told[token].logprob
             if params.logprobs is not None:
                 request.logprobs.append(told)
-        may_stop = request.output_count >= params.min_tokens
-        if ends:
-            request.stop_reason = token if token in params.stop_token_ids else None
-            if request.text is not None and params.include_stop_str_in_output:
-                request.text.add(token, may_stop=False)
-        elif request.text is not None and request.text.add(token, may_stop):
+        if request.text is not None and self._reads(request, request.text, token, ends):
             request.stop_reason, ends = request.text.stopped, True
         elif request.structure is not None:
-            ends = request.structure.done
-        if ends or request.output_count >= params.max_tokens:
+            ends = ends or request.structure.done
+        if ends or len(request.tokens) >= request.limit:
             self._finish(request, "stop" if ends else "length")
+
+    @staticmethod
+    def _reads(request: Request, text: Text, token: int, ends: bool) -> bool:
+        """Make a token's text; whether a stop text ends there. That of a token that ends it all is made where it is wanted."""
+        if not ends:
+            return text.add(token, request.output_count >= request.params.min_tokens)
+        if request.params.include_stop_str_in_output:
+            text.add(token, may_stop=False)
+        return False
 
     def _advance(self, beams: BeamSearch[Request]) -> None:
         """All beams of a depth are there: let the best go on, or end the search."""

@@ -23,7 +23,7 @@ from kvloom.models.load import LoadFormat, device_of, load
 from kvloom.models.specs import KVDtype
 
 from .checking import check_engine
-from .engine import Engine
+from .engine import Engine, long_budget
 from .logprobs import TokenLogprobs
 from .request import Finish, Request, SamplingParams
 from .text import Detokenizer
@@ -123,6 +123,8 @@ class LLM:
                 dtype = "float32"  # one that comes along, as `kvloom serve` has it
             model, found = load(self._folder, dtype, where, load_format, progress)
             self.tokenizer = tokenizer or found
+        if token_budget is None:
+            token_budget = long_budget(next(model.parameters()).device)
         self.engine = Engine(
             model,
             pool_bytes,

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from kvloom.core import Control, KVCache, Sequence
+from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.shapes import upload
 from kvloom.kernels.sharing import SharedRun, find_shared
 from kvloom.models.batch import Batch, Stage, Work
@@ -31,7 +32,7 @@ from kvloom.models.pages import Cutter, Pages
 from kvloom.models.scales import Scales
 from kvloom.models.vision import Vision
 
-from .strips import Strips
+from .strips import Strips, uncollected
 
 __all__ = ["Runner", "graph_sizes"]
 
@@ -138,13 +139,16 @@ class Runner:
         """Compute a step; the logits after every token of it ([tokens, vocabulary]), in the order of the packed row."""
         return self._forward(self.stage.lay_out(works, self.chosen), None)
 
-    def warm(self) -> tuple[int, float]:
-        """Run steps like those to come, on pages that are given back: kernels are compiled now, not while someone waits. How many
-        tokens of a prompt the last of them had, and the seconds it took. Does nothing on a CPU, which compiles none."""
+    def warm(self, choose: Callable[[torch.Tensor], object]) -> tuple[int, float]:
+        """Run steps like those to come, on pages that are given back, and `choose` from their logits: kernels are compiled now,
+        not while someone waits. How many tokens of a prompt the last of them had, and the seconds it took. Does nothing on a
+        CPU, which compiles none."""
         if self.device.type != "cuda":
             return 0, 0.0
+        for stride in {group.page_stride for group in self._cache.layout.groups}:
+            copy_pages(torch.empty(2 * stride, dtype=torch.uint8, device=self.device), stride, [0], [1])
         limit = min(self.tokens, self._cache.max_tokens // 2)
-        self._try([[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit)
+        self._try([[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit, choose)
         self._try([[limit // 16], [limit // 4]], limit)  # alone, and so few that their attention is cut
         self._try([[limit // 3, limit // 3]], limit)  # short prompts of sizes that no library takes
         self._try([[limit], [limit]], limit)  # as the chunks of a long prompt
@@ -160,7 +164,12 @@ class Runner:
             self.strips.limit(tokens, host, begin.elapsed_time(end) / 1e3)
         return tokens, time.perf_counter() - began
 
-    def _try(self, shapes: list[list[int]], limit: int) -> int:
+    def _try(
+        self,
+        shapes: list[list[int]],
+        limit: int,
+        choose: Callable[[torch.Tensor], object] | None = None,
+    ) -> int:
         """Run steps of up to `limit` tokens, each of so many of the same sequences' next tokens, as far as there is room; how
         many tokens there were."""
         open_: dict[int, Sequence] = {}
@@ -182,7 +191,9 @@ class Runner:
                 ):
                     works.append(Work(open_[place], np.zeros(count, np.int64)))
             if works:
-                self.run(works)
+                logits = self.run(works)
+                if choose is not None:
+                    choose(logits)
             for work in works:
                 work.sequence.commit(work.tokens.astype(np.int32))
                 done += len(work.tokens)
@@ -254,7 +265,7 @@ class Runner:
                 self._forward(self.stage.replayed(size, self.chosen, shares), None)
             torch.cuda.current_stream(self.device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory()):
+            with uncollected(), torch.cuda.graph(graph, pool=self._memory()):
                 logits = self._forward(self.stage.replayed(size, self.chosen, shares), None)
             self._graphs[size, shares] = _Captured(graph, logits)
         return self._graphs[size, shares]

@@ -305,7 +305,12 @@ class Scheduler:
         against the budget: chunks of prompts keep their size, which kernels that are prepared for a size like."""
         rows = np.array([request.sequence.row for request in requests if request.sequence is not None])
         if requests and not self.cache.extend_many(rows):
-            picked += [(request, self._work(request, 1, places)) for request in requests]
+            for request in requests:
+                if request.unknown and request.sequence is not None:  # of nearly all of them, at each step
+                    work = Work(request.sequence, UNKNOWN, places[id(request)], request.sight)
+                else:
+                    work = self._work(request, 1, places)
+                picked.append((request, work))
             return
         for request in requests:
             if request.sequence is not None:

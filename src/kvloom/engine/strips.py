@@ -10,9 +10,10 @@ them: nothing of a strip may be kept beyond its run.
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence as Many
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence as Many
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,10 +24,23 @@ from kvloom.kernels.shapes import upload
 from kvloom.models.batch import Batch, Stage, Work
 from kvloom.models.pages import Cutter, Pages
 
-__all__ = ["Strips", "strip_sizes"]
+__all__ = ["Strips", "strip_sizes", "uncollected"]
 
 MARGIN = 1.5
 """Strips pay up to this many times the tokens whose launches take the host as long as the device computes."""
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected: graphs may be among it, which an engine left that is gone, and to destroy one while another is
+    recorded breaks the recording."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def strip_sizes(tokens: int) -> list[int]:
@@ -121,15 +135,16 @@ class Strips:
             self._forward(stage.packed(size, self._chosen), self._last, idle)
             torch.cuda.synchronize(device)
             recording = _Recording(size, self._results, pool)
-            recording.open()
-            try:
-                batch = stage.packed(size, self._chosen)
-                logits = self._forward(batch, self._last, recording)
-                recording.close()
-            except BaseException:
-                with suppress(RuntimeError):  # what broke the recording may have ended it
+            with uncollected():
+                recording.open()
+                try:
+                    batch = stage.packed(size, self._chosen)
+                    logits = self._forward(batch, self._last, recording)
                     recording.close()
-                raise
+                except BaseException:
+                    with suppress(RuntimeError):  # what broke the recording may have ended it
+                        recording.close()
+                    raise
         torch.cuda.current_stream(device).wait_stream(side)
         self._strips[size] = _Strip(batch, recording.graphs, recording.calls, _alias(logits))
         self._captured = sorted(self._strips)
