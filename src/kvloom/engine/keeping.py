@@ -133,16 +133,15 @@ class Keeping:
                     pages, own, names = pages[at], own[at], [names[i] for i in at.tolist()]
                 objects = Objects(names, group.index, form, parcel.tenant)
                 lease = self.mover.host.reserve(objects)
-                fresh, event = lease.results == _PENDING, _DONE
-                if fresh.all():
-                    event = self._pages.down(group.page_stride, pages, lease.offsets, self._old(parcel))
-                    down = _Down(event, lease, objects, None, parcel.used)
-                else:
-                    if fresh.any():
-                        event = self._pages.down(
-                            group.page_stride, pages[fresh], lease.offsets[fresh], self._old(parcel)
-                        )
-                    down = _Down(event, lease, objects, fresh, parcel.used)
+                here = lease.results == _PENDING
+                fresh = None if here.all() else here
+                some, places = (
+                    (pages, lease.offsets) if fresh is None else (pages[fresh], lease.offsets[fresh])
+                )
+                event = _DONE
+                if some.size:
+                    event = self._pages.down(group.page_stride, some, places, self._old(parcel))
+                down = _Down(event, lease, objects, fresh, parcel.used)
                 self._downs.append(down)
                 if event.query():
                     continue

@@ -341,9 +341,8 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
     array = np.asarray(ids, np.int64)
     if array.ndim != 1:
         raise ValueError(f"{what} ids have shape {array.shape}: give one row of ids")
-    if (
-        array.size and np.maximum.reduce(array.view(np.uint64)) >= limit
-    ):  # as such a negative one is beyond it
+    # As an unsigned number a negative one is beyond every limit.
+    if array.size and np.maximum.reduce(array.view(np.uint64)) >= limit:
         wrong = array[(array < 0) | (array >= limit)][0]
         raise ValueError(f"{what} {wrong} is not among the {limit} there are")
     if once and len(set(array.tolist())) != array.size:
