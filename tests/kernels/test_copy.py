@@ -391,8 +391,8 @@ def test_targets_are_written_once() -> None:
 def test_who_says_that_rows_are_there_once_is_believed_but_not_where_they_are() -> None:
     pool, host = pool_of(8, 32), host_of(4, 32)
     copier = Copier(pool, 32)
-    copier.gather([5, 2], host, [3, 1], once=True)
-    assert torch.equal(host[[3, 1]], pool.view(8, 32)[[5, 2]])
+    copier.gather([5, 2], host, [3, 1], once=True).synchronize()
+    assert torch.equal(host[[3, 1]], pool.view(8, 32)[[5, 2]].cpu())
     for pages, rows in (([8], [1]), ([1], [4]), ([-1], [1]), ([1], [-1])):
         with pytest.raises(ValueError, match="is not among"):
             copier.gather(pages, host, rows, once=True)

@@ -147,9 +147,10 @@ class Runner:
             return 0, 0.0
         for stride in {group.page_stride for group in self._cache.layout.groups}:
             copy_pages(torch.empty(2 * stride, dtype=torch.uint8, device=self.device), stride, [0], [1])
-        limit = min(self.tokens, self._cache.max_tokens // 2)
+        limit = max(1, min(self.tokens, self._cache.max_tokens // 2))
         self._try([[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit, choose)
-        self._try([[limit // 16], [limit // 4]], limit)  # alone, and so few that their attention is cut
+        self._try([[limit] * (self.tokens // limit)], limit)  # where no prompt can fill a step by itself
+        self._try([[limit // 16], [limit // 4], [20]], limit)  # alone, and so few that their attention is cut
         self._try([[limit // 3, limit // 3]], limit)  # short prompts of sizes that no library takes
         self._try([[limit], [limit]], limit)  # as the chunks of a long prompt
         torch.cuda.synchronize(self.device)
@@ -170,12 +171,12 @@ class Runner:
         limit: int,
         choose: Callable[[torch.Tensor], object] | None = None,
     ) -> int:
-        """Run steps of up to `limit` tokens, each of so many of the same sequences' next tokens, as far as there is room; how
+        """Run steps, each of so many of the same sequences' next tokens, as far as there is room for prompts of `limit` tokens; how
         many tokens there were."""
         open_: dict[int, Sequence] = {}
         done = 0
         for counts in shapes:
-            works, left = [], limit
+            works, left = [], self.tokens
             for place, count in enumerate(counts[: self.rows]):
                 count = min(count, left)
                 left -= count
