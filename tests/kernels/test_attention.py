@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvloom.core import Span
+from kvloom.kernels import cpu
 from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import Shape
@@ -51,6 +52,43 @@ def test_a_cpu_decodes_by_its_own_way_and_gives_the_same(
         found, lse = plan.attend(batch.q, batch.k, batch.v, batch.tables, Mask(span), 0.3)
         assert lse is None
         assert relative(found, exact) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="it is the CPU's way")
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4), (6, 1)], ids=str)
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize("singles", [True, False])
+def test_a_cpu_reads_prompts_by_its_own_way_and_gives_the_same(
+    heads: tuple[int, int], order: str, singles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts from their beginning and after cached tokens, single queries and an empty row among them."""
+    lengths, queries = [40, 3, 70, 16, 200, 64, 300, 210], [40, 1, 20, 1, 2, 17, 200, 210]
+    if not singles:
+        lengths, queries = [40, 70, 200, 300, 210], [40, 20, 2, 200, 210]
+        monkeypatch.setattr(cpu, "BUILT", False)  # as without a compiler
+    shape = Shape(*heads, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, lengths, queries, order=order)
+    exact, _ = batch.expected(Mask(), 0.3)
+    plan = prefill_plan(shape, device="cpu")
+    plan.make([*batch.starts.tolist(), len(batch.q)], [*lengths, 0])
+    tables = torch.cat((batch.tables, torch.zeros_like(batch.tables[:1])))
+    monkeypatch.setattr(ReferencePlan, "attend", None)  # nothing goes the long way
+    for _ in range(2):
+        found, lse = plan.attend(batch.q, batch.k, batch.v, tables, scale=0.3)
+        assert lse is None
+        assert relative(found, exact) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="it is the CPU's way")
+@pytest.mark.skipif(not cpu.BUILT, reason="it is native, and this was built without a compiler")
+@pytest.mark.parametrize("span", [Span("full"), Span("sliding", 20), Span("chunked", 32)], ids=str)
+def test_a_cpu_takes_few_queries_one_by_one(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch(SHAPE, [40, 3, 70, 64], [3, 1, 33, 64], span)
+    exact, _ = batch.expected(Mask(span))
+    plan = prefill_plan(SHAPE, span, "cpu")
+    plan.make(batch.starts.tolist(), batch.lengths)
+    monkeypatch.setattr(ReferencePlan, "attend", None)
+    assert relative(plan.attend(batch.q, batch.k, batch.v, batch.tables)[0], exact) < TOLERANCE[torch.float32]
 
 
 def test_a_plan_must_be_made_first_and_for_the_span() -> None:
