@@ -35,10 +35,7 @@ test-slow: setup ## what `make test` leaves out for its length (10 minutes at mo
 
 test-gpu: ## the tests of kernels, models and engine on this machine's GPU, by the Python that has its torch: GPU_PYTHON=python3
 	@if $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then \
-		export PYTHONPATH=src; alone="tests/kernels/test_memory.py tests/engine/test_sizing.py"; \
-		ls tests/kernels/test_*.py tests/*/test_*_gpu.py | grep -v test_memory \
-			| xargs -P 8 -I FILE $(GPU_PYTHON) -m pytest -q -p no:cacheprovider FILE && \
-		$(GPU_PYTHON) -m pytest -q -p no:cacheprovider $$alone; \
+		$(GPU_PYTHON) tools/gpu_tests.py; \
 	else echo "test-gpu: skipped, $(GPU_PYTHON) has no torch that sees a CUDA GPU"; fi
 
 lint: setup ## lint, formatting and types alone
