@@ -91,6 +91,18 @@ def test_a_cpu_takes_few_queries_one_by_one(span: Span, monkeypatch: pytest.Monk
     assert relative(plan.attend(batch.q, batch.k, batch.v, batch.tables)[0], exact) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="it is the CPU's way")
+def test_what_no_shorter_way_takes_goes_through_the_oracle() -> None:
+    batch = Batch(SHAPE, [300], [300])
+    exact, _ = batch.expected(Mask())
+    plan = prefill_plan(SHAPE, device="cpu")
+    plan.make(batch.starts.tolist(), batch.lengths)
+    turned = batch.q.transpose(1, 2).contiguous().transpose(1, 2)  # not dense in its last dimension
+    assert relative(plan.attend(turned, batch.k, batch.v, batch.tables)[0], exact) < TOLERANCE[torch.float32]
+    plan.make([0, 300], [0])  # queries that see nothing
+    assert not plan.attend(batch.q, batch.k, batch.v, batch.tables)[0].any()
+
+
 def test_a_plan_must_be_made_first_and_for_the_span() -> None:
     batch = Batch(SHAPE, [20], [1])
     plan = ReferencePlan(SHAPE)

@@ -388,14 +388,14 @@ def test_targets_are_written_once() -> None:
         copier.scatter(host[:2], [2, 2])
 
 
-def test_who_says_that_rows_are_there_once_is_believed_but_not_where_they_are() -> None:
+def test_trusted_rows_are_looked_at_but_for_being_there_once() -> None:
     pool, host = pool_of(8, 32), host_of(4, 32)
     copier = Copier(pool, 32)
-    copier.gather([5, 2], host, [3, 1], once=True).synchronize()
+    copier.gather([5, 2], host, [3, 1], trusted=True).synchronize()
     assert torch.equal(host[[3, 1]], pool.view(8, 32)[[5, 2]].cpu())
     for pages, rows in (([8], [1]), ([1], [4]), ([-1], [1]), ([1], [-1])):
         with pytest.raises(ValueError, match="is not among"):
-            copier.gather(pages, host, rows, once=True)
+            copier.gather(pages, host, rows, trusted=True)
 
 
 def test_host_memory_is_rows_of_bytes() -> None:

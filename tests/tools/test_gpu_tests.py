@@ -21,6 +21,22 @@ def test_is_skipped():
 """
 
 
+TEARDOWN = """
+import pytest
+
+@pytest.fixture
+def broken():
+    yield
+    raise RuntimeError("too late")
+
+def test_passes():
+    pass
+
+def test_passes_and_breaks(broken):
+    pass
+"""
+
+
 def test_all_that_passes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "test_made.py"
     file.write_text(TESTS)
@@ -35,6 +51,9 @@ def test_what_fails_hangs_or_is_not_there_fails(tmp_path: Path, capsys: pytest.C
     told = capsys.readouterr().out
     assert "30 passed, 1 failed, 1 skipped" in told
     assert "assert 1 == 2" in told
+    file.write_text(TEARDOWN)
+    assert gpu_tests.main(["--jobs", "1", str(file)]) == 1
+    assert "2 passed, 1 failed, 0 skipped" in capsys.readouterr().out
     file.write_text("import time\n\ndef test_hangs():\n    time.sleep(60)\n")
     assert gpu_tests.main(["--jobs", "1", "--seconds", "8", str(file)]) == 1
     assert "0 passed, 1 failed" in capsys.readouterr().out

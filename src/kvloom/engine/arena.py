@@ -127,7 +127,7 @@ class HostPages:
             return Done()
         after = self._mark if old else None
         return self._copiers[stride].gather(
-            pages, self._rows[stride], offsets // stride, after=after, once=True
+            pages, self._rows[stride], offsets // stride, after=after, trusted=True
         )
 
     def up(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:

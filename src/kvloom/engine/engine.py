@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence as Many
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import Control, Tenant
+from kvloom.core import Control, CopyBatch, Tenant
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.sight import Sight
 from kvloom.models.specs import KVDtype
@@ -130,6 +131,7 @@ class Engine:
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Grammars | None = None
         self._count = 0
+        self._copies: list[CopyBatch] = []
         self._sessions = Sessions()
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -262,7 +264,9 @@ class Engine:
             self.scheduler.cancel(request)
         self._flight = None
         if self.lower is not None:
-            self.lower.close(seconds)
+            with suppress(RuntimeError):
+                self._make_copies()
+            self.lower.close(seconds, keep=not self._copies)
             self.lower = self.scheduler.lower = None
             self.cache.tree.parcels = None
 
@@ -290,8 +294,11 @@ class Engine:
             for i, (request, part) in enumerate(work)
             if request.computed + len(part.tokens) == len(request.tokens) + request.unknown
         ]
-        tells = (i for i, (request, _) in enumerate(work) if request.params.prompt_logprobs is not None)
-        whole = [i for i in tells if work[i][0].telling]
+        whole = [
+            i
+            for i, (request, _) in enumerate(work)
+            if request.params.prompt_logprobs is not None and request.telling
+        ]
         if self.lower is not None:
             self.lower.launching()
         logits = self.runner.run([part for _, part in work], ready, whole)
@@ -314,13 +321,24 @@ class Engine:
         return Flight.of(work, requests, chosen, prompts)
 
     def _copy(self) -> None:
+        self._make_copies()  # what a step that broke off left: nothing is where the cache says before
         if self.lower is not None:
             self.lower.take_offers()
-        batches = self.cache.take_copies()
-        for copies in batches:
-            copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
-        if batches and self.lower is not None:
-            self.lower.launching()
+        self._copies = self.cache.take_copies()
+        self._make_copies()
+
+    def _make_copies(self) -> None:
+        """Make the copies that the cache has decided; what fails stays to be made, and may be made twice."""
+        if not self._copies:
+            return
+        try:
+            while self._copies:
+                copies = self._copies[0]
+                copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
+                del self._copies[0]
+        finally:
+            if self.lower is not None:
+                self.lower.launching()
 
     def _choose_for_nobody(self, logits: torch.Tensor) -> None:
         nobody = Request(-1, (0,), SamplingParams(max_tokens=1, temperature=0), Control())

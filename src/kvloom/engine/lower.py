@@ -282,10 +282,14 @@ class Lower:
         if arrival is None:
             self.counts["no_room"] += 1
             return False
-        self._settle()  # pages that left for these are read, and moved ones moved, before they are written
-        trip.came = np.zeros_like(arrival.fresh)
-        for need in needs:
-            self._fill(trip, arrival, need.group)
+        try:
+            self._settle()  # pages that left for these are read, and moved ones moved, before they are written
+            trip.came = np.zeros_like(arrival.fresh)
+            for need in needs:
+                self._fill(trip, arrival, need.group)
+        except BaseException:
+            self.forget(trip.request)  # or pages would land that nobody filled
+            raise
         self.counts["trips"] += 1
         return self._coming(trip)
 
@@ -399,10 +403,11 @@ class Lower:
         else:
             self.mover.wait(timeout)
 
-    def close(self, timeout: float = 10.0) -> None:
-        """Copy down what was offered, store it, and close the tiers, within `timeout`."""
+    def close(self, timeout: float = 10.0, keep: bool = True) -> None:
+        """Copy down what was offered, if it is to be kept, store it, and close the tiers, within `timeout`."""
         deadline = time.monotonic() + timeout
-        self.take_offers()
+        if keep:
+            self.take_offers()
         while self._keeping.busy and time.monotonic() < deadline:
             time.sleep(0.001)
             self._keeping.finish()

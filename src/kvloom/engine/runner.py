@@ -149,7 +149,8 @@ class Runner:
             copy_pages(torch.empty(2 * stride, dtype=torch.uint8, device=self.device), stride, [0], [1])
         limit = max(1, min(self.tokens, self._cache.max_tokens // 2))
         self._try([[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit, choose)
-        self._try([[limit] * (self.tokens // limit)], limit)  # where no prompt can fill a step by itself
+        if self.tokens >= 2 * limit:  # no prompt fills a step by itself
+            self._try([[limit] * (self.tokens // limit)], limit)
         self._try([[limit // 16], [limit // 4], [20]], limit)  # alone, and so few that their attention is cut
         self._try([[limit // 3, limit // 3]], limit)  # short prompts of sizes that no library takes
         self._try([[limit], [limit]], limit)  # as the chunks of a long prompt
@@ -171,8 +172,8 @@ class Runner:
         limit: int,
         choose: Callable[[torch.Tensor], object] | None = None,
     ) -> int:
-        """Run steps, each of so many of the same sequences' next tokens, as far as there is room for prompts of `limit` tokens; how
-        many tokens there were."""
+        """Run steps, each of so many of the same sequences' next tokens, as far as a step and the pool have room; how many tokens
+        there were. `limit` are those of a prompt, as the cache is told."""
         open_: dict[int, Sequence] = {}
         done = 0
         for counts in shapes:

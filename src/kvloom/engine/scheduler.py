@@ -137,46 +137,47 @@ class Scheduler:
         empty: bool,
     ) -> None:
         """Admit who waits while the budget lasts, but for those whose next tokens others compute or load (`fronts`)."""
-        aside: list[Request] = []
+        aside: list[Request] = []  # who waits on, where something breaks off, too
         if self.growth is not None:
             self.growth.look()
-        while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
-            waiting = self._queue.pop()
-            if waiting is None:
-                break
-            looked_up = self.cache.clock.now()
-            found = self._match(waiting)
-            front = front_of(waiting, found.resume, self.cache.block_tokens)
-            if front is not None and front in fronts and len(aside) < MOST_ASIDE:
-                aside.append(waiting)  # someone computes what it needs next: it will find it
-                continue
-            fronts.add(front)
-            if self.lower is not None:
-                if self.lower.holds(waiting, found):
-                    self._queue.put_aside(waiting, front)
-                    continue
-                if picked and self.lower.lacks_room(waiting):
-                    aside.append(waiting)  # it would compute what it could load, and with as little room
+        try:
+            while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
+                waiting = self._queue.pop()
+                if waiting is None:
                     break
-                if found.version != self.cache.tree.version:  # what it needed has come
-                    found = self._match(waiting)
-            if self.growth is not None and picked:
-                if not self.growth.leaves_room(waiting, found.resume, self.running):
-                    aside.append(waiting)  # those that run would give their pages up for it, sooner or later
-                    break
-            self._admit(waiting, found)
-            taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
-            budget -= taken
-            if taken:
-                self._begin(waiting, found, looked_up)
-                if self.growth is not None:
-                    self.growth.let_in(waiting)
-            elif self.running or picked or not empty or self._freeing:
-                break  # (what gave way holds pages until its copies are made)
-            else:
-                self._give_up(waiting)
-        for request in aside:
-            self._queue.push(request)
+                aside.append(waiting)
+                looked_up = self.cache.clock.now()
+                found = self._match(waiting)
+                front = front_of(waiting, found.resume, self.cache.block_tokens)
+                if front is not None and front in fronts and len(aside) <= MOST_ASIDE:
+                    continue  # someone computes what it needs next: it will find it
+                fronts.add(front)
+                if self.lower is not None:
+                    if self.lower.holds(waiting, found):
+                        self._queue.put_aside(aside.pop(), front)
+                        continue
+                    if picked and self.lower.lacks_room(waiting):
+                        break  # it would compute what it could load, and with as little room
+                    if found.version != self.cache.tree.version:  # what it needed has come
+                        found = self._match(waiting)
+                if self.growth is not None and picked:
+                    if not self.growth.leaves_room(waiting, found.resume, self.running):
+                        break  # those that run would give their pages up for it, sooner or later
+                self._admit(waiting, found)
+                aside.pop()
+                taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
+                budget -= taken
+                if taken:
+                    self._begin(waiting, found, looked_up)
+                    if self.growth is not None:
+                        self.growth.let_in(waiting)
+                elif self.running or picked or not empty or self._freeing:
+                    break  # (what gave way holds pages until its copies are made)
+                else:
+                    self._give_up(waiting)
+        finally:
+            for request in aside:
+                self._queue.push(request)
 
     @property
     def _freeing(self) -> bool:

@@ -114,6 +114,7 @@ class CpuPlan(ReferencePlan):
         self._begins, self._lengths = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
         counts = np.diff(self._begins)
         self._single = bool((counts == 1).all() and self._lengths.all())
+        self._sound = bool((counts <= self._lengths).all())
         products = counts * self._lengths * self.shape.heads * (self.shape.k_dim + self.shape.v_dim)
         few = (self._lengths > 0) & ((counts == 1) | ((counts > 0) & (products <= FEW) & cpu.BUILT))
         self._prompts = np.flatnonzero((counts > 1) & ~few)
@@ -142,7 +143,7 @@ class CpuPlan(ReferencePlan):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = mask or Mask(self.span)
         plain = mask == Mask(self.span) and q.dtype == k.dtype == torch.float32
-        if plain and self._rows is not None and out is None and lse is None:
+        if plain and self._rows is not None and self._sound and out is None and lse is None:
             found = self._plainly(q, k, v, tables, q.shape[-1] ** -0.5 if scale is None else scale)
             if found is not None:
                 return found, None
@@ -158,7 +159,7 @@ class CpuPlan(ReferencePlan):
             return cpu.decode(q, k, v, rows, self._native, scale)
         if self._single:
             return self._by_torch(q, k, v, tables, scale) if apart else None
-        whole = apart and not self.span.windowed and q.shape[2] == v.shape[3]
+        whole = apart and not self.span.windowed and q.shape[2] == v.shape[3] and q.stride(2) == 1
         return self._mixed(q, k, v, tables, scale) if whole and (native or self._native is None) else None
 
     def _by_torch(

@@ -121,12 +121,12 @@ class Copier:
         stream: torch.cuda.Stream | None = None,
         after: torch.cuda.Event | None = None,
         method: Method | None = None,
-        once: bool = False,
+        trusted: bool = False,
     ) -> torch.cuda.Event | Done:
-        """Copy page `pages[i]` to row `rows[i]` of `host` ([rows, page_bytes] uint8, pinned on CUDA), or to row i. Whoever
-        knows that every row is there `once` says so: then that is not looked at."""
+        """Copy page `pages[i]` to row `rows[i]` of `host` ([rows, page_bytes] uint8, pinned on CUDA), or to row i. Of `trusted`
+        rows it is not looked at whether each is there once."""
         source = _Rows(self._pages, _checked(pages, len(self._pages), "page"))
-        target = _Rows(host, self._host_rows(host, rows, len(source.ids), once=not once))
+        target = _Rows(host, self._host_rows(host, rows, len(source.ids), once=not trusted))
         if self._out is None:
             host[torch.from_numpy(target.ids)] = self._pages[torch.from_numpy(source.ids)]
             return Done()
