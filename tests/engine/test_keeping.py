@@ -275,3 +275,45 @@ def test_what_was_never_copied_inside_the_pool_is_not_kept_below(monkeypatch: py
     lower = lower_of(engine)
     engine.close()
     assert lower.kept_pages == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_copies_to_and_from_host_memory_that_fail_cost_time_and_nothing_else(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, failed = random.Random(family), {"down": 0, "up": 0}
+
+    class Flaky(HostPages):
+        def down(self, *given: Any) -> Any:
+            return self._may("down", super().down, given)
+
+        def up(self, *given: Any) -> Any:
+            return self._may("up", super().up, given)
+
+        def _may(self, which: str, call: Any, given: Any) -> Any:
+            if rng.random() < 0.1:
+                failed[which] += 1
+                raise RuntimeError("no memory for ids")
+            return call(*given)
+
+    monkeypatch.setattr(lower_module, "HostPages", Flaky)
+    prompts = storm(family)
+    wanted = expected(tiny(family), prompts, 6)
+    engine = crowded(family, ahead=True)
+    for _ in range(4):
+        requests = [engine.add(prompt, greedy(6)) for prompt in prompts]
+        while engine.busy:
+            try:
+                engine.step()
+            except RuntimeError:
+                assert sum(failed.values()) < 1000
+        assert [request.tokens for request in requests] == wanted
+    assert all(failed.values()), failed
+    monkeypatch.setattr(rng, "random", lambda: 1.0)
+    lower = lower_of(engine)
+    engine._copy()
+    while lower.holding:
+        lower.poll()
+    assert lower.host._residents.coming == 0
+    assert not lower.host._slots.held.any(), "places are held that nobody lets go"
+    closed(engine)

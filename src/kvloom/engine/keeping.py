@@ -139,8 +139,12 @@ class Keeping:
                     (pages, lease.offsets) if fresh is None else (pages[fresh], lease.offsets[fresh])
                 )
                 event = _DONE
-                if some.size:
-                    event = self._pages.down(group.page_stride, some, places, self._old(parcel))
+                try:
+                    if some.size:
+                        event = self._pages.down(group.page_stride, some, places, self._old(parcel))
+                except BaseException:
+                    lease.release(False)
+                    raise
                 down = _Down(event, lease, objects, fresh, parcel.used)
                 self._downs.append(down)
                 if event.query():

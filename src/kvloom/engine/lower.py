@@ -298,6 +298,7 @@ class Lower:
         for run, (names, pages) in enumerate(arrival.pages(group)):
             form = self._fetching.forms_of(trip.request)[group.index][run]
             lease = self.host.hold(Objects(names, group.index, form))
+            trip.leases.append(lease)
             here = lease.offsets >= 0
             if here.any():
                 trip.events.append(self._pages.up(group.page_stride, pages[here], lease.offsets[here]))
@@ -307,7 +308,6 @@ class Lower:
                 column = group.column + run
                 trip.came[np.flatnonzero(arrival.fresh[:, column])[here], column] = True
             self.counts["failed_pages"] += int((~here).sum())
-            trip.leases.append(lease)
 
     def _coming(self, trip: Trip) -> bool:
         """Land what is there; whether some is still on its way."""
