@@ -55,7 +55,7 @@ def test_what_fails_hangs_or_is_not_there_fails(tmp_path: Path, capsys: pytest.C
     assert gpu_tests.main(["--jobs", "1", str(file)]) == 1
     assert "2 passed, 1 failed, 0 skipped" in capsys.readouterr().out
     file.write_text("import time\n\ndef test_hangs():\n    time.sleep(60)\n")
-    assert gpu_tests.main(["--jobs", "1", "--seconds", "8", str(file)]) == 1
+    assert gpu_tests.main(["--jobs", "1", "--seconds", "5", str(file)]) == 1
     assert "0 passed, 1 failed" in capsys.readouterr().out
     assert gpu_tests.main([str(tmp_path / "test_absent.py")]) == 1
     assert "nothing to run in" in capsys.readouterr().out
