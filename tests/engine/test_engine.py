@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kvloom.core import Control
-from kvloom.engine.engine import Engine, long_budget
+from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.sizing import long_budget
 from kvloom.engine.strips import uncollected
 from tests.models.zoo import expected, tiny
 

@@ -201,7 +201,12 @@ def _parser() -> Parser:
     )
     add("--tier", action="append", default=[], metavar="TIER",
         help="kvloom's places for pages below the pool, like host:64GiB; repeatable")  # fmt: skip
-    add("--token-budget", type=whole(1), metavar="N", help="tokens of a step at most (default: the engine's)")
+    add(
+        "--token-budget",
+        type=whole(1),
+        metavar="N",
+        help="prompt tokens a step (default: as offline use has it)",
+    )
     add(
         "--max-running",
         type=whole(1),

@@ -95,7 +95,8 @@ class Kvloom:
     batch_invariant = False
 
     def __init__(self, shape: str, options: Options) -> None:
-        from kvloom.engine.engine import Engine, long_budget
+        from kvloom.engine.engine import Engine
+        from kvloom.engine.sizing import long_budget
 
         # Its modules are imported before the clock starts.
         build(hf_config(shape), SHAPES[shape].dtype, "meta")

@@ -40,16 +40,10 @@ from .runner import Runner
 from .sampler import Chosen, Sampler
 from .scheduler import Scheduler
 from .sessions import Sessions
+from .sizing import MAX_RUNNING, TOKEN_BUDGET
 from .text import Text
 
-__all__ = ["Engine", "long_budget"]
-
-TOKEN_BUDGET = {False: 2048, True: 8192}
-"""Tokens of prompts a step where nobody says: a CPU is busy with fewer than a GPU."""
-LONG_BUDGET, LARGE = 16384, 60 << 30
-"""Tokens of prompts a step on a device of so many bytes, where answers are awaited whole."""
-MAX_RUNNING = {False: 256, True: 512}
-"""Sequences at once where nobody says; the more of them share pages, the less often those are read."""
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -403,11 +397,3 @@ def _ids(given: int | list[int] | None) -> frozenset[int]:
     if given is None:
         return frozenset()
     return frozenset([given] if isinstance(given, int) else given)
-
-
-def long_budget(device: torch.device) -> int | None:
-    """Tokens of prompts a step where answers are awaited whole, as in a batch: a large GPU computes longer steps a little faster,
-    while a token more takes its turn twice as late. None: as many as where tokens are awaited one by one."""
-    if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE:
-        return None
-    return LONG_BUDGET

@@ -114,6 +114,19 @@ class Fetching:
         form = self.forms_of(request)[question.group][0]
         return Objects(question.names, question.group, form, request.control.tenant)
 
+    def lacks_next(self, request: Request, match: Match) -> bool:
+        """Whether one look says that host memory has nothing for a request: mostly so, and a prospect costs ten times that."""
+        question = self.cache.first_question(match)
+        return question is not None and not any(
+            key in self.mover.host for key in self.asked(question, request).keys
+        )
+
+    def worth(self, tokens: int, all_tokens: int, seconds: float | None) -> bool:
+        """Whether `seconds` of loading beat computing `tokens` of the `all_tokens` that are to compute otherwise."""
+        if self.config.load == "always" or seconds is None or not self.prefill.known:
+            return True
+        return seconds < self.prefill.seconds(all_tokens) - self.prefill.seconds(all_tokens - tokens)
+
     def _take_in(self, trip: Trip) -> None:
         """Note what has come, strip by strip; behind one that did not come whole nothing is waited for."""
         assert trip.prospect is not None

@@ -23,9 +23,10 @@ from kvloom.models.load import LoadFormat, device_of, load
 from kvloom.models.specs import KVDtype
 
 from .checking import check_engine
-from .engine import Engine, long_budget
+from .engine import Engine
 from .logprobs import TokenLogprobs
 from .request import Finish, Request, SamplingParams
+from .sizing import long_budget
 from .text import Detokenizer
 from .threads import use_threads
 
@@ -83,7 +84,7 @@ class LLM:
     rule for None); `progress` shows bars while loading and preparing. `batch_invariant`: the same seed, the same tokens and
     log-probabilities on a GPU, whatever runs beside. `tiers` are places for pages below the pool: `["host:64GiB",
     "disk:/path:1TiB"]`; `close` brings them up to date and ends them.
-    `max_context` bounds sequences below what the model could do."""
+    `max_context` bounds sequences below what the model could do, and `token_budget` the tokens of prompts a step."""
 
     def __init__(
         self,

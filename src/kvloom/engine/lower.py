@@ -20,7 +20,7 @@ import torch
 from kvloom.core import Arrival, KVCache, Match, PageGroup
 from kvloom.tiers import HostTier, Objects
 from kvloom.tiers.mover import Mover
-from kvloom.tiers.opening import Place
+from kvloom.tiers.opening import Place, short_names
 from kvloom.tiers.peer_server import PeerServer
 
 from .arena import HostPages
@@ -35,13 +35,6 @@ __all__ = ["Lower", "LowerConfig"]
 log = logging.getLogger("kvloom.tiers")
 MOST_FORESEEN = 64
 """Requests in the queue whose pages are looked for before their turn."""
-
-
-def _short(names: Many[str]) -> list[str]:
-    """Tiers' names without their paths and addresses: disk, disk 2, redis."""
-    kinds = [name.partition(":")[0] for name in names]
-    before = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
-    return [f"{kind} {count + 1}" if count else kind for kind, count in zip(kinds, before, strict=True)]
 
 
 class Lower:
@@ -59,7 +52,7 @@ class Lower:
     ) -> None:
         self.cache, self.host = cache, host
         self.mover = Mover(host, places, config.mover)
-        self.names = _short([host.name, *(lane.tier.name for lane in self.mover.lanes)])
+        self.names = short_names([host.name, *(lane.tier.name for lane in self.mover.lanes)])
         """What its tiers are called where anyone may read it: host memory first, then those below."""
         self.left_out: list[tuple[str, str]] = []
         """Tiers that could not be opened, and why."""
@@ -140,7 +133,7 @@ class Lower:
             nothing = self.host.empty and not self.mover.lanes
             if nothing or not self._may(request, match):
                 return False
-            if not self.mover.lanes and self._lacks_next(request, match):
+            if not self.mover.lanes and self._fetching.lacks_next(request, match):
                 request.looked_below = True
                 return False
             trip = self._trips[request] = Trip(request)
@@ -158,13 +151,6 @@ class Lower:
                 return not tokens
             trip.phase = "waits"
         return self._copy(trip, match) if trip.arrival is None else self._coming(trip)
-
-    def _lacks_next(self, request: Request, match: Match) -> bool:
-        """Whether one look says that host memory has nothing for a request: mostly so, and a prospect costs ten times that."""
-        question = self.cache.first_question(match)
-        return question is not None and not any(
-            key in self.host for key in self._fetching.asked(question, request).keys
-        )
 
     def _copy_head(self, trip: Trip, match: Match) -> bool:
         """Copy what host memory has of a prompt's head while its tail comes from below, once; whether there is any."""
@@ -250,12 +236,6 @@ class Lower:
                 self._orphans.append(trip)
                 self._finish_orphans()
 
-    def _worth(self, tokens: int, all_tokens: int, seconds: float | None) -> bool:
-        """Whether `seconds` of loading beat computing `tokens` of the `all_tokens` that are to compute otherwise."""
-        if self.config.load == "always" or seconds is None or not self.prefill.known:
-            return True
-        return seconds < self.prefill.seconds(all_tokens) - self.prefill.seconds(all_tokens - tokens)
-
     def _copy(self, trip: Trip, match: Match) -> bool:
         """Copy what host memory has of a request's pages into the pool; whether that is under way."""
         prospect = self.cache.prospect(match)
@@ -272,7 +252,7 @@ class Lower:
         needs = prospect.needs()
         trip.bytes = sum(len(need.names) * need.group.page_stride * need.group.runs for need in needs)
         seconds = self.copying.seconds(trip.bytes) if self.copying.trusted else None
-        if not self._worth(tokens, match.length - match.resume, seconds):
+        if not self._fetching.worth(tokens, match.length - match.resume, seconds):
             self.counts["not_worth"] += 1
             self.copying.doubt()
             return self._done(trip)

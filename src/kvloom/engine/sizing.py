@@ -1,4 +1,4 @@
-"""How large the pool may be: what a device has, less what the model needs to run.
+"""How large steps are where nobody says, and how large the pool may be: what a device has, less what the model needs to run.
 
 On a GPU a trial finds out: the largest step that the scheduler may ask for runs on a pool of just its pages, after a step of
 single tokens and, where the model sees, an image; the peak of what was allocated (tables and plans that stay among it) is kept
@@ -22,8 +22,14 @@ from kvloom.models.vision import Vision
 
 from .runner import Runner, graph_sizes
 
-__all__ = ["Room", "room_for"]
+__all__ = ["MAX_RUNNING", "TOKEN_BUDGET", "Room", "long_budget", "room_for"]
 
+TOKEN_BUDGET = {False: 2048, True: 8192}
+"""Tokens of prompts a step where nobody says: a CPU is busy with fewer than a GPU."""
+LONG_BUDGET, LARGE = 16384, 60 << 30
+"""Tokens of prompts a step on a device of so many bytes, where answers are awaited whole."""
+MAX_RUNNING = {False: 256, True: 512}
+"""Sequences at once where nobody says; the more of them share pages, the less often those are read."""
 SLACK = 256 << 20
 """Bytes left to libraries and to whatever the trial did not meet."""
 CPU_POOL = 1 << 30
@@ -124,3 +130,11 @@ def _trial(
     del logits, runner, buffer
     torch.cuda.empty_cache()
     return peak, found
+
+
+def long_budget(device: torch.device) -> int | None:
+    """Tokens of prompts a step where answers are awaited whole, as in a batch: a large GPU computes longer steps a little faster,
+    while a token more takes its turn twice as late. None: as many as where tokens are awaited one by one."""
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE:
+        return None
+    return LONG_BUDGET

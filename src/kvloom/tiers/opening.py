@@ -9,7 +9,7 @@ texts are refused before anything is opened. What it needs is imported when it i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -34,6 +34,7 @@ __all__ = [
     "open_place",
     "open_tier",
     "options_of",
+    "short_names",
     "shown",
     "taken_write",
 ]
@@ -100,6 +101,13 @@ def check_tiers(texts: Iterable[str]) -> None:
 def shown(text: str) -> str:
     """A text as it may be told: without options, and without what is secret."""
     return re.sub(r"//[^/@]*@", "//…@", text.partition("?")[0])
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Tiers' names without their paths and addresses: disk, disk 2, redis."""
+    kinds = [name.partition(":")[0] for name in names]
+    before = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+    return [f"{kind} {count + 1}" if count else kind for kind, count in zip(kinds, before, strict=True)]
 
 
 def open_tier(text: str) -> Tier:
