@@ -154,7 +154,7 @@ def test_a_server_that_cannot_start_says_why(
         (["--step-seconds", "0.5"], "--step-seconds 0.5"),
         (["--host", "no.such.host.invalid", "--api-keys", str(keys)], "line 1"),
     ):
-        assert main(["serve", str(folder), *wrong]) == 2
+        assert main(["serve", str(folder), "--port", "0", *wrong]) == 2
         assert said in capsys.readouterr().err
     assert recording.read_text() == "yesterday's"
     for model in (str(tmp_path / "nothing"), str(tmp_path), "no-such-name", "llama-3-70b", "kvloom-none"):
