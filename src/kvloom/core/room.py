@@ -27,6 +27,9 @@ from .tenants import Account, Accounts
 
 __all__ = ["Room"]
 
+AHEAD = 32
+"""The part of a pool that may be free because pages leave before they must: one in so many."""
+
 
 class Room:
     def __init__(
@@ -101,6 +104,26 @@ class Room:
         if slabs:
             slabs = self._free_slabs(account, slabs, partial(self.pool.lacking, needs), now)
         return self._pages(slabs * self.slab_bytes, needs) if slabs else 0
+
+    def leave_ahead(self, rows: int) -> None:
+        """Once a step, where copies are made of what leaves: let a few pages leave early, until `rows` rows of pages would find
+        room. Else all leave in the step in which many sequences begin a block, and it waits for their copies. At most a
+        part of the pool is kept free so, and an eighth of that leaves at once. Nothing is moved for it."""
+        size = self.tree.pages.row_bytes
+        rows = min(rows, (self.pool.slabs - 1) * self.slab_bytes // size // AHEAD) if size else 0
+        needs = self.tree.pages.needs(rows)
+        slabs = self.pool.lacking(needs)
+        until = self.evicted_bytes + -(-rows // 8) * size
+        now = self.clock.now() if slabs else 0.0
+        while slabs and (left := until - self.evicted_bytes) > 0:
+            victim = self.accounts.victim(None, now)
+            if victim is None or victim.guaranteed >= victim.used > 0:
+                break
+            if not self._evict_from(
+                victim, self._fair(None, victim, min(slabs, -(-left // self.slab_bytes))), now
+            ):
+                break
+            slabs = self.pool.lacking(needs)
 
     def shrink(self, n: int) -> Ids:
         """Take up to `n` slabs out of the pool: free ones, and by evicting and moving as for a request;

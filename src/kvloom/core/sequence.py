@@ -94,6 +94,11 @@ class SequenceRows:
         self._open = np.zeros(sequences, np.bool_)
         self._free = list(range(sequences - 1, -1, -1))
 
+    @property
+    def open(self) -> int:
+        """How many sequences there are."""
+        return len(self.handles) - len(self._free)
+
     def take(self) -> int:
         if not self._free:
             raise RuntimeError(

@@ -12,6 +12,7 @@ import contextlib
 import math
 import mmap
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvloom.tiers import Form, HostConfig, HostTier
 from kvloom.tiers.arena import copy_pages
 from kvloom.tiers.shared import SharedMemory
 
-__all__ = ["Event", "HostPages", "form_of", "open_host"]
+__all__ = ["Event", "HostPages", "Loading", "form_of", "open_host"]
 
 Event = torch.cuda.Event | Done
 Ids = npt.NDArray[np.integer[Any]]
@@ -87,6 +88,22 @@ def _unpin(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A copy to the device, between two moments of its stream."""
+
+    begun: torch.cuda.Event
+    done: torch.cuda.Event
+
+    def query(self) -> bool:
+        return self.done.query()  # type: ignore[no-untyped-call, no-any-return]
+
+    def seconds_since(self, first: Loading) -> float:
+        """Of a copy that is done: how long after the first one's beginning it was. Waiting for a step in flight, and until
+        somebody looks, is not in it."""
+        return first.begun.elapsed_time(self.done) / 1e3  # type: ignore[no-any-return]
+
+
 class HostPages:
     """Copies between one pool and one host tier."""
 
@@ -95,6 +112,9 @@ class HostPages:
         self._arena = host.arena
         self._pool = None if buffer.is_cuda else buffer.numpy()
         self._mark: torch.cuda.Event | None = None
+        self._up: torch.cuda.Stream | None = None
+        if buffer.is_cuda:  # ahead of the model's kernels, like the copiers' own
+            self._up = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call]
         arena = torch.from_numpy(host.arena)
         self._copiers: dict[int, Copier] = {}
         self._rows: dict[int, torch.Tensor] = {}
@@ -130,9 +150,17 @@ class HostPages:
             pages, self._rows[stride], offsets // stride, after=after, trusted=True
         )
 
-    def up(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Event:
+    def up(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> Loading | Done:
         """Places in the arena to pages; begins after what the current stream has still to do."""
         if self._pool is not None:
             copy_pages(self._pool, np.asarray(pages, np.int64) * stride, self._arena, offsets, stride)
             return Done()
-        return self._copiers[stride].scatter(self._rows[stride], pages, offsets // stride)
+        assert self._up is not None
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._up.wait_stream(torch.cuda.current_stream(self.buffer.device))
+        begun.record(self._up)
+        self._copiers[stride].scatter(
+            self._rows[stride], pages, offsets // stride, stream=self._up, after=begun
+        )
+        done.record(self._up)
+        return Loading(begun, done)

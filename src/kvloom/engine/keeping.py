@@ -109,6 +109,11 @@ class Keeping:
         """What changes whenever pages left or moved."""
         return self.cache.room.evictions, self.cache.room.moves
 
+    def make_ahead(self) -> None:
+        """Once a step, before its pages are reserved: where pages are copied when they leave, let some leave early."""
+        if "back" in self._writes:
+            self.cache.room.leave_ahead(self.cache.rows.open)
+
     def take(self) -> None:
         """Copy what was offered. Called before the copies that the cache has decided are made: until then bytes are where
         the parcels say."""

@@ -296,10 +296,10 @@ class Lower:
         assert trip.arrival is not None
         resumed = self.cache.land(trip.arrival, trip.came, trip.states_came)
         gained = max(0, resumed - trip.resume)
-        self._let_go(trip)
         now = time.monotonic()
         self.last_load = now - trip.copied
-        self.copying.see(trip.bytes, now - trip.copied)
+        self.copying.see(trip.bytes, trip.copying(now))
+        self._let_go(trip)
         trip.tell(gained, now, self.names)
         self.counts["landed_tokens"] += gained
         self.counts["landed_bytes"] += trip.bytes if gained else 0
@@ -355,6 +355,7 @@ class Lower:
         if self._orphans:
             self._finish_orphans()
         self._keeping.finish()
+        self._keeping.make_ahead()
         for trip in list(self._trips.values()):
             if not self._fetching.seek(trip, None) and trip.hint:
                 self.counts["hinted"] += 1

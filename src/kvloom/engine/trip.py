@@ -10,10 +10,11 @@ from typing import Literal
 import numpy as np
 
 from kvloom.core import Arrival, Prospect
+from kvloom.kernels.copy import Done
 from kvloom.tiers import Lease, Objects
 from kvloom.tiers.mover import Fetch, Finding
 
-from .arena import Event
+from .arena import Loading
 from .pace import Pace
 from .request import Request
 
@@ -61,7 +62,7 @@ class Trip:
     came: np.ndarray | None = None
     states_came: bool = True
     leases: list[Lease] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[Loading | Done] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     copied: float = 0.0
     bytes: int = 0
@@ -71,6 +72,13 @@ class Trip:
     @property
     def fetches(self) -> list[Fetch]:
         return [fetch for strip in self.strips for fetch in strip.fetches]
+
+    def copying(self, now: float) -> float:
+        """Seconds that its copies took, which are made: on a device by its own clock."""
+        loads = [event for event in self.events if isinstance(event, Loading)]
+        if not loads:
+            return now - self.copied
+        return max(load.seconds_since(loads[0]) for load in loads)
 
     @property
     def tenant(self) -> str:

@@ -82,7 +82,7 @@ def join_blocks(
     rows = min(JOIN_ROWS, tile.rows)
     kernels.join_blocks[(shape.kv_heads, joins.shape[0], tile.rows // rows)](
         out, lse, parts, part_lse, joins, parts if sinks is None else sinks, out.stride(0), out.stride(1), *lse.stride(),
-        GROUP=shape.group, DV=shape.v_dim, COLUMNS=triton.next_power_of_2(shape.v_dim), BM=tile.rows, ROWS=rows,
+        tile.rows, GROUP=shape.group, DV=shape.v_dim, COLUMNS=triton.next_power_of_2(shape.v_dim), ROWS=rows,
         SINK=sinks is not None, num_warps=4,
     )  # fmt: skip
 

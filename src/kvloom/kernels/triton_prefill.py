@@ -220,10 +220,10 @@ def attend_blocks(
         tl.store(PART_LSE + place, log, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["BM"])
 def join_blocks(
-    OUT, LSE, PART, PART_LSE, JOINS, SINKS, out_token, out_head, lse_token, lse_head,
-    GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, SINK: tl.constexpr,
+    OUT, LSE, PART, PART_LSE, JOINS, SINKS, out_token, out_head, lse_token, lse_head, BM,
+    GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """Join the pieces of the blocks that were cut: grid (KV heads, joins, BM / ROWS)."""
     head = tl.program_id(0)
