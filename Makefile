@@ -7,8 +7,7 @@ PLAN ?= --context 32768 --concurrency 16 --gpu-memory 80GiB
 FUZZ_SECONDS ?= 600
 GPU_PYTHON ?= python3
 GPU_JOBS ?= 8
-# They look at the memory of the whole device.
-GPU_ALONE := tests/kernels/test_memory.py tests/engine/test_sizing.py
+GPU_TESTS := tests/*/test_*_gpu.py tests/kernels/test_*.py tests/engine/test_sizing.py
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvloom-setup
@@ -39,9 +38,8 @@ test-slow: setup ## what `make test` leaves out for its length (10 minutes at mo
 test-gpu: ## the tests of kernels, models and engine on this machine's GPU, by a Python that has its torch and pytest-xdist: GPU_PYTHON=python3
 	@if $(GPU_PYTHON) -c 'import sys, torch, xdist; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then \
 		export PYTHONPATH=src OMP_NUM_THREADS=1; \
-		$(GPU_PYTHON) -m pytest -q -p no:cacheprovider -n $(GPU_JOBS) --dist worksteal \
-			tests/*/test_*_gpu.py $(filter-out $(GPU_ALONE),$(wildcard tests/kernels/test_*.py)) && \
-		$(GPU_PYTHON) -m pytest -q -p no:cacheprovider $(GPU_ALONE); \
+		$(GPU_PYTHON) -m pytest -q -p no:cacheprovider -m "not alone" -n $(GPU_JOBS) --dist worksteal $(GPU_TESTS) && \
+		$(GPU_PYTHON) -m pytest -q -p no:cacheprovider -m alone $(GPU_TESTS); \
 	else echo "test-gpu: skipped, $(GPU_PYTHON) has no torch that sees a CUDA GPU, or no pytest-xdist"; fi
 
 lint: setup ## lint, formatting and types alone

@@ -21,6 +21,7 @@ from kvloom.core import (
     Span,
     Tenant,
     attention_fields,
+    room,
 )
 from kvloom.core.tenants import Account
 
@@ -151,7 +152,9 @@ def texts(rng: random.Random, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_comes_back_from_below_is_what_was_there(kind: str, block: int, ends: bool) -> None:
+def test_whatever_comes_back_from_below_is_what_was_there(
+    kind: str, block: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = 0
     for seed in range(6):
         rng = random.Random(f"{kind} {block} {ends} {seed}")
@@ -173,6 +176,9 @@ def test_whatever_comes_back_from_below_is_what_was_there(kind: str, block: int,
             sequence.close()
             if rng.random() < 0.3:
                 cache.grow(cache.shrink(cache.pool.slabs - 2).tolist())  # what is cached leaves
+            elif rng.random() < 0.3:
+                monkeypatch.setattr(room, "AHEAD", rng.randrange(1, 9))
+                cache.room.leave_ahead(rng.randrange(30))
             world.settle()
             cache.check()
         assert cache.stats()["held_pages"] == 0

@@ -17,9 +17,11 @@ from kvloom.core import (
     PoolLayout,
     Retain,
     Snapshots,
+    Tenant,
     VirtualClock,
     make_policy,
 )
+from kvloom.core.room import AHEAD
 from kvloom.models.catalog import load_spec
 from kvloom.models.specs import ModelSpec, with_draft
 
@@ -425,3 +427,52 @@ def test_eviction_costs_the_same_in_a_pool_a_hundred_times_as_large(kind: str, p
         made.append(calls(lambda seq=seq: seq.extend(1024)))  # type: ignore[misc]
         assert seq.reserve == 1024
     assert made[1] < 2 * made[0] + 100
+
+
+# -- leaving ahead of need -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in sorted(LAYOUTS) if PoolLayout.build(LAYOUTS[kind]).of("token")]
+)
+def test_pages_leave_a_few_at_a_time_until_there_is_room_for_what_may_be_asked_for(kind: str) -> None:
+    world = make_world(kind, 1 + 20 * slabs_for(kind, 64))
+    cache, room = world.cache, world.cache.room
+    held = serve(world, prompt_of(64, seed=1))
+    room.leave_ahead(1000)
+    assert not room.evictions, "there is room"
+    i = 2
+    while not room.evictions:
+        cached(world, prompt_of(48, seed=i))
+        i += 1
+    world.run_copies()
+    size = cache.pages.row_bytes
+    rows = (cache.pool.slabs - 1) * cache.layout.slab_bytes // size // AHEAD
+    assert rows
+    needs, calls = cache.pages.needs(rows), 0
+    left, moves = room.evicted_bytes, room.moves
+    while cache.pool.lacking(needs) and calls < 64:
+        room.leave_ahead(1000)
+        gone, left = room.evicted_bytes - left, room.evicted_bytes
+        assert 0 < gone <= (-(-rows // 8) + cache.layout.slab_bytes // size + 4) * size
+        calls += 1
+    assert not cache.pool.lacking(needs)
+    room.leave_ahead(1000)
+    assert (room.evicted_bytes, room.moves) == (left, moves)
+    room.leave_ahead(0)
+    cache.check()
+    world.verify(held)
+
+
+def test_who_has_no_more_than_its_share_gives_nothing_up_ahead_of_need() -> None:
+    shares = [Tenant("gold", weight=1), Tenant("free", weight=1)]
+    world = make_world("full", 65, tenants=shares)
+    room = world.cache.room
+    for i in range(40):
+        for name in ("gold", "free"):
+            cached(world, prompt_of(40, seed=100 * i + len(name)), control=Control(tenant=name))
+    used = {name: account.used for name, account in world.cache.accounts.accounts.items()}
+    for _ in range(50):
+        room.leave_ahead(1000)
+    for name, account in world.cache.accounts.accounts.items():
+        assert account.used >= min(used[name], account.guaranteed - world.cache.layout.slab_bytes)

@@ -62,6 +62,7 @@ def test_8_bits_give_what_16_give_within_rounding_and_when_found_again(
         assert other.logprobs[0][one.output[0]].logprob == pytest.approx(first, abs=0.05)
 
 
+@pytest.mark.alone
 def test_a_model_with_a_table_of_positions_finds_its_pools_size() -> None:
     model = made("gpt2", n_embd=256, n_head=4, n_inner=256)
     engine = Engine(model, memory_fraction=0.5, max_running=16)

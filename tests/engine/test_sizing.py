@@ -35,6 +35,7 @@ def test_a_fraction_that_is_none_is_refused() -> None:
             room_for(model, layout, wrong, 64, 8, graphs=False)
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_gpu_keeps_free_what_it_was_told_to() -> None:
     model = tiny("llama").to("cuda", torch.bfloat16)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
+from kvloom.core import Control
+from kvloom.engine.arena import Loading
+from kvloom.engine.request import Request, SamplingParams
 from kvloom.engine.speeds import Line
+from kvloom.engine.trip import Trip
+from kvloom.kernels.copy import Done
 
 
 def test_a_line_goes_through_what_was_seen() -> None:
@@ -67,3 +75,27 @@ def test_nothing_alone_makes_no_line_and_one_that_takes_longer_than_something_is
         line.see(amount, 0.001 * amount)
     line.see(0, 1.0)
     assert line.seconds(40) == pytest.approx(0.04)
+
+
+@dataclass
+class Moment:
+    at: float
+
+    def elapsed_time(self, later: Any) -> float:
+        return float(later.at - self.at)
+
+    def query(self) -> bool:
+        return True
+
+
+def test_copies_to_a_device_take_what_its_clock_says_however_late_someone_looks() -> None:
+    def between(begun: float, done: float) -> Loading:
+        moments: list[Any] = [Moment(begun), Moment(done)]
+        return Loading(*moments)
+
+    request = Request(0, (1, 2), SamplingParams(max_tokens=1), Control())
+    trip = Trip(request, copied=1.0, events=[between(70.0, 72.5), between(72.5, 75.0)])
+    assert all(event.query() for event in trip.events)
+    assert trip.copying(now=9.0) == pytest.approx(0.005)
+    trip.events = [Done(), Done()]
+    assert trip.copying(now=9.0) == pytest.approx(8.0)

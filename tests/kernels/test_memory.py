@@ -19,6 +19,7 @@ from kvloom.kernels.cuda_driver import CudaError, cuda_driver
 from kvloom.kernels.memory import ElasticBuffer, elastic, granularity
 from kvloom.kernels.views import layer_views
 
+pytestmark = pytest.mark.alone
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 STEP = granularity(DEVICE)

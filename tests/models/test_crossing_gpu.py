@@ -52,6 +52,7 @@ def test_tokens_are_hugging_faces_within_rounding() -> None:
     engine.cache.check()
 
 
+@pytest.mark.alone
 def test_a_pool_that_finds_its_size_leaves_room_for_the_tower() -> None:
     engine = Engine(
         crossing(**WIDER).to(DEVICE, torch.bfloat16), memory_fraction=0.5, token_budget=256, max_running=8

@@ -68,6 +68,7 @@ def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
     engine.cache.check()
 
 
+@pytest.mark.alone
 def test_a_pool_that_finds_its_size_leaves_room_for_the_tower() -> None:
     changes = {part: {**TINY["qwen2_vl"][part], **more} for part, more in WIDER["qwen2_vl"].items()}
     engine = Engine(
