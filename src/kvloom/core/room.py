@@ -188,7 +188,8 @@ class Room:
 
     def _free_bytes(self) -> int:
         """Bytes of slabs and pages that are nobody's."""
-        return self.pool.free_slabs * self.slab_bytes + self.bytes_of([c.free_pages for c in self.pool.classes])
+        pages = [c.free_pages for c in self.pool.classes]
+        return self.pool.free_slabs * self.slab_bytes + self.bytes_of(pages)
 
     def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
         """How many of `slabs` another tenant can give without falling below its share."""
