@@ -219,6 +219,12 @@ def test_a_prompt_that_gets_stuck_half_way_ends(budget: int) -> None:
         assert steps < 200, "it never ends"
     assert request.finish == "no_room"
     assert told == [request]
+    several = engine.add([3 + i % 50 for i in range(100)], SamplingParams(max_tokens=10, n=3))
+    told = []
+    while engine.busy:
+        told += engine.step()
+    assert [one.finish for one in several.family] == ["no_room"] * 3
+    assert told == several.family
     held.close()
     request = engine.add([3 + i % 50 for i in range(100)], greedy(10))
     engine.run()
