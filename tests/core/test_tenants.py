@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from kvloom.core import POLICIES, Control, Media, Retain, Snapshots, Tenant
@@ -171,6 +172,24 @@ def test_a_pin_survives_pressure_and_ends_with_its_ttl(kind: str) -> None:
     assert most == next(n for n in range(1024, 0, -16) if probe.extend(n) == 0), (
         "the pin gave everything back"
     )
+
+
+@pytest.mark.parametrize(("slabs", "quota"), [(13, None), (40, 12 * 2048)])
+def test_many_extend_together_where_a_pin_ends_at_that_moment(slabs: int, quota: int | None) -> None:
+    world = make_world("full", slabs, tenants=[Tenant("acme", quota=quota)])
+    cache, control = world.cache, Control(tenant="acme")
+    prompt = prompt_of(97, seed=1)
+    cached(world, prompt, control)
+    cache.pin(prompt, 10.0, control)
+    items = [serve(world, prompt_of(size, seed=size), control) for size in (64, 16)]
+    rows = np.array([item.sequence.row for item in items])
+    assert cache.extend_many(rows), "the pin has what they need"
+    world.clock.advance(20)
+    assert cache.extend_many(rows) == 0
+    assert [item.sequence.reserve for item in items] == [80, 32]
+    for item in items:
+        world.step(item, [7])
+        finish(world, item)
 
 
 def test_a_pin_says_how_many_tokens_it_keeps() -> None:

@@ -12,6 +12,7 @@ import torch
 from kvloom.core import Control, Tenant
 from kvloom.engine import pool as pool_module, sizing
 from kvloom.engine.engine import Engine
+from kvloom.engine.flight import Flight
 from kvloom.engine.request import Request, SamplingParams
 from tests.models.zoo import expected, tiny
 
@@ -97,6 +98,57 @@ def test_a_step_that_breaks_off_has_not_been(family: str, ahead: bool) -> None:
     assert idle(engine)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_an_interrupt_while_tokens_are_awaited_loses_none_and_every_end_is_told(
+    family: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(family)
+    model = tiny(family)
+    model.set_attn_implementation("eager")
+    prompts = [[rng.randrange(3, 64) for _ in range(size)] for size in (5, 20, 33, 40)]
+    wanted = expected(model, prompts, 10)
+    beams = {"max_tokens": 10, "temperature": 0, "beam_width": 3}
+    calm = Engine(model, POOL)
+    alone = calm.add(prompts[1], SamplingParams(**beams))
+    calm.run()
+    land, broken = Flight.land, 0
+
+    def interrupted(flight: Flight) -> Any:
+        if rng.random() < 0.2:
+            raise BrokenError
+        return land(flight)
+
+    def breaks(*_: Any) -> None:
+        if rng.random() < 0.03:
+            raise BrokenError
+
+    monkeypatch.setattr(Flight, "land", interrupted)
+    for several in (False, True):  # beams must see their tokens at once, and those beside them
+        engine = Engine(model, POOL, token_budget=24, ahead=ahead)
+        layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+        hooks = [layer.register_forward_pre_hook(breaks) for layer in layers]
+        requests = [engine.add(prompt, greedy(10)) for prompt in prompts]
+        searched = engine.add(prompts[1], SamplingParams(**beams)) if several else None
+        told: set[Request] = set()
+        steps = 0
+        while engine.busy:
+            try:
+                told |= {request for request in engine.step() if request.finish is not None}
+            except BrokenError:
+                broken += 1
+            steps += 1
+            assert steps < 500, "it never ends"
+        for hook in hooks:
+            hook.remove()
+        assert [request.tokens for request in requests] == wanted
+        assert told >= set(requests)
+        if searched is not None:
+            assert [one.output for one in searched.best] == [one.output for one in alone.best]
+        assert idle(engine)
+    assert broken
+
+
 def test_a_chunk_that_does_not_fit_is_made_shorter_where_windows_leave_pages_behind() -> None:
     model = tiny("gemma3_text", max_position_embeddings=512)
     model.set_attn_implementation("eager")
@@ -167,6 +219,12 @@ def test_a_prompt_that_gets_stuck_half_way_ends(budget: int) -> None:
         assert steps < 200, "it never ends"
     assert request.finish == "no_room"
     assert told == [request]
+    several = engine.add([3 + i % 50 for i in range(100)], SamplingParams(max_tokens=10, n=3))
+    told = []
+    while engine.busy:
+        told += engine.step()
+    assert [one.finish for one in several.family] == ["no_room"] * 3
+    assert told == several.family
     held.close()
     request = engine.add([3 + i % 50 for i in range(100)], greedy(10))
     engine.run()

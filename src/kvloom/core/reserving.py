@@ -138,11 +138,14 @@ class Reserving(Verbs):
         together = [sum(pages) for pages in zip(*(sums for _, sums in total.values()), strict=True)]
         if together and self.room.pool.missing_slabs(together):
             account, _ = next(iter(total.values()))
-            return self.room.make(account, together)
+            missing = self.room.make(account, together)
+            if missing:  # else pins have ended meanwhile
+                return missing
         for account, sums in total.values():
-            beyond = account.beyond_quota(self.room.bytes_of(sums))
-            if beyond:
-                return self.room.make(account, sums)
+            if account.beyond_quota(self.room.bytes_of(sums)):
+                missing = self.room.make(account, sums)
+                if missing:
+                    return missing
         for seq in sequences:
             missing = self.extend(seq, n)
             if missing:

@@ -108,14 +108,15 @@ class Room:
     def leave_ahead(self, rows: int) -> None:
         """Once a step, where copies are made of what leaves: let a few pages leave early, until `rows` rows of pages would find
         room. Else all leave in the step in which many sequences begin a block, and it waits for their copies. At most a
-        part of the pool is kept free so, and an eighth of that leaves at once. Nothing is moved for it."""
-        size = self.tree.pages.row_bytes
-        rows = min(rows, (self.pool.slabs - 1) * self.slab_bytes // size // AHEAD) if size else 0
+        part of the pool is kept free so, and an eighth of that leaves at once. Nothing is moved for it: where pages that
+        are free lie between others, of no use to these rows, they count as that part, too."""
+        size, part = self.tree.pages.row_bytes, (self.pool.slabs - 1) * self.slab_bytes // AHEAD
+        rows = min(rows, part // size) if size else 0
         needs = self.tree.pages.needs(rows)
         slabs = self.pool.lacking(needs)
         until = self.evicted_bytes + -(-rows // 8) * size
         now = self.clock.now() if slabs else 0.0
-        while slabs and (left := until - self.evicted_bytes) > 0:
+        while slabs and self._free_bytes() < part and (left := until - self.evicted_bytes) > 0:
             victim = self.accounts.victim(None, now)
             if victim is None or victim.guaranteed >= victim.used > 0:
                 break
@@ -181,11 +182,14 @@ class Room:
 
     def _reachable(self, account: Account) -> int:
         """Bytes that are free, or that `account` may evict: its own, and what others have above their shares."""
-        free = self.pool.free_slabs * self.slab_bytes
-        free += sum(c.free_pages * self.slab_bytes // c.per_slab for c in self.pool.classes)
         others = (a for a in self.accounts.accounts.values() if a is not account)
         given = (min(a.used - a.held, a.used - int(a.guaranteed)) for a in others)
-        return free + account.used - account.held + sum(max(0, size) for size in given)
+        return self._free_bytes() + account.used - account.held + sum(max(0, size) for size in given)
+
+    def _free_bytes(self) -> int:
+        """Bytes of slabs and pages that are nobody's."""
+        pages = [c.free_pages for c in self.pool.classes]
+        return self.pool.free_slabs * self.slab_bytes + self.bytes_of(pages)
 
     def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
         """How many of `slabs` another tenant can give without falling below its share."""

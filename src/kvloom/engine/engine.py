@@ -30,7 +30,7 @@ from kvloom.tiers.opening import Place
 from .beams import BeamSearch
 from .flight import Flight, told_prompts
 from .grammar import Grammars
-from .landing import Landing
+from .landing import Landing, ends_of
 from .lower import Lower, LowerConfig
 from .odds import send
 from .opening import open_lower
@@ -38,7 +38,7 @@ from .pool import pool_for
 from .request import Request, SamplingParams, token_ids
 from .runner import Runner
 from .sampler import Chosen, Sampler
-from .scheduler import Scheduler
+from .scheduler import Scheduled, Scheduler
 from .sessions import Sessions
 from .sizing import MAX_RUNNING, TOKEN_BUDGET
 from .text import Text
@@ -116,12 +116,13 @@ class Engine:
         if tiers:
             self.lower = open_lower(tiers, self.cache, self.buffer, self._copy, lower)
             self.scheduler.lower = self.lower
-        self.eos = _ids(getattr(model.generation_config, "eos_token_id", None))
+        self.eos = ends_of(model)
         self.sampler = Sampler(self.eos)
         self._landing = Landing(self.scheduler, self.eos)
         self.tokenizer = tokenizer
         self.ahead = on_gpu if ahead is None else ahead
         self._flight: Flight | None = None
+        self._landed: list[Request] = []  # who got a token, until that is told
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Grammars | None = None
         self._count = 0
@@ -197,7 +198,7 @@ class Engine:
     def busy(self) -> bool:
         """Whether a step would do something."""
         prepares = self.lower is not None and self.lower.preparing
-        return self.scheduler.busy or self._flight is not None or prepares
+        return self.scheduler.busy or self._flight is not None or prepares or bool(self._landed)
 
     def expect_session(self, session: str) -> bool:
         """A session is about to come back: what it said is brought from below into host memory before it asks, while steps
@@ -217,27 +218,34 @@ class Engine:
     def step(self) -> list[Request]:
         """Launch one step, and take in the tokens of the last that was; the requests that got one, or ended for want of
         room. Where it raises (a device out of memory, an interrupt), the step has not been: requests wait to be computed
-        anew, and may be cancelled."""
+        anew, and may be cancelled. Who got a token before that is told of by the next step."""
         began = time.perf_counter()
-        before, landed = self._flight, []
-        done = before
+        before = done = self._flight
         if before is not None and any(request.waits for request in before.requests):
             self._flight = None
-            landed = self._landing.land(before, [])
+            self._land(before, [])
             before = None
         self._flight = flight = self._launch(before)
         if before is not None:
-            landed = self._landing.land(before, [] if flight is None else flight.work)
+            self._land(before, [] if flight is None else flight.work)
         elif flight is not None and not self.ahead:
             self._flight, done = None, flight
-            landed = self._landing.land(flight, [])
+            self._land(flight, [])
         if self.lower is not None:
             self._look_at_clock(done, began)
-            for request in landed:
-                if request.finish is not None and request.control.session and request.sight is None:
-                    self._sessions.heard(request.control.session, request.tokens, request.control)
-        given_up, self.scheduler.given_up = self.scheduler.given_up, []
-        return landed + given_up
+            self._sessions.hear(self._landed)
+        told = self._landed + self.scheduler.given_up
+        self._landed, self.scheduler.given_up = [], []
+        return told
+
+    def _land(self, flight: Flight, after: list[Scheduled]) -> None:
+        """Take in a step's tokens. Where that breaks off, what was launched since knows not what it follows: it is left."""
+        try:
+            self._landed += self._landing.land(flight, after)
+        except BaseException:
+            self._flight = None
+            self.scheduler.failed()
+            raise
 
     def _look_at_clock(self, done: Flight | None, began: float) -> None:
         """Tell how long a step took that was taken in; where there was none, and pages are on their way, wait for them."""
@@ -256,7 +264,7 @@ class Engine:
         """End every request, and the tiers: what they want is stored first, within so many seconds."""
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
-        self._flight = None
+        self._flight, self._landed = None, []
         if self.lower is not None:
             with suppress(RuntimeError):
                 self._make_copies()
@@ -308,9 +316,7 @@ class Engine:
         if requests:
             with self.runner.steady:
                 chosen = self.sampler.choose(logits, requests, [request.drawn - 1 for request in requests])
-            running = min(
-                len(requests), self.runner.rows
-            )  # who comes after does not run, and has no next step
+            running = min(len(requests), self.runner.rows)  # who comes after has no next step
             self.runner.chosen[:running] = chosen.tokens[:running]
         return Flight.of(work, requests, chosen, prompts)
 
@@ -391,9 +397,3 @@ class Engine:
             raise ValueError(
                 "text, stop texts and structured output need a tokenizer, and this engine has none"
             )
-
-
-def _ids(given: int | list[int] | None) -> frozenset[int]:
-    if given is None:
-        return frozenset()
-    return frozenset([given] if isinstance(given, int) else given)

@@ -5,6 +5,8 @@ The scheduler hears of each end, and of the beams that go on. Knows no model and
 
 from __future__ import annotations
 
+from typing import Any
+
 from .beams import BeamSearch
 from .flight import Flight
 from .logprobs import TokenLogprobs
@@ -12,7 +14,13 @@ from .request import Finish, Request
 from .scheduler import Scheduled, Scheduler
 from .text import Text
 
-__all__ = ["Landing"]
+__all__ = ["Landing", "ends_of"]
+
+
+def ends_of(model: Any) -> frozenset[int]:
+    """The tokens that end a text, as a model says."""
+    given = getattr(model.generation_config, "eos_token_id", None)
+    return frozenset([given] if isinstance(given, int) else given or ())
 
 
 class Landing:

@@ -371,8 +371,8 @@ class Scheduler:
         """A request had the pool to itself and found no room: what it found cached, or was about to share with the cache,
         may be why. It tries once more without the cache, until it gets a token; then that is its end."""
         if request.uncached:
+            self.given_up += [one for one in request.bound if one.finish is None]
             self.finish(request, "no_room")
-            self.given_up.append(request)
         request.uncached = True
 
     def _preempt(self, request: Request) -> None:

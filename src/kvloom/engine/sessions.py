@@ -7,12 +7,14 @@ names it, and the tokens are remembered here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvloom.core import Control
+
+from .request import Request
 
 __all__ = ["Sessions"]
 
@@ -31,6 +33,12 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def hear(self, requests: Iterable[Request]) -> None:
+        """Remember what was said in sessions by those that have ended. (Of images the tokens do not tell.)"""
+        for request in requests:
+            if request.finish is not None and request.control.session and request.sight is None:
+                self.heard(request.control.session, request.tokens, request.control)
 
     def heard(self, session: str, tokens: Sequence[int], control: Control) -> None:
         """A turn has ended: this is all that was said."""
