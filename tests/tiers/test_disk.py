@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -425,6 +426,27 @@ def test_a_hung_disk_costs_bounded_waits_bounded_memory_and_a_bounded_close(tmp_
         opened(tmp_path)  # the hung calls may still write there
     faults.release()
     assert all(transfer.wait_quiet(5) for transfer in reads + writes)
+
+
+def test_what_a_hung_disk_had_not_begun_when_it_was_closed_is_never_written(tmp_path: Path) -> None:
+    faults = Faults(calls=frozenset({"write"}))
+    tier = broken(tmp_path / "kv", faults, close_seconds=0.2)
+    put(tier, [0])
+    faults.hung = True
+    sources = [filled([number]) for number in range(1, 12)]
+    writes = [tier.write(objects([number]), source) for number, source in enumerate(sources, 1)]
+    tier.close()
+    quiet = [number for number, write in enumerate(writes, 1) if write.quiet]
+    assert quiet and all(write.failed for write in writes)
+    for number in quiet:
+        sources[number - 1].bytes[:] = 7  # it is the caller's again
+    faults.release()
+    assert all(write.wait_quiet(5) for write in writes)
+    assert tier._appender.close(5)
+    shutil.copytree(tmp_path / "kv", tmp_path / "copy")  # the lock stays with who hung
+    again = opened(tmp_path / "copy")
+    assert get(again, [0]).ok.all() and not again.lookup(objects(quiet)).any()
+    again.close()
 
 
 def test_cancelled_reads_that_had_not_begun_touch_nothing(tmp_path: Path) -> None:
