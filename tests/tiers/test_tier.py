@@ -81,7 +81,8 @@ def test_nobody_enters_a_transfer_whose_outcomes_are_all_told() -> None:
     transfer = Transfer(2, Tally(), "read", 100)
     assert transfer.enter()
     transfer.settle_rest(Outcome.FAILED, "closed")
-    assert not transfer.enter() and not transfer.quiet
+    assert not transfer.enter()
+    assert not transfer.quiet
     transfer.leave()
     assert transfer.quiet
 

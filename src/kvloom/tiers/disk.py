@@ -100,8 +100,10 @@ class DiskTier(Tier):
                 self._files,
                 ShelfConfig(config.capacity, config.segment, config.direct, config.evict, config.carry),
             )
-        except OSError as error:
+        except BaseException as error:
             self._unlock()
+            if not isinstance(error, OSError):
+                raise
             raise TierError(f"the disk tier cannot read {self._path}: {error.strerror or error}") from error
         self._tally = Tally()
         self._closed = False
