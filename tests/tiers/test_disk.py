@@ -191,6 +191,70 @@ def test_what_is_dropped_while_it_is_carried_over_stays_dropped(tmp_path: Path) 
     tier.close()
 
 
+class Dying(Files):
+    """A process that is killed in the middle of a call of its appending thread, once it is told to."""
+
+    def __init__(self, directory: int, fatal: threading.Event) -> None:
+        super().__init__(directory)
+        self.fatal, self.dead = fatal, False
+
+    def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
+        self.last_words()
+        if self.fatal.is_set():
+            self.dead = True
+            super().write(fd, [pieces[0], memoryview(pieces[1])[:4096]], offset)
+        self.last_words()
+        super().write(fd, pieces, offset)
+
+    def truncate(self, fd: int, size: int) -> None:
+        self.last_words()
+        super().truncate(fd, size)
+
+    def remove(self, name: str) -> None:
+        self.last_words()
+        super().remove(name)
+
+    def last_words(self) -> None:
+        if self.dead:
+            raise OSError(errno.EIO, "dead")
+
+
+def test_a_copy_that_was_not_finished_does_not_hide_the_one_that_was_acknowledged(tmp_path: Path) -> None:
+    fatal = threading.Event()
+
+    class Carrying(Dying):
+        def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
+            if threading.current_thread().name == "kvloom-disk-append":
+                self.fatal.set()
+            return super().read(fd, into, offset)
+
+    config = DiskConfig(tmp_path, 4 * MIB, MIB, durable="process", evict="oldest")
+    tier = DiskTier(config, lambda directory: Carrying(directory, fatal))
+    put(tier, [0])
+    assert get(tier, [0]).ok.all()
+    put(tier, range(1, 60))
+    assert fatal.is_set()
+    tier.close()
+    tier = opened(tmp_path, capacity=8 * MIB)
+    assert get(tier, [0]).ok.all()
+    tier.close()
+
+
+def test_a_page_that_was_not_finished_is_written_anew(tmp_path: Path) -> None:
+    fatal = threading.Event()
+    config = DiskConfig(tmp_path, 4 * MIB, MIB)
+    tier = DiskTier(config, lambda directory: Dying(directory, fatal))
+    put(tier, [0])
+    fatal.set()
+    assert put(tier, [1]).failed
+    tier.close()
+    tier = opened(tmp_path)
+    assert tier.lookup(objects([0, 1])).all()  # for all that its head says
+    assert put(tier, [0, 1]).ok.all()
+    assert get(tier, [0, 1]).ok.all()
+    tier.close()
+
+
 def test_small_pages_fit_small_segments(tmp_path: Path) -> None:
     form = Form("bf16", "LKTHD", 512, 512)
     tier = opened(tmp_path, capacity=2 * MIB, segment_bytes=128 << 10)

@@ -193,7 +193,9 @@ class DiskTier(Tier):
                 len(objects), self._tally, "write", Outcome.FAILED, "the disk tier is closed"
             )
         transfer = Transfer(len(objects), self._tally, "write", size)
-        here = self.lookup(objects)
+        with self._shelf.lock:
+            get = self._shelf.index.get
+            here = np.array([(record := get(key)) is not None and record.sure for key in objects.keys], bool)
         transfer.settle(np.flatnonzero(here), Outcome.OK)
         wanted = np.flatnonzero(~here)
         room = max(0, self._config.pending_bytes - self._appender.pending) // size

@@ -18,9 +18,9 @@ from typing import Literal
 from .dropped import Dropped, Gone
 from .files import BLOCK, Files, aligned_bytes
 from .owners import Owner, Owners
+from .recovery import recover
 from .segment import Frame, Record, Segment
 from .shares import Shares
-from .transfer import Outcome
 
 __all__ = ["Shelf", "ShelfConfig"]
 
@@ -322,6 +322,7 @@ class Shelf:
                 key, found = now.head.key, self.index.get(now.head.key)
                 if found is before:
                     before.segment.keys.discard(key)
+                    now.sure = before.sure
                     self.index[key] = now  # used 0 times: again, to be carried again
                     now.segment.keys.add(key)
                 elif found is None:
@@ -333,42 +334,25 @@ class Shelf:
 
     def _recover(self) -> None:
         dead = self._dropped.read()
-        stems = [name[:-4] for name in self._files.names() if name.endswith(".seg")]
-        numbers = sorted(
-            int(s) for s in stems if s.isascii() and s.isdigit() and Segment.file_name(int(s)) == f"{s}.seg"
-        )
+        found = recover(self._files, self._config.direct, dead, self._segments, self.notes)
+        self._foreign = found.foreign
         # No number twice, nor one that the list of what was dropped still names: what is written there would count as dropped.
-        self._next = self._ticks = 1 + max([-1, *numbers, *(number for number, _ in dead.values())])
-        still: set[bytes] = set()  # dropped, and on the disk all the same
-        unread: set[int] = set()  # nobody knows what else they have
-        for number in numbers:
-            try:
-                segment = Segment.open(self._files, number, self._config.direct)
-            except OSError as error:
-                self._leave_alone(number, f"segments cannot be read: {error.strerror}")
-                continue
-            if segment is Outcome.VERSION:
-                self._leave_alone(
-                    number, "segments of another version are there: not read, the first to leave"
-                )
-            elif isinstance(segment, Outcome):  # begun, and never finished; or damaged
-                self._files.remove(Segment.file_name(number))
-            else:
-                self._segments[number] = segment
-                if not self._index(segment, dead, still):
-                    unread.add(number)
+        self._next = self._ticks = 1 + max([-1, *found.numbers, *(number for number, _ in dead.values())])
+        for record in found.records:
+            if record.sure or record.head.key not in self.index:
+                self.publish([record])
         everybody = self._owners.everybody
         self._reopen_last(everybody)
         for number, segment in list(self._segments.items()):
             if segment is everybody.current:
                 continue
-            if not segment.keys and number not in unread:
+            if not segment.keys and number not in found.unread:
                 del self._segments[number]
                 self._remove(segment)
             else:
                 segment.seal()
-        alive = {key: place for key, place in dead.items() if key in still}
-        if len(alive) < len(dead) and not unread and not self._foreign:
+        alive = {key: place for key, place in dead.items() if key in found.still}
+        if len(alive) < len(dead) and not found.unread and not self._foreign:
             self._dropped.rewrite(alive)
         self._make_room(everybody, carry=False)
 
@@ -383,22 +367,3 @@ class Shelf:
             last.seal()  # a full disk: it can still be read
         else:
             owner.current = last
-
-    def _leave_alone(self, number: int, why: str) -> None:
-        self.notes[why] = None
-        self._foreign[number] = self._files.size_of(Segment.file_name(number))
-
-    def _index(self, segment: Segment, dead: dict[bytes, tuple[int, int]], still: set[bytes]) -> bool:
-        """Its records are found from here on; whether all of it could be read."""
-        try:
-            for record in segment.records():
-                key = record.head.key
-                if (segment.number, record.offset) > dead.get(key, (-1, -1)):
-                    self.publish([record])
-                else:
-                    still.add(key)
-        except OSError as error:  # a bad spot: what came before it is served, and nothing is cut off
-            self.notes[f"a segment can be read in part only: {error.strerror}"] = None
-            segment.end = segment.size
-            return False
-        return True
