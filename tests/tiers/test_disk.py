@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,7 +21,19 @@ from kvloom.tiers.faulty import Faults, FaultyFiles
 from kvloom.tiers.files import Files
 from kvloom.tiers.segment import Record
 
-from .conformance import FORM, PAGE, Harness, TierConformance, filled, get, memory, never_wrong, objects, put
+from .conformance import (
+    FORM,
+    PAGE,
+    Harness,
+    TierConformance,
+    filled,
+    get,
+    memory,
+    never_wrong,
+    objects,
+    open_files,
+    put,
+)
 
 MIB = 1 << 20
 
@@ -135,6 +148,121 @@ def test_what_was_dropped_stays_dropped_after_a_restart_and_can_come_again(tmp_p
         tier.close()
 
 
+def test_what_is_written_again_after_it_was_dropped_twice_is_there_after_restarts(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    put(tier, [*range(1, 12), 0])
+    tier.drop(objects([0]))
+    put(tier, [*range(20, 34), 0])  # its second copy is far behind in the next segment …
+    tier.drop(objects([0, *range(20, 34)]))  # … which is empty then, and leaves
+    tier.close()
+    opened(tmp_path).close()
+    tier = opened(tmp_path)
+    assert put(tier, [0]).ok.all()
+    tier.close()
+    tier = opened(tmp_path)
+    assert get(tier, [0]).ok.all()
+    tier.close()
+
+
+def test_what_is_dropped_while_it_is_carried_over_stays_dropped(tmp_path: Path) -> None:
+    carrying, go_on = threading.Event(), threading.Event()
+
+    class Waiting(Files):
+        def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
+            if threading.current_thread().name == "kvloom-disk-append":
+                carrying.set()
+                go_on.wait(10)
+            return super().read(fd, into, offset)
+
+    tier = DiskTier(DiskConfig(tmp_path, 4 * MIB, MIB, durable="process", evict="oldest"), Waiting)
+    put(tier, [0, 1])
+    assert get(tier, [0, 1]).ok.all()
+    numbers = range(2, 60)
+    source = filled(numbers)
+    writes = tier.write(objects(numbers), source)
+    assert carrying.wait(10)
+    assert tier.drop(objects([0])) == 1
+    go_on.set()
+    assert writes.wait(10)
+    assert tier.lookup(objects([0, 1])).tolist() == [False, True]
+    tier.close()
+    tier = opened(tmp_path, capacity=4 * MIB)
+    assert tier.lookup(objects([0, 1])).tolist() == [False, True]
+    tier.close()
+
+
+class Dying(Files):
+    """A process that is killed in the middle of a call of its appending thread, once it is told to."""
+
+    def __init__(self, directory: int, fatal: threading.Event) -> None:
+        super().__init__(directory)
+        self.fatal, self.dead = fatal, False
+
+    def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
+        self.last_words()
+        if self.fatal.is_set():
+            self.dead = True
+            super().write(fd, [pieces[0], memoryview(pieces[1])[:4096]], offset)
+        self.last_words()
+        super().write(fd, pieces, offset)
+
+    def truncate(self, fd: int, size: int) -> None:
+        self.last_words()
+        super().truncate(fd, size)
+
+    def remove(self, name: str) -> None:
+        self.last_words()
+        super().remove(name)
+
+    def last_words(self) -> None:
+        if self.dead:
+            raise OSError(errno.EIO, "dead")
+
+
+def test_a_copy_that_was_not_finished_does_not_hide_the_one_that_was_acknowledged(tmp_path: Path) -> None:
+    fatal = threading.Event()
+
+    class Carrying(Dying):
+        def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
+            if threading.current_thread().name == "kvloom-disk-append":
+                self.fatal.set()
+            return super().read(fd, into, offset)
+
+    config = DiskConfig(tmp_path, 4 * MIB, MIB, durable="process", evict="oldest")
+    tier = DiskTier(config, lambda directory: Carrying(directory, fatal))
+    put(tier, [0])
+    assert get(tier, [0]).ok.all()
+    put(tier, range(1, 60))
+    assert fatal.is_set()
+    tier.close()
+    tier = opened(tmp_path, capacity=8 * MIB)
+    assert get(tier, [0]).ok.all()
+    tier.close()
+
+
+def test_a_page_that_was_not_finished_is_written_anew(tmp_path: Path) -> None:
+    fatal = threading.Event()
+    config = DiskConfig(tmp_path, 4 * MIB, MIB)
+    tier = DiskTier(config, lambda directory: Dying(directory, fatal))
+    put(tier, [0])
+    fatal.set()
+    assert put(tier, [1]).failed
+    tier.close()
+    tier = opened(tmp_path)
+    assert tier.lookup(objects([0, 1])).all()  # for all that its head says
+    assert put(tier, [0, 1]).ok.all()
+    assert get(tier, [0, 1]).ok.all()
+    tier.close()
+
+
+def test_small_pages_fit_small_segments(tmp_path: Path) -> None:
+    form = Form("bf16", "LKTHD", 512, 512)
+    tier = opened(tmp_path, capacity=2 * MIB, segment_bytes=128 << 10)
+    assert put(tier, range(200), form).ok.all()
+    assert get(tier, range(200), form).ok.all()
+    tier.close()
+
+
 def test_compression_saves_room(tmp_path: Path) -> None:
     for compression in ("none", "lz4"):
         tier = opened(tmp_path / compression, compression=compression)
@@ -171,6 +299,48 @@ def test_a_damaged_frame_header_costs_its_frame_alone(tmp_path: Path) -> None:
     DiskHarness.overwrite(path, place.offset - 4096 + 60, b"\xff\xff")
     tier = opened(tmp_path)
     assert get(tier, range(5)).ok.tolist() == [True, True, False, True, True]
+    tier.close()
+
+
+def test_a_segment_that_cannot_be_read_now_is_there_when_it_can(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    put(tier, range(60))
+    tier.drop(objects([20]))
+    tier.close()
+    bad = (tmp_path / f"{1:012d}.seg").stat().st_ino
+
+    class Failing(Files):
+        def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
+            if offset and os.fstat(fd).st_ino == bad:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().read(fd, into, offset)
+
+    tier = DiskTier(DiskConfig(tmp_path, 8 * MIB, MIB), Failing)
+    assert 0 < tier.stats().objects < 59
+    assert tier.stats().notes
+    tier.close()
+    tier = opened(tmp_path)
+    found = tier.lookup(objects(range(60)))
+    assert found.sum() == 59
+    assert not found[20]
+    tier.close()
+
+
+def test_an_opening_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    put(tier, range(60))
+    tier.drop(objects(range(15)))  # a segment that is to leave
+    tier.close()
+
+    class Failing(Files):
+        def remove(self, name: str) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(TierError, match="cannot read"):
+        DiskTier(DiskConfig(tmp_path, 8 * MIB, MIB), Failing)
+    assert not open_files(str(tmp_path))
+    tier = opened(tmp_path)
+    assert get(tier, range(15, 60)).ok.all()
     tier.close()
 
 
@@ -425,6 +595,29 @@ def test_a_hung_disk_costs_bounded_waits_bounded_memory_and_a_bounded_close(tmp_
         opened(tmp_path)  # the hung calls may still write there
     faults.release()
     assert all(transfer.wait_quiet(5) for transfer in reads + writes)
+
+
+def test_what_a_hung_disk_had_not_begun_when_it_was_closed_is_never_written(tmp_path: Path) -> None:
+    faults = Faults(calls=frozenset({"write"}))
+    tier = broken(tmp_path / "kv", faults, close_seconds=0.2)
+    put(tier, [0])
+    faults.hung = True
+    sources = [filled([number]) for number in range(1, 12)]
+    writes = [tier.write(objects([number]), source) for number, source in enumerate(sources, 1)]
+    tier.close()
+    quiet = [number for number, write in enumerate(writes, 1) if write.quiet]
+    assert quiet
+    assert all(write.failed for write in writes)
+    for number in quiet:
+        sources[number - 1].bytes[:] = 7  # it is the caller's again
+    faults.release()
+    assert all(write.wait_quiet(5) for write in writes)
+    assert tier._appender.close(5)
+    shutil.copytree(tmp_path / "kv", tmp_path / "copy")  # the lock stays with who hung
+    again = opened(tmp_path / "copy")
+    assert get(again, [0]).ok.all()
+    assert not again.lookup(objects(quiet)).any()
+    again.close()
 
 
 def test_cancelled_reads_that_had_not_begun_touch_nothing(tmp_path: Path) -> None:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Outcome, Ranges
-from kvloom.tiers.faulty import Faults, FaultyTier
+from kvloom.tiers import (
+    DiskConfig,
+    DiskTier,
+    Form,
+    HostConfig,
+    HostTier,
+    Objects,
+    Outcome,
+    Ranges,
+    Transfer,
+    lossy,
+)
+from kvloom.tiers.faulty import Faults, FaultyFiles, FaultyTier
 from kvloom.tiers.lossy import Coding, LossyTier, _fp8_values, _to_fp8, decode, encode, lossy_form
+from kvloom.tiers.transfer import Tally
 
 from .conformance import name
 
@@ -137,6 +151,45 @@ def test_what_goes_wrong_below_is_passed_on() -> None:
     assert transfer.results.tolist() == [Outcome.FAILED]
     assert tier.stats().reads["failed"] == 1
     tier.close()
+
+
+def test_what_comes_after_it_was_given_up_does_not_pass_for_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lossy, "_WAIT_SECONDS", 0.05)
+    exact = Form("fp32", "LKTHD", 65536, 16384)
+    wanted = Objects([bytes([n]) * 16 for n in range(2)], 0, replace(exact, exact=False))
+    inner, transfers = HostTier(HostConfig(8 << 20)), list[Transfer]()
+
+    def read(asked: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
+        transfers.append(Transfer(len(asked), Tally(), "read", 1))
+        transfers[0].settle([0], Outcome.OK)
+        return transfers[0]
+
+    def decode(*args: Any) -> None:
+        transfers[0].settle([1], Outcome.OK)  # it comes, too late to be decoded
+
+    monkeypatch.setattr(inner, "read", read)
+    monkeypatch.setattr(lossy, "decode", decode)
+    tier = LossyTier(inner, "int8")
+    transfer = tier.read(wanted, Ranges(np.zeros(2 * 65536, np.uint8), np.arange(2) * 65536))
+    assert transfer.wait(5)
+    assert transfer.results.tolist() == [Outcome.OK, Outcome.LATE]
+    tier.close()
+
+
+def test_a_tier_that_hangs_is_closed_in_bounded_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(lossy, "_CLOSE_SECONDS", 0.1)
+    faults = Faults()
+    config = DiskConfig(tmp_path, 8 << 20, 1 << 20, close_seconds=0.1)
+    tier = LossyTier(DiskTier(config, lambda directory: FaultyFiles(directory, faults)), "int8")
+    faults.hung = True
+    form = Form("fp32", "LKTHD", 65536, 16384)
+    transfer = tier.write(Objects([bytes(16)], 0, form), Ranges(np.zeros(65536, np.uint8), [0]))
+    began = time.monotonic()
+    tier.close()
+    assert time.monotonic() - began < 5
+    assert transfer.wait(5)
+    assert transfer.failed
+    faults.release()
 
 
 def test_pages_that_cannot_be_re_encoded_are_refused() -> None:

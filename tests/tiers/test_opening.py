@@ -40,6 +40,12 @@ def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:
         ("disk:/x:lots", "tier 'disk:/x:lots': size 'lots' is not understood"),
         ("nixl:///x?capacity=1GiB&backend=TAPE", "backend='TAPE' is none of"),
         ("peer://127.0.0.1", "write peer://host:port"),
+        ("host:999999999TiB", "size '999999999TiB' is more than any machine has"),
+        ("peer://127.0.0.1:1?timeout=nan", "tier 'peer://127.0.0.1:1.*timeout=nan is no number of seconds"),
+        ("redis://127.0.0.1?capacity=1GiB&timeout=inf", "timeout=inf is no number of seconds"),
+        ("redis://127.0.0.1?capacity=1GiB&readers=0", "tier 'redis://127.0.0.1.*readers=0 must be positive"),
+        ("redis://there:many?capacity=1GiB", "redis://there:many.*Port could not be cast"),
+        ("peer://[::1:7373", r"tier 'peer://\[::1:7373': "),
         ("host:1GiB?write=never", "write='never' is none of through, second-use, back"),
     ],
 )
@@ -48,6 +54,22 @@ def test_what_makes_no_sense_is_refused_with_the_value_and_the_way_out(text: str
         open_place(text)
     with pytest.raises(ValueError, match=said):
         check_tiers([text])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "reddis://me:word@there?capacity=1GiB",
+        "redis://me:word@there?capacity=1GiB&write=never",
+        "redis://me:half@word@there?capacity=1GiB&speed=9",
+        "redis://me:word@there:x?capacity=1GiB",
+        "redis://me:word@[there?capacity=1GiB",
+    ],
+)
+def test_what_is_refused_is_told_without_its_password(text: str) -> None:
+    with pytest.raises(ValueError, match="//…@") as told:
+        check_tiers([text])
+    assert "word" not in str(told.value)
 
 
 def test_texts_are_checked_and_nothing_is_opened(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import os
 import signal
@@ -26,7 +27,7 @@ from kvloom.tiers.shared import SharedMemory, map_shared
 from kvloom.tiers.tier import KEY_BYTES, Objects
 from kvloom.tiers.wire import WIRE_VERSION, Channel, Message, PeerError, Verb, greet
 
-from .conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, objects, put
+from .conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, objects, open_files, put
 from .servers import running, stopped
 from .test_host import HostHarness
 
@@ -358,3 +359,13 @@ def test_memory_that_is_offered_to_read_cannot_be_written_by_others() -> None:
     assert bytes(mapped[:8]) == b"minemore"
     with Path(offered.path).open("r+b") as file, pytest.raises(PermissionError):
         mmap.mmap(file.fileno(), offered.size)
+
+
+def test_shared_memory_goes_with_who_shared_it() -> None:
+    shared = SharedMemory(1 << 20)
+    tier, token = HostTier(HostConfig(1 << 20, 1 << 20), shared.buffer), shared.token
+    assert open_files(token)
+    tier.close()
+    del shared, tier
+    gc.collect()
+    assert not open_files(token)

@@ -77,6 +77,16 @@ def test_a_transfer_is_done_when_every_object_has_its_outcome() -> None:
     assert "corrupt" in repr(transfer)
 
 
+def test_nobody_enters_a_transfer_whose_outcomes_are_all_told() -> None:
+    transfer = Transfer(2, Tally(), "read", 100)
+    assert transfer.enter()
+    transfer.settle_rest(Outcome.FAILED, "closed")
+    assert not transfer.enter()
+    assert not transfer.quiet
+    transfer.leave()
+    assert transfer.quiet
+
+
 def test_nobody_enters_a_cancelled_transfer() -> None:
     transfer = Transfer(2, Tally(), "write", 1)
     assert transfer.enter()

@@ -18,6 +18,8 @@ def parse_size(text: str) -> int:
     size = int(float(match[1]) * (1000 if suffix == "b" and unit else 1024) ** _POWERS[unit])
     if size <= 0:
         raise ValueError(f"size {text!r} is nothing; write it like 80GiB")
+    if size >= 1 << 63:
+        raise ValueError(f"size {text!r} is more than any machine has; write it like 80GiB")
     return size
 
 

@@ -107,7 +107,7 @@ class Appender:
             if not isinstance(job, _Write):
                 self._sealed.put(job)
                 continue
-            page = job.objects.form.page_bytes
+            page = aligned(job.objects.form.page_bytes)
             most = min(_FRAME_BYTES, self._shelf.segment_bytes_for(job.objects.tenant) // 4) // page
             at, step = 0, max(1, min(_FIRST_BYTES // page, most, _FRAME_RECORDS))
             while at < len(job.which):

@@ -100,8 +100,10 @@ class DiskTier(Tier):
                 self._files,
                 ShelfConfig(config.capacity, config.segment, config.direct, config.evict, config.carry),
             )
-        except OSError as error:
+        except BaseException as error:
             self._unlock()
+            if not isinstance(error, OSError):
+                raise
             raise TierError(f"the disk tier cannot read {self._path}: {error.strerror or error}") from error
         self._tally = Tally()
         self._closed = False
@@ -191,7 +193,9 @@ class DiskTier(Tier):
                 len(objects), self._tally, "write", Outcome.FAILED, "the disk tier is closed"
             )
         transfer = Transfer(len(objects), self._tally, "write", size)
-        here = self.lookup(objects)
+        with self._shelf.lock:
+            get = self._shelf.index.get
+            here = np.array([(record := get(key)) is not None and record.sure for key in objects.keys], bool)
         transfer.settle(np.flatnonzero(here), Outcome.OK)
         wanted = np.flatnonzero(~here)
         room = max(0, self._config.pending_bytes - self._appender.pending) // size

@@ -145,6 +145,8 @@ class Fetcher:
             with self._lock:
                 if not job.count.came():
                     return
+        if len(good) == len(items):
+            job.read_well([record for _, record, _ in items])
         job.call.transfer.settle(good, Outcome.OK)  # together: one by one costs as much as the checksums
 
     def _sort_out(self, job: _Job, piece: _Piece, came: int, sums: bytes, wanted: slice) -> list[int]:
@@ -172,6 +174,7 @@ class Fetcher:
             body = room[low - base : max(low - base, min(got, high - base))]
             outcome = unseal(head, body, first, pages[at + start : at + stop], tools.codec, job.call.tenant)
             if outcome == Outcome.OK:
+                job.read_well([record])
                 job.call.transfer.settle(index, outcome)
             else:
                 self._bad(job, index, record, outcome)
@@ -207,10 +210,10 @@ class _Count:
 class _Call:
     """What the jobs of one `submit` share."""
 
-    __slots__ = ("_aligned", "starts", "tenant", "transfer", "view")
+    __slots__ = ("_aligned", "part", "starts", "tenant", "transfer", "view")
 
     def __init__(self, transfer: Transfer, into: Ranges, part: tuple[int, int], tenant: str) -> None:
-        self.transfer, self.tenant = transfer, tenant
+        self.transfer, self.part, self.tenant = transfer, part, tenant
         self.view, self.starts = into.view, into.starts.tolist()
         blocks = not (part[0] % BLOCK or part[1] % BLOCK)
         self._aligned = blocks and not ((into.starts + into.address) % BLOCK).any()
@@ -229,6 +232,13 @@ class _Job:
     found: list[tuple[int, Record]]
     part: tuple[int, int]
     count: _Count | None = None
+
+    def read_well(self, records: list[Record]) -> None:
+        """All reads of them were good: of whole pages they are sure."""
+        size = self.call.part[1] - self.call.part[0]
+        for record in records:
+            if not record.sure:
+                record.sure = size == record.head.runs * record.head.run_bytes
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ Coding = Literal["int8", "fp8"]
 BLOCK_VALUES = 64
 _WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
 _FP8_MOST = 448.0
-_WAIT_SECONDS = 60.0
+_WAIT_SECONDS, _CLOSE_SECONDS = 60.0, 10.0
 Floats = npt.NDArray[np.float32]
 
 
@@ -175,7 +175,8 @@ class LossyTier(Tier):
             size = kept.form.page_bytes
             room = aligned_bytes(size * len(objects))
             came = self._inner.read(kept, Ranges(room, np.arange(len(objects)) * size), part_kept)
-            came.wait_quiet(_WAIT_SECONDS)
+            came.wait(_WAIT_SECONDS)
+            came.cancel()  # what has not come by now counts as late; what comes all the same is not decoded
             for index in np.flatnonzero(came.ok).tolist():
                 at, page = int(into.starts[index]), room[index * size : (index + 1) * size]
                 for number in range(start // run, stop // run):
@@ -207,7 +208,8 @@ class LossyTier(Tier):
                     run = source.view[at + number * form.run_bytes : at + (number + 1) * form.run_bytes]
                     encode(run, form.dtype, self.coding, page[number * small : (number + 1) * small])
             kept_transfer = self._inner.write(kept, Ranges(room, np.arange(len(objects)) * size))
-            kept_transfer.wait_quiet(_WAIT_SECONDS)
+            kept_transfer.wait(_WAIT_SECONDS)
+            kept_transfer.cancel()
             self._pass_on(kept_transfer, transfer)
 
         return self._later(transfer, work)
@@ -228,7 +230,6 @@ class LossyTier(Tier):
 
     @staticmethod
     def _pass_on(inner: Transfer, outer: Transfer) -> None:
-        inner.cancel()  # what has not come by now counts as late
         for outcome in np.unique(inner.results).tolist():
             outer.settle(np.flatnonzero(inner.results == outcome), Outcome(outcome), inner.reason)
 
@@ -242,5 +243,5 @@ class LossyTier(Tier):
 
     def close(self) -> None:
         self._closed = True
-        self._workers.close(_WAIT_SECONDS)
-        self._inner.close()
+        self._workers.close(_CLOSE_SECONDS)
+        self._inner.close()  # who still waits for it hears of that

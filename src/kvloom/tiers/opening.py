@@ -65,7 +65,7 @@ def scheme_of(text: str) -> str:
     scheme, colon, _ = text.partition(":")
     if not colon or scheme not in SCHEMES:
         raise ValueError(
-            f"tier {text!r} is of no known kind; write it like host:64GiB or disk:/path:1TiB, or begin it with one of: "
+            f"tier {hidden(text)!r} is of no known kind; write it like host:64GiB or disk:/path:1TiB, or begin it with one of: "
             + ", ".join(SCHEMES)
         )
     return scheme
@@ -98,9 +98,14 @@ def check_tiers(texts: Iterable[str]) -> None:
         raise ValueError(f"{hosts} host tiers were asked for: there is one host memory, so give one")
 
 
+def hidden(text: str) -> str:
+    """A text without what is secret."""
+    return re.sub(r"//[^?]*@", "//…@", text)
+
+
 def shown(text: str) -> str:
     """A text as it may be told: without options, and without what is secret."""
-    return re.sub(r"//[^/@]*@", "//…@", text.partition("?")[0])
+    return hidden(text.partition("?")[0])
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -138,7 +143,7 @@ def taken_write(text: str) -> tuple[str, Write]:
         own = scheme == "host" and HostText.read(text).share is None
         return text, "back" if own else "through"
     if found[1] not in WRITES:
-        raise ValueError(f"tier {text!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
+        raise ValueError(f"tier {hidden(text)!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
     return (text[: found.start()] + text[found.end() :]).rstrip("?&"), cast(Write, found[1])
 
 
@@ -224,7 +229,13 @@ def _from(module: str) -> Callable[[str], Opener]:
     """A store's own way to read its text, imported when it is asked for."""
 
     def read(text: str) -> Opener:
-        opener: Opener = import_module(f"kvloom.tiers.{module}").opener(text)
+        store = import_module(f"kvloom.tiers.{module}")
+        try:
+            opener: Opener = store.opener(text)
+        except ValueError as error:  # which of several, where it does not say so
+            if shown(text) in str(error):
+                raise
+            raise ValueError(f"tier {hidden(text)!r}: {error}") from None
         return opener
 
     return read

@@ -5,7 +5,6 @@ Every option is asked for once, and one that nobody asked for is an error: a mis
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any, get_args
 from urllib.parse import parse_qsl
@@ -14,6 +13,7 @@ from kvloom.core.sizes import parse_size
 
 from .codec import Compression
 from .disk import DiskConfig
+from .opening import hidden
 from .remote import RemoteConfig
 
 __all__ = ["Options"]
@@ -23,7 +23,7 @@ class Options:
     """`told` is the address without what is secret, for messages."""
 
     def __init__(self, address: str, query: str) -> None:
-        self.told = re.sub(r"//[^/@]*@", "//…@", address)
+        self.told = hidden(address)
         try:
             pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
         except ValueError as error:

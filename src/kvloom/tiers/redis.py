@@ -196,5 +196,5 @@ def opener(text: str) -> Callable[[], RemoteTier]:
             database = int(path.strip("/") or "0")
             address = replace(address, host=url.hostname, port=url.port or 6379, database=database)
     except ValueError as error:
-        raise ValueError(f"{address}: {error}; write redis://host:port/db?capacity=64GiB") from None
+        raise ValueError(f"{options.told}: {error}; write redis://host:port/db?capacity=64GiB") from None
     return partial(open_redis, address, options.remote())

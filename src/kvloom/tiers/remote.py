@@ -32,7 +32,7 @@ from .workers import Tools, Workers
 
 __all__ = ["Connection", "Job", "Link", "RemoteConfig", "RemoteTier", "StoreError", "Usage"]
 
-_MOST_BACKOFF = 10.0
+_MOST_BACKOFF, _MOST_TIMEOUT = 10.0, 86400
 _MOST_OBJECTS = 4096  # of one call
 
 
@@ -82,6 +82,8 @@ class RemoteConfig:
         for field in ("capacity", "readers", "writers", "timeout", "batch_bytes", "pending_bytes"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be positive")
+        if not self.timeout <= _MOST_TIMEOUT:
+            raise ValueError(f"timeout={self.timeout} is no number of seconds up to {_MOST_TIMEOUT}")
 
     @property
     def batch(self) -> int:

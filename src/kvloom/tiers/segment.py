@@ -45,11 +45,12 @@ def owner_of(tenant: str) -> bytes:
 class Record:
     """One object on the disk: its head is in memory, its body at `offset` of its segment."""
 
-    __slots__ = ("head", "offset", "segment", "used")
+    __slots__ = ("head", "offset", "segment", "sure", "used")
 
     def __init__(self, segment: Segment, offset: int, head: Head) -> None:
         self.segment, self.offset, self.head = segment, offset, head
         self.used = 0  # reads since it was written here
+        self.sure = True  # else a process may have ended while it was written
 
     @property
     def span(self) -> int:

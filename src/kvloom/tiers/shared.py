@@ -31,6 +31,7 @@ class SharedMemory:
         self.token = secrets.token_hex(16)
         self.size = size
         self._fd = os.memfd_create(f"kvloom-{self.token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self._fd)  # open, it would keep the memory, whoever let go of that
         os.ftruncate(self._fd, size)
         self.buffer = mmap.mmap(self._fd, size)
         if read_only:  # what is mapped stays as it is

@@ -18,9 +18,9 @@ from typing import Literal
 from .dropped import Dropped, Gone
 from .files import BLOCK, Files, aligned_bytes
 from .owners import Owner, Owners
+from .recovery import recover
 from .segment import Frame, Record, Segment
 from .shares import Shares
-from .transfer import Outcome
 
 __all__ = ["Shelf", "ShelfConfig"]
 
@@ -55,7 +55,11 @@ class Shelf:
         self._gave_way = False  # a segment left because the disk was full, and no new one could be made since
         self._ticks = 0
         self._next = 0
-        self._recover()
+        try:
+            self._recover()
+        except BaseException:
+            self._close_files()
+            raise
 
     # --- any thread
 
@@ -191,6 +195,10 @@ class Shelf:
                 segment.seal()
             except OSError as error:
                 self.notes[f"a segment could not be cut to its length: {error.strerror}"] = None
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for segment in self._segments.values():
             segment.removed = True  # from this process: who still reads closes it
             self.let_go(segment, 0)
 
@@ -288,7 +296,7 @@ class Shelf:
             used = [record for key in victim.keys if (record := self.index[key]).used]
         used.sort(key=lambda record: -record.used)
         left = whose.segment_bytes // 2
-        moved: list[Record] = []
+        moved: list[tuple[Record, Record]] = []
         try:
             for record in used:
                 left -= record.span
@@ -298,54 +306,53 @@ class Shelf:
                     break
                 if self._files.read(victim.fd, frame.bodies, record.offset) == record.span:
                     self._append(whose, current, frame)
-                    moved += frame.records()
+                    moved += zip([record], frame.records(), strict=True)
             self._unsure = self._sync()  # before the file goes that has them now
             if self._unsure is not None:
                 raise self._unsure
+            self._moved(moved)
         except OSError as error:
             self.notes[f"pages could not be carried over: {error.strerror}"] = None
-            return
-        self.publish(moved)
-        for record in moved:
-            record.used = 0  # it has to be used again to be carried again
+
+    def _moved(self, moved: Sequence[tuple[Record, Record]]) -> None:
+        """Each is found where it is now. What was dropped while it was carried stays dropped."""
+        gone = []
+        with self.lock:
+            for before, now in moved:
+                key, found = now.head.key, self.index.get(now.head.key)
+                if found is before:
+                    before.segment.keys.discard(key)
+                    now.sure = before.sure
+                    self.index[key] = now  # used 0 times: again, to be carried again
+                    now.segment.keys.add(key)
+                elif found is None:
+                    gone.append((key, now.segment.number, now.offset))
+        if gone:
+            self._dropped.add(gone)
 
     # --- opening
 
     def _recover(self) -> None:
         dead = self._dropped.read()
-        stems = [name[:-4] for name in self._files.names() if name.endswith(".seg")]
-        numbers = sorted(
-            int(s) for s in stems if s.isascii() and s.isdigit() and Segment.file_name(int(s)) == f"{s}.seg"
-        )
-        self._next = self._ticks = numbers[-1] + 1 if numbers else 0
-        still: set[bytes] = set()  # dropped, and on the disk all the same
-        for number in numbers:
-            try:
-                segment = Segment.open(self._files, number, self._config.direct)
-            except OSError as error:
-                self._leave_alone(number, f"segments cannot be read: {error.strerror}")
-                continue
-            if segment is Outcome.VERSION:
-                self._leave_alone(
-                    number, "segments of another version are there: not read, the first to leave"
-                )
-            elif isinstance(segment, Outcome):  # begun, and never finished; or damaged
-                self._files.remove(Segment.file_name(number))
-            else:
-                self._segments[number] = segment
-                self._index(segment, dead, still)
+        found = recover(self._files, self._config.direct, dead, self._segments, self.notes)
+        self._foreign = found.foreign
+        # No number twice, nor one that the list of what was dropped still names: what is written there would count as dropped.
+        self._next = self._ticks = 1 + max([-1, *found.numbers, *(number for number, _ in dead.values())])
+        for record in found.records:
+            if record.sure or record.head.key not in self.index:
+                self.publish([record])
         everybody = self._owners.everybody
         self._reopen_last(everybody)
         for number, segment in list(self._segments.items()):
             if segment is everybody.current:
                 continue
-            if not segment.keys:
+            if not segment.keys and number not in found.unread:
                 del self._segments[number]
                 self._remove(segment)
             else:
                 segment.seal()
-        alive = {key: place for key, place in dead.items() if key in still}
-        if len(alive) < len(dead):
+        alive = {key: place for key, place in dead.items() if key in found.still}
+        if len(alive) < len(dead) and not found.unread and not self._foreign:
             self._dropped.rewrite(alive)
         self._make_room(everybody, carry=False)
 
@@ -360,19 +367,3 @@ class Shelf:
             last.seal()  # a full disk: it can still be read
         else:
             owner.current = last
-
-    def _leave_alone(self, number: int, why: str) -> None:
-        self.notes[why] = None
-        self._foreign[number] = self._files.size_of(Segment.file_name(number))
-
-    def _index(self, segment: Segment, dead: dict[bytes, tuple[int, int]], still: set[bytes]) -> None:
-        try:
-            for record in segment.records():
-                key = record.head.key
-                if (segment.number, record.offset) > dead.get(key, (-1, -1)):
-                    self.publish([record])
-                else:
-                    still.add(key)
-        except OSError as error:  # a bad spot: what came before it is served, and nothing is cut off
-            self.notes[f"a segment can be read in part only: {error.strerror}"] = None
-            segment.end = segment.size

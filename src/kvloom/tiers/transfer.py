@@ -204,9 +204,9 @@ class Transfer:
     # --- the tier's side
 
     def enter(self) -> bool:
-        """The tier is about to touch ranges. False: it must not, the caller has gone."""
+        """The tier is about to touch ranges. False: it must not, the caller has gone, or every outcome is told already."""
         with self._changed:
-            if self._cancelled:
+            if self._cancelled or not self._left:
                 return False
             self._inside += 1
             return True
