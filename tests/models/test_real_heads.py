@@ -30,6 +30,10 @@ HEADS: dict[str, dict[str, Any]] = {
         "family": "gemma3_text", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
         "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "windows shorter than a block": {
+        "family": "gemma3_text", "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
 }  # fmt: skip
 SIZES = [(2500, 1, 64, 1300, 700), (300, 5, 64, 1, 1200)] if CUDA else [(90, 1, 16, 61, 3), (30, 5, 64, 1, 2)]
 """Tokens of each prompt in one step, and in the next."""
