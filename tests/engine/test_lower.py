@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvloom.core import Control, KVCache, Match, Prospect, Tenant
+from kvloom.core import Control, KVCache, Match, Prospect, Tenant, room
 from kvloom.engine import lower as lower_module
 from kvloom.engine.arena import HostPages
 from kvloom.engine.engine import Engine
@@ -446,6 +446,7 @@ class LateCopy:
 
 class LatePages(HostPages):
     rng = random.Random(0)
+    behind = True
 
     def wait(self, event: Any) -> None:
         event.synchronize()
@@ -463,6 +464,7 @@ def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
     family: str, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lower_module, "HostPages", LatePages)
+    monkeypatch.setattr(room, "AHEAD", 2)  # small as these pools are, pages leave ahead of need, too
     rng = random.Random(family)
     roots = drawn((family, "late roots"), 40, 33, 20)
     tails = drawn((family, "late"), *range(1, 25))

@@ -123,6 +123,11 @@ class HostPages:
             count = arena.numel() // stride
             self._rows[stride] = arena[: count * stride].view(count, stride)
 
+    @property
+    def behind(self) -> bool:
+        """Whether copies are made by a device, while the thread that asked for them goes on."""
+        return self._pool is None
+
     def close(self) -> None:
         """No copy is made any more; pinned memory is ordinary again."""
         unpin = _pinned.pop(int(self._arena.ctypes.data), None)

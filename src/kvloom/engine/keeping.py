@@ -110,8 +110,9 @@ class Keeping:
         return self.cache.room.evictions, self.cache.room.moves
 
     def make_ahead(self) -> None:
-        """Once a step, before its pages are reserved: where pages are copied when they leave, let some leave early."""
-        if "back" in self._writes:
+        """Once a step, before its pages are reserved: where pages are copied when they leave, and steps could come to wait for
+        that, let some leave early."""
+        if "back" in self._writes and self._pages.behind:
             self.cache.room.leave_ahead(self.cache.rows.open)
 
     def take(self) -> None:
