@@ -73,8 +73,7 @@ def test_logits_are_those_of_hugging_faces_own_attention(name: str) -> None:
 
 
 def _steps(engine: Engine) -> tuple[list[torch.Tensor], list[list[int]]]:
-    """Logits at the ends of both pieces and of the single tokens behind them, a row each, for every prompt; and their texts:
-    those of the singles alone are compared, and the end of the second piece."""
+    """For every prompt the logits after its second piece and after each single token, and its text."""
     draw, cache = np.random.default_rng(0), engine.cache
     texts = [draw.integers(3, 60, sum(sizes) + SINGLES).tolist() for sizes in zip(*SIZES, strict=True)]
     sequences = [cache.open(cache.match(np.array(text, np.int32))) for text in texts]
