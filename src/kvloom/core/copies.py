@@ -83,9 +83,9 @@ class Copies:
         they are made, whatever is decided meanwhile."""
         if not self._batches and not any(self._pending):
             return rows
-        plain = len(self._pending) == 1 and not self._batches
-        if plain and self._pending[0].keys().isdisjoint(rows.ravel().tolist()):
-            return rows  # so mostly: a few copies are to be made, and much leaves
+        if not self._batches and len(self._pending) == 1:
+            if self._pending[0].keys().isdisjoint(rows.ravel().tolist()):
+                return rows  # so mostly: a few copies are to be made, and much leaves
         now = rows.copy()
         for cls in columns.classes:
             stride, pending = self._slab_bytes // self._per_slab[cls], self._pending[cls]

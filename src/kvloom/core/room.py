@@ -118,10 +118,11 @@ class Room:
         now = self.clock.now() if slabs else 0.0
         while slabs and self._free_bytes() < part and (left := until - self.evicted_bytes) > 0:
             victim = self.accounts.victim(None, now)
-            if victim is None or victim.used <= victim.guaranteed:
+            if victim is None or victim.guaranteed >= victim.used > 0:
                 break
-            some = min(slabs, -(-left // self.slab_bytes))
-            if not self._evict_from(victim, self._fair(None, victim, some), now):
+            if not self._evict_from(
+                victim, self._fair(None, victim, min(slabs, -(-left // self.slab_bytes))), now
+            ):
                 break
             slabs = self.pool.lacking(needs)
 
