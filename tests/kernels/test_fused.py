@@ -73,6 +73,84 @@ def test_rotary_embeddings(heads: int, kv_heads: int, dim: int, dtype: torch.dty
     assert torch.equal(joined, before), "the arguments stay as they are"
 
 
+def heads_of(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k [1, heads, 5 tokens, dim] as they lie in rows that hold values, too."""
+    joined = 3 * randn(5, heads + 2 * kv_heads, dim, dtype=dtype)
+    return tuple(x.transpose(0, 1)[None] for x in joined.split((heads, kv_heads, kv_heads), 1)[:2])  # type: ignore[return-value]
+
+
+def two_norms(dim: int, form: fused.Norm, dtype: torch.dtype) -> tuple[fused.Normed, fused.Normed]:
+    q, k = (fused.Normed(randn(dim, seed=i, dtype=dtype), 1e-6, form) for i in (1, 2))
+    return q, k
+
+
+HEADS = [(4, 2, 64), (6, 2, 96), (16, 8, 128), (16, 8, 256), (1, 1, 64), (4, 1, 256), (5, 1, 80)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["llama", "gemma"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_norms_before_a_rotation_are_the_bits_of_norms_and_a_rotation(
+    heads: int, kv_heads: int, dim: int, form: fused.Norm, dtype: torch.dtype
+) -> None:
+    q, k = heads_of(heads, kv_heads, dim, dtype)
+    cos, sin = randn(5, 2, dim, seed=3, dtype=dtype)[None].unbind(2)  # side by side, as a table has them
+    norms = two_norms(dim, form, dtype)
+    before = q.clone(), k.clone()
+    apart = (
+        triton_fused.rms_norm(x, n.weight, n.eps, form == "gemma") for x, n in zip((q, k), norms, strict=True)
+    )
+    wanted = triton_fused.rotate(*apart, cos, sin)
+    for found, want in zip(triton_fused.rotate(q, k, cos, sin, norms), wanted, strict=True):
+        assert found.transpose(1, 2).is_contiguous()
+        assert torch.equal(found, want)
+    assert all(map(torch.equal, (q, k), before)), "the arguments stay as they are"
+    on_cpu = [fused.Normed(n.weight.cpu(), n.eps, form) for n in norms]
+    plain = fused.rotate(q.cpu(), k.cpu(), cos.cpu(), sin.cpu(), (on_cpu[0], on_cpu[1]))
+    for want, each in zip(wanted, plain, strict=True):
+        close(want, each.to(DEVICE), slack=32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["llama", "gemma"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_two_norms_in_one_launch_are_their_own_bits(
+    tokens: int, heads: int, kv_heads: int, dim: int, form: fused.Norm, dtype: torch.dtype
+) -> None:
+    joined = randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype)[:, : heads + kv_heads]
+    norms = two_norms(dim, form, dtype)
+    found = triton_fused.rms_norms(joined, heads, norms)
+    assert found.is_contiguous()
+    for x, norm, part in zip(
+        joined.split((heads, kv_heads), 1), norms, found.split((heads, kv_heads), 1), strict=True
+    ):
+        assert torch.equal(part, triton_fused.rms_norm(x, norm.weight, norm.eps, form == "gemma"))
+
+
+def test_norms_that_differ_in_more_than_their_weights_are_taken_one_by_one() -> None:
+    q, k = heads_of(4, 2, 64, torch.float32)
+    cos, sin = randn(1, 5, 64, seed=3), randn(1, 5, 64, seed=4)
+    norms = fused.Normed(randn(64, seed=1), 1e-2, "gemma"), fused.Normed(randn(64, seed=2), 1e-6)
+    wanted = fused.rotate(norms[0](q), norms[1](k), cos, sin)
+    found = fused.rotate(q, k, cos, sin, norms)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    rows = torch.cat((q, k), 1)[0].transpose(0, 1)
+    wanted_rows = torch.cat((norms[0](q), norms[1](k)), 1)[0].transpose(0, 1)
+    assert torch.equal(fused.rms_norms(rows, 4, norms), wanted_rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["llama", "gemma"])
+@pytest.mark.parametrize("dim", [768, 1000, 3840])
+def test_a_norm_of_a_sum_is_the_bits_of_a_norm(dim: int, form: fused.Norm, dtype: torch.dtype) -> None:
+    x, y = (randn(3, dim, seed=i, dtype=dtype) for i in range(2))
+    post, pre = two_norms(dim, form, dtype)
+    found = triton_fused.add_norm(x, y, post, pre)
+    assert found is not None
+    assert torch.equal(found, triton_fused.rms_norm(x, pre.weight, pre.eps, form == "gemma"))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("forms", [("llama", "llama"), ("gemma", "gemma"), ("llama", None)])
 def test_norms_that_are_added(forms: tuple[fused.Norm, fused.Norm | None], dtype: torch.dtype) -> None:

@@ -11,10 +11,11 @@ import torch
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
 from kvloom.kernels import cpu
+from kvloom.models import attending
 from kvloom.models.attending import Attention, Turning, fuse_attention
 from kvloom.models.attention import Pages, install
 from kvloom.models.batch import Stage, Work
-from kvloom.models.fusing import _project, fuse
+from kvloom.models.fusing import _norm, _project, fuse
 from kvloom.models.lean import Lean
 
 from .test_attention import tiny
@@ -88,14 +89,21 @@ def test_steps_of_single_tokens_take_the_short_way(
     assert sizes == ([2] * 4 * 5 if called else [])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "normed"),
+    [
+        ("llama", False), ("qwen2", False), ("qwen3", False), ("qwen3", True), ("gemma3_text", True), ("mistral", False),
+    ],
+)  # fmt: skip
 def test_single_tokens_to_be_replayed_are_turned_by_who_writes_them(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, normed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU's way, on a CPU: the same logits as a step that is laid out, and the same pages."""
     model = tiny(family)
     install(model)
     attentions = [module for module in model.modules() if hasattr(module, "q_proj")]
+    for module in model.modules() if normed else ():
+        module.is_fused = _norm(module)
     for module in attentions:
         assert _project(module)
         assert fuse_attention(module, Turning)
@@ -123,3 +131,59 @@ def test_single_tokens_to_be_replayed_are_turned_by_who_writes_them(
     assert len(turned) == len(attentions)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(engine.buffer.view(torch.float32), pool.view(torch.float32), equal_nan=True)
+
+
+class Cutting:
+    """Attends where it is asked to cut, into a place of its own."""
+
+    def __init__(self) -> None:
+        self.cuts = 0
+
+    def cut(self, call: Any, query: torch.Tensor, *new: Any) -> torch.Tensor:
+        self.cuts += 1
+        out = query.new_full((*query.shape[:2], new[-1]), torch.nan)
+        call(query, *new[:-1], out=out)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("family", "turned"), [("qwen3", True), ("qwen3_moe", True), ("gemma3_text", True), ("llama", False)]
+)
+@pytest.mark.parametrize("cut", [False, True])
+def test_prompts_are_turned_by_who_norms_them(
+    family: str, turned: bool, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's way, on a CPU: the bits that modules hand to pages themselves, and those that pages hold then."""
+    calls: list[int] = []
+    own = attending.turned
+    monkeypatch.setattr(
+        attending, "turned", lambda q, *rest, **named: (calls.append(q.shape[2]), own(q, *rest, **named))[1]
+    )
+    found = []
+    for way in (None, Turning):
+        model = tiny(family)
+        install(model)
+        for module in model.modules():
+            module.is_fused = _norm(module)
+        attentions = [module for module in model.modules() if hasattr(module, "q_proj")]
+        for module in attentions:
+            assert _project(module)
+            assert way is None or fuse_attention(module, way)
+            module.is_fused = True
+        calls.clear()
+        engine = Engine(model, 1 << 24)
+        engine.buffer.zero_()
+        works = []
+        for i, size in enumerate((40, 1, 17)):
+            prompt = np.arange(5 + i, 5 + i + size)
+            sequence = engine.cache.open(engine.cache.match(prompt.astype(np.int32)))
+            assert not sequence.extend(size)
+            works.append(Work(sequence, prompt))
+        batch = engine.runner.stage.lay_out(works, engine.runner.chosen)
+        cutter = Cutting() if cut else None
+        logits = engine.runner._forward(batch, None, cutter)
+        assert cutter is None or cutter.cuts == len(attentions)
+        assert calls == ([58] * len(attentions) if turned and way is Turning else [])
+        found.append((logits.clone(), engine.buffer.clone()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from kvloom.models.fusing import fuse
+from kvloom.models.fusing import _Norm, fuse
 
 from .test_attention import tiny
 
@@ -45,6 +46,67 @@ def test_layers_that_add_otherwise_stay_as_they_are() -> None:
     wanted = logits(model)
     assert fuse(model)["layers"] == 0
     torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_a_layer_is_handed_the_norm_that_it_begins_with(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(family)
+    fuse(model)
+    layers = [layer.forward for layer in model.model.layers]
+    assert all(one.after is other._pres[0] for one, other in pairwise(layers))
+    assert layers[-1].after is None
+    firsts = {id(layer._pres[0]): i for i, layer in enumerate(layers)}
+    begun: list[int] = []
+    own = _Norm.__call__
+
+    def called(self: _Norm, x: torch.Tensor) -> torch.Tensor:
+        begun.extend([firsts[id(self)]] if id(self) in firsts else [])
+        return own(self, x)
+
+    monkeypatch.setattr(_Norm, "__call__", called)
+    found = logits(model)
+    assert begun == [0], "the others were given theirs"
+    for layer in layers:
+        layer.after = None
+    begun.clear()
+    assert torch.equal(logits(model), found)
+    assert begun == [*range(len(layers))]
+
+
+def test_a_layer_norms_for_itself_what_is_not_what_the_last_one_left() -> None:
+    """New hidden states between layers; layers that are run in another order, or not at all."""
+    model, other = tiny("gemma3_text"), tiny("gemma3_text")
+    fuse(model)
+
+    def changed(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return given[0] * 1.5, *given[1:]
+
+    for each in (model, other):
+        each.model.layers[2].register_forward_pre_hook(changed)
+        order = [0, 1, 2, 4, 3, 5]
+        each.model.layers = torch.nn.ModuleList(each.model.layers[i] for i in order)
+        each.config.num_hidden_layers = len(order)
+    torch.testing.assert_close(logits(model), logits(other), rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_between_layers_may_change_hidden_states_in_place() -> None:
+    model, other = tiny("gemma3_text"), tiny("gemma3_text")
+    factor = [1.0]  # while layers are tried, nothing is changed
+
+    def before(_: Any, given: tuple[Any, ...]) -> None:
+        given[0].mul_(factor[0])
+
+    def behind(_: Any, given: tuple[Any, ...], out: torch.Tensor) -> None:
+        out.mul_(factor[0])
+
+    for each in (model, other):
+        each.model.layers[2].register_forward_pre_hook(before)
+        each.model.layers[4].register_forward_hook(behind)
+    fuse(model)
+    factor[0] = 1.5
+    handed = [layer.forward.after is not None for layer in model.model.layers]
+    assert handed == [True, False, True, True, False, True, False]
+    torch.testing.assert_close(logits(model), logits(other), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

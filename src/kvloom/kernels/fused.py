@@ -3,13 +3,14 @@
 They round where modeling code rounds, so that the results are the same bits. CPU tensors run in plain torch, which is the
 oracle, or natively (`cpu`); CUDA tensors in Triton. Knows no modules: `models/fusing.py` puts these in their places.
 
-| function   | takes                                             | gives                    |
-|------------|---------------------------------------------------|--------------------------|
-| `rms_norm` | x [..., dim], any strides but dense in dim        | the same shape, dense    |
-| `gated`    | x [tokens, 2 * dim]: gates, then what they gate   | [tokens, dim]            |
-| `add_norm` | x, y [..., dim], dense                            | x, to which y's norm is added; and its norm |
-| `linear`   | x [..., in], weight [out, in], what is added to   | [..., out]               |
-| `rotate`   | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both, turned; dense by token |
+| function    | takes                                             | gives                    |
+|-------------|---------------------------------------------------|--------------------------|
+| `rms_norm`  | x [..., dim], any strides but dense in dim        | the same shape, dense    |
+| `rms_norms` | x [tokens, heads, dim], two norms                 | the same shape, dense    |
+| `gated`     | x [tokens, 2 * dim]: gates, then what they gate   | [tokens, dim]            |
+| `add_norm`  | x, y [..., dim], dense                            | x, to which y's norm is added; and its norm |
+| `linear`    | x [..., in], weight [out, in], what is added to   | [..., out]               |
+| `rotate`    | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms), turned; dense by token |
 
 `linear` is a matrix product of torch's, but where a token is alone.
 """
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from . import cpu
 
-__all__ = ["Activation", "Norm", "Normed", "add_norm", "gated", "linear", "rms_norm", "rotate"]
+__all__ = ["Activation", "Norm", "Normed", "add_norm", "gated", "linear", "rms_norm", "rms_norms", "rotate"]
 
 Norm = Literal["llama", "gemma"]
 """How the weight comes in: `llama` rounds before multiplying by it, `gemma` multiplies by 1 + weight in float32."""
@@ -63,6 +64,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Norm = "ll
     if form == "gemma":
         return (wide * (1.0 + weight.float())).type_as(x)
     return weight * wide.to(x.dtype)
+
+
+def rms_norms(x: torch.Tensor, first: int, norms: tuple[Normed, Normed]) -> torch.Tensor:
+    """The `first` heads of x through one norm, the others through the other."""
+    if x.is_cuda and x.stride(-1) == 1 and _alike(norms, x):
+        from . import triton_fused
+
+        return triton_fused.rms_norms(x, first, norms)
+    return torch.cat((norms[0](x[:, :first]), norms[1](x[:, first:])), 1)
+
+
+def _alike(norms: tuple[Normed, Normed], x: torch.Tensor) -> bool:
+    """Whether one launch may take both."""
+    a, b = norms
+    return a.eps == b.eps and a.form == b.form and a.weight.shape == b.weight.shape == x.shape[-1:]
 
 
 def gated(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
@@ -122,18 +138,26 @@ def linear(
 
 
 def rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norms: tuple[Normed, Normed] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn q and k by angles given per token, each pair of dims half a head apart (`cos` and `sin` name every dim)."""
+    """Turn q and k by angles given per token, each pair of dims half a head apart (`cos` and `sin` name every dim); what
+    is turned are their norms, where those are given."""
     if cos.shape != sin.shape or cos.shape[-1] != q.shape[-1] or cos.shape[-2] != q.shape[-2]:
         raise ValueError(
             f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit q {tuple(q.shape)}: one angle for each "
             "token and dim"
         )
-    if q.is_cuda and q.stride(-1) == k.stride(-1) == 1 and q.shape[0] == 1:
+    launched = q.is_cuda and q.stride(-1) == k.stride(-1) == 1 and q.shape[0] == 1
+    if norms is not None and not (launched and _alike(norms, q)):
+        q, k, norms = norms[0](q), norms[1](k), None
+    if launched:
         from . import triton_fused
 
-        return triton_fused.rotate(q, k, cos, sin)
+        return triton_fused.rotate(q, k, cos, sin, norms)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
 

@@ -1,9 +1,10 @@
 """Attention modules of Hugging Face's as a few calls: one product for q, k and v, one rotation in place, then the pages.
 
 Part of `fusing`: on a CPU calling is what costs, and on a GPU every launch of a step of single tokens, where keys are turned on
-their way into pages, and queries with them. Nothing is known of families: a module is run on random input with
-pages that only look at what they are given, and one that gives them something else, or makes something else of what they
-give back, stays as it is.
+their way into pages, and queries with them, and every byte of a prompt, whose q and k are normed and turned in one launch
+(without norms there is nothing to save, and prompts go the module's own way). Nothing is known of families: a module is run on
+random input with pages that only look at what they are given, and one that gives them something else, or makes something
+else of what they give back, stays as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from kvloom.kernels import cpu
-from kvloom.kernels.fused import linear
+from kvloom.kernels.fused import Normed, linear, rms_norms, rotate as turned
 from kvloom.kernels.reference import Rotary, rotate
 
 from .attention import ATTENTION, IGNORED
@@ -28,9 +29,8 @@ Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class _Looking:
     """Stands for pages: keeps q, k and v as they are given, and gives back something that depends on q."""
 
-    replaying = True
-
-    def __init__(self) -> None:
+    def __init__(self, replaying: bool) -> None:
+        self.replaying = replaying
         self.given: Call | None = None
         self.how: tuple[Any, ...] = ()
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -120,22 +120,48 @@ class Attention:
 
 
 class Turning(Attention):
-    """The same on a GPU, where a step of single tokens is replayed: a launch that writes keys turns them and the queries."""
+    """The same on a GPU. Where a step of single tokens is replayed, a launch that writes keys turns them and the queries; in
+    other steps they are turned by the launch that norms them."""
+
+    def __init__(self, module: Any, *given: Any) -> None:
+        super().__init__(module, *given)
+        self._fused = all(
+            isinstance(normed, Normed) and normed.weight.shape == (self.dim,)
+            for normed in map(self._normed, self.norms)
+        )
+
+    @staticmethod
+    def _normed(norm: Any) -> Any:
+        """What a norm that was fused computes; its weight is looked up anew."""
+        return getattr(getattr(norm, "forward", None), "normed", None)
 
     def takes(self, pages: Any, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        plain = cos.shape[-1] == self.dim and cos.dim() == 3 and len(cos) == 1
-        return plain and pages.replaying and not torch.compiler.is_compiling()
+        plain = cos.shape == sin.shape and cos.shape[-1] == self.dim and cos.dim() == 3 and len(cos) == 1
+        return plain and (pages.replaying or self._fused) and not torch.compiler.is_compiling()
 
     def _attended(
         self, pages: Any, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         heads, kv, joined = self.heads, self.kv, self._joined(hidden)
         q, k, v = joined[:, :heads], joined[:, heads : heads + kv], joined[:, heads + kv :]
-        if self.norms[0] is not None:
+        norms = [self._normed(norm) for norm in self.norms] if self._fused else []
+        left = turns if pages.replaying else None
+        if norms and left is not None:
+            both = rms_norms(joined[:, : heads + kv], heads, (norms[0], norms[1]))
+            q, k = both[:, :heads], both[:, heads:]
+        elif norms:
+            done = turned(_packed(q), _packed(k), *turns, norms=(norms[0], norms[1]))
+            q, k = (x[0].transpose(0, 1) for x in done)
+        elif self.norms[0] is not None:
             q, k = (norm(x) for norm, x in zip(self.norms, (q, k), strict=True))  # type: ignore[misc]
-        new = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-        found: torch.Tensor = pages.attend(self.layer, q, *new, self.scale, None, None, 0, turns=turns)
+        new = _packed(k), _packed(v)
+        found: torch.Tensor = pages.attend(self.layer, q, *new, self.scale, None, None, 0, turns=left)
         return found
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, dim] as modeling code has it: [1, heads, tokens, dim]."""
+    return x.transpose(0, 1)[None]
 
 
 TAKEN = IGNORED | {"pages", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
@@ -175,9 +201,10 @@ def _taken(
     if wanted is None or wanted[0].how[2:] != (None, None, 0):
         return False
     lean = way(module, weight, bias, dim, wanted[0].how[1])
-    found = _look(lean, x, turns)
-    if found is None or not _same(found, wanted):
-        return False
+    for replaying in (True, False):
+        found = _look(lean, x, turns, replaying)
+        if found is None or not _same(found, wanted):
+            return False
     module.forward = lean
     return True
 
@@ -186,9 +213,12 @@ Seen = tuple[_Looking, torch.Tensor]
 
 
 def _look(
-    forward: Callable[..., Any], x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]
+    forward: Callable[..., Any],
+    x: torch.Tensor,
+    turns: tuple[torch.Tensor, torch.Tensor],
+    replaying: bool = True,
 ) -> Seen | None:
-    pages = _Looking()
+    pages = _Looking(replaying)
     try:
         out = forward(
             hidden_states=x,

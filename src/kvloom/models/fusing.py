@@ -9,7 +9,8 @@
 | rotary embeddings (`angles`)          | on a GPU, looked up in a table                            |
 | decoder layers of these               | residuals added where a product, or a norm after it, ends |
 | attention (`attending`)               | on a CPU one rotation in place, and fewer calls; on a GPU  |
-|                                       | single tokens are turned by the launch that writes them   |
+|                                       | single tokens are turned by the launch that writes them,  |
+|                                       | prompts by the one that norms q and k                     |
 | experts and their routers (`experts`) | two grouped matrix products, one launch for the choice    |
 
 Nothing is known of families: what a module computes is tried on random input first, and one that computes something else
@@ -22,6 +23,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,10 +45,9 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
     given are below `limit`; 0: nobody knows."""
     done: Counter[str] = Counter()
     with torch.no_grad():
-        for module in model.modules():
-            if getattr(module, "is_fused", False):
-                continue
-            for name, tried in TRIED.items():
+        fresh = [module for module in model.modules() if not getattr(module, "is_fused", False)]
+        for name, tried in TRIED.items():  # norms first: attention asks whether its own are fused
+            for module in fresh:
                 if tried(module):
                     module.is_fused = True
                     done[name] += 1
@@ -54,6 +55,9 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
             if not getattr(module, "is_fused", False) and _layer(module):
                 module.is_fused = True
                 done["layers"] += 1
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList):
+                _chain(module)
         for name in {type(module).__module__ for module in model.modules()}:
             done["rotary embeddings"] += _turn(sys.modules[name], model)
         like = next(model.parameters())[:1]
@@ -163,25 +167,50 @@ class _Output:
 
 class _Layer:
     """The forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. Where `posts` are given,
-    what is added is normed before."""
+    what is added is normed before, and the launch that adds last gives the norm `after` it, too, with which the next layer
+    begins: x itself carries that there, so that it lives no longer than x, and whatever else is handed on has none."""
 
     def __init__(
         self, module: Any, output: _Output, pres: tuple[_Norm, ...], posts: tuple[_Norm, ...]
     ) -> None:
         self._module, self._output, self._pres, self._posts = module, output, pres, posts
         self._mlp: _Gated = module.mlp.forward
+        self.after: _Norm | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         x, (first, second) = hidden_states, self._pres
         if self._posts:
-            y = self._module.self_attn(*more, hidden_states=first(x), **named)[0]
+            y = self._module.self_attn(*more, hidden_states=self._first(x), **named)[0]
             z = add_norm(x, y, self._posts[0].normed, second.normed)
             assert z is not None
-            add_norm(x, self._mlp(z), self._posts[1].normed)
+            after = None if torch.compiler.is_compiling() else self.after
+            z = add_norm(x, self._mlp(z), self._posts[1].normed, None if after is None else after.normed)
+            if after is not None:
+                vars(x)[NORMED] = after, z
             return x
         self._output.into = x
         self._module.self_attn(*more, hidden_states=first(x), **named)
         return self._mlp(second(x), into=x)
+
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            whose, z = vars(x).pop(NORMED, (None, None))
+            if whose is self._pres[0]:
+                return z  # type: ignore[no-any-return]
+        return self._pres[0](x)
+
+
+NORMED = "_kvloom_normed"
+"""Under which name hidden states carry a norm and what it makes of them."""
+
+
+def _chain(layers: nn.ModuleList) -> None:
+    """Tell layers with which norm the next one begins. Modeling code between such layers hands on what it was given, or
+    something new; hooks may do anything."""
+    for one, other in pairwise(layers):
+        here, there, hooks = one.forward, other.forward, (*one._forward_hooks, *other._forward_pre_hooks)
+        if isinstance(here, _Layer) and isinstance(there, _Layer) and here._posts and there._posts:
+            here.after = None if hooks else there._pres[0]
 
 
 PRES = ("input_layernorm", "post_attention_layernorm")

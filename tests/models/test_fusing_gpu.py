@@ -1,0 +1,99 @@
+"""Fewer launches give the bits of more, in bf16 on a GPU: norms that a rotation takes along, or the sum before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvloom.engine.engine import Engine
+from kvloom.kernels import triton_fused
+from kvloom.models.attending import Turning
+from kvloom.models.batch import Stage, Work
+from kvloom.models.fusing import _Layer
+
+from .zoo import config_of
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
+
+import transformers
+
+SHAPES: list[dict[str, Any]] = [
+    {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    {"head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 8},
+    {"head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 8},
+    {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1},
+]
+SIZES = (700, 1, 64, 259)
+
+
+def engine_of(family: str, shape: dict[str, Any]) -> Engine:
+    torch.manual_seed(0)
+    config = config_of(
+        family, hidden_size=768, intermediate_size=512, max_position_embeddings=2048, initializer_range=0.05, **shape
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().cuda()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # weights that do something
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return Engine(model, 1 << 28, graphs=False)
+
+
+def apart(engine: Engine) -> None:
+    """A launch for each norm and rotation from now on."""
+    for module in engine.model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, Turning):
+            forward._fused = False
+        if isinstance(forward, _Layer):
+            forward.after = None
+
+
+def run(engine: Engine) -> list[torch.Tensor]:
+    """Logits of prompts, then of single tokens as they are replayed."""
+    works, later, runner = [], [], engine.runner
+    for i, size in enumerate(SIZES):
+        prompt = (np.arange(size) * (7 + i)) % 60 + 3
+        sequence = engine.cache.open(engine.cache.match(prompt.astype(np.int32)))
+        assert not sequence.extend(size)
+        works.append(Work(sequence, prompt))
+    found = [runner.run(works).clone()]
+    for i, work in enumerate(works):
+        work.sequence.commit(work.tokens.astype(np.int32))
+        assert not work.sequence.extend(1)
+        later.append(Work(work.sequence, np.array([9 + i])))
+    stage = Stage(engine.cache, "cuda", 16, 8, mirrored=True)
+    stage.send_singles(later, len(later))
+    single = stage.replayed(len(later), torch.zeros(8, dtype=torch.int64, device="cuda"))
+    return [*found, runner._forward(single, None).clone()]
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_logits_are_the_bits_of_separate_launches(
+    family: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    normed: list[int] = []
+    own = triton_fused.rotate
+
+    def rotated(q: torch.Tensor, *rest: Any) -> Any:
+        normed.extend([q.shape[2]] if len(rest) > 3 and rest[3] is not None else [])
+        return own(q, *rest)
+
+    monkeypatch.setattr(triton_fused, "rotate", rotated)
+    monkeypatch.setenv("KVLOOM_ATTENTION_LIBRARIES", "")
+    engine = engine_of(family, shape)
+    normed.clear()  # what was tried
+    found = run(engine)
+    assert normed == [sum(SIZES)] * len(engine.model.model.layers), "one launch for every layer's prompts"
+    other = engine_of(family, shape)
+    apart(other)
+    normed.clear()
+    wanted = run(other)
+    assert not normed
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.isfinite(mine).all()
+        assert torch.equal(mine, theirs)
