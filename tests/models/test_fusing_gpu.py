@@ -11,7 +11,7 @@ import torch
 from kvloom.engine.engine import Engine
 from kvloom.kernels import triton_fused
 from kvloom.models.attending import Turning
-from kvloom.models.batch import Stage, Work
+from kvloom.models.batch import Work
 from kvloom.models.fusing import _Layer
 
 from .zoo import config_of
@@ -30,7 +30,8 @@ SHAPES: list[dict[str, Any]] = [
 SIZES = (700, 1, 64, 259)
 
 
-def engine_of(family: str, shape: dict[str, Any]) -> Engine:
+def engine_of(family: str, shape: dict[str, Any], together: bool) -> Engine:
+    """`together`: one launch for norms and rotation; else one for each."""
     torch.manual_seed(0)
     config = config_of(
         family, hidden_size=768, intermediate_size=512, max_position_embeddings=2048, initializer_range=0.05, **shape
@@ -39,36 +40,32 @@ def engine_of(family: str, shape: dict[str, Any]) -> Engine:
     for name, parameter in model.named_parameters():
         if "norm" in name:  # weights that do something
             parameter.data.add_(0.3 * torch.randn_like(parameter))
-    return Engine(model, 1 << 28, graphs=False)
-
-
-def apart(engine: Engine) -> None:
-    """A launch for each norm and rotation from now on."""
-    for module in engine.model.modules():
+    engine = Engine(model, 1 << 28, token_budget=2048, max_running=4)
+    for module in model.modules() if not together else ():
         forward = vars(module).get("forward")
         if isinstance(forward, Turning):
             forward._fused = False
         if isinstance(forward, _Layer):
             forward.after = None
+    return engine
 
 
 def run(engine: Engine) -> list[torch.Tensor]:
-    """Logits of prompts, then of single tokens as they are replayed."""
-    works, later, runner = [], [], engine.runner
+    """Logits of prompts, then of single tokens, which are replayed."""
+    engine.prepare()
+    engine.buffer.view(torch.bfloat16).fill_(torch.nan)
+    works, later = [], []
     for i, size in enumerate(SIZES):
         prompt = (np.arange(size) * (7 + i)) % 60 + 3
         sequence = engine.cache.open(engine.cache.match(prompt.astype(np.int32)))
         assert not sequence.extend(size)
         works.append(Work(sequence, prompt))
-    found = [runner.run(works).clone()]
+    found = [engine.runner.run(works).clone()]
     for i, work in enumerate(works):
         work.sequence.commit(work.tokens.astype(np.int32))
         assert not work.sequence.extend(1)
         later.append(Work(work.sequence, np.array([9 + i])))
-    stage = Stage(engine.cache, "cuda", 16, 8, mirrored=True)
-    stage.send_singles(later, len(later))
-    single = stage.replayed(len(later), torch.zeros(8, dtype=torch.int64, device="cuda"))
-    return [*found, runner._forward(single, None).clone()]
+    return [*found, engine.runner.run(later).clone()]
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
@@ -76,6 +73,8 @@ def run(engine: Engine) -> list[torch.Tensor]:
 def test_logits_are_the_bits_of_separate_launches(
     family: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("KVLOOM_ATTENTION_LIBRARIES", "")
+    engines = engine_of(family, shape, together=True), engine_of(family, shape, together=False)
     normed: list[int] = []
     own = triton_fused.rotate
 
@@ -84,16 +83,10 @@ def test_logits_are_the_bits_of_separate_launches(
         return own(q, *rest)
 
     monkeypatch.setattr(triton_fused, "rotate", rotated)
-    monkeypatch.setenv("KVLOOM_ATTENTION_LIBRARIES", "")
-    engine = engine_of(family, shape)
-    normed.clear()  # what was tried
-    found = run(engine)
-    assert normed == [sum(SIZES)] * len(engine.model.model.layers), "one launch for every layer's prompts"
-    other = engine_of(family, shape)
-    apart(other)
-    normed.clear()
-    wanted = run(other)
+    wanted = run(engines[1])
     assert not normed
+    found = run(engines[0])
+    assert normed, "norms and rotations were one launch"
     for mine, theirs in zip(found, wanted, strict=True):
         assert torch.isfinite(mine).all()
         assert torch.equal(mine, theirs)
