@@ -1,14 +1,23 @@
-"""Where kernels run, and the profiles of the property tests.
+"""Where kernels run, what a process inherits, and the profiles of the property tests.
 
 Without a GPU, Triton's kernels run in its interpreter: set before anything imports Triton. Property tests see the same
 examples on every run, or (make fuzz) new ones each time; a machine that runs the kernel tests alone may lack hypothesis.
 """
 
+import gc
 import os
 import shutil
+import signal
+
+import pytest
 
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # as a shell's background job, whose children would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 try:
     from hypothesis import HealthCheck, settings
@@ -24,3 +33,12 @@ else:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile(os.environ.get("KVLOOM_HYPOTHESIS", "plain"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Whoever wants the device alone finds nothing on it that earlier tests forgot."""
+    if item.get_closest_marker("alone") is not None:
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -318,7 +318,7 @@ class Engine:
                 chosen = self.sampler.choose(logits, requests, [request.drawn - 1 for request in requests])
             running = min(len(requests), self.runner.rows)  # who comes after has no next step
             self.runner.chosen[:running] = chosen.tokens[:running]
-        return Flight.of(work, requests, chosen, prompts)
+        return Flight.of(work, requests, chosen, prompts, self.scheduler.decoding)
 
     def _copy(self) -> None:
         self._make_copies()  # what a step that broke off left: nothing is where the cache says before

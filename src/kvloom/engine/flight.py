@@ -30,11 +30,8 @@ class Flight:
     logprobs: Logprobs | None
     prompts: tuple[PromptLogprobs, ...]
     arrived: torch.cuda.Event | None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of prompts that it computes; those that decode have one each."""
-        return sum(len(part.tokens) for _, part in self.work if len(part.tokens) > 1)
+    prompt_tokens: int
+    """Tokens of prompts that it computes; those that decode have one each."""
 
     @classmethod
     def of(
@@ -43,18 +40,22 @@ class Flight:
         requests: list[Request],
         chosen: Chosen,
         prompts: Sequence[PromptLogprobs] = (),
+        decoding: int = 0,
     ) -> Flight:
-        """Send what was chosen, and what is told of it, on its way to the host. Does not wait."""
+        """Send what was chosen, and what is told of it, on its way to the host; the first `decoding` of the work have one token
+        each. Does not wait."""
         tokens, logprobs = chosen.tokens, chosen.logprobs
+        sizes = (len(part.tokens) for _, part in work[decoding:])
+        prompt_tokens = sum(size for size in sizes if size > 1)
         if not tokens.is_cuda:
-            return cls(work, requests, tokens, logprobs, tuple(prompts), None)
+            return cls(work, requests, tokens, logprobs, tuple(prompts), None, prompt_tokens)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         logprobs = None if logprobs is None else logprobs.to_host()
         told = tuple((request, start, every.to_host()) for request, start, every in prompts)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        return cls(work, requests, host, logprobs, told, arrived)
+        return cls(work, requests, host, logprobs, told, arrived, prompt_tokens)
 
     def land(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """The tokens, and by their places the log-probabilities that were asked for; those of prompts go to their requests.

@@ -52,6 +52,8 @@ class Scheduler:
         """Requests that ended for want of room, until somebody tells of them."""
         self.begun: list[Request] = []
         """Requests that the last step gave their first work."""
+        self.decoding = 0
+        """How many of the last step's work decode: they come first, with one token each."""
         self.lower: Lower | None = None
         """What lies below the pool, if anything does."""
         self.growth: Growth | None = Growth(cache)
@@ -110,7 +112,7 @@ class Scheduler:
                 (decodes if size - request.computed == 1 else prompts).append(request)
         alone = self.running[0] if len(self.running) == 1 else None
         self._decode(decodes, picked, places)
-        first = len(picked)
+        self.decoding = first = len(picked)
         budget = self.token_budget
         for request in prompts:
             if self.lower is not None and request.sequence is not None and self.lower.may_jump(request):
