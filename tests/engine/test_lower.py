@@ -447,15 +447,16 @@ class LateCopy:
 class LatePages(HostPages):
     rng = random.Random(0)
     behind = True
+    polls = 1, 9
 
     def wait(self, event: Any) -> None:
         event.synchronize()
 
     def down(self, stride: int, pages: Any, offsets: Any, old: bool = False) -> Any:
-        return LateCopy(lambda: HostPages.down(self, stride, pages, offsets), self.rng.randrange(1, 9))
+        return LateCopy(lambda: HostPages.down(self, stride, pages, offsets), self.rng.randrange(*self.polls))
 
     def up(self, stride: int, pages: Any, offsets: Any) -> Any:
-        return LateCopy(lambda: HostPages.up(self, stride, pages, offsets), self.rng.randrange(1, 9))
+        return LateCopy(lambda: HostPages.up(self, stride, pages, offsets), self.rng.randrange(*self.polls))
 
 
 @pytest.mark.parametrize("write", ["through", "back"])
@@ -488,6 +489,34 @@ def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
     assert lower_of(engine).counts["landed_tokens"] or engine.layout.of("state")
     while lower_of(engine).holding:
         lower_of(engine).poll()
+    closed(engine)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_one_request_loads_is_loaded_once_however_many_wait_for_it(
+    cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lower_module, "HostPages", LatePages)
+    monkeypatch.setattr(LatePages, "polls", (20, 30))
+    roots = drawn("roots of many", 64, 48)
+    prompts = [[*roots[i % 2], *tail] for i, tail in enumerate(drawn("many", *[5] * 80))]
+    wanted = expected(tiny("llama"), prompts, 4)
+    engine = Engine(tiny("llama"), POOL, max_running=80, tiers=["host:8MiB"], lower=PATIENT)
+    served(engine, roots)
+    engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
+    requests = [engine.add(prompt, greedy(4)) for prompt in prompts]
+    engine.step()
+    assert engine.scheduler.loads == engine.scheduler.waiting == len(prompts), (
+        "nobody computes what is loaded"
+    )
+    if cancelled:  # those that load: others do then
+        for request in requests[:2]:
+            engine.cancel(request)
+    engine.run()
+    left = requests[2:] if cancelled else requests
+    assert [request.tokens for request in left] == wanted[len(requests) - len(left) :]
+    assert [request.cached_tokens for request in left] == [64, 48] * (len(left) // 2)
+    assert lower_of(engine).counts["trips"] == (4 if cancelled else 2)
     closed(engine)
 
 

@@ -23,6 +23,7 @@ class Node(Entry):
         "children",
         "count",
         "end",
+        "grown",
         "locks",
         "marks",
         "names",
@@ -31,6 +32,7 @@ class Node(Entry):
         "parent",
         "root",
         "row_bytes",
+        "settled",
         "spare",
         "start",
         "text",
@@ -54,6 +56,8 @@ class Node(Entry):
         self.locks = 0
         self.spare = 0
         self.offered = 0  # tokens whose pages were offered to whoever keeps copies below
+        self.grown = 0  # after how many marks of theirs it got its last pages
+        self.settled = start  # where it ended at that mark
 
     @property
     def tokens(self) -> int:

@@ -5,6 +5,7 @@ A page is offered under the name of the prefix that ends where its tokens do. No
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,8 +21,8 @@ class Parcel(NamedTuple):
     """Rows of page ids, one a name, in the columns of one numbering ("token" or "state"); 0 where there is no page.
 
     The bytes of `rows` are those of the pages `at` (0: nobody can say where) until the next `take_copies`. `leaving`: the bytes will be overwritten soon; else their sequence has ended, and they stay for now. `used`: someone
-    came back to them. `tenant` is whose they are, `root` where their names begin. `since` is when they were last in use:
-    they were in the tree by then, and whoever wrote them had been launched.
+    came back to them. `tenant` is whose they are, `root` where their names begin. `old`: they
+    were in the tree at the last mark, so that whoever wrote them had been launched by then.
     """
 
     numbering: str
@@ -32,7 +33,7 @@ class Parcel(NamedTuple):
     leaving: bool
     used: bool
     root: bytes
-    since: float
+    old: bool
 
 
 class Parcels:
@@ -49,6 +50,12 @@ class Parcels:
         self.teller, self.block, self.where, self.listener = teller, block, where, listener
         self.ends = ends
         """Whether the listener wants to hear of sequences that end, too."""
+        self.marks, self._marked = 0, -math.inf
+
+    def mark(self, now: float) -> None:
+        """What is in the tree now is old from now on."""
+        self.marks += 1
+        self._marked = now
 
     def trimmed(self, node: Node, end: int) -> None:
         """The pages of a run from `end` on are about to leave; a block that `end` cuts is offered whole, too."""
@@ -98,30 +105,34 @@ class Parcels:
             kept = rows[:, columns].copy()
             rows[:] = 0
             rows[:, columns] = kept
-        if rows.any():
-            names = self._row_names(node, first, last)
-            self._tell("token", names, rows, node, leaving)
+        if not rows.any():
+            return
+        names = self._row_names(node, first, last)
+        # Of a run that grew since the mark, the blocks that were whole then are old.
+        settled = last if node.grown < self.marks else node.settled // self.block - node.start // self.block
+        cut = max(0, min(last, settled) - first)
+        if cut:
+            self._tell("token", names[:cut], rows[:cut], node, leaving, old=True)
+        if cut < len(rows):
+            self._tell("token", names[cut:], rows[cut:], node, leaving, old=False)
 
     def _offer_end(self, node: Node, position: int, leaving: bool) -> None:
         row = node.pages[(position - 1) // self.block - node.start // self.block][None].copy()
         if row.any():
-            self._tell("token", [self.teller.name_at(node, position)], row, node, leaving)
+            old = node.grown < self.marks
+            self._tell("token", [self.teller.name_at(node, position)], row, node, leaving, old)
 
     def _offer_states(self, checkpoint: Checkpoint, leaving: bool) -> None:
         if checkpoint.states is not None:
-            name = self.teller.name_at(checkpoint.node, checkpoint.position)
-            self._tell(
-                "state", [name], checkpoint.states.copy(), checkpoint.node, leaving, checkpoint.last_used
-            )
+            node, states = checkpoint.node, checkpoint.states.copy()
+            old = max(checkpoint.last_used, node.last_used) < self._marked
+            self._tell("state", [self.teller.name_at(node, checkpoint.position)], states, node, leaving, old)
 
     def _tell(
-        self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool, since: float = 0.0
+        self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool, old: bool
     ) -> None:
         at, root = self.where(numbering, rows), node.root
-        since = max(since, node.last_used)
-        self.listener(
-            Parcel(numbering, names, rows, at, root.tenant, leaving, node.hits > 0, root.name, since)
-        )
+        self.listener(Parcel(numbering, names, rows, at, root.tenant, leaving, node.hits > 0, root.name, old))
 
     def _row_names(self, node: Node, first: int, last: int) -> list[bytes]:
         """The names of the prefixes that end where some of the node's rows do."""

@@ -155,6 +155,7 @@ class PrefixTree(Checkpoints):
                 taken = np.where(missing, theirs, 0)
                 self.pages.keep(taken, node)
                 ours[missing] = theirs[missing]
+                self._unsettle(node, node.start)
                 if self.events.listening:
                     self.teller.adopted(node, missing)
             np.copyto(theirs, ours, where=theirs != 0)
@@ -165,6 +166,7 @@ class PrefixTree(Checkpoints):
                 if lacking.any():
                     self.pages.keep(np.where(lacking, given, 0)[None], node)
                     tail[lacking] = given[lacking]
+                    self._unsettle(node, node.start)
         else:
             theirs[:] = ours
 
@@ -188,6 +190,7 @@ class PrefixTree(Checkpoints):
         size = self.block * TOKEN_BYTES
         for i, node in enumerate(nodes):
             have = node.count
+            self._unsettle(node, node.end)
             if have == len(node.pages):
                 self._make_capacity(node, 2 * have)
             node.pages[have] = rows[i]
@@ -209,7 +212,14 @@ class PrefixTree(Checkpoints):
             marks[: node.count] = node.marks[: node.count]
             node.marks = marks
 
+    def _unsettle(self, node: Node, end: int) -> None:
+        """A run gets pages from `end` on, which were not in it when whoever keeps copies below last set a mark."""
+        marks = 0 if self.parcels is None else self.parcels.marks
+        node.settled = end if node.grown < marks else min(end, node.settled)
+        node.grown = marks
+
     def _grow(self, node: Node, data: bytes, rows: Ids, now: float) -> None:
+        self._unsettle(node, node.end)
         self.pages.keep(rows, node)
         have = node.count
         if node.end % self.block:  # a partial tail goes on: its last block gets the fuller page
@@ -240,6 +250,7 @@ class PrefixTree(Checkpoints):
         node.parent, node.root = parent, parent.root
         node.priority, node.expires = retention
         node.row_bytes = self.pages.row_bytes
+        self._unsettle(node, node.start)
         if self.windows:
             node.marks = np.zeros((node.count, len(self.windows)), np.int32)
         self.pages.keep(rows, node)
@@ -266,8 +277,9 @@ class PrefixTree(Checkpoints):
             next(self._serials), node.created, node.start, node.text[:offset], node.pages[:upper_rows].copy()
         )
         upper.parent, upper.root, upper.row_bytes = node.parent, node.root, node.row_bytes
-        for name in ("last_used", "hits", "priority", "expires", "ended", "value", "offered"):
+        for name in ("last_used", "hits", "priority", "expires", "ended", "value", "offered", "grown"):
             setattr(upper, name, getattr(node, name))
+        upper.settled, node.settled = min(node.settled, at), max(node.settled, at)
         if node.memo is not None:
             upper.memo = node.memo.split()
         upper.checkpoints = [c for c in node.checkpoints if c.position <= at]

@@ -9,7 +9,6 @@ names; what is offered, and when, is the cache's (`core.Parcel`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain
@@ -67,7 +66,6 @@ class Keeping:
         self._lossy: set[bytes] = set()
         self._offers: dict[tuple[object, ...], list[Parcel]] = {}
         self._moment: Moment | None = None
-        self._marked = -math.inf
         self._downs: list[_Down] = []
         cache.offer(self._offered, ends=bool(writes & {"through", "second-use"}))
 
@@ -94,16 +92,15 @@ class Keeping:
     def launching(self) -> None:
         """A step is about to be launched, or copies inside the pool were: what is in the tree now is written by what the
         stream has been told so far."""
-        now = self.cache.clock.now()
         self._pages.mark()
-        self._marked = now
+        self.cache.mark()
 
     def _old(self, parcel: Parcel) -> bool:
         """Whether pages that leave were all written by what the stream had been told at the last mark. They were if they were
         in the tree then: a step's pages enter it after its launch, pages from below once they have come, and copies inside
         the pool are followed by a mark. In the tree a page is not written again, but for places of a partial block behind
         the tokens that it is offered for."""
-        return parcel.leaving and parcel.since < self._marked
+        return parcel.leaving and parcel.old
 
     def _now(self) -> Moment:
         """What changes whenever pages left or moved."""
@@ -204,5 +201,4 @@ def _joined(parcels: list[Parcel]) -> Parcel:
         names=list(chain.from_iterable(parcel.names for parcel in parcels)),
         rows=rows,
         at=at,
-        since=max(parcel.since for parcel in parcels),
     )

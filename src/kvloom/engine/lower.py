@@ -160,6 +160,11 @@ class Lower:
         trip.phase = "waits"
         return trip.front > match.resume  # it came at once
 
+    def claims(self, request: Request) -> bool:
+        """Whether pages of the pool are being filled for a request that waits."""
+        trip = self._trips.get(request)
+        return trip is not None and trip.arrival is not None
+
     def lacks_room(self, request: Request) -> bool:
         """Whether a request's pages could come if there were room for them in the pool."""
         trip = self._trips.get(request)

@@ -1,9 +1,11 @@
-"""Who waits: in line by rank, or aside until pages have come from below. Knows no cache and no pages."""
+"""Who waits: in line by rank, aside until pages have come from below, or behind someone aside for the same pages. Knows no cache
+and no pages."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from .request import Request
 
@@ -19,10 +21,13 @@ class Queue:
     def __init__(self) -> None:
         self._line: list[tuple[tuple[int, int], Request]] = []
         self._aside: list[tuple[Request, Front | None]] = []
+        self._behind: dict[Front, list[Request]] = {}
+        self._fronts: set[Front | None] = set()  # of those aside
 
     def __iter__(self) -> Iterator[Request]:
         """Those that have not ended, in no order."""
-        found = (*(request for _, request in self._line), *(request for request, _ in self._aside))
+        behind = chain.from_iterable(self._behind.values())
+        found = (*(request for _, request in self._line), *(request for request, _ in self._aside), *behind)
         return (request for request in found if request.finish is None)
 
     @property
@@ -33,7 +38,7 @@ class Queue:
     @property
     def aside(self) -> int:
         """How many wait for pages from below."""
-        return len(self._aside)
+        return len(self._aside) + sum(map(len, self._behind.values()))
 
     def push(self, request: Request) -> None:
         heapq.heappush(self._line, (request.rank, request))
@@ -53,16 +58,29 @@ class Queue:
     def put_aside(self, request: Request, front: Front | None) -> None:
         """Let a request wait for pages, those of `front` among them."""
         self._aside.append((request, front))
+        self._fronts.add(front)
+
+    def put_behind(self, request: Request, front: Front) -> bool:
+        """Let a request wait behind one that waits for the pages of `front`; whether there is one."""
+        if front not in self._fronts:
+            return False
+        self._behind.setdefault(front, []).append(request)
+        return True
 
     def look(self, still: Callable[[Request], bool]) -> set[Front | None]:
-        """Put back in line who waits aside and need not any more; the fronts of the others: nobody else need compute those."""
+        """Put back in line who waits aside and need not any more, and who waits behind those; the fronts of the others: nobody
+        else need compute those."""
         waiting, self._aside = self._aside, []
         for request, front in waiting:
             if request.finish is None and still(request):
                 self._aside.append((request, front))
             elif request.finish is None:
                 self.push(request)
-        return {front for _, front in self._aside}
+        self._fronts = {front for _, front in self._aside}
+        for front in [front for front in self._behind if front not in self._fronts]:
+            for request in self._behind.pop(front):
+                self.push(request)
+        return set(self._fronts)
 
 
 def front_of(request: Request, start: int, block: int) -> Front | None:

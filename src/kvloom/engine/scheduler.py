@@ -138,7 +138,8 @@ class Scheduler:
         fronts: set[Front | None],
         empty: bool,
     ) -> None:
-        """Admit who waits while the budget lasts, but for those whose next tokens others compute or load (`fronts`)."""
+        """Admit who waits while the budget lasts, but for those whose next tokens others compute or load (`fronts`): those wait
+        for the others, at once for who loads, so that nothing is loaded twice."""
         aside: list[Request] = []  # who waits on, where something breaks off, too
         if self.growth is not None:
             self.growth.look()
@@ -151,8 +152,12 @@ class Scheduler:
                 looked_up = self.cache.clock.now()
                 found = self._match(waiting)
                 front = front_of(waiting, found.resume, self.cache.block_tokens)
-                if front is not None and front in fronts and len(aside) <= MOST_ASIDE:
-                    continue  # someone computes what it needs next: it will find it
+                if front is not None and front in fronts and not self._claims(waiting):
+                    if self._queue.put_behind(waiting, front):
+                        aside.pop()
+                        continue
+                    if len(aside) <= MOST_ASIDE:
+                        continue  # someone computes what it needs next: it will find it
                 fronts.add(front)
                 if self.lower is not None:
                     if self.lower.holds(waiting, found):
@@ -180,6 +185,10 @@ class Scheduler:
         finally:
             for request in aside:
                 self._queue.push(request)
+
+    def _claims(self, request: Request) -> bool:
+        """Whether pages of the pool are filled for a request: it takes them before it waits for others."""
+        return self.lower is not None and self.lower.claims(request)
 
     @property
     def _freeing(self) -> bool:
