@@ -492,6 +492,27 @@ def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
     closed(engine)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+def test_what_comes_back_from_a_full_host_memory_does_not_lose_its_place_there(family: str) -> None:
+    """What leaves the pool for it wants a place, and what comes back has been there for longest."""
+    prompts = drawn((family, "in turns"), *[70] * 6)
+    wanted = expected(tiny(family), prompts, 4)
+    slab = Engine(tiny(family), POOL).layout.slab_bytes
+    landed = evicted = 0
+    for places in (12, 16, 20, 24):
+        engine = Engine(
+            tiny(family), 16 * slab, token_budget=64, max_running=2, tiers=[f"host:{places * slab}"], lower=PATIENT
+        )  # fmt: skip
+        for _ in range(3):
+            assert [served(engine, [prompt], 4)[0].tokens for prompt in prompts] == wanted
+        assert lower_of(engine).counts["failed_pages"] == 0
+        evicted += lower_of(engine).host.stats().evicted
+        landed += lower_of(engine).counts["landed_tokens"]
+        closed(engine)
+    assert landed
+    assert evicted
+
+
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_what_one_request_loads_is_loaded_once_however_many_wait_for_it(
     cancelled: bool, monkeypatch: pytest.MonkeyPatch

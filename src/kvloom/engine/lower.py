@@ -263,8 +263,12 @@ class Lower:
             return self._done(trip)
         trip.copied, trip.objects = time.monotonic(), sum(len(need.names) for need in needs)
         trip.resume = match.resume
+        for need in needs:  # what leaves the pool for these wants places in host memory, and might get theirs
+            for form in self._fetching.forms_of(trip.request)[need.group.index]:
+                trip.leases.append(self.host.hold(Objects(need.names, need.group.index, form)))
         trip.arrival = arrival = self.cache.expect(prospect)
         if arrival is None:
+            self._let_go(trip)
             self.counts["no_room"] += 1
             return False
         try:
