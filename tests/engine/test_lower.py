@@ -572,7 +572,7 @@ def test_host_memory_without_a_prompts_next_block_costs_one_look(monkeypatch: py
     )  # the pool has more of them than host memory
     assert lower_of(engine).kept_pages
     assert not made
-    assert all(request.looked_below for request in again)
+    assert all(request.looked_below is not None for request in again)
     engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
     found = served(engine, prompts)
     assert [request.tokens for request in found] == wanted

@@ -121,7 +121,7 @@ class Lower:
         return (
             match.resume < match.limit
             and match.control.read
-            and not request.looked_below
+            and (request.looked_below is None or match.resume < request.looked_below)
             and request.finish is None
         )
 
@@ -134,7 +134,7 @@ class Lower:
             if nothing or not self._may(request, match):
                 return False
             if not self.mover.lanes and self._fetching.lacks_next(request, match):
-                request.looked_below = True
+                request.looked_below = match.resume
                 return False
             trip = self._trips[request] = Trip(request)
         if trip.phase == "heads":
@@ -228,7 +228,7 @@ class Lower:
 
     def began(self, request: Request) -> None:
         """A request computes now: nothing more is looked for until it has to begin again."""
-        request.looked_below = True
+        request.looked_below = request.computed
         if (trip := self._trips.get(request)) is not None and trip.phase != "races":
             self.forget(request)
 
@@ -253,14 +253,14 @@ class Lower:
             return False
         if tokens <= 0:
             trip.request.lacking = trip.request.lacking or prospect.lacking
-            return self._done(trip)
+            return self._done(trip, match.resume)
         needs = prospect.needs()
         trip.bytes = sum(len(need.names) * need.group.page_stride * need.group.runs for need in needs)
         seconds = self.copying.seconds(trip.bytes) if self.copying.trusted else None
         if not self._fetching.worth(tokens, match.length - match.resume, seconds):
             self.counts["not_worth"] += 1
             self.copying.doubt()
-            return self._done(trip)
+            return self._done(trip, match.resume)
         trip.copied, trip.objects = time.monotonic(), sum(len(need.names) for need in needs)
         trip.resume = match.resume
         for need in needs:  # what leaves the pool for these wants places in host memory, and might get theirs
@@ -313,14 +313,15 @@ class Lower:
         self.counts["landed_tokens"] += gained
         self.counts["landed_bytes"] += trip.bytes if gained else 0
         trip.front = max(trip.front, resumed)
-        return self._done(trip)
+        return self._done(trip, max(trip.resume, resumed))
 
-    def _done(self, trip: Trip) -> bool:
+    def _done(self, trip: Trip, resume: int) -> bool:
+        """Nothing more comes for a request, which can resume there now; should that leave before its turn, it looks again."""
         if trip.phase == "heads":  # its tail is still to come
             trip.phase = "waits"
             return False
         self._trips.pop(trip.request, None)
-        trip.request.looked_below = True
+        trip.request.looked_below = resume
         return False
 
     def _let_go(self, trip: Trip) -> None:

@@ -43,8 +43,8 @@ def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
 class Request:
     """One text that grows. `tokens` are prompt and output; `sequence` holds its pages while it runs, and is None while it
     waits. `computed` tokens have been launched, `unknown` ones were chosen that the host has not seen; where `uncached`, it
-    leaves the cache alone: uses nothing of it, and adds nothing. `looked_below`: tiers were asked for its pages since it last began;
-    `lacking` is what kept those that are there from serving it.
+    leaves the cache alone: uses nothing of it, and adds nothing. `looked_below`: how far the cache took it when tiers had no
+    more for it, since it last began; `lacking` is what kept those that are there from serving it.
 
     `priority`: larger runs first and is preempted last. `order` is the place in which requests came. `seed` is the one it
     was given, or any. `text` is its output as text where that is made as it grows, `structure` where it stands in its
@@ -70,7 +70,7 @@ class Request:
     computed: int = 0
     unknown: int = 0
     uncached: bool = False
-    looked_below: bool = False
+    looked_below: int | None = None
     lacking: Stop | None = None
     preemptions: int = 0
     finish: Finish | None = None

@@ -391,7 +391,8 @@ class Scheduler:
         parked = request.parked
         began = request.computed > request.sequence.resumed
         request.preemptions += began
-        request.looked_below &= not began  # what it loses now may be found below
+        if began:
+            request.looked_below = None  # what it loses now may be found below
         self._let_go(request)
         if not parked:  # else it is nowhere until its successors are known
             self._queue.push(request)
