@@ -114,9 +114,8 @@ class Fetching:
         form = self.forms_of(request)[question.group][0]
         return Objects(question.names, question.group, form, request.control.tenant)
 
-    def lacks_next(self, request: Request, match: Match) -> bool:
+    def lacks(self, question: Question | None, request: Request) -> bool:
         """Whether one look says that host memory has nothing for a request: mostly so, and a prospect costs ten times that."""
-        question = self.cache.first_question(match)
         return question is not None and not any(
             key in self.mover.host for key in self.asked(question, request).keys
         )

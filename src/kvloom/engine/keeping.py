@@ -9,7 +9,7 @@ names; what is offered, and when, is the cache's (`core.Parcel`).
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain
 
@@ -45,6 +45,12 @@ class _Down:
     used: bool
     lent: Parcel | None = None
 
+    @property
+    def keys(self) -> list[bytes]:
+        """Of those that came now."""
+        keys = self.objects.keys
+        return keys if self.fresh is None else [keys[i] for i in np.flatnonzero(self.fresh).tolist()]
+
 
 class Keeping:
     """`writes` are the policies of all tiers together: what any of them wants passes through host memory."""
@@ -65,8 +71,11 @@ class Keeping:
         self._forms, self._near = forms, near
         self._lossy: set[bytes] = set()
         self._offers: dict[tuple[object, ...], list[Parcel]] = {}
+        self._names: set[bytes] = set()
         self._moment: Moment | None = None
         self._downs: list[_Down] = []
+        self.making: set[bytes] = set()
+        """The keys of what is being copied to host memory."""
         cache.offer(self._offered, ends=bool(writes & {"through", "second-use"}))
 
     def know(self, lossy: bool, root: bytes) -> None:
@@ -87,6 +96,7 @@ class Keeping:
             lossy = parcel.root in self._lossy
             key = self._old(parcel), parcel.numbering, parcel.tenant, parcel.leaving, parcel.used, lossy
             self._offers.setdefault(key, []).append(parcel)
+            self._names.update(parcel.names)
             self._moment = self._moment or self._now()
 
     def launching(self) -> None:
@@ -112,12 +122,16 @@ class Keeping:
         if "back" in self._writes and self._pages.behind:
             self.cache.room.leave_ahead(self.cache.rows.open)
 
+    def is_leaving(self, names: Iterable[bytes]) -> bool:
+        """Whether pages of some of these names were offered, and nobody has taken them yet."""
+        return not self._names.isdisjoint(names)
+
     def take(self) -> None:
         """Copy what was offered. Called before the copies that the cache has decided are made: until then bytes are where
         the parcels say."""
         if self._offers:
             offers, calm = self._offers, self._moment == self._now()
-            self._offers, self._moment = {}, None
+            self._offers, self._moment, self._names = {}, None, set()
             alikes = [alike[0] if len(alike) == 1 else _joined(alike) for alike in offers.values()]
             for parcel in sorted(alikes, key=self._old, reverse=True):  # they would wait behind the others
                 self._keep(parcel, calm)
@@ -150,6 +164,7 @@ class Keeping:
                     raise
                 down = _Down(event, lease, objects, fresh, parcel.used)
                 self._downs.append(down)
+                self.making.update(down.keys)
                 if event.query():
                     continue
                 if parcel.leaving or not calm or (pages != own).any():
@@ -176,6 +191,7 @@ class Keeping:
 
     def _finish(self, down: _Down) -> None:
         down.lease.release(True)
+        self.making.difference_update(down.keys)
         if down.lent is not None:
             self.cache.give_back(down.lent)
         objects, fresh = down.objects, down.fresh

@@ -133,7 +133,10 @@ class Lower:
             nothing = self.host.empty and not self.mover.lanes
             if nothing or not self._may(request, match):
                 return False
-            if not self.mover.lanes and self._fetching.lacks_next(request, match):
+            question = self.cache.first_question(match)
+            if question is not None and self._keeping.is_leaving(question.names):
+                self._keeping.take()  # it left for someone of this very step
+            if not self.mover.lanes and self._fetching.lacks(question, request):
                 request.looked_below = match.resume
                 return False
             trip = self._trips[request] = Trip(request)
@@ -224,6 +227,8 @@ class Lower:
             return False
         if trip.arrival is not None:
             return not all(event.query() for event in trip.events)
+        if trip.due is not None:
+            return trip.due in self._keeping.making
         return trip.phase != "jumps" and self._pace(trip) == 0
 
     def began(self, request: Request) -> None:
@@ -243,11 +248,15 @@ class Lower:
 
     def _copy(self, trip: Trip, match: Match) -> bool:
         """Copy what host memory has of a request's pages into the pool; whether that is under way."""
-        prospect = self.cache.prospect(match)
+        prospect, due = self.cache.prospect(match), list[bytes]()
         while questions := prospect.questions():
-            prospect.answer(
-                [self.host.lookup(self._fetching.asked(question, trip.request)) for question in questions]
-            )
+            asked = [self._fetching.asked(question, trip.request) for question in questions]
+            prospect.answer([self.host.lookup(objects) for objects in asked])
+            if self._keeping.making and trip.phase != "heads":
+                due += [key for objects in asked for key in objects.keys if key in self._keeping.making]
+        trip.due = due[-1] if due else None
+        if due:
+            return True  # what left a moment ago is being copied to host memory
         tokens = prospect.point - match.resume
         if tokens <= 0 and trip.phase == "heads":
             return False

@@ -44,6 +44,8 @@ class Trip:
     hint: bool = False
     prospect: Prospect | None = None
     finding: Finding | None = None
+    due: bytes | None = None
+    """The key of a page that is on its way from the pool to host memory, for which it waits."""
     below: dict[bytes, int] = field(default_factory=dict)
     fetched: Counter[int] = field(default_factory=Counter)
     strips: deque[Strip] = field(default_factory=deque)
