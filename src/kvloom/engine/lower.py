@@ -165,6 +165,12 @@ class Lower:
         trip = self._trips.get(request)
         return trip is not None and trip.arrival is not None
 
+    def land(self) -> None:
+        """What has come enters the tree before the turn of whom it came for: someone lacks the room, and may need it sooner."""
+        for trip in list(self._trips.values()):
+            if trip.arrival is not None:
+                self._coming(trip)
+
     def lacks_room(self, request: Request) -> bool:
         """Whether a request's pages could come if there were room for them in the pool."""
         trip = self._trips.get(request)

@@ -179,6 +179,8 @@ class Scheduler:
                     if self.growth is not None:
                         self.growth.let_in(waiting)
                 elif self.running or picked or not empty or self._freeing:
+                    if self.lower is not None and not picked:
+                        self.lower.land()  # else those who wait behind it would hold their pages until it ran
                     break  # (what gave way holds pages until its copies are made)
                 else:
                     self._give_up(waiting)
