@@ -223,13 +223,14 @@ class Lower:
         self._flying = requests
         self._lands = time.monotonic() + self.prefill.seconds(tokens)
 
-    def under_way(self, request: Request) -> bool:
-        """Whether a request that waits aside has nothing to come back for yet."""
+    def under_way(self, request: Request, awaited: bool) -> bool:
+        """Whether a request that waits aside has nothing to come back for yet. If it is `awaited` by others, who may have their
+        turn before it, what has come enters the tree at once."""
         trip = self._trips.get(request)
         if trip is None:
             return False
         if trip.arrival is not None:
-            return not all(event.query() for event in trip.events)
+            return self._coming(trip) if awaited else not all(event.query() for event in trip.events)
         return trip.phase != "jumps" and self._pace(trip) == 0
 
     def began(self, request: Request) -> None:
