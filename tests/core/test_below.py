@@ -28,12 +28,15 @@ from kvloom.core.tenants import Account
 FULL = LayerSpec("token", attention_fields(2, 16, "fp32"))
 WINDOW = LayerSpec("token", attention_fields(2, 16, "fp32"), Span("sliding", 20))
 CHUNK = LayerSpec("token", attention_fields(2, 16, "fp32"), Span("chunked", 24))
+WIDE = LayerSpec("token", attention_fields(256, 16, "bf16"))
+WIDE_WINDOW = LayerSpec("token", attention_fields(256, 16, "bf16"), Span("sliding", 40))
 STATE = LayerSpec("state", (Field("ssm", (3, 40), "fp32"),))
 KINDS = {
     "full": [FULL] * 2,
     "sliding": [FULL, *[WINDOW] * 3],
     "chunked": [FULL, *[CHUNK] * 2],
     "window alone": [WINDOW] * 2,
+    "windows of two runs": [*[WIDE] * 2, *[WIDE_WINDOW] * 4],
     "hybrid": [FULL, *[STATE] * 3],
     "states alone": [STATE] * 2,
     "all": [FULL, *[WINDOW] * 2, *[STATE] * 2],
@@ -219,7 +222,7 @@ def test_one_name_that_is_not_below_says_what_a_whole_prospect_would(kind: str, 
                 cache.grow(cache.shrink(rng.randrange(cache.pool.slabs - 2)).tolist())
             world.settle()
             world.store = {key: label for key, label in world.store.items() if rng.random() < 0.95}
-    if kind in ("full", "sliding", "chunked"):
+    if kind in ("full", "sliding", "chunked", "windows of two runs"):
         assert decided
         assert gained
     else:
@@ -286,6 +289,24 @@ def test_pages_that_are_written_to_do_not_move() -> None:
     assert pool.movable(several.index) != int(ids[0]) // several.per_slab
     pool.fix(several.index, ids, -1)
     assert not several.fixed
+
+
+def test_of_a_page_that_moves_twice_nobody_says_where_its_bytes_are() -> None:
+    world = World("hybrid", slabs=40)
+    pool, copies = world.cache.pool, world.cache.room.copies
+    (column, cls, _, _), *_ = world.classes("state")
+    each = pool.classes[cls].per_slab
+    assert each > 1
+    ids = pool.allocate(cls, 4 * each)
+    assert ids is not None
+    first, second, third, other = (ids[i * each : i * each + 1] for i in range(4))
+    row = np.zeros((1, world.cache.states.width), np.int32)
+    row[0, column] = third[0]
+    copies.add_move(cls, first, second)
+    copies.add(cls, other, first + 1)  # the slab that it left is written to: a batch of its own
+    assert copies.where(world.cache.states, row)[0, column] == third[0]
+    copies.add_move(cls, second, third)
+    assert copies.where(world.cache.states, row)[0, column] == 0, "they are on their way to where it was"
 
 
 @pytest.mark.parametrize("kind", ["sliding", "all"])

@@ -541,6 +541,54 @@ def test_what_one_request_loads_is_loaded_once_however_many_wait_for_it(
     closed(engine)
 
 
+def test_who_has_its_turn_before_who_loads_finds_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lower_module, "HostPages", LatePages)
+    monkeypatch.setattr(LatePages, "polls", (20, 30))
+    root = drawn("root of few", 64)[0]
+    prompts = [[*root, *tail] for tail in drawn("few", *[5] * 7)]
+    engine = Engine(tiny("llama"), POOL, tiers=["host:8MiB"], lower=PATIENT)
+    served(engine, [root])
+    engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
+    requests = [engine.add(prompts[0], greedy(4))]
+    engine.step()
+    requests += [engine.add(prompt, greedy(4), priority=1) for prompt in prompts[1:]]
+    engine.run()
+    assert [request.tokens for request in requests] == expected(tiny("llama"), prompts, 4)
+    assert [request.cached_tokens for request in requests] == [64] * 7
+    assert lower_of(engine).counts["trips"] == 1
+    closed(engine)
+
+
+@pytest.mark.parametrize("sooner", [False, True])
+def test_what_came_for_who_waits_holds_no_room_from_who_comes_first(
+    sooner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose turn it is needs the pages of those behind it, which come or have come: because it grew, or ranks better."""
+    monkeypatch.setattr(lower_module, "HostPages", LatePages)
+    monkeypatch.setattr(LatePages, "polls", (50, 51))
+    first, *others = drawn("in each other's way", 62, 40, 40, 40)
+    model = tiny("llama", max_position_embeddings=512)
+    wanted = [*expected(model, [first], 60), *expected(model, others, 4)]
+    slab = Engine(model, POOL).layout.slab_bytes
+    engine = Engine(model, (9 if sooner else 11) * slab, token_budget=64, tiers=["host:8MiB"], lower=PATIENT)
+    served(engine, others, 4)
+    engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
+    requests = [] if sooner else [engine.add(first, greedy(60))]
+    engine.step()
+    requests += [engine.add(prompt, greedy(4)) for prompt in others]
+    if sooner:
+        engine.step()
+        requests.insert(0, engine.add(first, greedy(60), priority=1))
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+        assert steps < 1000
+    assert [request.tokens for request in requests] == wanted
+    assert lower_of(engine).counts["landed_tokens"]
+    closed(engine)
+
+
 def test_a_tier_that_cannot_be_opened_is_left_out_and_serving_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -161,6 +161,9 @@ class Arrivals(Verbs):
         the others are free again. Returns that point, 0 for none."""
         now = self.clock.now()
         came = arrival.fresh if came is None else arrival.fresh & came
+        for columns in self.tree.window_columns:  # a block's page of a window is there with all its runs
+            some = arrival.fresh[:, columns] & ~came[:, columns]
+            came[some.any(1), columns] = False
         rows = self._along(arrival, np.where(arrival.fresh & ~came, 0, arrival.rows))
         end, point = self._end(arrival, rows, came, states_came)
         if point:

@@ -92,7 +92,8 @@ class Copies:
             unsure = {t for b in self._batches if b.page_stride == stride for t in b.target.tolist()}
             at = columns.columns_of(cls)
             pages = now[:, at].ravel().tolist()
-            found = [pending.get(page, 0 if page in unsure else page) for page in pages]
+            found = [pending.get(page, page) for page in pages]  # which may itself be still to be written
+            found = [0 if page in unsure else page for page in found]
             now[:, at] = np.array(found, np.int32).reshape(len(rows), len(at))
         return now
 

@@ -1,6 +1,6 @@
 """How much longer requests that run will get: who is let in leaves them the room for it.
 
-    room  >=  what is held  +  what all that run will have grown by a time  -  what those that ended before it held alone
+    room  >=  what is held, and prompts still lack  +  what all will have grown by a time  -  what those that ended before it held alone
 
 at whatever time, from now on, somebody is expected to end.
 
@@ -44,7 +44,7 @@ class Growth:
         for pages, kind in ((self._block, "token"), (self._states, "state")):
             for group in cache.layout.of(kind):
                 pages[cache.pool.class_of[group.index]] += group.runs
-        self._promised = np.zeros_like(self._block)
+        self._promised = self._lacked = np.zeros_like(self._block)
 
     def ended(self, request: Request) -> None:
         """Learn from an answer."""
@@ -54,16 +54,23 @@ class Growth:
         """A step begins: everybody has changed."""
         self._courses = None
 
-    def leaves_room(self, request: Request, found: int, running: Iterable[Request]) -> bool:
-        """Whether a request that begins with `found` cached tokens fits beside what those that run will come to hold. Costs some
-        20 µs where there is room for the ends of all, and else 200; the first time in a step 1 µs more for each that runs."""
+    def leaves_room(
+        self,
+        request: Request,
+        found: int,
+        running: Iterable[Request],
+        coming: Iterable[tuple[Request, int]] = (),
+    ) -> bool:
+        """Whether a request that begins with `found` cached tokens fits beside what those that run will come to hold, and those
+        that are `coming`, with so many tokens whose pages are held for them. Costs some 20 µs where there is room for the ends
+        of all, and else 200; the first time in a step 1 µs more for each that runs."""
         if self._courses is None:
-            self._courses = self._courses_of(running)
-            self._promised = self._pages(self._courses[HAVE], self._courses[END]).sum(1, keepdims=True)
-        end = self._end_of(request)
-        own = np.array([[found], [end], [found], [max(1, end - len(request.tokens))]])
-        mine = self._pages(own[HAVE], own[END]) + self._states
+            self._courses, self._promised, self._lacked = self._part(
+                [*self._all_of(running), *((one, have, 0) for one, have in coming)]
+            )
+        own, mine, lacked = self._part([(request, found, found)])
         held = np.array([[cls.held_pages] for cls in self._cache.pool.classes])
+        held += self._lacked + lacked + self._states
         if self._fits(held + self._promised + mine):
             return True
         courses = np.concatenate((self._courses, own), 1)
@@ -77,27 +84,32 @@ class Growth:
         )
         given = np.insert((more + kept).cumsum(1), 0, 0, axis=1)
         gone = given[:, np.searchsorted(left, left - LAG)]
-        return self._fits(held + self._states + np.ceil(grown).astype(np.int64) - gone)
+        return self._fits(held + np.ceil(grown).astype(np.int64) - gone)
 
     def let_in(self, request: Request) -> None:
         """A request runs now, too, and has its first pages."""
         if self._courses is not None:
-            course = self._courses_of([request])
+            course, promised, lacked = self._part(self._all_of([request]))
             self._courses = np.concatenate((self._courses, course), 1)
-            self._promised += self._pages(course[HAVE], course[END])
+            self._promised, self._lacked = self._promised + promised, self._lacked + lacked
 
-    def _courses_of(self, running: Iterable[Request]) -> Ints:
-        """Requests from now on, in tokens ([4, requests]): what each has pages for, where it is expected to end, how many of the
-        first it found in the cache and may share, and how many it will compute one by one."""
-        rows, rest = [], []
-        for request in running:
-            if request.sequence is not None:
-                end = self._end_of(request)
-                rows.append(request.sequence.row)
-                rest.append((end, request.sequence.resumed, max(1, end - len(request.tokens))))
-        have = self._cache.rows.blocks[rows].astype(np.int64) * self._cache.block_tokens
-        ends, found, left = np.array(rest, np.int64).reshape(-1, 3).T
-        return np.stack((have, np.maximum(ends, have), found, left))
+    def _all_of(self, running: Iterable[Request]) -> list[tuple[Request, int, int]]:
+        """Requests that run, for how many tokens each has pages, and how many of those it found in the cache."""
+        some = [(request, request.sequence) for request in running if request.sequence is not None]
+        have = self._cache.rows.blocks[[sequence.row for _, sequence in some]] * self._cache.block_tokens
+        return [(one, n, sequence.resumed) for (one, sequence), n in zip(some, have.tolist(), strict=True)]
+
+    def _part(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
+        """Requests from now on, in tokens ([4, requests]): what each has pages for once its prompt is computed, where it is
+        expected to end, how many of the first it found in the cache and may share, and how many it will compute one by one.
+        Then the pages of each class that they will take until they end, and those that their prompts lack now."""
+        rest = []
+        for request, have, found in requests:
+            size, end = len(request.tokens), self._end_of(request)
+            rest.append((have, max(have, size), max(have, end), found, max(1, end - size)))
+        first, sizes, ends, shared, left = np.array(rest, np.int64).reshape(-1, 5).T
+        taken, lacked = (self._pages(*part).sum(1, keepdims=True) for part in ((sizes, ends), (first, sizes)))
+        return np.stack((sizes, ends, shared, left)), taken, lacked
 
     def _fits(self, pages: Ints) -> bool:
         """Whether the pool holds so many pages of each class ([classes, times]) at every time."""

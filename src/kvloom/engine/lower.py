@@ -168,6 +168,19 @@ class Lower:
         trip = self._trips.get(request)
         return trip is not None and trip.arrival is not None
 
+    @property
+    def coming(self) -> list[tuple[Request, int]]:
+        """Requests that wait for copies alone, and will run as soon as those are made; up to which token pages of the pool are
+        held for them."""
+        trips = [trip for trip in self._trips.values() if trip.arrival is not None or trip.due is not None]
+        return [(trip.request, 0 if trip.arrival is None else trip.arrival.end) for trip in trips]
+
+    def land(self) -> None:
+        """What has come enters the tree before the turn of whom it came for: someone lacks the room, and may need it sooner."""
+        for trip in list(self._trips.values()):
+            if trip.arrival is not None:
+                self._coming(trip)
+
     def lacks_room(self, request: Request) -> bool:
         """Whether a request's pages could come if there were room for them in the pool."""
         trip = self._trips.get(request)
@@ -220,13 +233,14 @@ class Lower:
         self._flying = requests
         self._lands = time.monotonic() + self.prefill.seconds(tokens)
 
-    def under_way(self, request: Request) -> bool:
-        """Whether a request that waits aside has nothing to come back for yet."""
+    def under_way(self, request: Request, awaited: bool) -> bool:
+        """Whether a request that waits aside has nothing to come back for yet. If it is `awaited` by others, who may have their
+        turn before it, what has come enters the tree at once."""
         trip = self._trips.get(request)
         if trip is None:
             return False
         if trip.arrival is not None:
-            return not all(event.query() for event in trip.events)
+            return self._coming(trip) if awaited else not all(event.query() for event in trip.events)
         if trip.due is not None:
             return trip.due in self._keeping.making
         return trip.phase != "jumps" and self._pace(trip) == 0

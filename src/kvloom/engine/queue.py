@@ -67,12 +67,12 @@ class Queue:
         self._behind.setdefault(front, []).append(request)
         return True
 
-    def look(self, still: Callable[[Request], bool]) -> set[Front | None]:
+    def look(self, still: Callable[[Request, bool], bool]) -> set[Front | None]:
         """Put back in line who waits aside and need not any more, and who waits behind those; the fronts of the others: nobody
-        else need compute those."""
+        else need compute those. `still` is told of each whether others wait behind it."""
         waiting, self._aside = self._aside, []
         for request, front in waiting:
-            if request.finish is None and still(request):
+            if request.finish is None and still(request, front in self._behind):
                 self._aside.append((request, front))
             elif request.finish is None:
                 self.push(request)

@@ -162,13 +162,16 @@ class Scheduler:
                 if self.lower is not None:
                     if self.lower.holds(waiting, found):
                         self._queue.put_aside(aside.pop(), front)
+                        if self.growth is not None:
+                            self.growth.look()  # it comes, too
                         continue
                     if picked and self.lower.lacks_room(waiting):
                         break  # it would compute what it could load, and with as little room
                     if found.version != self.cache.tree.version:  # what it needed has come
                         found = self._match(waiting)
                 if self.growth is not None and picked:
-                    if not self.growth.leaves_room(waiting, found.resume, self.running):
+                    coming = () if self.lower is None else self.lower.coming
+                    if not self.growth.leaves_room(waiting, found.resume, self.running, coming):
                         break  # those that run would give their pages up for it, sooner or later
                 self._admit(waiting, found)
                 aside.pop()
@@ -179,6 +182,8 @@ class Scheduler:
                     if self.growth is not None:
                         self.growth.let_in(waiting)
                 elif self.running or picked or not empty or self._freeing:
+                    if self.lower is not None and not picked:
+                        self.lower.land()  # else those who wait behind it would hold their pages until it ran
                     break  # (what gave way holds pages until its copies are made)
                 else:
                     self._give_up(waiting)
