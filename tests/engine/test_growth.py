@@ -66,6 +66,25 @@ def test_who_shares_what_is_held_needs_room_for_its_own_alone() -> None:
     assert not any(request.preemptions for request in requests)
 
 
+def test_a_prompt_needs_its_room_at_once_and_not_by_and_by() -> None:
+    """Long prompts and short answers, with most of a prompt's room left over: whoever began in that would lose it to the growth
+    of the others."""
+    model, rng = tiny("llama", max_position_embeddings=512), random.Random("long")
+    prompts = [[rng.randrange(3, 64) for _ in range(320)] for _ in range(9)]
+    layout = Engine(model, 1 << 24).layout
+    pages = layout.slab_bytes_for(320)
+    engine = Engine(model, 5 * pages + pages * 19 // 20, token_budget=320, ahead=True)
+    assert engine.scheduler.growth is not None
+    engine.scheduler.growth._typical = 60.0
+    requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+    assert most == 5
+    assert not any(request.preemptions for request in requests)
+
+
 def test_answers_are_expected_to_be_as_long_as_they_were_of_late() -> None:
     engine = Engine(tiny("llama", max_position_embeddings=4096), 1 << 24)
     growth = Growth(engine.cache)

@@ -492,6 +492,33 @@ def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
     closed(engine)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("slabs", [20, 24, 28, 32])
+def test_conversations_that_come_back_at_once_lose_nothing_to_each_other(
+    slabs: int, ahead: bool, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room for one is that of the next in line, whose turn is in the same step; and a while later, of who waits for room."""
+    monkeypatch.setattr(lower_module, "HostPages", LatePages if late else HostPages)
+    slab = Engine(tiny("llama"), POOL).layout.slab_bytes
+    engine = Engine(
+        tiny("llama"), slabs * slab, token_budget=256, max_running=16, ahead=ahead, tiers=["host:4MiB"], lower=PATIENT
+    )  # fmt: skip
+    first = [served(engine, [prompt], 4)[0] for prompt in drawn("turns", *[60] * 8)]
+    prompts = [[*request.tokens, 5, 6, 7] for request in first]
+    wanted = expected(tiny("llama"), prompts, 4)
+    requests, steps = [engine.add(prompt, greedy(4)) for prompt in prompts], 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+        assert steps < 2000
+    assert [request.tokens for request in requests] == wanted
+    assert min(request.cached_tokens or 0 for request in requests) >= 48
+    while lower_of(engine).holding:
+        lower_of(engine).poll()
+    closed(engine)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
 def test_what_comes_back_from_a_full_host_memory_does_not_lose_its_place_there(family: str) -> None:
     """What leaves the pool for it wants a place, and what comes back has been there for longest."""

@@ -130,12 +130,13 @@ class Lower:
         self._keeping.know(request.control.lossy, match.root_name)
         trip = self._trips.get(request)
         if trip is None:
-            nothing = self.host.empty and not self.mover.lanes
-            if nothing or not self._may(request, match):
+            if not self._may(request, match):
                 return False
             question = self.cache.first_question(match)
             if question is not None and self._keeping.is_leaving(question.names):
                 self._keeping.take()  # it left for someone of this very step
+            if self.host.empty and not self.mover.lanes:
+                return False
             if not self.mover.lanes and self._fetching.lacks(question, request):
                 request.looked_below = match.resume
                 return False

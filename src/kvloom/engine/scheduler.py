@@ -165,8 +165,8 @@ class Scheduler:
                         if self.growth is not None:
                             self.growth.look()  # it comes, too
                         continue
-                    if picked and self.lower.lacks_room(waiting):
-                        break  # it would compute what it could load, and with as little room
+                    if (picked or places) and self.lower.lacks_room(waiting):
+                        break  # it would compute what it could load, and with as little room; who ends makes some
                     if found.version != self.cache.tree.version:  # what it needed has come
                         found = self._match(waiting)
                 if self.growth is not None and picked:
