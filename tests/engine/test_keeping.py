@@ -4,13 +4,14 @@ not: told with copies that are written down, and with a device that does what it
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, attention_fields, room
+from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Span, attention_fields, room
 from kvloom.core.clock import VirtualClock
 from kvloom.engine import engine as engine_module, lower as lower_module
 from kvloom.engine.arena import HostPages, form_of, open_host
@@ -22,7 +23,7 @@ from kvloom.tiers.arena import copy_pages
 from kvloom.tiers.mover import Mover
 from tests.models.zoo import expected, tiny
 
-from .test_lower import PATIENT, POOL, closed, drawn, greedy, lower_of
+from .test_lower import PATIENT, POOL, LateCopy, closed, drawn, greedy, lower_of
 
 FULL = LayerSpec("token", attention_fields(2, 16, "fp32"))
 STATE = LayerSpec("state", (Field("ssm", (3, 40), "fp32"),))
@@ -38,19 +39,24 @@ class Told(HostPages):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.marks, self.copies = 0, list[tuple[bool, set[int]]]()
+        self.late = False
 
     def mark(self) -> None:
         self.marks += 1
 
     def down(self, stride: int, pages: Any, offsets: Any, old: bool = False) -> Any:
         self.copies.append((old, set(pages.tolist())))
-        return super().down(stride, pages, offsets, old)
+        done = super().down(stride, pages, offsets, old)
+        return LateCopy(lambda: None, 4) if self.late else done
+
+    def wait(self, event: Any) -> None:
+        event.synchronize()
 
 
 class Desk:
     """A cache whose pages are kept when they leave, and a clock that stands still."""
 
-    def __init__(self, *layers: LayerSpec) -> None:
+    def __init__(self, *layers: LayerSpec, writes: str = "back") -> None:
         layout = PoolLayout.build({f"layer {i}": spec for i, spec in enumerate(layers)})
         self.clock = VirtualClock()
         self.cache = KVCache(layout, 40, max_tokens=256, clock=self.clock)
@@ -58,7 +64,7 @@ class Desk:
         host, _ = open_host(layout, 4 << 20, False, buffer.device)
         forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in layout.groups}
         self.pages = Told(layout, buffer, host)
-        self.keeping = Keeping(self.cache, self.pages, Mover(host, ()), forms, forms, {"back"})
+        self.keeping = Keeping(self.cache, self.pages, Mover(host, ()), forms, forms, {writes})
 
     def computed(self, first: int) -> Sequence:
         """Three blocks of a prompt of four."""
@@ -135,6 +141,47 @@ def test_runs_that_are_cut_are_as_old_as_they_were() -> None:
     found = desk.left()
     assert set().union(*(some for old, some in found if old)) == set(pages[:3])
     assert set().union(*(some for old, some in found if not old)) >= set(pages[3:])
+
+
+def test_a_partial_block_that_gave_way_to_a_fuller_one_is_not_lent() -> None:
+    """One text twice: when the shorter has ended and was offered, the longer one grows its last block."""
+    desk = Desk(FULL, writes="through")
+    text = np.arange(40, dtype=np.int32)
+    shorter, longer = (desk.cache.open(desk.cache.match(text[:size])) for size in (24, 40))
+    assert not shorter.extend(24)
+    assert not longer.extend(40)
+    shorter.commit(text[:24])
+    shorter.close()
+    longer.commit(text)
+    desk.pages.late = True
+    desk.keeping.take()
+    desk.cache.check()
+    longer.close()
+    desk.keeping.take()
+    while desk.keeping.busy:
+        desk.keeping.finish()
+    desk.cache.check()
+    assert desk.cache.stats()["held_pages"] == 0
+
+
+def test_a_run_does_not_grow_by_a_block_that_lacks_a_windows_page_which_it_has() -> None:
+    """As pages that came from below do, of which a window behind needs none: its resume point would lose its own."""
+    desk = Desk(FULL, replace(FULL, span=Span("sliding", 20)))
+    cache, text = desk.cache, np.arange(32, dtype=np.int32)
+    shorter, longer = (cache.open(cache.match(text[:size])) for size in (24, 32))
+    for sequence, size in ((shorter, 24), (longer, 32)):
+        assert not sequence.extend(size)
+    shorter.commit(text[:24])
+    shorter.close()
+    assert cache.match(text[:25]).resume == 24
+    rows = np.stack([longer.table(group)[0, :2] for group in (0, 1)], 1).astype(np.int32)
+    rows[1, 1] = 0
+    root = cache.tree.roots[cache.match(text).root_name]
+    cache.tree.publish(root, text.tobytes(), rows, desk.clock.now(), last=True)
+    cache.check()
+    assert cache.match(text[:25]).resume == 24
+    longer.close()
+    cache.check()
 
 
 def test_without_a_mark_nothing_is_old_and_a_later_mark_makes_it_so() -> None:

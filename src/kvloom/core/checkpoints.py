@@ -45,6 +45,7 @@ class Checkpoints:
         self.window_groups = tuple(g.index for g in windowed)
         self.keeps_checkpoints = bool(self.windows) or self.has_states
         self.version = 0  # changes when a path or its pages may have
+        self.replaced = 0  # how often a partial block's page gave way to a fuller one
         self._serials = count(1)
 
     # -- where one can resume -------------------------------------------------------------------

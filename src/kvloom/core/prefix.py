@@ -131,7 +131,7 @@ class PrefixTree(Checkpoints):
                 rest = data[(at - start) * TOKEN_BYTES :]
                 fresh = rows[at // self.block - start // self.block :]
             stays = node is standing and stop % self.block and not last
-            if not stays and self._may_grow(node, standing, retention):
+            if not stays and self._may_grow(node, standing, retention) and not self._loses(node, fresh):
                 self._grow(node, rest, fresh, now)
             else:
                 born = True
@@ -180,6 +180,13 @@ class PrefixTree(Checkpoints):
             and (node.priority, node.expires) == retention
         )
 
+    def _loses(self, node: Node, rows: Ids) -> bool:
+        """Whether a run that grows from `rows` on would lose a window's page, which may protect a resume point: a partial block's
+        fuller page came without it."""
+        if not self.windows or not node.end % self.block:
+            return False
+        return bool(((node.pages[node.count - 1] > 0) & (rows[0] == 0)).any())
+
     def may_append(self, cursor: Node) -> bool:
         """Whether a block after `cursor` can be added by `append_blocks`: it is one sequence's own run."""
         return self._may_grow(cursor, cursor, (0, None))
@@ -227,6 +234,7 @@ class PrefixTree(Checkpoints):
                 self.teller.grown(node)
             have -= 1
             self.version += 1
+            self.replaced += 1
             old = node.pages[have : have + 1].copy()
             node.root.account.used -= self.pages.drop(old)
             node.pages[have] = 0

@@ -26,7 +26,7 @@ from .fetching import Forms
 
 __all__ = ["Keeping"]
 
-Moment = tuple[int, int]
+Moment = tuple[int, int, int]
 _PENDING = int(Outcome.PENDING)
 _DONE: Event = Done()
 MOST_ROOTS = 4096
@@ -113,8 +113,8 @@ class Keeping:
         return parcel.leaving and parcel.old
 
     def _now(self) -> Moment:
-        """What changes whenever pages left or moved."""
-        return self.cache.room.evictions, self.cache.room.moves
+        """What changes whenever pages left, moved or gave way to others."""
+        return self.cache.room.evictions, self.cache.room.moves, self.cache.tree.replaced
 
     def make_ahead(self) -> None:
         """Once a step, before its pages are reserved: where pages are copied when they leave, and steps could come to wait for
