@@ -51,7 +51,7 @@ class Growth:
         self._typical += (request.output_count - self._typical) / MEMORY
 
     def look(self) -> None:
-        """A step begins: everybody has changed."""
+        """A step begins, or somebody is coming: what is known of the others is looked up anew."""
         self._courses = None
 
     def leaves_room(
