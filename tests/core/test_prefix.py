@@ -243,6 +243,18 @@ def test_a_snapshot_can_be_left_by_hand() -> None:
     assert resume(world, prompt_of(50)) == 33
 
 
+def test_a_resume_point_can_be_asked_for_ahead() -> None:
+    world = make_world("state+full", 400, snapshots=Snapshots(prompt_end=False, turn_end=False, branch=False))
+    item = start(world, prompt_of(90))
+    assert world.cache.snapshot(item.sequence, 48)
+    with pytest.raises(ValueError, match="no resume point at"):
+        world.cache.snapshot(item.sequence, world.cache.max_tokens + 1)
+    finish(world, run(world, item))
+    other = [*prompt_of(60), *prompt_of(30, seed=1)]
+    assert resume(world, other) == 48
+    world.verify(serve(world, other))
+
+
 # -- images ------------------------------------------------------------------------------------------------
 
 

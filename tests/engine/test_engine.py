@@ -223,6 +223,32 @@ def test_what_someone_computes_is_waited_for_not_computed_again() -> None:
     engine.run()
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "mamba"])
+def test_who_is_next_in_line_finds_a_point_where_it_parts_from_who_begins(family: str) -> None:
+    shared = [5 + i % 50 for i in range(100)]
+    prompts = [[*shared, 7 + i, *range(9, 12 + i)] for i in range(3)] + [shared[:70]]
+    wanted = expected(tiny(family), prompts, 10)
+    # The pool is full, so that what windows have passed, and no point holds, leaves before the last one's turn.
+    engine = Engine(tiny(family), 5 << 18 if family == "gemma3_text" else 1 << 24, token_budget=128)
+    fill(engine, 3, 20)
+    engine.run()
+    requests = [engine.add(prompts[0], GREEDY)]
+    fill(engine, 40, 8)
+    requests += [engine.add(prompt, GREEDY) for prompt in prompts[1:]]
+    engine.run()
+    assert [request.tokens for request in requests] == wanted
+    parts = (
+        96 if engine.cache.has_states else 100
+    )  # the windows' pages of a whole prompt are at its end still
+    assert [request.cached_tokens for request in requests] == [0, parts, parts, 64]
+
+
+def fill(engine: Engine, first: int, count: int) -> None:
+    """Prompts that share nothing with others."""
+    for each in range(first, first + count):
+        engine.add([each, *(3 + (i * each) % 61 for i in range(90))], GREEDY)
+
+
 def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
     assert gc.isenabled()
     with uncollected():

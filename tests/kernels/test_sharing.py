@@ -11,7 +11,7 @@ import torch
 from kvloom.core import Span
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import Shape
-from kvloom.kernels.sharing import SharedRun, Sharing, find_shared
+from kvloom.kernels.sharing import SharedRun, Sharing, find_shared, in_sight, worth_sharing
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 from kvloom.kernels.decode import DecodePlan  # noqa: E402
@@ -55,12 +55,25 @@ def test_a_run_too_short_is_left_to_the_groups_below() -> None:
     ]
 
 
-def test_windows_do_not_share() -> None:
-    """A page leaves one member's window before another's, while the run is read through one member's table."""
-    with pytest.raises(ValueError, match="give windows a plan without sharing"):
-        DecodePlan(
-            Shape(4, 2, 64, 64), 2, span=Span("sliding", 40), device=DEVICE, sharing=Sharing(2, device=DEVICE)
-        )
+def test_windows_share_what_all_who_see_it_hold_in_the_same_pages() -> None:
+    runs = [SharedRun(0, 48, (0, 1, 2), 0), SharedRun(48, 80, (0, 1), 1)]
+    tables = tables_of([0, 2, 3, 4, 5], [0, 0, 3, 4, 5], [0, 0, 3, 9, 9])
+    first = np.array([17, 32, 47])
+    assert in_sight(runs, tables, first, 16) == runs
+    assert in_sight(runs, tables, np.array([81, 90, 85]), 16) == runs  # nobody sees them any more
+    for row, block, kept in ((1, 3, runs[:1]), (2, 2, []), (0, 1, []), (2, 1, runs)):
+        other = tables.copy()
+        other[row, block] = (
+            0 if row == 0 else 7
+        )  # gone where somebody looks, another page, one that nobody looks at
+        assert in_sight(runs, other, first, 16) == kept
+
+
+def test_short_windows_are_read_by_each() -> None:
+    assert [worth_sharing(Span(*span)) for span in (("full",), ("sliding", 1024), ("chunked", 8192))] == [
+        True
+    ] * 3
+    assert not worth_sharing(Span("sliding", 128))
 
 
 def test_depth_and_room_limit_what_is_shared() -> None:
@@ -108,6 +121,53 @@ def test_shared_prefixes_give_what_plain_decode_gives(case: int) -> None:
     out = torch.full_like(batch.q, math.nan)
     plan.attend(batch.q, batch.k, batch.v, batch.tables, Mask(span), out=out)
     assert relative(out, batch.expected(Mask(span))[0]) < TOLERANCE[torch.float32]
+
+
+WINDOWS = [
+    # Positions apart, so that each member's window begins elsewhere in the run and leaves it at another step.
+    ([180, 172, 165, 40], [1, 1, 1, 1], [(128, [0, 1, 2])], Span("sliding", 90)),
+    ([180, 172, 165, 161, 40], [1, 3, 2, 1, 1], [(144, [0, 1]), (96, [0, 1, 2, 3])], Span("sliding", 100)),
+    ([130, 124, 150, 190], [1, 1, 2, 1], [(112, [0, 1, 2, 3])], Span("chunked", 64)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(WINDOWS)))
+def test_shared_runs_in_windows_give_what_plain_decode_gives_as_they_pass(case: int) -> None:
+    lengths, queries, shared, span = WINDOWS[case]
+    shape = Shape(8, 2, 64, 64, dtype=torch.float32)
+    batch = Batch(shape, lengths, queries, shared=shared, seed=case)
+    back, block = 30, shape.block_tokens
+    begun = np.array(lengths) - np.array(queries) - back
+    whole = batch.tables.cpu().numpy()
+
+    def left(settled: np.ndarray) -> np.ndarray:
+        """Tables without the pages that windows have passed; page 0 is full of NaN."""
+        seen = span.first_visible_each(settled) // block
+        return np.where(np.arange(whole.shape[1]) < seen[:, None], 0, whole)
+
+    runs = find_shared(whole, begun, block, least_saved=16, least_run=16)
+    runs = in_sight(runs, left(begun), span.first_visible_each(begun), block)
+    assert runs
+    rows, most = len(lengths) + 1, max(queries)
+    sharing = Sharing(rows, most, segments=8, depth=3, device=DEVICE)
+    sharing.set(runs, batch.starts.cpu().numpy())
+    plan = DecodePlan(shape, rows, most, span, DEVICE, sharing)
+    mask = Mask(span, 4.0, torch.randn(8).to(DEVICE))
+    some = 0
+    # One after the other, then one ahead of the rest, which no longer holds what the others see.
+    for ahead in (0, 10, back):
+        settled = begun + ahead
+        settled[0] += (back - ahead) // 2
+        batch.tables = torch.from_numpy(left(settled)).to(DEVICE)
+        batch.lengths_ = torch.from_numpy(settled + queries).int().to(DEVICE)
+        plan.make(batch.starts, batch.lengths_)
+        out = torch.full_like(batch.q, math.nan)
+        _, lse = plan.attend(batch.q, batch.k, batch.v, batch.tables, mask, out=out)
+        exact, exact_lse = batch.expected(mask)
+        assert relative(out, exact) < TOLERANCE[torch.float32]
+        torch.testing.assert_close(lse.double().cpu(), exact_lse, atol=1e-4, rtol=1e-4)
+        some += int(plan.shared.totals[0]) > 0
+    assert some > 1
 
 
 def test_what_an_earlier_step_left_is_nobodys() -> None:

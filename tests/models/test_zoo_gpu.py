@@ -95,7 +95,32 @@ def test_prompts_longer_than_windows_are_hugging_faces_within_rounding(
     engine.cache.check()
 
 
-def _within_rounding(own: Any, requests: list[Request]) -> None:
+@pytest.mark.parametrize("family", ["gemma3_text", "llama4_text"])
+def test_shared_prompts_in_windows_are_hugging_faces_within_rounding(family: str) -> None:
+    """Sequences of one prefix, whose windows leave it at different steps while they decode. In float32, for there are many
+    tokens, and in bf16 one of some hundreds may be far from its rounding, where an expert is chosen by a hair."""
+    torch.manual_seed(0)
+    changes = {**WIDE, "max_position_embeddings": 4096, "sliding_window": 512, "attention_chunk_size": 512}
+    own = transformers.AutoModelForCausalLM.from_config(config_of(family, **changes)).eval().cuda()
+    own.set_attn_implementation("eager")
+    engine = Engine(copy.deepcopy(own), 1 << 28, token_budget=900, max_running=8)
+    engine.buffer.view(torch.float32).fill_(torch.nan)
+    engine.prepare()
+    shared, *ends = prompts_of(4, (900, 5, 17, 40, 100, 101, 63))
+    greedy = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    engine.add(shared, SamplingParams(max_tokens=1))
+    engine.run()
+    requests = [engine.add(shared + end, greedy) for end in ends]
+    seen = set()
+    while engine.busy:
+        engine.step()
+        seen |= {sharing.holds for (_, windowed), sharing in engine.runner.pages._sharing.items() if windowed}
+    assert max(seen) > 0
+    _within_rounding(own, requests, 0.01)
+    engine.cache.check()
+
+
+def _within_rounding(own: Any, requests: list[Request], tolerance: float = TOLERANCE) -> None:
     """Every token is, for Hugging Face's model, the likeliest or as good as it."""
     for request in requests:
         with torch.inference_mode():
@@ -105,4 +130,4 @@ def _within_rounding(own: Any, requests: list[Request]) -> None:
         picked = rows.gather(1, torch.tensor(request.output, device="cuda")[:, None])[:, 0]
         gap = (rows.amax(1) - picked) / rows.std(1)
         assert gap.isfinite().all()
-        assert gap.max() < TOLERANCE, gap.tolist()
+        assert gap.max() < tolerance, gap.tolist()

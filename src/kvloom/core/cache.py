@@ -224,8 +224,8 @@ class KVCache:
         self._committing.commit_many(rows, tokens)
 
     def snapshot(self, seq: Sequence, position: int | None = None) -> bool:
-        """Leave a resume point where the sequence stands (or, without states, at an earlier `position`).
-        False where there is no room for its states, or no use for one."""
+        """Leave a resume point where the sequence stands, or at a `position` before that (without states) or ahead, when it
+        gets there. False where there is no room for its states, or no use for one."""
         return self._points.snapshot(seq, position)
 
     def rollback(self, seq: Sequence, n: int) -> int:

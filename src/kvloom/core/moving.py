@@ -62,8 +62,10 @@ class Moving(Verbs):
                     _renumber(keeper.states, at, page, target)
                 elif isinstance(keeper, MediaRun):
                     _renumber(keeper.rows, at, page, target)
-        order = np.argsort(old)
-        self._follow_tables(cls, old[order], new[order])
+        held = self.room.pool.classes[cls].held[old] > 0  # by whom the tables are
+        if held.any():
+            order = np.argsort(old[held])
+            self._follow_tables(cls, old[held][order], new[held][order])
 
     def _follow_tables(self, cls: int, old: Ids, new: Ids) -> None:
         """Every table that names pages `old` (in order) follows."""
@@ -80,10 +82,19 @@ class Moving(Verbs):
             return bool(hit.any())
 
         rows = self.rows
-        for row in rows.open_rows():
+        if cls in self.pages.classes:
+            for column in self.pages.columns_of(cls).tolist():
+                # All rows at once, free ones being empty: there may be hundreds of them, and a page in many.
+                table = rows.tables[column, :, : int(rows.blocks.max())]
+                at = np.nonzero((table >= old[0]) & (table <= old[-1]))
+                place = np.searchsorted(old, table[at])
+                hit = old[place] == table[at]
+                at = at[0][hit], at[1][hit]
+                table[at] = new[place[hit]]
+                rows.touch_each(*at)
+        for row in rows.open_rows() if cls in self.states.classes or cls in self.media.classes else ():
             seq = self.handle(row)
-            moved = follow(self.pages, rows.tables[:, row, : int(rows.blocks[row])].T)
-            moved |= follow(self.states, rows.states[:, row][None])
+            moved = follow(self.states, rows.states[:, row][None])
             for run in seq.runs.values():
                 if not isinstance(run, MediaRun):
                     moved |= follow(self.media, run)

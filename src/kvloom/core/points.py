@@ -35,10 +35,14 @@ class Points(Verbs):
         length = int(self.rows.length[seq.row])
         here = int(self.rows.state_length[seq.row]) if self.has_states else length
         point = here if position is None else position
-        if not 0 <= point <= length:
-            raise ValueError(f"no resume point at {point}: the sequence has {length} tokens")
+        if not 0 <= point <= self.max_tokens:
+            raise ValueError(f"no resume point at {point}: a sequence has up to {self.max_tokens} tokens")
         if not self.tree.keeps_checkpoints or not seq.control.store or not point:
             return False
+        if point > length:
+            seq.wanted = tuple(sorted({*seq.wanted, point}))
+            self.rows.watched[seq.row] = True
+            return True
         now = self.clock.now()
         if not self.has_states:
             node = self.published_node(seq, point, now)

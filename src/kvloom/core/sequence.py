@@ -139,6 +139,10 @@ class SequenceRows:
         if block < self.stale.item(row):
             self.stale[row] = block
 
+    def touch_each(self, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> None:
+        """`touch` of many entries, of one row some of them."""
+        np.minimum.at(self.stale, rows, blocks.astype(np.int32))
+
     def seen(self, rows: npt.NDArray[np.int64]) -> Ids:
         """The first block of each row that changed since this was last asked; the end of its table where none did."""
         first = np.minimum(self.stale[rows], self.blocks[rows])

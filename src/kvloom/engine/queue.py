@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 
 from .request import Request
 
-__all__ = ["Front", "Queue", "front_of"]
+__all__ = ["Front", "Queue", "front_of", "parting"]
 
 Front = tuple[str, str, bytes]
 """What a request has when its next block is whole: tenant, adapter and content."""
@@ -55,6 +55,10 @@ class Queue:
                 return request
         return None
 
+    def nearest(self, most: int) -> list[Request]:
+        """Up to `most` of those in line, whose turn comes about next."""
+        return [request for _, request in islice(self._line, most) if request.finish is None]
+
     def put_aside(self, request: Request, front: Front | None) -> None:
         """Let a request wait for pages, those of `front` among them."""
         self._aside.append((request, front))
@@ -91,3 +95,17 @@ def front_of(request: Request, start: int, block: int) -> Front | None:
         return None
     shown = b"" if request.sight is None else request.sight.content(end)
     return control.tenant, f"{control.adapter}{'~' * control.lossy}", request.ids(end).tobytes() + shown
+
+
+def parting(one: Request, other: Request, start: int, block: int) -> int:
+    """Where `other` could resume on what `one` computes from `start` on, short of its end: by whole blocks; 0 for nowhere."""
+    end = (start // block + 1) * block
+    shared = min(len(one.tokens), len(other.tokens))
+    if shared < end or one.tokens[end - 1] != other.tokens[end - 1]:  # so mostly
+        return 0
+    front = front_of(one, start, block)
+    if front is None or front != front_of(other, start, block):
+        return 0
+    same = one.ids(shared) == other.ids(shared)
+    shared = shared if same.all() else int(same.argmin())
+    return 0 if shared == len(one.tokens) else min(shared, len(other.tokens) - 1) // block * block

@@ -25,7 +25,7 @@ import torch
 from kvloom.core import Control, KVCache, Sequence
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.shapes import upload
-from kvloom.kernels.sharing import SharedRun, find_shared
+from kvloom.kernels.sharing import SharedRun, find_shared, in_sight, worth_sharing
 from kvloom.models.batch import Batch, Stage, Work
 from kvloom.models.fusing import fuse
 from kvloom.models.pages import Cutter, Pages
@@ -91,6 +91,11 @@ class Runner:
         self._cache = cache
         full = [group for group in cache.layout.of("token") if not group.spec.span.windowed]
         self._shared_column = full[0].columns.start if full and not invariant else None
+        self._windows = [
+            group
+            for group in cache.layout.of("token")
+            if group.spec.span.windowed and worth_sharing(group.spec.span)
+        ]
         self._sharers: tuple[object, ...] = ()
         self._shares = False
         self._pool: Any = None
@@ -218,7 +223,8 @@ class Runner:
         strips = [] if self.strips is None else self.strips.sizes
         for done, (size, shares) in enumerate(wanted):
             if shares:
-                self.pages.share([SharedRun(0, 256, (0, 1), 0)], size)
+                runs = [SharedRun(0, 256, (0, 1), 0)]
+                self.pages.share(runs, runs if self._windows else None, size)
             self._captured(size, shares)
             if progress is not None:
                 progress(done + 1, len(wanted) + len(strips))
@@ -254,8 +260,13 @@ class Runner:
             settled = self._cache.rows.length[rows]
             blocks = int(settled.max()) // self._cache.block_tokens
             tables = self._cache.rows.tables[self._shared_column, rows, :blocks]
-            runs = find_shared(tables, settled, self._cache.block_tokens)
-            self._sharers, self._shares = sharers, bool(runs) and self.pages.share(runs, size)
+            runs = windows = find_shared(tables, settled, self._cache.block_tokens)
+            for group in self._windows:
+                tables = self._cache.rows.tables[group.columns.start, rows, :blocks]
+                first = group.spec.span.first_visible_each(settled)
+                windows = in_sight(windows, tables, first, self._cache.block_tokens)
+            told = windows if self._windows else None
+            self._sharers, self._shares = sharers, bool(runs) and self.pages.share(runs, told, size)
         return self._shares
 
     def _captured(self, size: int, shares: bool) -> _Captured:

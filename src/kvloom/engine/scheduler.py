@@ -22,7 +22,7 @@ from .beams import Successor, seated
 from .growth import Growth
 from .lower import Lower
 from .needs import Needs
-from .queue import Front, Queue, front_of
+from .queue import Front, Queue, front_of, parting
 from .request import Finish, Request
 from .victims import RANK, Scheduled, victim_of
 
@@ -37,6 +37,8 @@ MOST_TOLD = 256
 """Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
 MOST_ASIDE = 32
 """Requests that a step may put aside because others compute what they need: looking at each costs a match."""
+MOST_NEXT = 16
+"""Those next in line whose prompts are compared with one that begins, if resuming takes a point left for it."""
 
 
 class Scheduler:
@@ -174,6 +176,7 @@ class Scheduler:
                     if not self.growth.leaves_room(waiting, found.resume, self.running, coming):
                         break  # those that run would give their pages up for it, sooner or later
                 self._admit(waiting, found)
+                self._leave_points(waiting)
                 aside.pop()
                 taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
                 budget -= taken
@@ -190,6 +193,17 @@ class Scheduler:
         finally:
             for request in aside:
                 self._queue.push(request)
+
+    def _leave_points(self, request: Request) -> None:
+        """A request that begins leaves resume points where those next in line will part from it. (What sees everything can
+        resume anywhere.)"""
+        sequence, cache = request.sequence, self.cache
+        if sequence is None or not cache.tree.keeps_checkpoints or not cache.snapshots.branch:
+            return
+        start, block = sequence.length, cache.block_tokens
+        for point in {parting(request, other, start, block) for other in self._queue.nearest(MOST_NEXT)}:
+            if point > start:
+                cache.snapshot(sequence, point)
 
     def _claims(self, request: Request) -> bool:
         """Whether pages of the pool are filled for a request: it takes them before it waits for others."""

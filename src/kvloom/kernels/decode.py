@@ -18,7 +18,7 @@ from kvloom.core import Span
 from .reference import FULL, Mask
 from .shapes import Shape, check_call, check_results
 from .sharing import Sharing
-from .triton_worklist import plan_rows, plan_segments, plan_sources
+from .triton_worklist import plan_rows, plan_segments, plan_sight, plan_sources
 from .worklist import SPANS, Layer, Tile, WorkList, choose_tile, walks
 
 __all__ = ["MOST_QUERIES", "DecodePlan"]
@@ -52,11 +52,6 @@ class DecodePlan:
             )
         if sequences < 1:
             raise ValueError(f"a plan needs room for at least one sequence, got {sequences}")
-        if sharing is not None and span.windowed:
-            raise ValueError(
-                f"shared runs are for full spans, not {span}: pages leave one member's window before another's; "
-                "give windows a plan without sharing"
-            )
         if sharing is not None and (sharing.sequences, sharing.queries) != (sequences, queries):
             raise ValueError(
                 f"sharing has room for {sharing.sequences} sequences of {sharing.queries} queries, "
@@ -75,6 +70,7 @@ class DecodePlan:
             tall = shared_tile or choose_tile(shape, sequences * rows, self.device, beside=True)
             self.own = self._list(own, sequences, sequences, rows)
             self.shared = self._list(tall, sharing.segments, sharing.depth, sequences * rows)
+            self._seen = torch.zeros_like(sharing.given) if span.windowed else sharing.given
         most = sequences * queries
         self.tokens = torch.zeros((most, 4), dtype=torch.int32, device=self.device)
         depth = 0 if sharing is None else sharing.depth
@@ -111,8 +107,13 @@ class DecodePlan:
             num_warps=8, **work.cut(self.shape),
         )  # fmt: skip
         if sharing is not None and self._shares:
+            if self.span.windowed:
+                plan_sight[(sharing.segments,)](
+                    sharing.given, sharing.number, sharing.members, self.tokens, self._seen,
+                    SPAN=SPANS[self.span.kind], SIZE=self.span.size, BLOCK=128, num_warps=1,
+                )  # fmt: skip
             plan_segments[(1,)](
-                sharing.given, sharing.number, *self.shared.line, num_warps=8, **self.shared.cut(self.shape)
+                self._seen, sharing.number, *self.shared.line, num_warps=8, **self.shared.cut(self.shape)
             )
             plan_sources[(triton.cdiv(len(self.tokens), 128),)](
                 self.own.segments, self.own.places, self.shared.segments, self.shared.places, sharing.levels,
@@ -165,7 +166,7 @@ class DecodePlan:
         layer = Layer(
             self.shape, q, k, v, tables, self.tokens, mask, scale, k_scale, v_scale, scales, out, lse
         )
-        # A single query sees its whole segment; several see different ends and, in windows, beginnings.
+        # A single query sees its whole segment; several see different ends and, in windows, beginnings, as members do.
         several = self.queries > 1
         bounds = (3 if self.span.windowed else 1) if several else 0
         if self.sharing is None or not self._shares:
@@ -175,7 +176,8 @@ class DecodePlan:
                 layer.tiles(self.plain, bounds, direct=True)
             layer.merge_split(self.plain, self._starts, self.queries)
         else:
-            layer.tiles(self.shared, 0, direct=False, members=self.sharing.members)
+            sight = 2 if self.span.windowed else 0
+            layer.tiles(self.shared, sight, direct=False, members=self.sharing.members)
             layer.tiles(self.own, bounds, direct=False, beside=True)
             layer.merge_levels(self.own, self.shared, self.sources)
         return out, lse

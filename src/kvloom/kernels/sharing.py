@@ -5,8 +5,8 @@
     sequence 2   [ system prompt | other    | own … ]       level 1: the document, two members
 
 The prefix tree hands sequences the very same pages where their tokens agree, so equal page ids in equal blocks are what is
-shared. It changes when sequences join or leave, not while they decode: find it then, and keep it. Full spans alone share:
-a window's pages leave one member before another.
+shared. It changes when sequences join or leave, not while they decode: find it then, and keep it. Windows share what of
+these runs they still see (`in_sight`): that becomes less at every step, which the device works out of the positions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvloom.core import Span
+
 from .shapes import upload
 
-__all__ = ["SharedRun", "Sharing", "find_shared"]
+__all__ = ["SharedRun", "Sharing", "find_shared", "in_sight", "worth_sharing"]
 
 LEAST_SAVED = 1024
 """Tokens that a shared run must spare from being read again; below that, merging costs more than it saves."""
 LEAST_RUN = 128
 """Tokens of a run worth a place of its own; a shorter one is read by the groups below it."""
+LEAST_WINDOW = 512
+"""Tokens of a window worth sharing: what is each sequence's own soon fills a shorter one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,32 @@ def find_shared(
                 )
             waiting.append((members, end if kept else begin, end, level + kept))
     return sorted(runs, key=lambda run: run.level)
+
+
+def worth_sharing(span: Span) -> bool:
+    """Whether layers of this span read shared runs once."""
+    return not span.windowed or span.size >= LEAST_WINDOW
+
+
+def in_sight(
+    runs: list[SharedRun], tables: npt.NDArray[np.int32], first: npt.NDArray[np.int64], block_tokens: int
+) -> list[SharedRun]:
+    """Those of `runs` that a windowed group's `tables` share, too, as far as each row sees, which is from its token `first`
+    on. Where pages differ, the members read that run and all below it on their own."""
+    kept: list[SharedRun] = []
+    out: set[int] = set()
+    for run in sorted(runs, key=lambda run: run.level):
+        rows = np.array(run.members)
+        seen = first[rows] // block_tokens
+        begin, end = max(run.lo // block_tokens, int(seen.min())), run.hi // block_tokens
+        part = tables[rows, begin:end]
+        held = part[seen.argmin()]  # who sees furthest back has all pages
+        looks = np.arange(begin, end) >= seen[:, None]
+        if out.intersection(run.members) or not held.all() or (looks & (part != held)).any():
+            out.update(run.members)
+        else:
+            kept.append(run)
+    return kept
 
 
 def _split(

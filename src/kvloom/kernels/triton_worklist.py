@@ -21,7 +21,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait as wait_for_launcher
 
-__all__ = ["merge_levels", "merge_split", "plan_rows", "plan_segments", "plan_sources", "with_sink"]
+__all__ = [
+    "merge_levels",
+    "merge_split",
+    "plan_rows",
+    "plan_segments",
+    "plan_sight",
+    "plan_sources",
+    "with_sink",
+]
 
 # What a segment is, as int32: one sector, read at once.
 ROW: tl.constexpr = tl.constexpr(0)  # table row
@@ -128,6 +136,35 @@ def plan_rows(
         tl.store(token + POSITION, own + i, mask=mine)
         tl.store(token + OWN, own, mask=mine)
         tl.store(token + SEQUENCE, at, mask=mine)
+
+
+@triton.jit
+def plan_sight(
+    given, number, members, tokens, seen, SPAN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """What windows see of `given` segments: from the first token that any member sees on, by the table of that member, which
+    holds its pages the longest. One program a segment."""
+    at = tl.program_id(0)
+    if at < tl.load(number):
+        source = given + at * 5
+        count = tl.load(source + 3)
+        first = tl.load(source + 4)
+        position = tl.full([BLOCK], 2147483647, tl.int32)
+        token = tl.zeros([BLOCK], tl.int32)
+        for begin in range(0, count, BLOCK):
+            i = begin + tl.arange(0, BLOCK)
+            each = tl.load(members + first + i, mask=i < count, other=0)
+            there = tl.load(tokens + each * TOKEN_WIDTH + POSITION, mask=i < count, other=2147483647)
+            token = tl.where(there < position, each, token)
+            position = tl.minimum(position, there)
+        least = tl.min(position, 0)
+        furthest = tl.max(tl.where(position == least, token, 0), 0)
+        into = seen + at * 5
+        tl.store(into, tl.load(tokens + furthest * TOKEN_WIDTH + SEQUENCE))
+        tl.store(into + 1, tl.maximum(tl.load(source + 1), first_visible(least, SPAN, SIZE)))
+        tl.store(into + 2, tl.load(source + 2))
+        tl.store(into + 3, count)
+        tl.store(into + 4, first)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from kvloom.kernels import cpu
 from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import DTYPES, Shape, room_of, split_dim
-from kvloom.kernels.sharing import SharedRun, Sharing
+from kvloom.kernels.sharing import SharedRun, Sharing, worth_sharing
 from kvloom.kernels.views import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
 
@@ -95,7 +95,7 @@ class Pages(Void):
         self.steps: Steps
         """How mixers see the step that was begun."""
         self._plans: dict[tuple[Shape, Span, int, bool], Plan] = {}
-        self._sharing: dict[int, Sharing] = {}
+        self._sharing: dict[tuple[int, bool], Sharing] = {}
         self._made: set[tuple[Shape, Span]] = set()
         self._layers: dict[int, cpu.LayerPages | None] = {}
         self._singles: dict[tuple[int, int], cpu.Rows] | Literal[False] | None = None
@@ -279,24 +279,26 @@ class Pages(Void):
             self._singles[key] = cpu.Rows(self.batch.tables[view.group][view.run], seen)
         return layer, self._singles[key]
 
-    def share(self, runs: list[SharedRun], rows: int) -> bool:
-        """Tell which of `rows` single tokens to be replayed hold the same pages, so that those are read once; whether any
-        do. It holds until it is told again."""
-        sharing = self._sharing_of(rows)
+    def share(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
+        """Tell which of `rows` single tokens to be replayed hold the same pages, in `windows` too (None: no window shares), so
+        that those are read once; whether any do. It holds until it is told again."""
+        if windows is not None:
+            self._sharing_of(rows, True).set(windows, np.arange(rows + 1))
+        sharing = self._sharing_of(rows, False)
         sharing.set(runs, np.arange(rows + 1))
         return sharing.holds > 0
 
-    def _sharing_of(self, rows: int) -> Sharing:
-        room = room_of(rows)
-        if room not in self._sharing:
-            self._sharing[room] = Sharing(room, device=self.device)
-        return self._sharing[room]
+    def _sharing_of(self, rows: int, windowed: bool) -> Sharing:
+        key = room_of(rows), windowed
+        if key not in self._sharing:
+            self._sharing[key] = Sharing(key[0], device=self.device)
+        return self._sharing[key]
 
     def _plan(self, shape: Shape, span: Span) -> Plan:
         batch = self.batch
         # A step that is replayed has single tokens, and lengths that only the device knows.
         rows = room_of(len(batch.sizes)) if batch.replayed else 0
-        key = shape, span, rows, batch.shares and not span.windowed
+        key = shape, span, rows, batch.shares and worth_sharing(span)
         if key not in self._plans:
             self._plans[key] = self._new_plan(*key)
         plan = self._plans[key]
@@ -308,7 +310,7 @@ class Pages(Void):
             self._made.add(key[:2])
         return plan
 
-    def _new_plan(self, shape: Shape, span: Span, rows: int, shares: bool) -> Plan:
+    def _new_plan(self, shape: Shape, span: Span, rows: int, shared: bool) -> Plan:
         if self._piece:
             from kvloom.kernels.invariant import Pieces, Whole
 
@@ -317,7 +319,8 @@ class Pages(Void):
                 return Pieces(shape, self._piece, rows, longest, span, self.device)
             return Whole(shape, self._piece, span, self.device)
         if rows:
-            return decode_plan(shape, rows, 1, span, self.device, self._sharing_of(rows) if shares else None)
+            sharing = self._sharing_of(rows, span.windowed) if shared else None
+            return decode_plan(shape, rows, 1, span, self.device, sharing)
         if self.device.type == "cuda" and not shape.supported:
             return ReferencePlan(shape, span)
         return prefill_plan(shape, span, self.device)
