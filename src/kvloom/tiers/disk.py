@@ -52,7 +52,7 @@ class DiskConfig:
     evict: Literal["oldest", "least-used"] = "least-used"
     carry: bool = True
     direct: bool = True
-    readers: int = 8
+    readers: int = 16
     pending_bytes: int = 1 << 30
     close_seconds: float = 10.0
 
