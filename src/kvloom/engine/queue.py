@@ -100,12 +100,12 @@ def front_of(request: Request, start: int, block: int) -> Front | None:
 def parting(one: Request, other: Request, start: int, block: int) -> int:
     """Where `other` could resume on what `one` computes from `start` on, short of its end: by whole blocks; 0 for nowhere."""
     end = (start // block + 1) * block
-    shared = min(len(one.tokens), len(other.tokens))
-    if shared < end or one.tokens[end - 1] != other.tokens[end - 1]:  # so mostly
-        return 0
+    if min(len(one.tokens), len(other.tokens) - 1) < end or one.tokens[end - 1] != other.tokens[end - 1]:
+        return 0  # so mostly
     front = front_of(one, start, block)
     if front is None or front != front_of(other, start, block):
         return 0
+    shared = min(len(one.tokens), len(other.tokens))
     same = one.ids(shared) == other.ids(shared)
     shared = shared if same.all() else int(same.argmin())
     return 0 if shared == len(one.tokens) else min(shared, len(other.tokens) - 1) // block * block

@@ -10,6 +10,7 @@ no bytes; the cache answers what fits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import replace
 
@@ -39,6 +40,8 @@ MOST_ASIDE = 32
 """Requests that a step may put aside because others compute what they need: looking at each costs a match."""
 MOST_NEXT = 16
 """Those next in line whose prompts are compared with one that begins, if resuming takes a point left for it."""
+MOST_POINTS = 4
+"""Points that a prompt leaves for them: with states, each ends a step."""
 
 
 class Scheduler:
@@ -201,9 +204,10 @@ class Scheduler:
         if sequence is None or not cache.tree.keeps_checkpoints or not cache.snapshots.branch:
             return
         start, block = sequence.length, cache.block_tokens
-        for point in {parting(request, other, start, block) for other in self._queue.nearest(MOST_NEXT)}:
-            if point > start:
-                cache.snapshot(sequence, point)
+        points = Counter(parting(request, other, start, block) for other in self._queue.nearest(MOST_NEXT))
+        del points[0]
+        for point, _ in points.most_common(MOST_POINTS):
+            cache.snapshot(sequence, point)
 
     def _claims(self, request: Request) -> bool:
         """Whether pages of the pool are filled for a request: it takes them before it waits for others."""
