@@ -141,7 +141,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         if "workloads" in args.only:
             report["workloads"] = workloads(args.shape, device, pool, host, works, args.rounds)
         if "hits" in args.only:
-            report["hits"] = hits(args.shape, device, host, chosen(["W6"], scale)[0])
+            report["hits"] = hits(args.shape, device, args.host, chosen(["W6"], scale)[0])
         if "layers" in args.only:
             with tempfile.TemporaryDirectory() as pages:
                 report["layers"] = by_layers(pages, rounds=args.rounds)
@@ -291,7 +291,7 @@ def workloads(
     return rows
 
 
-def hits(shape: str, device: str, host: str, work: Workload) -> dict[str, Any]:
+def hits(shape: str, device: str, host: int, work: Workload) -> dict[str, Any]:
     """How many tokens conversations find cached: in a pool that holds them all, and in a tenth of what they need at their ends,
     without and with the host tier. Conversations take turns, so that each has left a small pool when it comes back; there are
     enough of them for three at once in the small pool."""
@@ -305,7 +305,12 @@ def hits(shape: str, device: str, host: str, work: Workload) -> dict[str, Any]:
     )  # snapshots, and pages that windows have passed, are cached beside them
     small = max(whole // 10, 2 * layout.slab_bytes_for(work.longest) + 4 * layout.slab_bytes)
     found: dict[str, Any] = {"workload": work.name, "pool": whole, "small_pool": small}
-    for which, pool, tiers in (("large", large, ()), ("small", small, ()), ("small + host", small, (host,))):
+    found["room"] = min(1.0, (small + host) / whole)
+    for which, pool, tiers in (
+        ("large", large, ()),
+        ("small", small, ()),
+        ("small + host", small, (f"host:{host}",)),
+    ):
         runner = Kvloom(shape, Options(device=device, pool=pool, tiers=tiers))
         figures = runner.run(work.draw(vocabulary, 0, 1), work.output).figures
         found[which] = figures["hit_rate"]
@@ -347,6 +352,7 @@ def _show(report: dict[str, Any]) -> None:
             f"{part['workload']} cached: {part['large']:.1%} in a pool for all, {part['small']:.1%} in "
             f"{part['small_pool'] / part['pool']:.0%} of it, {part['small + host']:.1%} there with the host tier: "
             f"{part['kept']:.1%} kept"
+            + (f" (pool and tier have room for {part['room']:.0%} of all)" if part["room"] < 1 else "")
         )
     for row in report.get("keep", ()):
         each = row["us_per_page"]
