@@ -66,6 +66,29 @@ def test_everything_evictable_leaves_and_capacity_is_full_again(kind: str, polic
     assert world.cache.stats()["held_pages"] == 0
 
 
+@every_policy
+@pytest.mark.parametrize("kind", ["full", "sliding+full", "state+full"])
+def test_what_somebody_in_line_will_want_leaves_last_and_who_comes_last_first(kind: str, policy: str) -> None:
+    world = make_world(kind, slabs_for(kind, 320, 10), policy=policy)
+    prompts = [prompt_of(60, seed=i) for i in range(4)]
+    for prompt in prompts:
+        cached(world, prompt)
+        world.clock.advance(1)
+    whole = [found(world, prompt) for prompt in prompts]
+    assert min(whole) >= 59
+    turns = {2: (0, 1), 0: (0, 2), 1: (-1, 9)}  # who has priority comes first
+    waiting = [world.cache.foresee(world.cache.match([*prompts[i], 0]), turn) for i, turn in turns.items()]
+    left: list[int] = []
+    hog, size = press(world, 16), 16
+    while len(left) < 3 and not hog.sequence.extend(size := size + 16):
+        left += [i for i in range(4) if i not in left and found(world, prompts[i]) < whole[i]]
+    assert left == [3, 0, 2], "who waits for nothing, then the last in line"
+    for foreseen in (*waiting, *waiting):
+        world.cache.forget(foreseen)
+    finish(world, hog)
+    world.cache.check()
+
+
 @every_layout
 @every_policy
 def test_nothing_that_is_held_leaves(kind: str, policy: str) -> None:

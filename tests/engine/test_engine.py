@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvloom.core import Control
+from kvloom.engine import scheduler
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.engine.sizing import long_budget
@@ -241,6 +242,45 @@ def test_who_is_next_in_line_finds_a_point_where_it_parts_from_who_begins(family
         96 if engine.cache.has_states else 100
     )  # the windows' pages of a whole prompt are at its end still
     assert [request.cached_tokens for request in requests] == [0, parts, parts, 64]
+
+
+@pytest.mark.parametrize(("family", "kib"), [("llama", 512), ("gemma3_text", 768), ("qwen3_next", 512)])
+def test_what_those_in_line_will_find_stays(family: str, kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations that take turns in a pool that has no room for all: by age, each would lose what it wants next."""
+    found = {}
+    for most in (0, 256):
+        monkeypatch.setattr(scheduler, "MOST_FORESEEN", most)
+        engine = Engine(tiny(family), kib << 10, token_budget=128, max_running=2)
+        ended: list[Request] = []
+        turn = {engine.add([3 + i, *range(5, 50)], GREEDY): 0 for i in range(12)}
+        while turn:
+            for request in [request for request in engine.step() if request.finish is not None]:
+                ended.append(request)
+                before = turn.pop(request)
+                if before < 3:
+                    turn[engine.add([*request.tokens, 7, 8, 9], GREEDY)] = before + 1
+        engine.cache.check()
+        found[most] = sum(request.cached_tokens or 0 for request in ended)
+        some = ended[::9]
+        assert [one.tokens for one in some] == expected(tiny(family), [list(one.prompt) for one in some], 10)
+    assert found[256] > 2 * found[0]
+
+
+def test_who_waits_no_more_keeps_no_pages() -> None:
+    engine = Engine(tiny("llama"), 1 << 18, token_budget=64, max_running=1)
+    fill(engine, 3, 12)
+    engine.run()
+    running, waiting = (engine.add([3 + i, *range(5, 50)], GREEDY) for i in range(2))
+    engine.step()
+    assert waiting.foreseen is not None
+    engine.cancel(waiting)
+    engine.run()
+    assert running.foreseen is waiting.foreseen is None
+    assert not any(node.due for root in engine.cache.tree.roots.values() for node in below(root))
+
+
+def below(node: Any) -> list[Any]:
+    return [node, *(each for child in node.children.values() for each in below(child))]
 
 
 def fill(engine: Engine, first: int, count: int) -> None:

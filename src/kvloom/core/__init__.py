@@ -8,7 +8,7 @@ from .cache import KVCache
 from .clock import Clock, VirtualClock, WallClock
 from .copies import CopyBatch
 from .events import Dropped, Event, EventBus, Moved, Stored
-from .hints import Pin
+from .hints import Foreseen, Pin
 from .layers import DTYPE_BYTES, PROMPT, Field, LayerSpec, Span, attention_fields
 from .layout import GRAIN, MAX_WASTE, PageGroup, PoolLayout
 from .lookup import REASONS, Match, Stop
@@ -39,6 +39,7 @@ __all__ = [
     "Event",
     "EventBus",
     "Field",
+    "Foreseen",
     "KVCache",
     "LayerSpec",
     "Match",

@@ -19,7 +19,7 @@ from .columns import Columns
 from .committing import Committing
 from .copies import CopyBatch
 from .events import EventBus
-from .hints import Hints, Pin
+from .hints import Foreseen, Hints, Pin
 from .layers import PROMPT
 from .layout import PoolLayout
 from .lookup import Lookup, Match, Stop
@@ -309,6 +309,15 @@ class KVCache:
     def unpin(self, pin: Pin) -> None:
         """End a pin early. Ending it twice is harmless."""
         self._hints.unpin(pin)
+
+    def foresee(self, match: Match, turn: tuple[int, int]) -> Foreseen:
+        """Somebody waits who will want what `match` found: until `forget`, it leaves after all that nobody waits for, and what is
+        wanted last before what is wanted first."""
+        return self._hints.foresee(match, turn)
+
+    def forget(self, foreseen: Foreseen) -> None:
+        """End a `foresee`. Ending it twice is harmless."""
+        self._hints.forget(foreseen)
 
     def pins(self) -> list[Pin]:
         """Those that have not ended."""

@@ -44,7 +44,7 @@ class EvictionQueue(Generic[E]):
     def push(self, entry: E, now: float) -> None:
         """Queue `entry`, or move it if its priority fell. Rises are noticed when it would be next, falls with
         time when its retention expires or the policy wants to look again."""
-        rank, priority = key = entry.rank(now), self.policy.priority(entry, now)
+        rank, priority = key = self._key(entry, now)
         queued = entry.queued
         if queued is None or key < queued:
             if queued is None:
@@ -54,6 +54,13 @@ class EvictionQueue(Generic[E]):
             heappush(self._heap, (rank, priority, number, entry))
         if self.learner is not None or entry.expires is not None:
             self._look_again(entry, now)
+
+    def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
+        """What somebody in line will want leaves after all else, who comes last first."""
+        if entry.due:
+            urgent, number = entry.due[0]
+            return entry.rank(now), (INF, INF, -urgent, -number)
+        return entry.rank(now), self.policy.priority(entry, now)
 
     def _look_again(self, entry: E, now: float) -> None:
         """Note when the key of `entry` may have fallen by itself."""
@@ -92,7 +99,7 @@ class EvictionQueue(Generic[E]):
             if queued is None or queued[1] != priority or queued[0] != rank:
                 heappop(heap)
                 continue
-            current = entry.rank(now), self.policy.priority(entry, now)
+            current = self._key(entry, now)
             if current <= queued:
                 return entry
             entry.queued = current

@@ -12,7 +12,7 @@ from .nodes import Checkpoint, Node
 from .parts import Parts, Verbs
 from .pool import Ids
 
-__all__ = ["Hints", "Pin"]
+__all__ = ["Foreseen", "Hints", "Pin"]
 
 
 class Pin:
@@ -34,6 +34,16 @@ class Pin:
         )
         self.expires = expires
         self.number = 0
+
+
+class Foreseen:
+    """What somebody who waits will want. Turns sort as they come; no two who wait have the same."""
+
+    __slots__ = ("entries", "turn")
+
+    def __init__(self, turn: tuple[int, int], entries: list[Node | Checkpoint]) -> None:
+        self.turn = turn
+        self.entries = entries
 
 
 class Hints(Verbs):
@@ -107,6 +117,27 @@ class Hints(Verbs):
                 self.unpin(pin)
                 some = True
         return some
+
+    def foresee(self, match: Match, turn: tuple[int, int]) -> Foreseen:
+        """Somebody waits who will want what `match` found: it leaves after all that nobody waits for."""
+        entries: list[Node | Checkpoint] = []
+        for node in [node for node in match.path if node.start < match.resume][-1:]:
+            entries.append(node)
+            if node.checkpoints:  # which hold windows' pages, if nobody resumes right there either
+                entries.append(min(node.checkpoints, key=lambda point: abs(point.position - match.resume)))
+        for entry in entries:
+            entry.due = tuple(sorted((*entry.due, turn)))
+        return Foreseen(turn, entries)
+
+    def forget(self, foreseen: Foreseen) -> None:
+        """Whose turn it was has begun, or waits no more."""
+        now = self.clock.now()
+        for entry in foreseen.entries:
+            entry.due = tuple(turn for turn in entry.due if turn != foreseen.turn)
+            if entry.queued is not None:
+                node = entry.node if isinstance(entry, Checkpoint) else entry
+                node.root.account.queue.push(entry, now)
+        foreseen.entries = []
 
     def remember(self, session: str, node: Node) -> None:
         self._sessions[session] = node

@@ -34,6 +34,7 @@ class Entry(ABC):
 
     __slots__ = (
         "created",
+        "due",
         "ended",
         "expires",
         "expiring",
@@ -58,6 +59,7 @@ class Entry(ABC):
         self.ended = False  # its session said that it will not come back
         self.useless = False  # some of it completes no resume point any more
         self.value = 0.0
+        self.due: tuple[tuple[int, int], ...] = ()  # the turns at which it is wanted, the first of them first
         self.memo: Memo | None = None
         self.queued: tuple[int, tuple[float, ...]] | None = None
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import Control, Sequence, Stop, loops
+from kvloom.core import Control, Foreseen, Sequence, Stop, loops
 from kvloom.models.sight import Sight
 
 from .beams import BeamSearch
@@ -71,6 +71,7 @@ class Request:
     unknown: int = 0
     uncached: bool = False
     looked_below: int | None = None
+    foreseen: Foreseen | None = None
     lacking: Stop | None = None
     preemptions: int = 0
     finish: Finish | None = None

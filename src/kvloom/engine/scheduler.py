@@ -40,6 +40,8 @@ MOST_ASIDE = 32
 """Requests that a step may put aside because others compute what they need: looking at each costs a match."""
 MOST_NEXT = 16
 """Those next in line whose prompts are compared with one that begins, if resuming takes a point left for it."""
+MOST_FORESEEN = 256
+"""Those next in line for whom pages are kept, where room is short."""
 MOST_POINTS = 4
 """Points that a prompt leaves for them: with states, each ends a step."""
 
@@ -116,6 +118,8 @@ class Scheduler:
             if request.computed < size < request.limit:
                 (decodes if size - request.computed == 1 else prompts).append(request)
         alone = self.running[0] if len(self.running) == 1 else None
+        if self.cache.room.pool.free_slabs * 16 < self.cache.room.pool.slabs:
+            self._foresee()
         self._decode(decodes, picked, places)
         self.decoding = first = len(picked)
         budget = self.token_budget
@@ -197,6 +201,17 @@ class Scheduler:
             for request in aside:
                 self._queue.push(request)
 
+    def _foresee(self) -> None:
+        """Where room is short, what those in line will find stays for as long as anything else can leave."""
+        for request in self._queue.nearest(MOST_FORESEEN):
+            if request.foreseen is None and not request.unknown:
+                request.foreseen = self.cache.foresee(self._match(request), request.rank)
+
+    def _forget(self, request: Request) -> None:
+        if request.foreseen is not None:
+            self.cache.forget(request.foreseen)
+            request.foreseen = None
+
     def _leave_points(self, request: Request) -> None:
         """A request that begins leaves resume points where those next in line will part from it. (What sees everything can
         resume anywhere.)"""
@@ -270,6 +285,7 @@ class Scheduler:
             if one.finish is None:
                 one.finish = why
                 one.unknown = 0
+                self._forget(one)
                 if self.growth is not None and why in ("stop", "length"):
                     self.growth.ended(one)
                 if self.lower is not None:
@@ -317,6 +333,7 @@ class Scheduler:
 
     def _admit(self, request: Request, found: Match) -> None:
         request.sequence = self.cache.open(found)
+        self._forget(request)
         request.computed = request.sequence.length
         self.running.append(request)
 
