@@ -118,8 +118,7 @@ class Scheduler:
             if request.computed < size < request.limit:
                 (decodes if size - request.computed == 1 else prompts).append(request)
         alone = self.running[0] if len(self.running) == 1 else None
-        if self.cache.room.pool.free_slabs * 16 < self.cache.room.pool.slabs:
-            self._foresee()
+        self._foresee()
         self._decode(decodes, picked, places)
         self.decoding = first = len(picked)
         budget = self.token_budget
@@ -202,7 +201,11 @@ class Scheduler:
                 self._queue.push(request)
 
     def _foresee(self) -> None:
-        """Where room is short, what those in line will find stays for as long as anything else can leave."""
+        """Where room is short, what those in line will find stays for as long as anything else can leave. (What leaves for a
+        tier comes back from it.)"""
+        pool = self.cache.room.pool
+        if self.lower is not None or pool.free_slabs * 16 >= pool.slabs:
+            return
         for request in self._queue.nearest(MOST_FORESEEN):
             if request.foreseen is None and not request.unknown:
                 request.foreseen = self.cache.foresee(self._match(request), request.rank)
