@@ -107,3 +107,18 @@ def mooncake_master(folder: Path, port: int = 0) -> Iterator[tuple[int, subproce
     command = [str(binary), *options, f"--metrics_port={free_port()}", "--client_ttl=2"]
     with running(command, lambda: answers(port), folder / "mooncake.log") as process:
         yield port, process
+
+
+@contextlib.contextmanager
+def s3_server(folder: Path, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """An S3 store in memory, with the credentials that it wants in the environment."""
+    for module in ("nixl._api", "boto3", "moto.server"):
+        pytest.importorskip(
+            module,
+            reason="no S3 by NIXL: pip install --no-deps nixl nixl-cu12; pip install boto3 'moto[server]'",
+            exc_type=ImportError,
+        )
+    port = port or free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with running(command, lambda: answers(port), folder / "s3.log") as process:
+        yield port, process

@@ -26,7 +26,7 @@ from .files import Files
 from .options import Options
 from .tier import TierError
 
-__all__ = ["Backend", "NixlFiles", "make_agent", "open_nixl", "opener"]
+__all__ = ["Backend", "NixlFiles", "finish", "make_agent", "open_nixl", "opener"]
 
 Backend = Literal["POSIX", "GDS", "GDS_MT"]
 _LEAST_BYTES = 64 << 10  # below that a plain call is sooner done than described
@@ -106,7 +106,7 @@ class NixlFiles(Files):
                 agent.name,
             )
             try:
-                _finish(agent, handle)
+                finish(agent, handle)
             finally:
                 agent.release_xfer_handle(handle)
         except OSError:
@@ -119,7 +119,7 @@ class NixlFiles(Files):
         self.moved += at - offset
 
 
-def _finish(agent: Any, handle: Any) -> None:
+def finish(agent: Any, handle: Any) -> None:
     """Waits for a transfer; an OSError if it fails."""
     state, pause = agent.transfer(handle), 20e-6
     while state not in ("DONE", "ERR"):

@@ -249,5 +249,6 @@ SCHEMES: dict[str, Callable[[str], Opener]] = {
     "mooncake": _from("mooncake"),
     "nixl": _from("nixl"),
     "peer": _from("peer"),
+    "s3": _from("s3"),
     **dict.fromkeys(CODINGS, _lossy),
 }

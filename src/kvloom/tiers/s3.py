@@ -1,0 +1,247 @@
+"""A bucket of an S3 store as a tier: `s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=eu-central-1`.
+
+Values travel by NIXL's object backend; what it cannot say or do, lengths and deletions, is asked of the store itself (boto3).
+Credentials are those of the environment, as any S3 client finds them. The store does not count for us, so `capacity` bounds what this
+process put there: who shares a bucket for long gives it a lifecycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import accumulate
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from .bounded import Bounded
+from .files import aligned, aligned_bytes
+from .nixl import finish, make_agent
+from .options import Options
+from .remote import RemoteConfig, RemoteTier, StoreError, Usage
+from .tier import TierError
+from .transfer import Outcome
+from .values import Counted, Place, Store, Want, store_tier
+
+__all__ = ["Bucket", "S3Store", "open_s3", "opener"]
+
+_AT_ONCE = 8  # questions for lengths
+_MOST_DELETED = 1000  # in one call
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Where a bucket is; without an `endpoint`, at Amazon's."""
+
+    name: str
+    prefix: str = ""
+    endpoint: str = ""
+    region: str = "us-east-1"
+
+    def __str__(self) -> str:
+        return f"s3://{self.name}/{self.prefix}".rstrip("/")
+
+
+class S3Store(Store):
+    """One thread's way to a bucket: calls that are bounded in time, and a buffer that NIXL knows."""
+
+    def __init__(
+        self, bucket: Bucket, client: Any, credentials: Any, counted: Counted, timeout: float
+    ) -> None:
+        self._bucket, self._client, self._credentials, self._counted = bucket, client, credentials, counted
+        self._bounded = Bounded(timeout, str(bucket))
+        self._asking = ThreadPoolExecutor(_AT_ONCE, "kvloom-s3")
+        self._room = aligned_bytes(0)
+        self._known: Any = None  # the buffer, as NIXL has it registered
+        self._agent = self._bounded.call(self._begin, max(timeout, 20.0))
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        return [length >= 0 for length in self._call(lambda: self._lengths(keys))]
+
+    def get(self, wants: Sequence[Want], place: Place) -> list[int]:
+        self._counted.touch(list(dict.fromkeys(want.key for want in wants)))
+        return list(self._call(lambda: self._get(wants, place), lent=True))
+
+    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
+        sizes = {key: sum(map(len, pieces)) for key, pieces in items}
+        gone = self._counted.reserve(sizes)
+        self._call(lambda: self._put(dict(items), sizes, gone))
+        return [Outcome.OK] * len(items)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        def remove() -> int:
+            there = [key for key, length in zip(keys, self._lengths(keys), strict=True) if length >= 0]
+            self._delete(there)
+            return len(there)
+
+        self._counted.forget(keys)
+        return int(self._call(remove))
+
+    def usage(self) -> Usage:
+        return self._counted.usage()
+
+    def close(self) -> None:
+        self._bounded.close()
+        self._asking.shutdown(wait=False)
+
+    # --- inside, in the bounded thread
+
+    def _call(self, function: Callable[[], Any], lent: bool = False) -> Any:
+        return self._bounded.call(function, lent=lent)
+
+    def _begin(self) -> Any:
+        try:
+            self._client.head_bucket(Bucket=self._bucket.name)
+        except Exception as error:
+            raise StoreError(f"{self._bucket} cannot be reached: {error}") from error
+        given = {"bucket": self._bucket.name, "region": self._bucket.region}
+        if self._credentials is not None:  # else it looks for them by itself
+            frozen = self._credentials.get_frozen_credentials()
+            given |= {"access_key": frozen.access_key, "secret_key": frozen.secret_key}
+            given |= {"session_token": frozen.token} if frozen.token else {}
+        if self._bucket.endpoint:
+            given |= {"endpoint_override": self._bucket.endpoint, "use_virtual_addressing": "false"}
+            given["scheme"] = urlsplit(self._bucket.endpoint).scheme
+        return make_agent("OBJ", given)
+
+    def _name(self, key: bytes) -> str:
+        return f"{self._bucket.prefix}{key.hex()}"
+
+    def _lengths(self, keys: Sequence[bytes]) -> list[int]:
+        """The length of each value, -1 where there is none."""
+        missing = self._client.exceptions.ClientError
+
+        def ask(key: bytes) -> int:
+            try:
+                return int(
+                    self._client.head_object(Bucket=self._bucket.name, Key=self._name(key))["ContentLength"]
+                )
+            except missing as error:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
+                    return -1
+                raise StoreError(f"{self._bucket}: {error}") from error
+
+        return list(self._asking.map(ask, keys))
+
+    def _get(self, wants: Sequence[Want], place: Place) -> list[int]:
+        keys = list(dict.fromkeys(want.key for want in wants))
+        whole = dict(zip(keys, self._lengths(keys), strict=True))
+        lengths, asked = [], []
+        for number, want in enumerate(wants):
+            size = whole[want.key]
+            length = size if not want.stop else max(0, min(want.stop, size) - want.start)
+            lengths.append(length if size > 0 and length > 0 else -1)
+            pieces = place(number, length) if lengths[-1] > 0 else None
+            if pieces is not None:
+                asked.append((want, length, pieces))
+        begins = self._moved("READ", [(want.key, want.start, length) for want, length, _ in asked])
+        for begin, (_, _, pieces) in zip(begins, asked, strict=True):
+            for piece in pieces:
+                piece[:] = self._room[begin : begin + len(piece)]
+                begin += len(piece)
+        return lengths
+
+    def _put(self, values: dict[bytes, Sequence[Any]], sizes: dict[bytes, int], gone: list[bytes]) -> None:
+        self._delete(gone)
+        self._stage(sum(aligned(size) for size in sizes.values()))
+        for begin, pieces in zip(_begins(sizes.values()), values.values(), strict=True):
+            for piece in pieces:
+                self._room[begin : begin + len(piece)] = memoryview(piece)
+                begin += len(piece)
+        self._moved("WRITE", [(key, 0, size) for key, size in sizes.items()])
+
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        for at in range(0, len(keys), _MOST_DELETED):
+            named = [{"Key": self._name(key)} for key in keys[at : at + _MOST_DELETED]]
+            self._client.delete_objects(Bucket=self._bucket.name, Delete={"Objects": named, "Quiet": True})
+
+    def _moved(self, verb: str, parts: Sequence[tuple[bytes, int, int]]) -> list[int]:
+        """Key, offset and length of each part to or from the buffer; where each begins there."""
+        if not parts:
+            return []
+        begins = _begins([length for _, _, length in parts])
+        self._stage(sum(aligned(length) for _, _, length in parts))
+        base = int(np.frombuffer(self._room, np.uint8).__array_interface__["data"][0])
+        agent = self._agent
+        memory = [(base + begin, length, 0) for begin, (_, _, length) in zip(begins, parts, strict=True)]
+        objects = [
+            (offset, length, number + 1, self._name(key))
+            for number, (key, offset, length) in enumerate(parts)
+        ]
+        registered = agent.register_memory(objects, "OBJ")
+        try:
+            handle = agent.initialize_xfer(
+                verb,
+                agent.get_xfer_descs(memory, "DRAM"),
+                agent.get_xfer_descs([place[:3] for place in objects], "OBJ"),
+                agent.name,
+            )
+            try:
+                finish(agent, handle)
+            finally:
+                agent.release_xfer_handle(handle)
+        except Exception as error:
+            raise StoreError(f"{self._bucket}: {error!r}") from error
+        finally:
+            agent.deregister_memory(registered)
+        return begins
+
+    def _stage(self, size: int) -> None:
+        """A buffer of that size, which NIXL knows."""
+        if size <= len(self._room):
+            return
+        if self._known is not None:
+            self._agent.deregister_memory(self._known)
+        self._room = aligned_bytes(max(size, 1 << 20))
+        at = int(np.frombuffer(self._room, np.uint8).__array_interface__["data"][0])
+        self._known = self._agent.register_memory([(at, len(self._room), 0, "")], "DRAM")
+
+
+def _begins(sizes: Any) -> list[int]:
+    return [0, *accumulate(aligned(size) for size in sizes)][:-1]
+
+
+def _ask(bucket: Bucket, timeout: float) -> tuple[Any, Any]:
+    """A client of the store, for all threads, and the credentials that it found."""
+    try:
+        boto3, config = import_module("boto3"), import_module("botocore.config")
+    except ImportError as error:
+        raise TierError(f"S3 cannot be asked ({error}): pip install boto3") from error
+    settings = config.Config(
+        connect_timeout=timeout,
+        read_timeout=timeout,
+        retries={"max_attempts": 1},
+        max_pool_connections=_AT_ONCE,
+        s3={"addressing_style": "path"} if bucket.endpoint else {},
+    )
+    session = boto3.session.Session()
+    client = session.client(
+        "s3", endpoint_url=bucket.endpoint or None, region_name=bucket.region, config=settings
+    )
+    return client, session.get_credentials()
+
+
+def open_s3(bucket: Bucket, config: RemoteConfig) -> RemoteTier:
+    """A TierError where NIXL or boto3 is missing, or the bucket cannot be reached."""
+    asked, counted = _ask(bucket, config.timeout), Counted(config.capacity)
+    return store_tier(str(bucket), config, lambda: S3Store(bucket, *asked, counted, config.timeout))
+
+
+def opener(text: str) -> Callable[[], RemoteTier]:
+    """`s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=…`; the other options are those of RemoteConfig."""
+    url = urlsplit(text)
+    options = Options(text, url.query)
+    if not url.netloc:
+        raise ValueError(f"{options.told}: which bucket? Write s3://bucket/prefix?capacity=1TiB")
+    prefix = unquote(url.path).strip("/")
+    bucket = Bucket(
+        url.netloc,
+        f"{prefix}/" if prefix else "",
+        options.text("endpoint", ""),
+        options.text("region", "us-east-1"),
+    )
+    return partial(open_s3, bucket, options.remote())

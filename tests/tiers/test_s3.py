@@ -1,0 +1,121 @@
+"""A bucket as a tier, by NIXL's object backend, on a real server of S3's protocol."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom.tiers import Objects, TierError
+from kvloom.tiers.opening import open_tier
+from kvloom.tiers.remote import RemoteConfig, RemoteTier
+from kvloom.tiers.s3 import Bucket, open_s3
+from kvloom.tiers.values import PREFIX
+
+from .conformance import Harness, TierConformance, get, objects, put
+from .servers import s3_server, stopped
+
+pytestmark = pytest.mark.server
+CAPACITY = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "someone")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        with s3_server(tmp_path_factory.mktemp("s3")) as (port, process):
+            import boto3
+
+            url = f"http://127.0.0.1:{port}"
+            client = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
+            client.create_bucket(Bucket="kvpages")
+            yield url, client, process
+
+
+def opened(url: str, **options: Any) -> RemoteTier:
+    config = RemoteConfig(CAPACITY, **{"timeout": 5.0, **options})
+    return open_s3(Bucket("kvpages", "ours/", url), config)
+
+
+class S3Harness(Harness):
+    def __init__(self, tier: RemoteTier, client: Any) -> None:
+        self.tier, self.client = tier, client
+
+    def values(self, wanted: Objects) -> list[tuple[str, bytearray]]:
+        found = []
+        for key in wanted.keys:
+            name = f"ours/{(PREFIX + key).hex()}"
+            try:
+                body = self.client.get_object(Bucket="kvpages", Key=name)["Body"].read()
+            except self.client.exceptions.NoSuchKey:
+                continue
+            found.append((name, bytearray(body)))
+        return found
+
+    def replace(self, key: str, value: bytes) -> None:
+        self.client.put_object(Bucket="kvpages", Key=key, Body=bytes(value))
+
+    def flip(self, wanted: Objects) -> None:
+        for key, value in self.values(wanted):
+            value[len(value) * 2 // 3] ^= 8
+            self.replace(key, value)
+
+    def swap(self, first: Objects, second: Objects) -> None:
+        ((a, one),), ((b, two),) = self.values(first), self.values(second)
+        self.replace(a, two)
+        self.replace(b, one)
+
+
+class TestS3(TierConformance):
+    @pytest.fixture(autouse=True)
+    def bucket(self, server: Any) -> None:
+        self.url, self.client, _ = server
+        for item in self.client.list_objects_v2(Bucket="kvpages").get("Contents", ()):
+            self.client.delete_object(Bucket="kvpages", Key=item["Key"])
+
+    def make(self, folder: Path) -> Harness:
+        return S3Harness(opened(self.url), self.client)
+
+
+def test_two_servers_share_a_bucket_and_a_prefix_keeps_others_apart(server: Any) -> None:
+    url, *_ = server
+    one, two = opened(url), opened(url, compression="lz4")
+    other = open_s3(Bucket("kvpages", "theirs/", url), RemoteConfig(CAPACITY, timeout=5.0))
+    assert put(one, range(3)).ok.all()
+    assert put(two, range(3, 6)).ok.all()
+    for reader in (one, two):
+        assert get(reader, range(6)).ok.all()
+    assert not other.lookup(objects(range(6))).any()
+    for tier in (one, two, other):
+        tier.close()
+
+
+def test_a_store_that_hangs_costs_a_bounded_wait_and_comes_back(server: Any) -> None:
+    url, _, process = server
+    tier = opened(url, timeout=1.0)
+    assert put(tier, range(2)).ok.all()
+    with stopped(process):
+        began = time.monotonic()
+        transfer = get(tier, range(2))
+        assert not transfer.ok.any()
+        assert time.monotonic() - began < 10
+    deadline = time.monotonic() + 40
+    while not get(tier, range(2)).ok.all() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert get(tier, range(2)).ok.all()
+    tier.close()
+
+
+def test_what_cannot_be_opened_says_why(server: Any) -> None:
+    url, *_ = server
+    with pytest.raises(TierError, match="cannot be reached"):
+        open_tier(f"s3://nobodys?capacity=8MiB&endpoint={url}&timeout=2")
+    with pytest.raises(ValueError, match="which bucket"):
+        open_tier("s3:///prefix?capacity=8MiB")
+    with pytest.raises(ValueError, match="bukket"):
+        open_tier("s3://kvpages?capacity=8MiB&bukket=1")
