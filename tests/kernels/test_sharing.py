@@ -87,6 +87,16 @@ def test_depth_and_room_limit_what_is_shared() -> None:
     assert sharing.begin.tolist() == [16, 16, 16, 16]
 
 
+def agrees(plan: DecodePlan, batch: Batch, mask: Mask) -> None:
+    """The plan gives what the oracle does."""
+    plan.make(batch.starts, batch.lengths_)
+    out = torch.full_like(batch.q, math.nan)
+    _, lse = plan.attend(batch.q, batch.k, batch.v, batch.tables, mask, out=out)
+    exact, exact_lse = batch.expected(mask)
+    assert relative(out, exact) < TOLERANCE[torch.float32]
+    torch.testing.assert_close(lse.double().cpu(), exact_lse, atol=1e-4, rtol=1e-4)
+
+
 CASES = [
     ([150, 140, 135, 40], [1, 1, 1, 1], [(128, [0, 1, 2])], FULL),
     ([150, 140, 135, 129, 40], [1, 3, 2, 1, 1], [(96, [0, 1]), (64, [0, 1, 2, 3])], FULL),
@@ -109,18 +119,10 @@ def test_shared_prefixes_give_what_plain_decode_gives(case: int) -> None:
     plan = DecodePlan(shape, rows, most, span, DEVICE, sharing)
     sinks = torch.randn(8).to(DEVICE)
     for mask in (Mask(span), Mask(span, 4.0, sinks)):
-        plan.make(batch.starts, batch.lengths_)
-        out = torch.full_like(batch.q, math.nan)
-        _, lse = plan.attend(batch.q, batch.k, batch.v, batch.tables, mask, out=out)
-        exact, exact_lse = batch.expected(mask)
-        assert relative(out, exact) < TOLERANCE[torch.float32]
-        torch.testing.assert_close(lse.double().cpu(), exact_lse, atol=1e-4, rtol=1e-4)
+        agrees(plan, batch, mask)
     # With nothing shared the same plan is plain decode.
     sharing.set([], batch.starts.cpu().numpy())
-    plan.make(batch.starts, batch.lengths_)
-    out = torch.full_like(batch.q, math.nan)
-    plan.attend(batch.q, batch.k, batch.v, batch.tables, Mask(span), out=out)
-    assert relative(out, batch.expected(Mask(span))[0]) < TOLERANCE[torch.float32]
+    agrees(plan, batch, Mask(span))
 
 
 WINDOWS = [
@@ -160,12 +162,7 @@ def test_shared_runs_in_windows_give_what_plain_decode_gives_as_they_pass(case: 
         settled[0] += (back - ahead) // 2
         batch.tables = torch.from_numpy(left(settled)).to(DEVICE)
         batch.lengths_ = torch.from_numpy(settled + queries).int().to(DEVICE)
-        plan.make(batch.starts, batch.lengths_)
-        out = torch.full_like(batch.q, math.nan)
-        _, lse = plan.attend(batch.q, batch.k, batch.v, batch.tables, mask, out=out)
-        exact, exact_lse = batch.expected(mask)
-        assert relative(out, exact) < TOLERANCE[torch.float32]
-        torch.testing.assert_close(lse.double().cpu(), exact_lse, atol=1e-4, rtol=1e-4)
+        agrees(plan, batch, mask)
         some += int(plan.shared.totals[0]) > 0
     assert some > 1
 

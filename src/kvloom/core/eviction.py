@@ -1,7 +1,7 @@
 """The order in which entries leave: a heap whose keys are checked again at its top.
 
-Spare window pages go before everything else, oldest first; then entries by rank and policy. The
-queue decides who is next. It frees nothing.
+Spare window pages go before everything else, oldest first; then entries by rank and policy, and last
+those that somebody in line will want. The queue decides who is next. It frees nothing.
 """
 
 from __future__ import annotations

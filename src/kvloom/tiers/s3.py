@@ -55,7 +55,7 @@ class S3Store(Store):
         self._bucket, self._client, self._credentials, self._counted = bucket, client, credentials, counted
         self._bounded = Bounded(timeout, str(bucket))
         self._asking = ThreadPoolExecutor(_AT_ONCE, "kvloom-s3")
-        self._room = aligned_bytes(0)
+        self._room, self._address = aligned_bytes(0), 0
         self._known: Any = None  # the buffer, as NIXL has it registered
         self._agent = self._bounded.call(self._begin, max(timeout, 20.0))
 
@@ -69,7 +69,11 @@ class S3Store(Store):
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
         sizes = {key: sum(map(len, pieces)) for key, pieces in items}
         gone = self._counted.reserve(sizes)
-        self._call(lambda: self._put(dict(items), sizes, gone))
+        try:
+            self._call(lambda: self._put(dict(items), sizes, gone), lent=True)
+        except BaseException:
+            self._counted.forget(list(sizes))
+            raise
         return [Outcome.OK] * len(items)
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -165,9 +169,10 @@ class S3Store(Store):
             return []
         begins = _begins([length for _, _, length in parts])
         self._stage(sum(aligned(length) for _, _, length in parts))
-        base = int(np.frombuffer(self._room, np.uint8).__array_interface__["data"][0])
         agent = self._agent
-        memory = [(base + begin, length, 0) for begin, (_, _, length) in zip(begins, parts, strict=True)]
+        memory = [
+            (self._address + begin, length, 0) for begin, (_, _, length) in zip(begins, parts, strict=True)
+        ]
         objects = [
             (offset, length, number + 1, self._name(key))
             for number, (key, offset, length) in enumerate(parts)
@@ -197,8 +202,8 @@ class S3Store(Store):
         if self._known is not None:
             self._agent.deregister_memory(self._known)
         self._room = aligned_bytes(max(size, 1 << 20))
-        at = int(np.frombuffer(self._room, np.uint8).__array_interface__["data"][0])
-        self._known = self._agent.register_memory([(at, len(self._room), 0, "")], "DRAM")
+        self._address = np.frombuffer(self._room, np.uint8).ctypes.data
+        self._known = self._agent.register_memory([(self._address, len(self._room), 0, "")], "DRAM")
 
 
 def _begins(sizes: Any) -> list[int]:
