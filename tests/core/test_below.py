@@ -168,10 +168,12 @@ def test_whatever_comes_back_from_below_is_what_was_there(
             match = cache.match(prompt)
             world.settle()
             before = cache.match(prompt).resume
-            point = world.load(cache.match(prompt), rng, rng.choice([0.0, 0.0, 0.1]))
+            fails = rng.choice([0.0, 0.0, 0.1])
+            point = world.load(cache.match(prompt), rng, fails)
             cache.check()
             sequence = cache.open(cache.match(prompt))
-            assert sequence.length >= max(before, min(point, match.limit))
+            # Windows' pages of an earlier point may have left for what did not come whole then.
+            assert sequence.length >= max(0 if fails else before, min(point, match.limit))
             loaded += max(0, sequence.length - before)
             world.settle()
             world.resumed(sequence, text)
@@ -181,7 +183,7 @@ def test_whatever_comes_back_from_below_is_what_was_there(
                 cache.grow(cache.shrink(cache.pool.slabs - 2).tolist())  # what is cached leaves
             elif rng.random() < 0.3:
                 monkeypatch.setattr(room, "AHEAD", rng.randrange(1, 9))
-                cache.room.leave_ahead(rng.randrange(30))
+                cache.room.leave_ahead()
             world.settle()
             cache.check()
         assert cache.stats()["held_pages"] == 0

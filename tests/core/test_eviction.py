@@ -22,7 +22,7 @@ from kvloom.core import (
     VirtualClock,
     make_policy,
 )
-from kvloom.core.room import AHEAD
+from kvloom.core.room import AHEAD, PIECES
 from kvloom.models.catalog import load_spec
 from kvloom.models.specs import ModelSpec, with_draft
 
@@ -463,8 +463,8 @@ def test_pages_leave_a_few_at_a_time_until_there_is_room_for_what_may_be_asked_f
     world = make_world(kind, 1 + 20 * slabs_for(kind, 64))
     cache, room = world.cache, world.cache.room
     held = serve(world, prompt_of(64, seed=1))
-    room.leave_ahead(1000)
-    assert not room.evictions, "there is room"
+    assert not room.leave_ahead(), "there is room"
+    assert not room.evictions
     i = 2
     while not room.evictions:
         cached(world, prompt_of(48, seed=i))
@@ -477,14 +477,13 @@ def test_pages_leave_a_few_at_a_time_until_there_is_room_for_what_may_be_asked_f
     left, moves = room.evicted_bytes, room.moves
     part = (cache.pool.slabs - 1) * cache.layout.slab_bytes // AHEAD
     while cache.pool.lacking(needs) and free_bytes(cache) < part and calls < 64:
-        room.leave_ahead(1000)
+        assert room.leave_ahead()
         gone, left = room.evicted_bytes - left, room.evicted_bytes
-        assert 0 < gone <= (-(-rows // 8) + cache.layout.slab_bytes // size + 4) * size
+        assert 0 < gone <= (-(-rows // PIECES) + cache.layout.slab_bytes // size + 4) * size
         calls += 1
     assert calls < 64
-    room.leave_ahead(1000)
+    assert not room.leave_ahead()
     assert (room.evicted_bytes, room.moves) == (left, moves)
-    room.leave_ahead(0)
     cache.check()
     world.verify(held)
 
@@ -510,7 +509,7 @@ def test_no_more_than_a_part_of_the_pool_is_free_ahead_of_need_where_slabs_are_n
         world.clock.advance(1)
     before = free_bytes(cache)
     for _ in range(500):
-        room.leave_ahead(len(held))
+        room.leave_ahead()
     most = (cache.pool.slabs - 1) * cache.layout.slab_bytes // AHEAD
     assert before < free_bytes(cache) < most + 4 * cache.layout.slab_bytes
     world.check()
@@ -525,6 +524,6 @@ def test_who_has_no_more_than_its_share_gives_nothing_up_ahead_of_need() -> None
             cached(world, prompt_of(40, seed=100 * i + len(name)), control=Control(tenant=name))
     used = {name: account.used for name, account in world.cache.accounts.accounts.items()}
     for _ in range(50):
-        room.leave_ahead(1000)
+        room.leave_ahead()
     for name, account in world.cache.accounts.accounts.items():
         assert account.used >= min(used[name], account.guaranteed - world.cache.layout.slab_bytes)

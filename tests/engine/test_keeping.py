@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Span, attention_fields, room
+from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Span, attention_fields
 from kvloom.core.clock import VirtualClock
 from kvloom.engine import engine as engine_module, lower as lower_module
 from kvloom.engine.arena import HostPages, form_of, open_host
@@ -23,7 +23,7 @@ from kvloom.tiers.arena import copy_pages
 from kvloom.tiers.mover import Mover
 from tests.models.zoo import expected, tiny
 
-from .test_lower import PATIENT, POOL, LateCopy, closed, drawn, greedy, lower_of
+from .test_lower import PATIENT, POOL, LateCopy, closed, drawn, greedy, leave_early, lower_of
 
 FULL = LayerSpec("token", attention_fields(2, 16, "fp32"))
 STATE = LayerSpec("state", (Field("ssm", (3, 40), "fp32"),))
@@ -34,19 +34,19 @@ SLABS = {
 
 
 class Told(HostPages):
-    """Remembers of every copy whether it was of old pages, and which."""
+    """Remembers of every copy how old its pages were, and which."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.marks, self.copies = 0, list[tuple[bool, set[int]]]()
+        self.marks, self.copies = 0, list[tuple[int, set[int]]]()
         self.late = False
 
-    def mark(self) -> None:
+    def mark(self, moved: bool = False) -> None:
         self.marks += 1
 
-    def down(self, stride: int, pages: Any, offsets: Any, old: bool = False) -> Any:
-        self.copies.append((old, set(pages.tolist())))
-        done = super().down(stride, pages, offsets, old)
+    def down(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
+        self.copies.append((age, set(pages.tolist())))
+        done = super().down(stride, pages, offsets, age)
         return LateCopy(lambda: None, 4) if self.late else done
 
     def wait(self, event: Any) -> None:
@@ -73,7 +73,7 @@ class Desk:
         sequence.commit(range(first, first + 48))
         return sequence
 
-    def left(self) -> list[tuple[bool, set[int]]]:
+    def left(self) -> list[tuple[int, set[int]]]:
         """Everything that may leaves the pool; the copies that were made of it."""
         self.cache.grow(self.cache.shrink(39).tolist())
         self.keeping.take()
@@ -96,11 +96,11 @@ def test_pages_that_were_there_at_the_mark_are_old_and_those_that_came_since_are
     young = pages_of(after)
     after.close()
     used.close()  # which changes nothing of when it was written
-    assert desk.left() == [(True, old), (False, young)], "old ones first, whoever left first"
+    assert desk.left() == [(1, old), (0, young)], "old ones first, whoever left first"
     again = desk.computed(3000)
     young = pages_of(again)
     again.close()
-    assert desk.left() == [(False, young)]
+    assert desk.left() == [(0, young)]
     assert desk.pages.marks == 1
 
 
@@ -120,7 +120,7 @@ def test_of_a_run_that_grew_since_the_mark_only_what_it_grew_by_is_young(
     pages = sequence.table(0).ravel()[: -(-len(text) // 16)].tolist()
     sequence.close()
     whole = first // 16  # a block that was partial is written on
-    assert desk.left() == [(True, set(pages[:whole])), (False, set(pages[whole:]))]
+    assert desk.left() == [(1, set(pages[:whole])), (0, set(pages[whole:]))]
 
 
 def test_runs_that_are_cut_are_as_old_as_they_were() -> None:
@@ -139,8 +139,8 @@ def test_runs_that_are_cut_are_as_old_as_they_were() -> None:
         other.close()
     assert desk.cache.tree.nodes > 2
     found = desk.left()
-    assert set().union(*(some for old, some in found if old)) == set(pages[:3])
-    assert set().union(*(some for old, some in found if not old)) >= set(pages[3:])
+    assert set().union(*(some for age, some in found if age)) == set(pages[:3])
+    assert set().union(*(some for age, some in found if not age)) >= set(pages[3:])
 
 
 def test_a_partial_block_that_gave_way_to_a_fuller_one_is_not_lent() -> None:
@@ -187,24 +187,66 @@ def test_a_run_does_not_grow_by_a_block_that_lacks_a_windows_page_which_it_has()
 def test_without_a_mark_nothing_is_old_and_a_later_mark_makes_it_so() -> None:
     desk = Desk(FULL)
     desk.computed(0).close()
-    assert [old for old, _ in desk.left()] == [False]
+    assert [age for age, _ in desk.left()] == [0]
     desk.keeping.launching()
     desk.computed(1000).close()
     desk.keeping.launching()
-    assert [old for old, _ in desk.left()] == [True]
+    assert [age for age, _ in desk.left()] == [1]
+
+
+@pytest.mark.parametrize("moved", [(), (0,), (1,), (2,)])
+def test_pages_are_as_old_as_the_marks_that_they_were_there_at_and_have_not_moved_since(
+    moved: tuple[int, ...],
+) -> None:
+    desk, ages = Desk(FULL), dict[int, int]()
+    sequences = []
+    for step in range(3):
+        sequences.append(desk.computed(1000 * step))
+        desk.keeping.launching(moved=step in moved)
+    sequences.append(desk.computed(3000))
+    pages = [pages_of(sequence) for sequence in sequences]
+    for sequence in sequences:
+        sequence.close()
+    for age, some in desk.left():
+        ages.update(dict.fromkeys(some, age))
+    found = [{ages[page] for page in some} for some in pages]
+    assert found == [{2}, {2}, {2 if 2 in moved else 1}, {0}]
+
+
+def test_of_a_run_that_grew_between_the_marks_the_rest_is_older() -> None:
+    desk = Desk(FULL)
+    text = np.arange(96, dtype=np.int32)
+    sequence = desk.cache.open(desk.cache.match(text))
+    for size in (32, 32, 32):
+        assert not sequence.extend(size)
+        sequence.commit(text[sequence.length : sequence.length + size])
+        desk.keeping.launching() if sequence.length < 96 else None
+    pages = sequence.table(0).ravel()[:6].tolist()
+    sequence.close()
+    found = desk.left()
+    assert [(age, some) for age, some in found if age] == [(1, set(pages[:4]))]
+    text += 1000
+    sequence = desk.cache.open(desk.cache.match(text))
+    for size in (32, 32):
+        assert not sequence.extend(size)
+        sequence.commit(text[sequence.length : sequence.length + size])
+        desk.keeping.launching()
+    pages = sequence.table(0).ravel()[:4].tolist()
+    sequence.close()
+    assert desk.left() == [(2, set(pages[:2])), (1, set(pages[2:]))]
 
 
 def test_a_mark_that_fails_makes_nothing_old(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(FULL)
     desk.computed(0).close()
 
-    def fails(_: HostPages) -> None:
+    def fails(_: HostPages, moved: bool) -> None:
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(Told, "mark", fails)
     with pytest.raises(RuntimeError, match="gone"):
         desk.keeping.launching()
-    assert [old for old, _ in desk.left()] == [False]
+    assert [age for age, _ in desk.left()] == [0]
 
 
 def test_states_are_as_young_as_their_snapshot() -> None:
@@ -216,7 +258,7 @@ def test_states_are_as_young_as_their_snapshot() -> None:
     assert desk.cache.snapshot(sequence, 48)  # of a run that was there before
     desk.cache.tree.drop_checkpoint(sequence.node.checkpoints[-1], "for a test")
     desk.keeping.take()
-    assert [old for old, _ in desk.pages.copies] == [False]
+    assert [age for age, _ in desk.pages.copies] == [0]
 
 
 def test_a_step_and_copies_inside_the_pool_move_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,28 +278,31 @@ def test_a_step_and_copies_inside_the_pool_move_the_mark(monkeypatch: pytest.Mon
 
 
 class Late(HostPages):
-    """A device that does nothing before it must: what was launched after a mark is not done when old copies are made."""
+    """A device that does nothing before it must: what was launched after a mark is not done when copies of pages that are as old
+    are made."""
 
-    counts: dict[bool, int]
-    behind = True
+    counts: dict[int, int]
+    then: tuple[Any, ...] = ()
 
-    def mark(self) -> None:
-        self.then = self.buffer.numpy().copy()
+    def mark(self, moved: bool = False) -> None:
+        now = self.buffer.numpy().copy()
+        self.then = (now, now if moved or not self.then else self.then[0])
 
-    def down(self, stride: int, pages: Any, offsets: Any, old: bool = False) -> Any:
-        self.counts[old] += len(pages)
-        if not old:
+    def down(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
+        self.counts[age] += len(pages)
+        if not age:
             return super().down(stride, pages, offsets)
-        copy_pages(self._arena, offsets, self.then, np.asarray(pages, np.int64) * stride, stride)
+        then = self.then[age - 1]
+        copy_pages(self._arena, offsets, then, np.asarray(pages, np.int64) * stride, stride)
         return Done()
 
 
 @pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> dict[bool, int]:
-    """Pages that were copied by their being old, on such a device."""
-    Late.counts = {False: 0, True: 0}
+def counts(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Pages that were copied by their age, on such a device."""
+    Late.counts = dict.fromkeys(range(3), 0)
     monkeypatch.setattr(lower_module, "HostPages", Late)
-    monkeypatch.setattr(room, "AHEAD", 2)  # in pools as small as these, too, pages leave ahead of need
+    leave_early(monkeypatch)
     return Late.counts
 
 
@@ -284,7 +329,7 @@ def crowded(family: str, ahead: bool) -> Engine:
     "family", ["llama", "gemma3_text", "llama4_text", "mamba2", "jamba", "bamba", "qwen3_next"]
 )
 def test_old_pages_have_all_their_bytes_before_the_step_in_flight(
-    family: str, ahead: bool, counts: dict[bool, int]
+    family: str, ahead: bool, counts: dict[int, int]
 ) -> None:
     prompts = storm(family)
     wanted = expected(tiny(family), prompts, 6)
@@ -293,13 +338,14 @@ def test_old_pages_have_all_their_bytes_before_the_step_in_flight(
         requests = [engine.add(prompt, greedy(6)) for prompt in prompts]
         engine.run()
         assert [request.tokens for request in requests] == wanted
-    assert counts[True]
+    assert counts[1] or not ahead
+    assert counts[2]
     assert lower_of(engine).counts["landed_tokens"]
     closed(engine)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-def test_what_grew_until_it_left_has_all_its_bytes(family: str, counts: dict[bool, int]) -> None:
+def test_what_grew_until_it_left_has_all_its_bytes(family: str, counts: dict[int, int]) -> None:
     """Answers of several blocks, whose pages leave in the step after their last token, or while they are written."""
     prompts = storm(family)[::2]
     wanted = expected(tiny(family), prompts, 40)
@@ -309,7 +355,8 @@ def test_what_grew_until_it_left_has_all_its_bytes(family: str, counts: dict[boo
         requests = [engine.add(prompt, greedy(40)) for prompt in prompts]
         engine.run()
         assert [request.tokens for request in requests] == wanted
-    assert counts[True]
+    assert counts[1]
+    assert counts[2]
     for _ in range(2):  # they come back with what was said
         more = [[*request.tokens, 5, 6, 7] for request in requests]
         again = [engine.add(prompt, greedy(3)) for prompt in more]
@@ -321,7 +368,7 @@ def test_what_grew_until_it_left_has_all_its_bytes(family: str, counts: dict[boo
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_forks_and_beams_find_their_pages_again(family: str, width: int, counts: dict[bool, int]) -> None:
+def test_forks_and_beams_find_their_pages_again(family: str, width: int, counts: dict[int, int]) -> None:
     """Forks copy pages inside the pool while pages leave it."""
     params = SamplingParams(max_tokens=8, temperature=0 if width > 1 else 1.0, seed=3, n=3, beam_width=width)
     prompts = storm(family)[::2]
@@ -334,7 +381,8 @@ def test_forks_and_beams_find_their_pages_again(family: str, width: int, counts:
         engine.run()
         for one, other in zip(wanted, found, strict=True):
             assert [best.output for best in other.best] == [best.output for best in one.best]
-    assert counts[True]
+    assert counts[1]
+    assert counts[2]
     closed(engine)
 
 

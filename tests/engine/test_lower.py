@@ -16,6 +16,7 @@ from kvloom.core import Control, KVCache, Match, Prospect, Tenant, room
 from kvloom.engine import lower as lower_module
 from kvloom.engine.arena import HostPages
 from kvloom.engine.engine import Engine
+from kvloom.engine.flight import Flight
 from kvloom.engine.lower import Lower, LowerConfig
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.tiers import DiskConfig, DiskTier, Objects
@@ -444,15 +445,21 @@ class LateCopy:
     wait = synchronize
 
 
+def leave_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that computes while the engine waits; in pools as small as these, too, pages leave ahead of need then."""
+    rng = random.Random(1)
+    monkeypatch.setattr(room, "AHEAD", 2)
+    monkeypatch.setattr(Flight, "arrived", property(lambda flight: rng.random() < 0.3))
+
+
 class LatePages(HostPages):
     rng = random.Random(0)
-    behind = True
     polls = 1, 9
 
     def wait(self, event: Any) -> None:
         event.synchronize()
 
-    def down(self, stride: int, pages: Any, offsets: Any, old: bool = False) -> Any:
+    def down(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
         return LateCopy(lambda: HostPages.down(self, stride, pages, offsets), self.rng.randrange(*self.polls))
 
     def up(self, stride: int, pages: Any, offsets: Any) -> Any:
@@ -465,7 +472,7 @@ def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
     family: str, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lower_module, "HostPages", LatePages)
-    monkeypatch.setattr(room, "AHEAD", 2)  # small as these pools are, pages leave ahead of need, too
+    leave_early(monkeypatch)
     rng = random.Random(family)
     roots = drawn((family, "late roots"), 40, 33, 20)
     tails = drawn((family, "late"), *range(1, 25))

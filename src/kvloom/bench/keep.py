@@ -35,10 +35,10 @@ class _Pages(HostPages):
 
     seconds = 0.0
 
-    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], old: bool = False) -> Event:
+    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
         began = time.perf_counter()
         try:
-            return super().down(stride, pages, offsets, old)
+            return super().down(stride, pages, offsets, age)
         finally:
             self.seconds += time.perf_counter() - began
 

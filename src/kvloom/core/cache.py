@@ -256,10 +256,11 @@ class KVCache:
 
         self.tree.parcels = Parcels(self.tree.teller, self.block_tokens, where, listener, ends)
 
-    def mark(self) -> None:
-        """What is in the tree now is `old` in the parcels to come: see `Parcel`."""
+    def mark(self, moved: bool = False) -> None:
+        """What is in the tree now is older in the parcels to come: see `Parcel`. `moved`: pages were copied inside the pool since
+        the last mark."""
         if self.tree.parcels is not None:
-            self.tree.parcels.mark(self.clock.now())
+            self.tree.parcels.mark(self.clock.now(), moved)
 
     def lend(self, parcel: Parcel) -> None:
         """Hold a parcel's pages where they are until `give_back`: someone reads them."""

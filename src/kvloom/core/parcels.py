@@ -21,8 +21,8 @@ class Parcel(NamedTuple):
     """Rows of page ids, one a name, in the columns of one numbering ("token" or "state"); 0 where there is no page.
 
     The bytes of `rows` are those of the pages `at` (0: nobody can say where) until the next `take_copies`. `leaving`: the bytes will be overwritten soon; else their sequence has ended, and they stay for now. `used`: someone
-    came back to them. `tenant` is whose they are, `root` where their names begin. `old`: they
-    were in the tree at the last mark, so that whoever wrote them had been launched by then.
+    came back to them. `tenant` is whose they are, `root` where their names begin. `age`: 1 if they were in the tree, where they
+    are, at the last mark, so that whoever wrote them had been launched by then; 2 if at the mark before, too.
     """
 
     numbering: str
@@ -33,7 +33,7 @@ class Parcel(NamedTuple):
     leaving: bool
     used: bool
     root: bytes
-    old: bool
+    age: int
 
 
 class Parcels:
@@ -50,12 +50,16 @@ class Parcels:
         self.teller, self.block, self.where, self.listener = teller, block, where, listener
         self.ends = ends
         """Whether the listener wants to hear of sequences that end, too."""
-        self.marks, self._marked = 0, -math.inf
+        self.marks = 0
+        """How often was marked."""
+        self._before = 0
+        self._marked = -math.inf, -math.inf
 
-    def mark(self, now: float) -> None:
-        """What is in the tree now is old from now on."""
+    def mark(self, now: float, moved: bool) -> None:
+        """What is in the tree now is older from now on. `moved`: some of it had moved, and was nowhere else at the mark before."""
+        self._before = self.marks + moved
         self.marks += 1
-        self._marked = now
+        self._marked = now, now if moved else self._marked[0]
 
     def trimmed(self, node: Node, end: int) -> None:
         """The pages of a run from `end` on are about to leave; a block that `end` cuts is offered whole, too."""
@@ -108,31 +112,40 @@ class Parcels:
         if not rows.any():
             return
         names = self._row_names(node, first, last)
-        # Of a run that grew since the mark, the blocks that were whole then are old.
-        settled = last if node.grown < self.marks else node.settled // self.block - node.start // self.block
+        age = self._age(node)
+        # Of a run that grew since a mark, the blocks that were whole then are older.
+        settled = last if age == 2 else node.settled // self.block - node.start // self.block
         cut = max(0, min(last, settled) - first)
         if cut:
-            self._tell("token", names[:cut], rows[:cut], node, leaving, old=True)
+            self._tell("token", names[:cut], rows[:cut], node, leaving, min(2, age + 1))
         if cut < len(rows):
-            self._tell("token", names[cut:], rows[cut:], node, leaving, old=False)
+            self._tell("token", names[cut:], rows[cut:], node, leaving, age)
+
+    def _age(self, node: Node) -> int:
+        """The age of the last pages that a run got."""
+        return 2 if node.grown < self._before else int(node.grown < self.marks)
 
     def _offer_end(self, node: Node, position: int, leaving: bool) -> None:
         row = node.pages[(position - 1) // self.block - node.start // self.block][None].copy()
         if row.any():
-            old = node.grown < self.marks
-            self._tell("token", [self.teller.name_at(node, position)], row, node, leaving, old)
+            names = [self.teller.name_at(node, position)]
+            self._tell("token", names, row, node, leaving, self._age(node))
 
     def _offer_states(self, checkpoint: Checkpoint, leaving: bool) -> None:
         if checkpoint.states is not None:
             node, states = checkpoint.node, checkpoint.states.copy()
-            old = max(checkpoint.last_used, node.last_used) < self._marked
-            self._tell("state", [self.teller.name_at(node, checkpoint.position)], states, node, leaving, old)
+            used, names = (
+                max(checkpoint.last_used, node.last_used),
+                [self.teller.name_at(node, checkpoint.position)],
+            )
+            age = sum(used < marked for marked in self._marked)
+            self._tell("state", names, states, node, leaving, age)
 
     def _tell(
-        self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool, old: bool
+        self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool, age: int
     ) -> None:
         at, root = self.where(numbering, rows), node.root
-        self.listener(Parcel(numbering, names, rows, at, root.tenant, leaving, node.hits > 0, root.name, old))
+        self.listener(Parcel(numbering, names, rows, at, root.tenant, leaving, node.hits > 0, root.name, age))
 
     def _row_names(self, node: Node, first: int, last: int) -> list[bytes]:
         """The names of the prefixes that end where some of the node's rows do."""

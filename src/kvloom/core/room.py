@@ -29,6 +29,8 @@ __all__ = ["Room"]
 
 AHEAD = 32
 """The part of a pool that may be free because pages leave before they must: one in so many."""
+PIECES = 32
+"""Of that part, the rows that leave together: one in so many."""
 
 
 class Room:
@@ -105,26 +107,23 @@ class Room:
             slabs = self._free_slabs(account, slabs, partial(self.pool.lacking, needs), now)
         return self._pages(slabs * self.slab_bytes, needs) if slabs else 0
 
-    def leave_ahead(self, rows: int) -> None:
-        """Once a step, where copies are made of what leaves: let a few pages leave early, until `rows` rows of pages would find
-        room. Else all leave in the step in which many sequences begin a block, and it waits for their copies. At most a
-        part of the pool is kept free so, and an eighth of that leaves at once. Nothing is moved for it: where pages that
-        are free lie between others, of no use to these rows, they count as that part, too."""
+    def leave_ahead(self) -> bool:
+        """Let a few pages leave before they must, where copies are made of what leaves: else all leave in the step that needs the
+        room, and it waits for their names, places and copies. Whether any left: no more do once a part of the pool is free.
+        Nothing is moved for it: where pages that are free lie between others, of no use to a new row, they count as that part, too."""
         size, part = self.tree.pages.row_bytes, (self.pool.slabs - 1) * self.slab_bytes // AHEAD
-        rows = min(rows, part // size) if size else 0
-        needs = self.tree.pages.needs(rows)
-        slabs = self.pool.lacking(needs)
-        until = self.evicted_bytes + -(-rows // 8) * size
-        now = self.clock.now() if slabs else 0.0
-        while slabs and self._free_bytes() < part and (left := until - self.evicted_bytes) > 0:
-            victim = self.accounts.victim(None, now)
+        rows = part // size if size else 0
+        needs, now = self.tree.pages.needs(rows), self.clock.now()
+        before = self.evicted_bytes
+        until = before + -(-rows // PIECES) * size
+        while (slabs := self.pool.lacking(needs)) and (left := until - self.evicted_bytes) > 0:
+            victim = self.accounts.victim(None, now) if self._free_bytes() < part else None
             if victim is None or victim.guaranteed >= victim.used > 0:
                 break
-            if not self._evict_from(
-                victim, self._fair(None, victim, min(slabs, -(-left // self.slab_bytes))), now
-            ):
+            few = min(slabs, -(-left // self.slab_bytes))
+            if not self._evict_from(victim, self._fair(None, victim, few), now):
                 break
-            slabs = self.pool.lacking(needs)
+        return self.evicted_bytes > before
 
     def shrink(self, n: int) -> Ids:
         """Take up to `n` slabs out of the pool: free ones, and by evicting and moving as for a request;

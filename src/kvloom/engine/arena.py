@@ -111,7 +111,7 @@ class HostPages:
         self.buffer = buffer
         self._arena = host.arena
         self._pool = None if buffer.is_cuda else buffer.numpy()
-        self._mark: torch.cuda.Event | None = None
+        self._marks: list[torch.cuda.Event] = []
         self._up: torch.cuda.Stream | None = None
         if buffer.is_cuda:  # ahead of the model's kernels, like the copiers' own
             self._up = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call]
@@ -123,11 +123,6 @@ class HostPages:
             count = arena.numel() // stride
             self._rows[stride] = arena[: count * stride].view(count, stride)
 
-    @property
-    def behind(self) -> bool:
-        """Whether copies are made by a device, while the thread that asked for them goes on."""
-        return self._pool is None
-
     def close(self) -> None:
         """No copy is made any more; pinned memory is ordinary again."""
         unpin = _pinned.pop(int(self._arena.ctypes.data), None)
@@ -138,19 +133,21 @@ class HostPages:
         """What is launched from now on begins after `event`, on the device."""
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
-    def mark(self) -> None:
-        """What `old` copies begin after, from now on: what the current stream has been told so far."""
+    def mark(self, moved: bool = False) -> None:
+        """What copies of old pages begin after, from now on: what the current stream has been told so far. `moved`: pages of any
+        age were written since the mark before, which is no mark any more."""
         if self._pool is None:
-            self._mark = self._mark or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._mark.record(torch.cuda.current_stream(self.buffer.device))
+            event = self._marks.pop() if len(self._marks) == 2 else torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.buffer.device))
+            self._marks = [event] if moved else [event, *self._marks]
 
-    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], old: bool = False) -> Event:
-        """Pages to places in the arena; begins after what the current stream has still to do, or, for `old` pages, had at
-        the last mark."""
+    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
+        """Pages to places in the arena; begins after what the current stream has still to do, or had at the last mark (`age` 1) or
+        the one before it (2), if there was one."""
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)
             return Done()
-        after = self._mark if old else None
+        after = self._marks[:age][-1] if age and self._marks else None
         return self._copiers[stride].gather(
             pages, self._rows[stride], offsets // stride, after=after, trusted=True
         )

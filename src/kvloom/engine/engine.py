@@ -241,6 +241,8 @@ class Engine:
     def _land(self, flight: Flight, after: list[Scheduled]) -> None:
         """Take in a step's tokens. Where that breaks off, what was launched since knows not what it follows: it is left."""
         try:
+            if self.lower is not None:
+                self.lower.waiting(lambda: not flight.arrived)
             self._landed += self._landing.land(flight, after)
         except BaseException:
             self._flight = None
@@ -338,7 +340,7 @@ class Engine:
                 del self._copies[0]
         finally:
             if self.lower is not None:
-                self.lower.launching()
+                self.lower.launching(moved=True)
 
     def _choose_for_nobody(self, logits: torch.Tensor) -> None:
         nobody = Request(-1, (0,), SamplingParams(max_tokens=1, temperature=0), Control())

@@ -29,7 +29,7 @@ class Flight:
     tokens: torch.Tensor
     logprobs: Logprobs | None
     prompts: tuple[PromptLogprobs, ...]
-    arrived: torch.cuda.Event | None
+    event: torch.cuda.Event | None
     prompt_tokens: int
     """Tokens of prompts that it computes; those that decode have one each."""
 
@@ -53,15 +53,20 @@ class Flight:
         host.copy_(tokens, non_blocking=True)
         logprobs = None if logprobs is None else logprobs.to_host()
         told = tuple((request, start, every.to_host()) for request, start, every in prompts)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        return cls(work, requests, host, logprobs, told, arrived, prompt_tokens)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return cls(work, requests, host, logprobs, told, event, prompt_tokens)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether its tokens are here."""
+        return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
     def land(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """The tokens, and by their places the log-probabilities that were asked for; those of prompts go to their requests.
         Waits until they are here."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
         told: dict[int, TokenLogprobs] = {}
         if self.logprobs is not None:
             told = dict(zip(self.logprobs.rows, self.logprobs.read(), strict=True))

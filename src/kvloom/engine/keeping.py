@@ -9,7 +9,7 @@ names; what is offered, and when, is the cache's (`core.Parcel`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set as AbstractSet
+from collections.abc import Callable, Iterable, Set as AbstractSet
 from dataclasses import dataclass
 from itertools import chain
 
@@ -94,33 +94,34 @@ class Keeping:
         wanted = "through" in self._writes or (parcel.used and "second-use" in self._writes)
         if wanted or (parcel.leaving and "back" in self._writes):
             lossy = parcel.root in self._lossy
-            key = self._old(parcel), parcel.numbering, parcel.tenant, parcel.leaving, parcel.used, lossy
+            key = self._age(parcel), parcel.numbering, parcel.tenant, parcel.leaving, parcel.used, lossy
             self._offers.setdefault(key, []).append(parcel)
             self._names.update(parcel.names)
             self._moment = self._moment or self._now()
 
-    def launching(self) -> None:
-        """A step is about to be launched, or copies inside the pool were: what is in the tree now is written by what the
+    def launching(self, moved: bool = False) -> None:
+        """A step is about to be launched, or copies inside the pool were (`moved`): what is in the tree now is written by what the
         stream has been told so far."""
-        self._pages.mark()
-        self.cache.mark()
+        self._pages.mark(moved)
+        self.cache.mark(moved)
 
-    def _old(self, parcel: Parcel) -> bool:
-        """Whether pages that leave were all written by what the stream had been told at the last mark. They were if they were
-        in the tree then: a step's pages enter it after its launch, pages from below once they have come, and copies inside
-        the pool are followed by a mark. In the tree a page is not written again, but for places of a partial block behind
-        the tokens that it is offered for."""
-        return parcel.leaving and parcel.old
+    def _age(self, parcel: Parcel) -> int:
+        """By which mark pages that leave were written: 1 by what the stream had been told at the last one, 2 at the one before, 0 if
+        by neither. They were if they were in the tree then: a step's pages enter it after its launch, pages from below once
+        they have come, and copies inside the pool are followed by a mark. In the tree a page is not written again, but for
+        places of a partial block behind the tokens that it is offered for."""
+        return parcel.age if parcel.leaving else 0
 
     def _now(self) -> Moment:
         """What changes whenever pages left, moved or gave way to others."""
         return self.cache.room.evictions, self.cache.room.moves, self.cache.tree.replaced
 
-    def make_ahead(self) -> None:
-        """Once a step, before its pages are reserved: where pages are copied when they leave, and steps could come to wait for
-        that, let some leave early."""
-        if "back" in self._writes and self._pages.behind:
-            self.cache.room.leave_ahead(self.cache.rows.open)
+    def make_ahead(self, busy: Callable[[], bool]) -> None:
+        """While the device is `busy`, and whoever asks would wait for it: where pages are copied when they leave, let some leave
+        before they must."""
+        if "back" in self._writes:
+            while busy() and self.cache.room.leave_ahead():
+                self.take()
 
     def is_leaving(self, names: Iterable[bytes]) -> bool:
         """Whether pages of some of these names were offered, and nobody has taken them yet."""
@@ -133,7 +134,7 @@ class Keeping:
             offers, calm = self._offers, self._moment == self._now()
             self._offers, self._moment, self._names = {}, None, set()
             alikes = [alike[0] if len(alike) == 1 else _joined(alike) for alike in offers.values()]
-            for parcel in sorted(alikes, key=self._old, reverse=True):  # they would wait behind the others
+            for parcel in sorted(alikes, key=self._age, reverse=True):  # they would wait behind the others
                 self._keep(parcel, calm)
         self.finish()
 
@@ -158,7 +159,7 @@ class Keeping:
                 event = _DONE
                 try:
                     if some.size:
-                        event = self._pages.down(group.page_stride, some, places, self._old(parcel))
+                        event = self._pages.down(group.page_stride, some, places, self._age(parcel))
                 except BaseException:
                     lease.release(False)
                     raise

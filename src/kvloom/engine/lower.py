@@ -370,9 +370,13 @@ class Lower:
         """Copy what the cache offered to host memory. Called before the copies that the cache has decided are made."""
         self._keeping.take()
 
-    def launching(self) -> None:
-        """A step is about to be launched, or copies inside the pool were."""
-        self._keeping.launching()
+    def waiting(self, busy: Callable[[], bool]) -> None:
+        """The engine is about to wait for its device, which is `busy`."""
+        self._keeping.make_ahead(busy)
+
+    def launching(self, moved: bool = False) -> None:
+        """A step is about to be launched, or copies inside the pool were (`moved`)."""
+        self._keeping.launching(moved)
 
     @property
     def kept_pages(self) -> int:
@@ -389,7 +393,6 @@ class Lower:
         if self._orphans:
             self._finish_orphans()
         self._keeping.finish()
-        self._keeping.make_ahead()
         for trip in list(self._trips.values()):
             if not self._fetching.seek(trip, None) and trip.hint:
                 self.counts["hinted"] += 1
