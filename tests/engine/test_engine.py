@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvloom.core import Control
-from kvloom.engine import scheduler
+from kvloom.engine import foresight
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.engine.sizing import long_budget
@@ -249,7 +249,7 @@ def test_what_those_in_line_will_find_stays(family: str, kib: int, monkeypatch: 
     """Conversations that take turns in a pool that has no room for all: by age, each would lose what it wants next."""
     found = {}
     for most in (0, 256):
-        monkeypatch.setattr(scheduler, "MOST_FORESEEN", most)
+        monkeypatch.setattr(foresight, "MOST_FORESEEN", most)
         engine = Engine(tiny(family), kib << 10, token_budget=128, max_running=2)
         ended: list[Request] = []
         turn = {engine.add([3 + i, *range(5, 50)], GREEDY): 0 for i in range(12)}

@@ -13,7 +13,7 @@ from kvloom.tiers import Objects, TierError
 from kvloom.tiers.opening import open_tier
 from kvloom.tiers.remote import RemoteConfig, RemoteTier
 from kvloom.tiers.s3 import Bucket, open_s3
-from kvloom.tiers.values import PREFIX
+from kvloom.tiers.values import PREFIX, Want
 
 from .conformance import Harness, TierConformance, get, objects, put
 from .servers import s3_server, stopped
@@ -119,3 +119,30 @@ def test_what_cannot_be_opened_says_why(server: Any) -> None:
         open_tier("s3:///prefix?capacity=8MiB")
     with pytest.raises(ValueError, match="bukket"):
         open_tier("s3://kvpages?capacity=8MiB&bukket=1")
+
+
+@pytest.mark.parametrize(
+    "lengths", [(500,), (499, 500, 501, 508, 4000, 1), (500, None, 500), (0, 500), (8, 9)]
+)
+def test_values_of_any_length_come_whatever_length_was_likely(
+    server: Any, lengths: tuple[int | None, ...]
+) -> None:
+    url, client, _ = server
+    tier = opened(url)
+    store = tier._control._store.store  # type: ignore[union-attr]
+    values = [None if n is None else bytes(i % 251 + 1 for i in range(n)) for n in lengths]
+    keys = [f"length {n} {i} of {lengths}".encode() for i, n in enumerate(lengths)]
+    for key, value in zip(keys, values, strict=True):
+        if value is not None:
+            client.put_object(Bucket="kvpages", Key=f"ours/{key.hex()}", Body=value)
+    for likely in (500, 8, 0):
+        came: dict[int, bytearray] = {}
+
+        def place(number: int, length: int, came: dict[int, bytearray] = came) -> list[memoryview]:
+            came[number] = bytearray(length)
+            return [memoryview(came[number])[: length // 2], memoryview(came[number])[length // 2 :]]
+
+        got = store.get([Want(key, most=5000, likely=likely) for key in keys], place)
+        assert got == [len(value) if value else -1 for value in values]
+        assert came == {i: value for i, value in enumerate(values) if value}
+    tier.close()

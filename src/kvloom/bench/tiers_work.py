@@ -16,7 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +31,7 @@ from kvloom.tiers.nixl import NixlFiles, open_nixl
 from kvloom.tiers.peer import open_peer
 from kvloom.tiers.redis import RedisAddress, open_redis
 from kvloom.tiers.remote import RemoteConfig
+from kvloom.tiers.s3 import Bucket, open_s3
 
 from .tiers_media import FILE_ROUNDS, WAIT_SECONDS, Memory, Side, address, memcpy, raw, tcp
 
@@ -36,6 +39,7 @@ __all__ = ["WORKS", "Work", "folder_in"]
 
 _SLAB_BYTES = 8 << 20
 _DISK = 24  # rounds that a disk tier holds: what leaves, and is carried, is not what is measured
+_S3_THREADS = 8
 _STORAGE = """
 import sys
 from mooncake.store import MooncakeDistributedStore
@@ -227,6 +231,53 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
 
 
 @contextlib.contextmanager
+def s3(memory: Memory, folder: Path) -> Iterator[list[Work]]:
+    try:
+        boto3, _ = import_module("boto3"), import_module("moto.server")
+    except ImportError as error:
+        raise TierError(f"no S3 store to start ({error}): pip install boto3 'moto[server]'") from None
+    port = _port()
+    url, known = (
+        f"http://127.0.0.1:{port}",
+        {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "secret"},
+    )
+    before = {name: os.environ.get(name) for name in known}
+    os.environ |= known
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    try:
+        with _server(command, port, folder / "s3.log"), ThreadPoolExecutor(_S3_THREADS) as pool:
+            client: Any = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
+            client.create_bucket(Bucket="bench")
+            tier = open_s3(Bucket("bench", "ours/", url), RemoteConfig(2 * memory.total, timeout=30))
+
+            def put(number: int) -> None:
+                at = number * memory.page
+                body = memory.source[at : at + memory.page].tobytes()
+                client.put_object(Bucket="bench", Key=f"theirs/{number}", Body=body)
+
+            def get(number: int) -> None:
+                at = number * memory.page
+                body = client.get_object(Bucket="bench", Key=f"theirs/{number}")["Body"].read()
+                memory.target[at : at + memory.page] = np.frombuffer(body, np.uint8)
+
+            def write() -> None:
+                list(pool.map(put, range(memory.count)))
+
+            def read() -> None:
+                list(pool.map(get, range(memory.count)))
+
+            name = f"boto3, {_S3_THREADS} threads"
+            yield [Work("s3", name, _of_tier(tier, memory), Side(write, read))]
+            tier.close()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
 def peer(memory: Memory, folder: Path) -> Iterator[list[Work]]:
     slab = str(min(_SLAB_BYTES, memory.total))
     share = ["share", str(2 * memory.total), "--slab", slab, "--listen", "127.0.0.1:0", "--json"]
@@ -257,6 +308,7 @@ WORKS: dict[str, Callable[[Memory, Path], contextlib.AbstractContextManager[list
     "nixl": nixl,
     "redis": redis,
     "mooncake": mooncake,
+    "s3": s3,
     "peer": peer,
 }
 

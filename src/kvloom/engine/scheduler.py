@@ -10,7 +10,6 @@ no bytes; the cache answers what fits.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import replace
 
@@ -20,10 +19,11 @@ from kvloom.core import KVCache, Match
 from kvloom.models.batch import Work
 
 from .beams import Successor, seated
+from .foresight import Foresight
 from .growth import Growth
 from .lower import Lower
 from .needs import Needs
-from .queue import Front, Queue, front_of, parting
+from .queue import Front, Queue, front_of
 from .request import Finish, Request
 from .victims import RANK, Scheduled, victim_of
 
@@ -38,12 +38,6 @@ MOST_TOLD = 256
 """Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
 MOST_ASIDE = 32
 """Requests that a step may put aside because others compute what they need: looking at each costs a match."""
-MOST_NEXT = 16
-"""Those next in line whose prompts are compared with one that begins, if resuming takes a point left for it."""
-MOST_FORESEEN = 256
-"""Those next in line for whom pages are kept, where room is short."""
-MOST_POINTS = 4
-"""Points that a prompt leaves for them: with states, each ends a step."""
 
 
 class Scheduler:
@@ -66,6 +60,7 @@ class Scheduler:
         self.growth: Growth | None = Growth(cache)
         """How much longer those that run will get; without it, whoever has room now is let in."""
         self._queue = Queue()
+        self._foresight = Foresight(cache, self._queue, self._match)
         self._standing = 0  # of those that run, who computes nothing now: pages come sooner
         self._needs = Needs(cache, token_budget)
         self._told = MOST_TOLD  # of them, what is left in this step
@@ -118,7 +113,8 @@ class Scheduler:
             if request.computed < size < request.limit:
                 (decodes if size - request.computed == 1 else prompts).append(request)
         alone = self.running[0] if len(self.running) == 1 else None
-        self._foresee()
+        if self.lower is None:  # what leaves for a tier comes back from it
+            self._foresight.look()
         self._decode(decodes, picked, places)
         self.decoding = first = len(picked)
         budget = self.token_budget
@@ -182,7 +178,7 @@ class Scheduler:
                     if not self.growth.leaves_room(waiting, found.resume, self.running, coming):
                         break  # those that run would give their pages up for it, sooner or later
                 self._admit(waiting, found)
-                self._leave_points(waiting)
+                self._foresight.leave_points(waiting)
                 aside.pop()
                 taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
                 budget -= taken
@@ -199,33 +195,6 @@ class Scheduler:
         finally:
             for request in aside:
                 self._queue.push(request)
-
-    def _foresee(self) -> None:
-        """Where room is short, what those in line will find stays for as long as anything else can leave. (What leaves for a
-        tier comes back from it.)"""
-        pool = self.cache.room.pool
-        if self.lower is not None or pool.free_slabs * 16 >= pool.slabs:
-            return
-        for request in self._queue.nearest(MOST_FORESEEN):
-            if request.foreseen is None and not request.unknown:
-                request.foreseen = self.cache.foresee(self._match(request), request.rank)
-
-    def _forget(self, request: Request) -> None:
-        if request.foreseen is not None:
-            self.cache.forget(request.foreseen)
-            request.foreseen = None
-
-    def _leave_points(self, request: Request) -> None:
-        """A request that begins leaves resume points where those next in line will part from it. (What sees everything can
-        resume anywhere.)"""
-        sequence, cache = request.sequence, self.cache
-        if sequence is None or not cache.tree.keeps_checkpoints or not cache.snapshots.branch:
-            return
-        start, block = sequence.length, cache.block_tokens
-        points = Counter(parting(request, other, start, block) for other in self._queue.nearest(MOST_NEXT))
-        del points[0]
-        for point, _ in points.most_common(MOST_POINTS):
-            cache.snapshot(sequence, point)
 
     def _claims(self, request: Request) -> bool:
         """Whether pages of the pool are filled for a request: it takes them before it waits for others."""
@@ -288,7 +257,7 @@ class Scheduler:
             if one.finish is None:
                 one.finish = why
                 one.unknown = 0
-                self._forget(one)
+                self._foresight.forget(one)
                 if self.growth is not None and why in ("stop", "length"):
                     self.growth.ended(one)
                 if self.lower is not None:
@@ -336,7 +305,7 @@ class Scheduler:
 
     def _admit(self, request: Request, found: Match) -> None:
         request.sequence = self.cache.open(found)
-        self._forget(request)
+        self._foresight.forget(request)
         request.computed = request.sequence.length
         self.running.append(request)
 
