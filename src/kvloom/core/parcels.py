@@ -134,12 +134,9 @@ class Parcels:
     def _offer_states(self, checkpoint: Checkpoint, leaving: bool) -> None:
         if checkpoint.states is not None:
             node, states = checkpoint.node, checkpoint.states.copy()
-            used, names = (
-                max(checkpoint.last_used, node.last_used),
-                [self.teller.name_at(node, checkpoint.position)],
-            )
+            used = max(checkpoint.last_used, node.last_used)
             age = sum(used < marked for marked in self._marked)
-            self._tell("state", names, states, node, leaving, age)
+            self._tell("state", [self.teller.name_at(node, checkpoint.position)], states, node, leaving, age)
 
     def _tell(
         self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool, age: int
