@@ -15,12 +15,14 @@ from kvloom.core import (
     Control,
     Cost,
     KVCache,
+    Parcel,
     PoolLayout,
     Retain,
     Snapshots,
     Tenant,
     VirtualClock,
     make_policy,
+    room as room_module,
 )
 from kvloom.core.room import AHEAD, PIECES
 from kvloom.models.catalog import load_spec
@@ -527,3 +529,31 @@ def test_who_has_no_more_than_its_share_gives_nothing_up_ahead_of_need() -> None
         room.leave_ahead()
     for name, account in world.cache.accounts.accounts.items():
         assert account.used >= min(used[name], account.guaranteed - world.cache.layout.slab_bytes)
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding+full", "state+full"])
+def test_pages_that_are_lent_do_not_leave_ahead_of_need(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would be free before whoever copies them is done, and who comes back would not find them."""
+    monkeypatch.setattr(room_module, "AHEAD", 4)
+    world = make_world(kind, 1 + 20 * slabs_for(kind, 48))
+    cache, room = world.cache, world.cache.room
+    ended, lent = list[Parcel](), list[Parcel]()
+    cache.offer(ended.append, ends=True)
+    part = (cache.pool.slabs - 1) * cache.layout.slab_bytes // 4
+    for seed in range(1000):
+        if free_bytes(cache) < part or room.evictions:
+            break
+        cached(world, prompt_of(48, seed=seed))
+        for parcel in ended:
+            cache.lend(parcel)
+            lent.append(parcel)
+        ended.clear()
+    assert free_bytes(cache) < part
+    assert not room.evictions
+    nodes = cache.tree.nodes
+    assert not room.leave_ahead()
+    assert cache.tree.nodes == nodes
+    for parcel in lent:
+        cache.give_back(parcel)
+    assert room.leave_ahead()
+    cache.check()

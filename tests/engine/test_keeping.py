@@ -401,7 +401,7 @@ def stepped(engine: Engine) -> int:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["gemma3_text", "bamba", "jamba"])
 def test_copies_inside_the_pool_that_fail_are_made_before_anything_else(
-    family: str, ahead: bool, counts: dict[bool, int], monkeypatch: pytest.MonkeyPatch
+    family: str, ahead: bool, counts: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = storm(family)
     wanted = expected(tiny(family), prompts, 6)

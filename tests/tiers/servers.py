@@ -12,9 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,3 +126,45 @@ def s3_server(folder: Path, port: int = 0) -> Iterator[tuple[int, subprocess.Pop
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with running(command, lambda: answers(port), folder / "s3.log") as process:
         yield port, process
+
+
+@contextlib.contextmanager
+def slow_gets(port: int, seconds: dict[str, list[float]]) -> Iterator[int]:
+    """A way to an HTTP server on which GETs of paths that have a word in them take longer: the first by the first number, and so on."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *said: Any) -> None:
+            pass
+
+        def pass_on(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            ahead = HTTPConnection("127.0.0.1", port)
+            ahead.request(self.command, self.path, body or None, dict(self.headers.items()))
+            answer = ahead.getresponse()
+            content = answer.read()
+            for word, waits in seconds.items():
+                if self.command == "GET" and word in self.path and waits:
+                    time.sleep(waits.pop(0))
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                    self.send_header(name, value)
+            length = answer.getheader("Content-Length") if self.command == "HEAD" else None
+            self.send_header("Content-Length", length or str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+            ahead.close()
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = pass_on  # noqa: N815
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield int(server.server_address[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvloom.tiers import Objects, TierError
+from kvloom.tiers import Objects, TierError, s3
 from kvloom.tiers.opening import open_tier
 from kvloom.tiers.remote import RemoteConfig, RemoteTier
 from kvloom.tiers.s3 import Bucket, open_s3
 from kvloom.tiers.values import PREFIX, Want
 
 from .conformance import Harness, TierConformance, get, objects, put
-from .servers import s3_server, stopped
+from .servers import s3_server, slow_gets, stopped
 
 pytestmark = pytest.mark.server
 CAPACITY = 8 << 20
@@ -136,6 +136,7 @@ def test_values_of_any_length_come_whatever_length_was_likely(
         if value is not None:
             client.put_object(Bucket="kvpages", Key=f"ours/{key.hex()}", Body=value)
     for likely in (500, 8, 0):
+        store.exists(keys)  # the store is there
         came: dict[int, bytearray] = {}
 
         def place(number: int, length: int, came: dict[int, bytearray] = came) -> list[memoryview]:
@@ -146,3 +147,51 @@ def test_values_of_any_length_come_whatever_length_was_likely(
         assert got == [len(value) if value else -1 for value in values]
         assert came == {i: value for i, value in enumerate(values) if value}
     tier.close()
+
+
+def test_what_comes_late_beside_one_that_is_missing_is_in_nobody_elses_place(server: Any) -> None:
+    """NIXL tells of one transfer that it failed while parts of it still come: here after the next ones have come to the buffer."""
+    url, client, _ = server
+    names = [b"late", b"next", b"more", b"last"]
+    for name in names:
+        client.put_object(Bucket="kvpages", Key=f"ours/{name.hex()}", Body=name * 1250)
+    waits = {b"late".hex(): [0.5], b"last".hex(): [1.0]}
+    with slow_gets(int(url.rpartition(":")[2]), waits) as port:
+        tier = opened(f"http://127.0.0.1:{port}")
+        store = tier._control._store.store  # type: ignore[union-attr]
+        store.exists(names)  # the store is there
+        for asked in ([b"gone", b"late"], names[1:]):
+            came: dict[bytes, bytearray] = {}
+
+            def place(
+                number: int, length: int, asked: list[bytes] = asked, came: dict[bytes, bytearray] = came
+            ) -> list[memoryview]:
+                came[asked[number]] = bytearray(length)
+                return [memoryview(came[asked[number]])]
+
+            got = store.get([Want(name, most=6000, likely=5000) for name in asked], place)
+            assert got == [-1 if name == b"gone" else 5000 for name in asked]
+            assert came == {name: name * 1250 for name in asked if name != b"gone"}
+        assert not any(waits.values())
+        tier.close()
+
+
+def test_a_read_from_a_store_that_is_gone_fails_at_once(
+    tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL alone would try for longer than anybody waits."""
+    with s3_server(tmp_path) as (port, process):
+        import boto3
+
+        url = f"http://127.0.0.1:{port}"
+        boto3.client("s3", endpoint_url=url, region_name="us-east-1").create_bucket(Bucket="kvpages")
+        tier = opened(url)
+        assert put(tier, range(4)).ok.all()
+        assert get(tier, range(4)).ok.all()
+        process.terminate()
+        process.wait(5)
+        monkeypatch.setattr(s3, "_LATELY", 0.0)  # it was not heard of since
+        began = time.monotonic()
+        assert get(tier, range(4)).failed
+        assert time.monotonic() - began < 3
+        tier.close()

@@ -22,7 +22,8 @@ class Parcel(NamedTuple):
 
     The bytes of `rows` are those of the pages `at` (0: nobody can say where) until the next `take_copies`. `leaving`: the bytes will be overwritten soon; else their sequence has ended, and they stay for now. `used`: someone
     came back to them. `tenant` is whose they are, `root` where their names begin. `age`: 1 if they were in the tree, where they
-    are, at the last mark, so that whoever wrote them had been launched by then; 2 if at the mark before, too.
+    are, at the last mark, so that whoever wrote them had been launched by then; 2 if at the mark before, too (or if that says
+    nothing any more: pages moved since).
     """
 
     numbering: str
@@ -56,7 +57,7 @@ class Parcels:
         self._marked = -math.inf, -math.inf
 
     def mark(self, now: float, moved: bool) -> None:
-        """What is in the tree now is older from now on. `moved`: some of it had moved, and was nowhere else at the mark before."""
+        """What is in the tree now is older from now on. `moved`: some of it has moved since the mark before, which says nothing any more."""
         self._before = self.marks + moved
         self.marks += 1
         self._marked = now, now if moved else self._marked[0]

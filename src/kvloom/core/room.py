@@ -120,6 +120,8 @@ class Room:
             victim = self.accounts.victim(None, now) if self._free_bytes() < part else None
             if victim is None or victim.guaranteed >= victim.used > 0:
                 break
+            if victim.used <= victim.held:  # in use, or lent to who copies it: leaving would free nothing
+                break
             few = min(slabs, -(-left // self.slab_bytes))
             if not self._evict_from(victim, self._fair(None, victim, few), now):
                 break

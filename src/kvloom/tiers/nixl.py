@@ -26,7 +26,7 @@ from .files import Files
 from .options import Options
 from .tier import TierError
 
-__all__ = ["Backend", "NixlFiles", "finish", "make_agent", "open_nixl", "opener"]
+__all__ = ["Backend", "NixlFiles", "finish", "finish_each", "make_agent", "open_nixl", "opener"]
 
 Backend = Literal["POSIX", "GDS", "GDS_MT"]
 _LEAST_BYTES = 64 << 10  # below that a plain call is sooner done than described
@@ -128,6 +128,26 @@ def finish(agent: Any, handle: Any) -> None:
         state = agent.check_xfer_state(handle)
     if state == "ERR":
         raise OSError(errno.EIO, "NIXL: the transfer failed")
+
+
+def finish_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
+    """Waits until every one of some transfers is over; which did not fail. (Of one transfer in many parts a backend may tell that
+    a part failed while it still moves others.)"""
+
+    def state(verb: Callable[[Any], str], handle: Any) -> str:
+        try:
+            return verb(handle)
+        except Exception:  # noqa: BLE001  told as what it is: it is over
+            return "ERR"
+
+    states = [state(agent.transfer, handle) for handle in handles]
+    going, pause = list(range(len(handles))), 20e-6
+    while going := [number for number in going if states[number] not in ("DONE", "ERR")]:
+        time.sleep(pause)
+        pause = min(2 * pause, 100e-6)
+        for number in going:
+            states[number] = state(agent.check_xfer_state, handles[number])
+    return [state == "DONE" for state in states]
 
 
 def open_nixl(config: DiskConfig, backend: Backend = "POSIX") -> DiskTier:

@@ -7,6 +7,7 @@ process put there: who shares a bucket for long gives it a lifecycle.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import numpy as np
 
 from .bounded import Bounded
 from .files import aligned, aligned_bytes
-from .nixl import finish, make_agent
+from .nixl import finish_each, make_agent
 from .options import Options
 from .remote import RemoteConfig, RemoteTier, StoreError, Usage
 from .tier import TierError
@@ -33,6 +34,7 @@ __all__ = ["Bucket", "S3Store", "open_s3", "opener"]
 _AT_ONCE = 8  # requests to the store, of each kind
 _MOST_DELETED = 1000  # in one call
 _SIGNED = 8  # bytes behind a value that tell whether it goes on
+_LATELY = 1.0  # seconds after which a store that was not heard of may be gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,20 @@ class Bucket:
         return f"s3://{self.name}/{self.prefix}".rstrip("/")
 
 
+class _Heard:
+    """When any connection heard of the store last."""
+
+    at = float("-inf")
+
+
 class S3Store(Store):
     """One thread's way to a bucket: calls that are bounded in time, and a buffer that NIXL knows."""
 
     def __init__(
-        self, bucket: Bucket, client: Any, credentials: Any, counted: Counted, timeout: float
+        self, bucket: Bucket, client: Any, credentials: Any, counted: Counted, heard: _Heard, timeout: float
     ) -> None:
         self._bucket, self._client, self._credentials, self._counted = bucket, client, credentials, counted
+        self._heard = heard
         self._bounded = Bounded(timeout, str(bucket))
         self._asking = ThreadPoolExecutor(_AT_ONCE, "kvloom-s3")
         self._room, self._address = memoryview(b""), 0
@@ -104,6 +113,7 @@ class S3Store(Store):
             self._client.head_bucket(Bucket=self._bucket.name)
         except Exception as error:
             raise StoreError(f"{self._bucket} cannot be reached: {error}") from error
+        self._heard.at = time.monotonic()
         given = {"bucket": self._bucket.name, "region": self._bucket.region, "num_threads": str(_AT_ONCE)}
         given |= {"req_checksum": "required", "resp_checksum": "required"}  # pages have their own
         if self._credentials is not None:  # else it looks for them by itself
@@ -132,7 +142,10 @@ class S3Store(Store):
                     return -1
                 raise StoreError(f"{self._bucket}: {error}") from error
 
-        return list(self._asking.map(ask, keys))
+        lengths = list(self._asking.map(ask, keys))
+        if keys:
+            self._heard.at = time.monotonic()
+        return lengths
 
     def _get(self, wants: Sequence[Want], place: Place) -> list[int]:
         lengths = self._likely(wants, place)
@@ -153,9 +166,12 @@ class S3Store(Store):
         return [lengths[number] for number in range(len(wants))]
 
     def _likely(self, wants: Sequence[Want], place: Place) -> dict[int, int]:
-        """Those values that are as long as they likely are, without asking for their lengths first; nothing where one is missing. NIXL
-        does not say how much came: so the last byte that should come and some behind it are signed before, and the value
-        ended there if that one changed and those did not. (One that is the same by chance is asked for again.)"""
+        """Those values that are as long as they likely are, without asking for their lengths first. NIXL does not say how much
+        came: so the last byte that should come and some behind it are signed before, and the value ended there if that one
+        changed and those did not. (One that is the same by chance is asked for again.) None where the store may be gone: NIXL would
+        try on for long."""
+        if time.monotonic() - self._heard.at > _LATELY:
+            return {}
         likely = {number: want.likely for number, want in enumerate(wants) if want.likely}
         sizes = [length + _SIGNED for length in likely.values()]
         sign = urandom(1 + _SIGNED)
@@ -163,14 +179,10 @@ class S3Store(Store):
         for begin, length in zip(_begins(sizes), likely.values(), strict=True):
             self._room[begin + length - 1 : begin + length + _SIGNED] = sign
         parts = [(wants[number].key, 0, size) for number, size in zip(likely, sizes, strict=True)]
-        try:
-            begins = self._moved("READ", parts)
-        except StoreError:
-            return {}
         came = {}
-        for begin, (number, length) in zip(begins, likely.items(), strict=True):
+        for begin, (number, length) in zip(self._tried("READ", parts), likely.items(), strict=True):
             end = begin + length
-            if self._room[end - 1] != sign[0] and self._room[end : end + _SIGNED] == sign[1:]:
+            if begin >= 0 and self._room[end - 1] != sign[0] and self._room[end : end + _SIGNED] == sign[1:]:
                 came[number] = length
                 self._hand_over(begin, place(number, length) or ())
         return came
@@ -196,35 +208,41 @@ class S3Store(Store):
 
     def _moved(self, verb: str, parts: Sequence[tuple[bytes, int, int]]) -> list[int]:
         """Key, offset and length of each part to or from the buffer; where each begins there."""
+        begins = self._tried(verb, parts)
+        if -1 in begins:
+            raise StoreError(f"{self._bucket}: NIXL: {begins.count(-1)} of {len(begins)} transfers failed")
+        return begins
+
+    def _tried(self, verb: str, parts: Sequence[tuple[bytes, int, int]]) -> list[int]:
+        """`_moved`, with -1 for parts that failed. Each is a transfer of its own: of one for all, NIXL would tell the first failure
+        while it still wrote to the buffer."""
         if not parts:
             return []
         begins = _begins([length for _, _, length in parts])
         self._stage(sum(aligned(length) for _, _, length in parts))
-        agent = self._agent
-        memory = [
-            (self._address + begin, length, 0) for begin, (_, _, length) in zip(begins, parts, strict=True)
-        ]
+        agent, handles = self._agent, list[Any]()
         objects = [
             (offset, length, number + 1, self._name(key))
             for number, (key, offset, length) in enumerate(parts)
         ]
         registered = agent.register_memory(objects, "OBJ")
         try:
-            handle = agent.initialize_xfer(
-                verb,
-                agent.get_xfer_descs(memory, "DRAM"),
-                agent.get_xfer_descs([place[:3] for place in objects], "OBJ"),
-                agent.name,
-            )
             try:
-                finish(agent, handle)
+                for begin, place in zip(begins, objects, strict=True):
+                    memory = agent.get_xfer_descs([(self._address + begin, place[1], 0)], "DRAM")
+                    there = agent.get_xfer_descs([place[:3]], "OBJ")
+                    handles.append(agent.initialize_xfer(verb, memory, there, agent.name))
+                done = finish_each(agent, handles)
             finally:
-                agent.release_xfer_handle(handle)
+                for handle in handles:
+                    agent.release_xfer_handle(handle)
         except Exception as error:
             raise StoreError(f"{self._bucket}: {error!r}") from error
         finally:
             agent.deregister_memory(registered)
-        return begins
+        if any(done):
+            self._heard.at = time.monotonic()
+        return [begin if came else -1 for begin, came in zip(begins, done, strict=True)]
 
     def _stage(self, size: int) -> None:
         """A buffer of that size, which NIXL knows."""
@@ -263,8 +281,8 @@ def _ask(bucket: Bucket, timeout: float) -> tuple[Any, Any]:
 
 def open_s3(bucket: Bucket, config: RemoteConfig) -> RemoteTier:
     """A TierError where NIXL or boto3 is missing, or the bucket cannot be reached."""
-    asked, counted = _ask(bucket, config.timeout), Counted(config.capacity)
-    return store_tier(str(bucket), config, lambda: S3Store(bucket, *asked, counted, config.timeout))
+    asked, counted, heard = _ask(bucket, config.timeout), Counted(config.capacity), _Heard()
+    return store_tier(str(bucket), config, lambda: S3Store(bucket, *asked, counted, heard, config.timeout))
 
 
 def opener(text: str) -> Callable[[], RemoteTier]:
