@@ -192,7 +192,7 @@ def test_a_tier_shows_what_it_holds_moved_and_refused() -> None:
         assert tier.read(objects, Ranges(buffer, np.arange(4) * 64)).wait(5)
         missing = Objects([b"x" * 16], group=0, form=form)
         tier.read(missing, Ranges(buffer, [0])).wait(5)
-        use = tier_use("host", tier, "open")
+        use = tier_use("host", tier.stats(), "open")
     finally:
         tier.close()
     found = {

@@ -245,6 +245,20 @@ def test_every_reason_has_its_sentence(reason: str, at: int) -> None:
         assert "6.0 s before" in text
 
 
+@pytest.mark.parametrize("reason", ["never seen", "evicted"])
+def test_what_came_from_tiers_is_not_told_as_missing(reason: str) -> None:
+    whole = Story(1, 51.0, 51.0, 52.0, 96, {"device": 16, "disk": 80}, 96, reason)
+    assert stop_text(whole, 100, operator=True) == (
+        "loaded", "Of its 100 tokens came 80 from disk; 16 were in the pool; the other 4 were computed.",
+    )  # fmt: skip
+    half = Story(1, 51.0, 51.0, 52.0, 48, {"redis": 32, "host": 16}, 0, reason)
+    word, text = stop_text(half, 100, operator=True)
+    assert word == "loaded"
+    assert text.startswith(
+        "Of its 100 tokens came 32 from redis and 16 from host; the other 52 were computed, some while"
+    )
+
+
 def test_preemptions_are_told() -> None:
     record = made("r")
     record.stories[1] = Story(

@@ -17,7 +17,7 @@ from kvloom.tiers.faulty import Faults, FaultyTier
 from kvloom.tiers.lane import LaneConfig
 from kvloom.tiers.mover import Fetch, Finding, Mover, MoverConfig
 from kvloom.tiers.opening import Place, Write
-from kvloom.tiers.transfer import Transfer
+from kvloom.tiers.transfer import TierStats, Transfer
 
 PAGE = 4096
 FORM = Form("u8", "plain", PAGE, PAGE)
@@ -361,3 +361,36 @@ def test_a_new_burst_is_told_with_what_was_not(caplog: pytest.LogCaptureFixture)
             told.add("disk", "read", "corrupt", 2, "", now)
     assert [("4 more" in record.getMessage()) for record in caplog.records] == [False, True]
     assert told.counts["disk", "read", "corrupt"] == 8
+
+
+def test_a_tier_that_does_not_say_what_it_has_holds_nobody_up(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover, disk = setting(Faults())
+    filled(disk, 0, 8)
+    lane = mover.lanes[0]
+    assert until(lambda: lane.stats().objects == 8)
+    ended = threading.Event()
+    really = lane.tier.stats
+
+    def hangs() -> TierStats:
+        assert ended.wait(20)
+        return really()
+
+    monkeypatch.setattr(lane.tier, "stats", hangs)
+    filled(disk, 8, 4)
+    began = time.monotonic()
+    assert {lane.stats().objects for _ in range(50)} == {8}
+    assert time.monotonic() - began < 1
+    ended.set()
+    assert until(lambda: lane.stats().objects == 12)
+
+    def fails() -> TierStats:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(lane.tier, "stats", fails)
+    lane.stats()
+    time.sleep(0.05)
+    assert lane.stats().objects == 12
+    found = mover.find([objects(0, 12)])
+    assert until(lambda: found.done)

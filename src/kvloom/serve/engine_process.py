@@ -51,6 +51,8 @@ __all__ = ["load_engine", "main"]
 
 Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | Look | None]
 """None: the server is gone."""
+IDLE_SECONDS = 0.5
+"""How often tiers are looked after while nothing else is to do."""
 GOODBYE = 4.0
 """Seconds that tiers have to store what is on its way when the server ends."""
 _decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -194,7 +196,11 @@ def _serve(outbox: _Outbox, inbox: Inbox, worker: Worker) -> None:
     for step in count(1):
         if not worker.busy:
             outbox.step = 0
-            first = inbox.get()
+            try:
+                first = inbox.get(timeout=None if worker.engine.lower is None else IDLE_SECONDS)
+            except Empty:
+                worker.look_below()
+                continue
             outbox.step = step
             _take(worker, first)
         outbox.step = step

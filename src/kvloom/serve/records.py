@@ -17,6 +17,9 @@ from .messages import Story
 __all__ = ["Record", "Records", "stop_text"]
 
 MOST = 1000
+DEVICE = "device"
+UNKNOWN = ("never seen", "evicted")
+"""Reasons that say what the pool knows, and nothing of the tiers below it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +155,8 @@ class Records:
 def stop_text(story: Story, length: int, operator: bool) -> tuple[str, str]:
     """Why a prompt of `length` tokens hit no further: a word, and a sentence for people."""
     reason = "other tenant" if operator and story.elsewhere else story.reason
+    if set(story.hits) - {DEVICE} and reason in UNKNOWN:
+        return "loaded", _loaded(story, length)
     at, left = story.stop, length - story.stop
     found = f"The first {at:,} of its {length:,} tokens were cached; " if at else "Nothing was cached: "
     unseen = "went on with the tokens after them" if at else "began with its tokens"
@@ -170,6 +175,19 @@ def stop_text(story: Story, length: int, operator: bool) -> tuple[str, str]:
         "reading off": "The request asked not to read the cache.",
     }
     return reason.replace(" ", "_"), sentences.get(reason, f"{found}{reason}.")
+
+
+def _loaded(story: Story, length: int) -> str:
+    """What came from tiers, of a prompt that the pool knew no more of."""
+    came = " and ".join(f"{tokens:,} from {tier}" for tier, tokens in story.hits.items() if tier != DEVICE)
+    here = story.hits.get(DEVICE, 0)
+    pool = f"; {here:,} were in the pool" if here else ""
+    meanwhile = (
+        ", some while those came: waiting for all would have taken longer"
+        if story.cached > story.stop
+        else ""
+    )
+    return f"Of its {length:,} tokens came {came}{pool}; the other {length - story.cached:,} were computed{meanwhile}."
 
 
 def _ago(seconds: float) -> str:

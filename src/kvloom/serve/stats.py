@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from kvloom.core.spread import Spread
 from kvloom.engine.engine import Engine
 from kvloom.engine.lower import Lower
-from kvloom.tiers import Tier
+from kvloom.tiers import TierStats
 
 from .messages import Counts, Stats, TenantUse, TierUse
 
@@ -85,16 +87,20 @@ def _below(lower: Lower) -> dict[str, Any]:
 
 def lower_tiers(lower: Lower) -> list[TierUse]:
     """The tiers below the pool, the nearest first."""
-    below = zip(lower.names[1:], lower.mover.lanes, strict=True)
+    host, *names = lower.names
+    # What moves between pool and host passes by no tier's verbs: it is counted where it is decided.
+    passed = {"bytes_read": lower.counts["landed_bytes"], "bytes_written": lower.kept_bytes}
     return [
-        tier_use(lower.names[0], lower.host),
-        *(tier_use(name, lane.tier, lane.breaker.state) for name, lane in below),
+        msgspec.structs.replace(tier_use(host, lower.host.stats()), **passed),
+        *(
+            tier_use(name, lane.stats(), lane.breaker.state)
+            for name, lane in zip(names, lower.mover.lanes, strict=True)
+        ),
     ]
 
 
-def tier_use(name: str, tier: Tier, breaker: str = "closed") -> TierUse:
-    """What a tier tells of itself, what it is called, and the state of the breaker before it."""
-    told = tier.stats()
+def tier_use(name: str, told: TierStats, breaker: str = "closed") -> TierUse:
+    """What a tier told of itself, what it is called, and the state of the breaker before it."""
     return TierUse(
         name,
         told.objects,

@@ -28,9 +28,10 @@ from .messages import (
     Stats,
     Story,
     TenantRules,
+    TierUse,
     TokenTold,
 )
-from .stats import engine_stats
+from .stats import engine_stats, lower_tiers
 
 __all__ = ["Worker"]
 
@@ -71,12 +72,22 @@ class Worker:
         self._picture: Picture | None = None  # made when somebody looks
         self._looked = False
         self._stats_at = 0.0
+        self._tiers: list[TierUse] = []
         self._news = True  # whether something changed since the last stats
 
     @property
     def busy(self) -> bool:
         """Whether a step would do or tell something."""
         return self.engine.busy or bool(self._refused) or self._news or self._looked
+
+    def look_below(self) -> None:
+        """Nothing else is to do: let tiers go on, and see whether they have something new to tell. Stores end after the last
+        token."""
+        lower = self.engine.lower
+        if lower is not None:
+            lower.poll()
+            tiers = lower_tiers(lower) if self._observe else []
+            self._news, self._tiers = tiers != self._tiers, tiers
 
     def take(self, message: Add | Cancel | ExpectSession | EndSession | Look) -> None:
         """Do as a message says. What is refused is told by the next step."""

@@ -116,6 +116,7 @@ class Faults:
                 return
         more = f"; {before} more since the last line" if before else ""
         log.warning(
-            "tier %s: %s of %d pages %s%s%s: they are computed instead, further faults are counted",
+            "tier %s: %s of %d pages %s%s%s: they are %s, further faults are counted",
             tier, verb, count, outcome, f" ({reason})" if reason else "", more,
+            "not kept there" if verb == "write" else "computed instead",
         )  # fmt: skip

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -27,12 +28,14 @@ from .host import HostTier
 from .pieces import Load, Lookup, Piece
 from .rate import Rate
 from .tier import Objects, Ranges, Tier
-from .transfer import Outcome
+from .transfer import Outcome, TierStats
 
 __all__ = ["Lane", "LaneConfig"]
 
 Mask = npt.NDArray[np.bool_]
 _HARMLESS = (Outcome.OK, Outcome.MISSING, Outcome.BUSY, Outcome.FULL)
+_ASK = object()
+"""The job of asking the tier what it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Lane:
         self.breaker = Breaker(config.breaker)
         self._faults, self._told = faults, changed
         self._cond = threading.Condition()
+        self._stats, self._asked = tier.stats(), False
         self._lookups: deque[Lookup] = deque()
         self._loads: list[tuple[float, int, Piece]] = []
         self._stores: deque[Piece] = deque()
@@ -82,6 +86,13 @@ class Lane:
         """Whether the tier has kept its thread for longer than anyone would wait."""
         since = self._busy_since
         return since is not None and time.monotonic() - since > self.config.breaker.try_seconds
+
+    def stats(self) -> TierStats:
+        """What the tier told of itself last. It is asked anew in this lane's thread: one that hangs holds up nobody else."""
+        with self._cond:
+            self._asked = True
+            self._cond.notify()
+            return self._stats
 
     def look_up(self, lookup: Lookup) -> bool:
         """Queue a lookup; False where the tier is left alone now."""
@@ -174,14 +185,17 @@ class Lane:
                     self._cond.wait(self._patience())
             try:
                 self._busy_since = time.monotonic()
-                if isinstance(job, Lookup):
+                if job is _ASK:
+                    with suppress(Exception):  # it told something before
+                        self._stats = self.tier.stats()
+                elif isinstance(job, Lookup):
                     self._answer(job)
-                else:
+                elif isinstance(job, Piece):
                     self._start(job)
             finally:
                 self._busy_since = None
 
-    def _next(self) -> Lookup | Piece | None:
+    def _next(self) -> Lookup | Piece | object | None:
         """What to do next, within the budget: a store only where no load waits."""
         if self._lookups:
             return self._lookups.popleft()
@@ -195,6 +209,9 @@ class Lane:
             if not piece.load.given_up:
                 self._bytes["load"] += piece.size
                 return piece
+        if self._asked and not self._closed:
+            self._asked = False
+            return _ASK
         if self._stores and not self._closed:
             piece = self._stores[0]
             if not self._bytes["store"] or self._fits(piece, self.config.budget // 4):

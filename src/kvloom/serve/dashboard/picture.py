@@ -34,12 +34,9 @@ class Picture:
         return _encode(seen)
 
     def _tiers(self) -> list[dict[str, Any]]:
-        """Tiers from the nearest down. What moves between pool and host passes by no tier's verbs: it is counted where it is
-        decided."""
+        """Tiers from the nearest down."""
         lower = self._engine.lower
         if lower is None:
             return []
-        (host, *below), counts = lower_tiers(lower), lower.counts
-        passed = {"bytes_read": counts["landed_bytes"], "bytes_written": lower.kept_bytes}
-        told = {**asdict(host), **passed, "tokens_back": counts["landed_tokens"]}
-        return [told, *map(asdict, below)]
+        host, *below = map(asdict, lower_tiers(lower))
+        return [{**host, "tokens_back": lower.counts["landed_tokens"]}, *below]
