@@ -56,7 +56,10 @@ LOAD_FORMAT = (
 LOAD_FORMATS = ("auto", "random")
 SERVER = "the server, like 127.0.0.1:8000 or https://host/path (default: http://127.0.0.1:8000)"
 THREADS = "CPU threads of the model (default: $KVLOOM_THREADS, $OMP_NUM_THREADS, or all cores but one)"
-TIER = "a place for pages below the pool, nearest first: host:64GiB, disk:/path:1TiB, …; repeatable (docs/tiers.md)"
+TIER = (
+    "a place for pages below the pool, nearest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
+    "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
+)
 MOST = 10**12
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BAD_INPUT = 2

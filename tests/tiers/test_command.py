@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -34,10 +35,12 @@ def test_memory_is_shared_with_who_has_the_secret_until_it_is_ended(tmp_path: Pa
             tier = open_tier(f"{told['address']}?secret={secret}&by=connection")
             assert get(tier, range(12)).ok.all()
             assert tier.stats().objects == 12
-            tier.close()
+            process.send_signal(signal.SIGSTOP)  # as when it sleeps: any of its threads may be told then
+            process.send_signal(signal.SIGCONT)
         finally:
             process.terminate()
         assert process.wait(10) == 0
+        tier.close()
 
 
 @pytest.mark.parametrize(

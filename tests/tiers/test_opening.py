@@ -30,7 +30,7 @@ def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:
         ("host", "no known kind"),
         ("host:many", "size 'many' is not understood"),
         ("host:0", "is nothing"),
-        ("host:1GiB?speed=9", "option 'speed' is not known; known: checked"),
+        ("host:1GiB?speed=9", "option 'speed' is not known; known: checked, share, secret, write"),
         ("host:1GiB?checked=2", "must be 0 or 1"),
         ("host:1GiB?checked", "write options like"),
         ("disk:1GiB", "like disk:/path:1TiB"),
@@ -46,6 +46,9 @@ def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:
         ("redis://127.0.0.1?capacity=1GiB&readers=0", "tier 'redis://127.0.0.1.*readers=0 must be positive"),
         ("redis://there:many?capacity=1GiB", "redis://there:many.*Port could not be cast"),
         ("peer://[::1:7373", r"tier 'peer://\[::1:7373': "),
+        ("disk:/x:1GiB?compression=lz4?write=back", "one question mark"),
+        ("redis://there/0:1GiB?capacity=1GiB", "'0:1GiB' is no number of a database"),
+        ("s3://pages?capacity=1GiB&endpoint=there:9000", "endpoint='there:9000' is no URL; write http://"),
         ("host:1GiB?write=never", "write='never' is none of through, second-use, back"),
     ],
 )

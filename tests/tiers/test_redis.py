@@ -255,7 +255,7 @@ def test_a_unix_socket_does_as_well(tmp_path: Path) -> None:
         ("redis://127.0.0.1:1/0", r"Give \?capacity=64GiB"),
         ("redis://127.0.0.1:1/0?capacity=8MiB&compresion=lz4", "unknown compresion; known: capacity"),
         ("redis://127.0.0.1:1/0?capacity=8XB", "'8XB' is not understood"),
-        ("redis://127.0.0.1:1/zero?capacity=8MiB", "invalid literal"),
+        ("redis://127.0.0.1:1/zero?capacity=8MiB", "'zero' is no number"),
         ("redis://127.0.0.1:99999/0?capacity=8MiB", "Port out of range"),
         ("redis://me:pw@127.0.0.1:1/0?readers=x&capacity=1G", r"//…@127.*readers='x'"),
         ("redis://127.0.0.1:1/0?capacity=8MiB&compression=gzip", "'gzip' is none of"),

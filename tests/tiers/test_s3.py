@@ -113,7 +113,7 @@ def test_a_store_that_hangs_costs_a_bounded_wait_and_comes_back(server: Any) -> 
 
 def test_what_cannot_be_opened_says_why(server: Any) -> None:
     url, *_ = server
-    with pytest.raises(TierError, match="cannot be reached"):
+    with pytest.raises(TierError, match="cannot be reached: there is no bucket 'nobodys'"):
         open_tier(f"s3://nobodys?capacity=8MiB&endpoint={url}&timeout=2")
     with pytest.raises(ValueError, match="which bucket"):
         open_tier("s3:///prefix?capacity=8MiB")

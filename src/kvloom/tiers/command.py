@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import signal
-import threading
 from pathlib import Path
 
 from kvloom.core.sizes import format_bytes, parse_size
@@ -22,6 +21,7 @@ from .shared import SharedMemory
 __all__ = ["arguments", "run"]
 
 LEAST_SECRET = 16
+ENDS = {signal.SIGINT, signal.SIGTERM}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +56,16 @@ def run(args: argparse.Namespace) -> int:
         memory = SharedMemory(size)
     except OSError as error:
         raise ValueError(f"{args.size} cannot be shared here: {error.strerror}; share less") from None
+    # Before there are other threads: one of them could be told of the end, and the first would wait on.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+    try:
+        _share(args, config, size, slab, memory)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return 0
+
+
+def _share(args: argparse.Namespace, config: PeerConfig, size: int, slab: int, memory: SharedMemory) -> None:
     tier = HostTier(HostConfig(size, slab), buffer=memory.buffer)
     nixl = NixlArena(tier.arena) if args.nixl else None
     try:
@@ -63,14 +73,10 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else error
         raise ValueError(f"{args.listen} cannot be had: {why}; choose another with --listen") from None
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
     where = "peer://{}:{}".format(*server.address)
     if args.json:
         print(json.dumps({"address": where, "bytes": size}), flush=True)
     else:
         print(f"{format_bytes(size)} at {where}: kvloom serve MODEL --tier {where}", flush=True)
-    ended.wait()
+    signal.sigwait(ENDS)
     server.close()
-    return 0

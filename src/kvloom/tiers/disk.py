@@ -70,8 +70,9 @@ class DiskConfig:
             )
         if self.segment < 2 * BLOCK or self.capacity < 3 * self.segment:
             raise ValueError(
-                f"capacity={self.capacity} bytes does not hold three segments of {self.segment}: one to write, one "
-                "to come, one to read. Give more, or smaller segment_bytes"
+                f"capacity={self.capacity} bytes does not hold three segments of {max(self.segment, 2 * BLOCK)}: one to "
+                "write, one to come, one to read. Give more"
+                + (", or smaller segment_bytes" if self.segment_bytes else "")
             )
 
     @property

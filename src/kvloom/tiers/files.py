@@ -125,8 +125,9 @@ def lock_directory(path: Path) -> tuple[int, int]:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts can be told from pages
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
+        why = "it is no directory" if isinstance(error, FileExistsError) else error.strerror
         raise TierError(
-            f"the disk tier cannot use {path}: {error.strerror}. Give a directory that this user may write"
+            f"the disk tier cannot use {path}: {why}. Give a directory that this user may write"
         ) from error
     try:
         lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=directory)

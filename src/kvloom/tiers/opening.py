@@ -82,7 +82,7 @@ def options_of(text: str, known: Iterable[str]) -> tuple[str, dict[str, str]]:
     for name, _value in given:
         if name not in known:
             raise ValueError(
-                f"tier {text!r}: option {name!r} is not known; known: {', '.join(known) or 'none'}"
+                f"tier {text!r}: option {name!r} is not known; known: {', '.join((*known, 'write'))}"
             )
     return plain, dict(given)
 
@@ -138,6 +138,10 @@ def taken_write(text: str) -> tuple[str, Write]:
     """A text without its option `write`, and that: for host memory that nobody else reads `back` where it is not said, for
     all else `through`."""
     scheme = scheme_of(text)
+    if text.count("?") > 1:
+        raise ValueError(
+            f"tier {hidden(text)!r}: there is one question mark; write options like ?name=value&name=value"
+        )
     found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
     if found is None:
         own = scheme == "host" and HostText.read(text).share is None

@@ -91,7 +91,7 @@ class Options:
         """A ValueError if something was given that means nothing here."""
         if self._left:
             raise ValueError(
-                f"{self.told}: unknown {', '.join(sorted(self._left))}; known: {', '.join(sorted(self._known))}"
+                f"{self.told}: unknown {', '.join(sorted(self._left))}; known: {', '.join(sorted([*self._known, 'write']))}"
             )
 
     def _parsed(self, name: str, otherwise: Any, parse: Any) -> Any:

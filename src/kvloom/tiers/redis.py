@@ -193,8 +193,10 @@ def opener(text: str) -> Callable[[], RemoteTier]:
         if url.hostname is None:
             address = replace(address, socket=path, database=options.whole("db", 0))
         else:
-            database = int(path.strip("/") or "0")
-            address = replace(address, host=url.hostname, port=url.port or 6379, database=database)
+            database = path.strip("/") or "0"
+            if not database.isdecimal():
+                raise ValueError(f"{database!r} is no number of a database")
+            address = replace(address, host=url.hostname, port=url.port or 6379, database=int(database))
     except ValueError as error:
         raise ValueError(f"{options.told}: {error}; write redis://host:port/db?capacity=64GiB") from None
     return partial(open_redis, address, options.remote())

@@ -112,7 +112,12 @@ class S3Store(Store):
         try:
             self._client.head_bucket(Bucket=self._bucket.name)
         except Exception as error:
-            raise StoreError(f"{self._bucket} cannot be reached: {error}") from error
+            said = getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
+            why = {
+                404: f"there is no bucket {self._bucket.name!r}",
+                403: "the store refuses these credentials",
+            }.get(said, str(error))
+            raise StoreError(f"{self._bucket} cannot be reached: {why}") from error
         self._heard.at = time.monotonic()
         given = {"bucket": self._bucket.name, "region": self._bucket.region, "num_threads": str(_AT_ONCE)}
         given |= {"req_checksum": "required", "resp_checksum": "required"}  # pages have their own
@@ -291,11 +296,8 @@ def opener(text: str) -> Callable[[], RemoteTier]:
     options = Options(text, url.query)
     if not url.netloc:
         raise ValueError(f"{options.told}: which bucket? Write s3://bucket/prefix?capacity=1TiB")
-    prefix = unquote(url.path).strip("/")
-    bucket = Bucket(
-        url.netloc,
-        f"{prefix}/" if prefix else "",
-        options.text("endpoint", ""),
-        options.text("region", "us-east-1"),
-    )
+    prefix, endpoint = unquote(url.path).strip("/"), options.text("endpoint", "")
+    if endpoint and urlsplit(endpoint).scheme not in ("http", "https"):
+        raise ValueError(f"{options.told}: endpoint={endpoint!r} is no URL; write http://host:9000")
+    bucket = Bucket(url.netloc, f"{prefix}/" if prefix else "", endpoint, options.text("region", "us-east-1"))
     return partial(open_s3, bucket, options.remote())
