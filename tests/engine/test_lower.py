@@ -19,7 +19,7 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.flight import Flight
 from kvloom.engine.lower import Lower, LowerConfig
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.tiers import DiskConfig, DiskTier, Objects
+from kvloom.tiers import DiskConfig, DiskTier, Objects, away
 from kvloom.tiers.breaker import BreakerConfig
 from kvloom.tiers.faulty import Faults, FaultyTier
 from kvloom.tiers.lane import LaneConfig
@@ -636,6 +636,46 @@ def test_a_tier_that_cannot_be_opened_is_left_out_and_serving_goes_on(
     assert [r.tokens for r in served(first, prompts)] == [r.tokens for r in served(second, prompts)]
     closed(first)
     closed(second)
+
+
+def test_a_tier_that_was_away_is_used_once_it_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(away, "FIRST_PAUSE", 0.05)
+    tiers = [f"disk:{tmp_path}:64MiB"]
+    first = Engine(tiny("llama"), POOL, tiers=tiers)
+    second = Engine(tiny("llama"), POOL, tiers=tiers)
+    (lane,) = lower_of(second).mover.lanes
+    prompts = drawn("away", 40)
+    served(second, prompts)  # fails to keep them, and says so
+    assert not lane.tier.stats().objects
+    closed(first)
+    deadline = time.monotonic() + 20
+    while not lane.tier.capacity:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert "is there now" in caplog.text
+    others = drawn("away again", 50)
+    while not lane.tier.stats().objects:  # once its breaker tries it again
+        assert time.monotonic() < deadline
+        served(second, others)
+        second.cache.grow(second.cache.shrink(second.cache.pool.slabs - 2).tolist())
+        others = [[*others[0], len(others[0])]]
+        time.sleep(0.1)
+    closed(second)
+    third = Engine(tiny("llama"), POOL, tiers=tiers)  # its lock was let go
+    assert not lower_of(third).left_out
+    closed(third)
+
+
+def test_a_tier_that_stays_away_ends_with_its_engine(tmp_path: Path) -> None:
+    first = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
+    second = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
+    closed(second)
+    closed(first)
+    third = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
+    assert not lower_of(third).left_out
+    closed(third)
 
 
 def test_host_memory_without_a_prompts_next_block_costs_one_look(monkeypatch: pytest.MonkeyPatch) -> None:

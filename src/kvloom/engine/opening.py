@@ -1,6 +1,7 @@
 """The tiers that texts name, opened under one cache: host memory first, which all pages pass, then those below it.
 
-A text that makes no sense is refused before anything is open; a tier that cannot be opened is left out, and said to be.
+A text that makes no sense is refused before anything is open; a tier that cannot be opened is left out, and said to be, until
+it can.
 Knows texts and shares; what pages do there is `lower.py`.
 """
 
@@ -14,11 +15,21 @@ import torch
 
 from kvloom.core import KVCache, PoolLayout
 from kvloom.tiers import HostTier, TierError
+from kvloom.tiers.away import AwayTier
 from kvloom.tiers.lossy import LossyTier, lossy_form
-from kvloom.tiers.opening import HostText, Place, check_tiers, open_place, shown, taken_write
+from kvloom.tiers.opening import (
+    CODINGS,
+    HostText,
+    Place,
+    check_tiers,
+    open_place,
+    scheme_of,
+    shown,
+    taken_write,
+)
 from kvloom.tiers.peer_server import PeerConfig, PeerServer
 from kvloom.tiers.shared import SharedMemory
-from kvloom.tiers.shares import shares_of
+from kvloom.tiers.shares import Shares, shares_of
 
 from .arena import form_of, open_host
 from .lower import Lower, LowerConfig
@@ -38,7 +49,7 @@ def open_lower(
     config: LowerConfig | None = None,
 ) -> Lower:
     """The tiers that texts name (`host:64GiB`, `disk:/path:1TiB`, …), under one cache. A text that makes no sense is refused;
-    a tier that cannot be opened is left out, and said to be."""
+    a tier that cannot be opened is left out, and said to be, until it can."""
     layout, device = cache.layout, buffer.device
     check_tiers(text for text in texts if isinstance(text, str))
     hosts = [text for text in texts if isinstance(text, str) and text.startswith("host:")]
@@ -65,6 +76,8 @@ def open_lower(
                 except TierError as error:
                     left_out.append((shown(text), str(error)))
                     log.warning("tier %s is left out, serving goes on without it: %s", *left_out[-1])
+                    if _may_come(text, error):
+                        places.append(_away(text, shares, str(error)))
     except BaseException:
         for place in places:
             place.tier.close()
@@ -102,6 +115,16 @@ def _offered(host: HostTier, config: PeerConfig, memory: SharedMemory | None) ->
         return None
     log.info("host memory is offered to others at peer://%s:%d", *server.address)
     return server
+
+
+def _may_come(text: str, error: TierError) -> bool:
+    """Whether it helps to try again. What is not installed does not come by itself; and what re-encodes is known by its tier."""
+    return not isinstance(error.__cause__, ImportError) and scheme_of(text) not in CODINGS
+
+
+def _away(text: str, shares: Shares, why: str) -> Place:
+    _, write = taken_write(text)
+    return Place(AwayTier(shown(text), lambda: open_place(text, shares).tier, why), write)
 
 
 def _fitting(place: Place, layout: PoolLayout) -> Place:

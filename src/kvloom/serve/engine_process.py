@@ -178,7 +178,7 @@ def _loaded(start: Start) -> tuple[Worker, Ready]:
 
 
 def _tiers(lower: Lower) -> list[tuple[str, int, int]]:
-    found = [lower.host, *(lane.tier for lane in lower.mover.lanes)]
+    found = [lower.host, *(lane.tier for lane in lower.mover.lanes if lane.tier.capacity)]
     return [(tier.name, tier.capacity, tier.stats().objects) for tier in found]
 
 
