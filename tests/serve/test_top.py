@@ -18,10 +18,12 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict
 from rich.console import Console
 
 from kvloom.cli import main
 from kvloom.serve.dashboard.terminal import MODES, screen
+from kvloom.serve.messages import TierUse
 from tests.serve.running import MODEL, Running
 
 
@@ -66,6 +68,17 @@ def test_it_fits_any_terminal(server: Running, width: int, height: int, mode: st
     lines = shown.get().splitlines()
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
+
+
+def test_a_tier_says_what_failed_and_whether_it_is_left_alone(server: Running) -> None:
+    _, _, state = server.send("GET", "/kvloom/state")
+    use = asdict(
+        TierUse("redis", 3, 96, 1 << 20, {"ok": 5, "missing": 4}, {"ok": 2, "failed": 7}, 1, 2, 0, "open")
+    )
+    console = Console(width=200, height=60)
+    with console.capture() as shown:
+        console.print(screen({**state, "engine": {**state["engine"], "tiers": [use]}}, [], MODES[0]))
+    assert "7 failed, left alone after faults" in shown.get()
 
 
 def test_before_the_first_picture_it_says_that_there_is_none(server: Running) -> None:

@@ -196,9 +196,14 @@ def _tiers(engine: State) -> Group:
     for tier in engine["tiers"]:
         of = f" of {_bytes(tier['capacity'])}" if tier["capacity"] else ""
         moved = f"↓ {_bytes(tier['bytes_written'])} ↑ {_bytes(tier['bytes_read'])}"
-        lines.append(
-            Text.assemble((f"{tier['name']} ", "bold"), f"{_bytes(tier['bytes'])}{of}  ", (moved, "cyan"))
-        )
+        outcomes = (*tier["reads"].items(), *tier["writes"].items())
+        failed = sum(count for outcome, count in outcomes if outcome not in ("ok", "missing"))
+        wrong = [f"{failed:,} failed"] if failed else []
+        wrong += [] if tier["breaker"] == "closed" else ["left alone after faults"]
+        used = f"{_bytes(tier['bytes'])}{of}  "
+        lines.append(Text.assemble((f"{tier['name']} ", "bold"), used, (moved, "cyan")))
+        if wrong:
+            lines.append(Text(f"  {', '.join(wrong)}", style="red"))
     if not lines:
         lines.append(Text("no lower tier", style="bright_black"))
     table = Table.grid(padding=(0, 1, 0, 0))
