@@ -744,3 +744,12 @@ def test_a_page_that_comes_in_several_reads_is_bad_if_one_of_them_is(
         assert (tier._fetcher.pending, segment.readers) == (0, 0)  # nothing keeps its file open
     finally:
         tier.close()
+
+
+def test_a_file_system_without_the_room_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    DiskTier(DiskConfig(tmp_path / "fits", 8 * MIB)).close()
+    assert not caplog.records
+    DiskTier(DiskConfig(tmp_path / "large", 1 << 49)).close()
+    assert "may take 512 TiB, and its file system has room for" in caplog.text

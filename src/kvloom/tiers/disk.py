@@ -9,6 +9,7 @@ back, `append.py` and `fetch.py`.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -21,6 +22,8 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.core.sizes import format_bytes
+
 from .append import Appender
 from .codec import Compression, make_codec, most_bytes
 from .fetch import Fetcher
@@ -32,6 +35,8 @@ from .tier import Objects, Ranges, Tier, TierError, parted
 from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
 
 __all__ = ["DiskConfig", "DiskTier"]
+
+log = logging.getLogger("kvloom.tiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +111,25 @@ class DiskTier(Tier):
             if not isinstance(error, OSError):
                 raise
             raise TierError(f"the disk tier cannot read {self._path}: {error.strerror or error}") from error
+        self._warn_of_room()
         self._tally = Tally()
         self._closed = False
         self._counts = threading.Lock()
         self._open: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._appender = Appender(self._shelf, self._make_codec(), config.durable == "power")
         self._fetcher = Fetcher(self.name, self._files, self._shelf, self._make_codec, config.readers)
+
+    def _warn_of_room(self) -> None:
+        """Said now, not when it is full: pages are refused then."""
+        disk = os.fstatvfs(self._directory)
+        room = disk.f_bavail * disk.f_frsize + self._shelf.file_bytes
+        if room < self._config.capacity:
+            log.warning(
+                "tier %s may take %s, and its file system has room for %s: it will be full before",
+                self.name,
+                format_bytes(self._config.capacity),
+                format_bytes(room),
+            )
 
     @property
     def name(self) -> str:
