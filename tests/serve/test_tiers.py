@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
-from .running import running
+from prometheus_client.parser import text_string_to_metric_families
+
+from .running import Running, running
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it sleeps; " * 3
 ASKED = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
@@ -26,3 +29,25 @@ def test_a_restarted_server_answers_yesterdays_prompt_from_disk(folder: Path, tm
         assert again["choices"] == first["choices"]
         cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached >= len(PROMPT) // 16 * 16 - 16
+
+
+def test_what_tiers_store_after_the_last_token_is_told_while_nobody_asks(
+    folder: Path, tmp_path: Path
+) -> None:
+    with running(folder, "--pool", "16MiB", "--tier", f"disk:{tmp_path}:256MiB") as server:
+        server.complete(**ASKED)
+        until = time.monotonic() + 20
+        while objects(server) == 0:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+
+
+def objects(server: Running) -> float:
+    families = text_string_to_metric_families(server.send("GET", "/metrics")[2])
+    found = {
+        sample.name: sample
+        for family in families
+        for sample in family.samples
+        if sample.labels.get("tier") == "disk"
+    }
+    return found["kvloom_tier_objects"].value

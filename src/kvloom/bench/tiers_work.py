@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -237,44 +238,37 @@ def s3(memory: Memory, folder: Path) -> Iterator[list[Work]]:
     except ImportError as error:
         raise TierError(f"no S3 store to start ({error}): pip install boto3 'moto[server]'") from None
     port = _port()
-    url, known = (
-        f"http://127.0.0.1:{port}",
-        {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "secret"},
-    )
-    before = {name: os.environ.get(name) for name in known}
-    os.environ |= known
+    url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    try:
-        with _server(command, port, folder / "s3.log"), ThreadPoolExecutor(_S3_THREADS) as pool:
-            client: Any = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
-            client.create_bucket(Bucket="bench")
-            tier = open_s3(Bucket("bench", "ours/", url), RemoteConfig(2 * memory.total, timeout=30))
+    keys = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "secret"}
+    with (
+        patch.dict(os.environ, keys),
+        _server(command, port, folder / "s3.log"),
+        ThreadPoolExecutor(_S3_THREADS) as pool,
+    ):
+        client: Any = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
+        client.create_bucket(Bucket="bench")
+        tier = open_s3(Bucket("bench", "ours/", url), RemoteConfig(2 * memory.total, timeout=30))
 
-            def put(number: int) -> None:
-                at = number * memory.page
-                body = memory.source[at : at + memory.page].tobytes()
-                client.put_object(Bucket="bench", Key=f"theirs/{number}", Body=body)
+        def put(number: int) -> None:
+            at = number * memory.page
+            body = memory.source[at : at + memory.page].tobytes()
+            client.put_object(Bucket="bench", Key=f"theirs/{number}", Body=body)
 
-            def get(number: int) -> None:
-                at = number * memory.page
-                body = client.get_object(Bucket="bench", Key=f"theirs/{number}")["Body"].read()
-                memory.target[at : at + memory.page] = np.frombuffer(body, np.uint8)
+        def get(number: int) -> None:
+            at = number * memory.page
+            body = client.get_object(Bucket="bench", Key=f"theirs/{number}")["Body"].read()
+            memory.target[at : at + memory.page] = np.frombuffer(body, np.uint8)
 
-            def write() -> None:
-                list(pool.map(put, range(memory.count)))
+        def write() -> None:
+            list(pool.map(put, range(memory.count)))
 
-            def read() -> None:
-                list(pool.map(get, range(memory.count)))
+        def read() -> None:
+            list(pool.map(get, range(memory.count)))
 
-            name = f"boto3, {_S3_THREADS} threads"
-            yield [Work("s3", name, _of_tier(tier, memory), Side(write, read))]
-            tier.close()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        name = f"boto3, {_S3_THREADS} threads"
+        yield [Work("s3", name, _of_tier(tier, memory), Side(write, read))]
+        tier.close()
 
 
 @contextlib.contextmanager

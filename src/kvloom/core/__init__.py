@@ -11,7 +11,7 @@ from .events import Dropped, Event, EventBus, Moved, Stored
 from .hints import Foreseen, Pin
 from .layers import DTYPE_BYTES, PROMPT, Field, LayerSpec, Span, attention_fields
 from .layout import GRAIN, MAX_WASTE, PageGroup, PoolLayout
-from .lookup import REASONS, Match, Stop
+from .lookup import ABSENT, REASONS, Match, Stop
 from .media import Media
 from .names import NAME_BYTES, NameIndex, chain, root_name, tail_name
 from .parcels import Parcel
@@ -22,6 +22,7 @@ from .sequence import Control, Retain, Sequence, Snapshots
 from .tenants import Tenant
 
 __all__ = [
+    "ABSENT",
     "DTYPE_BYTES",
     "GRAIN",
     "MAX_WASTE",

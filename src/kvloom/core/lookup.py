@@ -19,7 +19,7 @@ from .resume import longest_resume
 from .room import Room
 from .sequence import Control
 
-__all__ = ["REASONS", "Lookup", "Match", "Stop"]
+__all__ = ["ABSENT", "REASONS", "Lookup", "Match", "Stop"]
 
 REASONS = {
     "complete": "everything but the last token is cached; that one must be computed to get logits",
@@ -31,6 +31,8 @@ REASONS = {
     "media missing": "the tokens match further, but the pages of an image before that point left",
     "reading off": "the request asked not to read the cache",
 }
+ABSENT = ("never seen", "evicted")
+"""Reasons that say that the pool has nothing of the tokens that come next."""
 
 
 class Stop(NamedTuple):
@@ -158,7 +160,7 @@ class Lookup:
     def explain(self, match: Match, across_tenants: bool = True) -> Stop:
         """The match's stop, looking at other tenants' prefixes too. For the operator: it tells that
         another tenant has the same prompt. O(tenants)."""
-        if across_tenants and match.stop.reason in ("never seen", "evicted"):
+        if across_tenants and match.stop.reason in ABSENT:
             for name, root in self.tree.roots.items():
                 if name != match.root_name:
                     _, matched = self.tree.walk(root, match.data, match.limit)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvloom.core import KVCache, Match
+from kvloom.core import ABSENT, KVCache, Match
 from kvloom.models.batch import Work
 
 from .beams import Successor, seated
@@ -32,8 +32,6 @@ __all__ = ["Scheduled", "Scheduler"]
 UNKNOWN = np.array([-1])
 MOST_ROOTS = 64
 """Tenants and adapters up to which a miss is looked for among the others', too: each costs a walk."""
-UNKNOWN_TEXT = ("never seen", "evicted")
-"""Why a prompt hit no further, where the pool has nothing of the tokens that come next."""
 MOST_TOLD = 256
 """Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
 MOST_ASIDE = 32
@@ -315,7 +313,7 @@ class Scheduler:
             request.count_cached(request.computed)
             request.stop = found.stop
             lacking = request.lacking  # of what lies below, which the pool knows nothing of
-            if lacking is not None and lacking.position == found.resume and found.stop.reason in UNKNOWN_TEXT:
+            if lacking is not None and lacking.position == found.resume and found.stop.reason in ABSENT:
                 request.stop = lacking
             if len(self.cache.tree.roots) <= MOST_ROOTS:
                 request.elsewhere = self.cache.explain(found).reason == "other tenant"

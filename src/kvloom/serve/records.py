@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvloom.core import ABSENT
+
 from .messages import Story
 
 __all__ = ["Record", "Records", "stop_text"]
 
 MOST = 1000
 DEVICE = "device"
-UNKNOWN = ("never seen", "evicted")
-"""Reasons that say what the pool knows, and nothing of the tiers below it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +155,7 @@ class Records:
 def stop_text(story: Story, length: int, operator: bool) -> tuple[str, str]:
     """Why a prompt of `length` tokens hit no further: a word, and a sentence for people."""
     reason = "other tenant" if operator and story.elsewhere else story.reason
-    if set(story.hits) - {DEVICE} and reason in UNKNOWN:
+    if set(story.hits) - {DEVICE} and reason in ABSENT:
         return "loaded", _loaded(story, length)
     at, left = story.stop, length - story.stop
     found = f"The first {at:,} of its {length:,} tokens were cached; " if at else "Nothing was cached: "

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from .tier import Objects, Ranges, Tier, TierError
+from .tier import Objects, Ranges, Tier
 from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
 
 __all__ = ["AwayTier"]
@@ -69,10 +69,8 @@ class AwayTier(Tier):
         while not self._ended.wait(pause):
             try:
                 tier = self._opened()
-            except TierError as error:
-                self._why = str(error)
             except Exception as error:  # noqa: BLE001  whatever it is, it is tried again
-                self._why = f"{type(error).__name__}: {error}"
+                self._why = str(error)
             else:
                 with self._lock:
                     if not self._ended.is_set():

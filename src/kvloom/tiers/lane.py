@@ -34,8 +34,10 @@ __all__ = ["Lane", "LaneConfig"]
 
 Mask = npt.NDArray[np.bool_]
 _HARMLESS = (Outcome.OK, Outcome.MISSING, Outcome.BUSY, Outcome.FULL)
-_ASK = object()
-"""The job of asking the tier what it has."""
+
+
+class _Ask:
+    """The job of asking the tier what it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +187,17 @@ class Lane:
                     self._cond.wait(self._patience())
             try:
                 self._busy_since = time.monotonic()
-                if job is _ASK:
+                if isinstance(job, _Ask):
                     with suppress(Exception):  # it told something before
                         self._stats = self.tier.stats()
                 elif isinstance(job, Lookup):
                     self._answer(job)
-                elif isinstance(job, Piece):
+                else:
                     self._start(job)
             finally:
                 self._busy_since = None
 
-    def _next(self) -> Lookup | Piece | object | None:
+    def _next(self) -> Lookup | Piece | _Ask | None:
         """What to do next, within the budget: a store only where no load waits."""
         if self._lookups:
             return self._lookups.popleft()
@@ -211,7 +213,7 @@ class Lane:
                 return piece
         if self._asked and not self._closed:
             self._asked = False
-            return _ASK
+            return _Ask()
         if self._stores and not self._closed:
             piece = self._stores[0]
             if not self._bytes["store"] or self._fits(piece, self.config.budget // 4):

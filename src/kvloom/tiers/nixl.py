@@ -26,7 +26,7 @@ from .files import Files
 from .options import Options
 from .tier import TierError
 
-__all__ = ["Backend", "NixlFiles", "finish", "finish_each", "make_agent", "open_nixl", "opener"]
+__all__ = ["Backend", "NixlFiles", "finish_each", "make_agent", "open_nixl", "opener"]
 
 Backend = Literal["POSIX", "GDS", "GDS_MT"]
 _LEAST_BYTES = 64 << 10  # below that a plain call is sooner done than described
@@ -106,7 +106,7 @@ class NixlFiles(Files):
                 agent.name,
             )
             try:
-                finish(agent, handle)
+                _finish(agent, handle)
             finally:
                 agent.release_xfer_handle(handle)
         except OSError:
@@ -119,14 +119,9 @@ class NixlFiles(Files):
         self.moved += at - offset
 
 
-def finish(agent: Any, handle: Any) -> None:
+def _finish(agent: Any, handle: Any) -> None:
     """Waits for a transfer; an OSError if it fails."""
-    state, pause = agent.transfer(handle), 20e-6
-    while state not in ("DONE", "ERR"):
-        time.sleep(pause)
-        pause = min(2 * pause, 100e-6)
-        state = agent.check_xfer_state(handle)
-    if state == "ERR":
+    if not all(finish_each(agent, [handle])):
         raise OSError(errno.EIO, "NIXL: the transfer failed")
 
 
