@@ -6,11 +6,11 @@ import asyncio
 import re
 from pathlib import Path
 
-from kvloom.serve.limits import Gate
-from kvloom.serve.link import EngineLink
-from kvloom.serve.messages import Start, TenantUse
-from kvloom.serve.metrics import Metrics
-from kvloom.serve.series import Row, tenant_rows
+from kvloom.serve.auth.limits import Gate
+from kvloom.serve.metrics.metrics import Metrics
+from kvloom.serve.metrics.series import Row, tenant_rows
+from kvloom.serve.worker.engine_link import EngineLink
+from kvloom.serve.worker.messages import Start, TenantUse
 
 __all__ = ["FILE", "main", "table"]
 

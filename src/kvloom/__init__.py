@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvloom.engine.llm import LLM as LLM
-    from kvloom.engine.request import SamplingParams as SamplingParams
+    from kvloom.engine.llm import LLM
+    from kvloom.engine.request import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
 

@@ -20,15 +20,18 @@ INTERRUPTED = 130
 """What a shell makes of a command that Ctrl-C ended."""
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("kvloom.plan.command", "Memory of a model and a load under three schemes."),
-    "generate": ("kvloom.engine.command", "Let a model go on from prompts, once."),
+    "generate": ("kvloom.engine.generate_command", "Let a model go on from prompts, once."),
     "calibrate": ("kvloom.engine.calibrate_command", "Make static scales for a quantised KV cache."),
-    "serve": ("kvloom.serve.command", "An OpenAI-compatible server."),
+    "serve": ("kvloom.serve.serve_command", "An OpenAI-compatible server."),
     "explain": ("kvloom.serve.explain_command", "Why a request hit the cache or missed it."),
     "top": (
         "kvloom.serve.dashboard.command",
         "A server's cache, live in this terminal; the same is at /dashboard.",
     ),
-    "share": ("kvloom.tiers.command", "Host memory for the servers of a machine: --tier peer://HOST:PORT."),
+    "share": (
+        "kvloom.tiers.share_command",
+        "Host memory for the servers of a machine: --tier peer://HOST:PORT.",
+    ),
     "replay": ("kvloom.replay.command", "Recorded traffic through the cache: hit rates, sizes."),
     "bench": ("kvloom.bench.command", "Measure kvloom beside its peers."),
 }

@@ -21,7 +21,7 @@ from kvloom.bench.floor import FLOP_RATE, READ_RATE, Floor, Pass, seen
 from kvloom.bench.residency import capacity, waste
 from kvloom.bench.shapes import SHAPES, build, hf_config
 from kvloom.bench.workloads import WORKLOADS, Conversation, Workload, chosen
-from kvloom.core import KVCache, LayerSpec, PoolLayout, Span, attention_fields
+from kvloom.core import KVCache, LayerSpec, PoolLayout, Visibility, attention_fields
 from kvloom.models.catalog import load_spec
 
 BY_NAME = {work.name: work for work in WORKLOADS}
@@ -101,7 +101,7 @@ def test_gemma_slides_in_five_layers_of_six() -> None:
 
 
 def test_a_layer_reads_what_its_span_shows_and_a_shared_prefix_once() -> None:
-    full, sliding = Span("full"), Span("sliding", 4)
+    full, sliding = Visibility("full"), Visibility("sliding", 4)
     assert seen(full, Pass(rows=2, cached=0, new=3)) == (6, 2 * (1 + 2 + 3))
     assert seen(full, Pass(rows=2, cached=10, new=1)) == (22, 22)
     assert seen(sliding, Pass(rows=2, cached=10, new=1)) == (8, 8)
@@ -141,7 +141,7 @@ def test_only_the_experts_that_tokens_choose_are_read() -> None:
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def _cache(**spans: Span) -> KVCache:
+def _cache(**spans: Visibility) -> KVCache:
     layers = {name: LayerSpec("token", attention_fields(1, 16, "bf16"), span) for name, span in spans.items()}
     return KVCache(PoolLayout.build(layers), slabs=200, max_sequences=8, max_tokens=1024)
 
@@ -156,7 +156,7 @@ def _computed(cache: KVCache, tokens: Sequence[int]) -> Any:
 
 
 def test_waste_is_what_no_sequence_needs_of_the_pages_it_holds() -> None:
-    cache = _cache(full=Span("full"))
+    cache = _cache(full=Visibility("full"))
     assert waste(cache) == (0, 0.0)
     _computed(cache, range(17))
     page = cache.layout.groups[0].page_stride
@@ -169,12 +169,12 @@ def test_waste_is_what_no_sequence_needs_of_the_pages_it_holds() -> None:
 
 
 def test_a_window_wastes_what_left_it_before_its_block_did_and_shared_edges_count_once() -> None:
-    cache = _cache(sliding=Span("sliding", 16))
+    cache = _cache(sliding=Visibility("sliding", 16))
     _computed(cache, range(40))  # the last query sees 24 to 39: half of block 1, half of block 2
     held, share = waste(cache)
     assert held == 2 * cache.layout.groups[0].page_stride
     assert share == pytest.approx(16 / 32)
-    cache = _cache(sliding=Span("sliding", 32))
+    cache = _cache(sliding=Visibility("sliding", 32))
     sequences = [_computed(cache, [*range(32), *range(100 * i, 100 * i + 8)]) for i in (1, 2)]
     assert [sequence.resumed for sequence in sequences] == [0, 32]
     # Both see 8 to 39: they share blocks 0 and 1, and each has a last block of its own.

@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("msgspec", reason="the server's packages (extra serve) are not installed")
 
 from kvloom.bench.metrics import Parts, time_parts
-from kvloom.engine.params import SamplingParams
+from kvloom.engine.sampling.params import SamplingParams
 from kvloom.models.catalog import folder_of
-from kvloom.serve.engine_process import load_engine
-from kvloom.serve.messages import Add, Start
-from kvloom.serve.worker import Worker
+from kvloom.serve.worker.engine_process import load_engine
+from kvloom.serve.worker.messages import Add, Start
+from kvloom.serve.worker.worker import Worker
 
 STREAMS, PROMPT, TOKENS = 16, 64, 24
 

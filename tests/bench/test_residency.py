@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvloom.bench.residency import Peak, waste
-from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Span
+from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Visibility
 
 
 def test_the_peak_tells_waste_of_what_is_held_and_of_the_pool() -> None:
-    layout = PoolLayout.build({"a": LayerSpec("token", (Field("k", (2, 16), "fp32"),), Span("full"))})
+    layout = PoolLayout.build({"a": LayerSpec("token", (Field("k", (2, 16), "fp32"),), Visibility("full"))})
     cache = KVCache(layout, 65, max_sequences=4, max_tokens=512)
     peak = Peak(cache)
     sequences = []

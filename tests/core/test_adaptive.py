@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from kvloom.core import Control, KVCache, PoolLayout, VirtualClock
-from kvloom.core.adaptive import Adaptive, Visit
-from kvloom.core.nodes import Node
+from kvloom.core import CacheControl, KVCache, PoolLayout, VirtualClock
+from kvloom.core.eviction.adaptive import Adaptive, Visit
+from kvloom.core.prefix.node import Node
 
 from .world import LAYOUTS
 
@@ -29,11 +29,11 @@ class Service:
     def ask(self, *blocks: int, ending: str | None = None, session: str | None = None) -> int:
         """Serve a prompt; returns the blocks that were cached."""
         tokens = np.repeat(np.array(blocks, np.int32), BLOCK)
-        match = self.cache.match(np.append(tokens, 2**31 - 1), Control(session=session))
+        match = self.cache.match(np.append(tokens, 2**31 - 1), CacheControl(session=session))
         seq = self.cache.open(match)
         assert seq.extend(len(tokens) - match.resume) == 0
         seq.commit(tokens[match.resume :])
-        seq.ending = ending
+        seq.finish_reason = ending
         seq.close()
         self.hits += match.resume // BLOCK
         self.asked += len(blocks)
@@ -63,16 +63,16 @@ def learner(service: Service) -> Adaptive:
 def test_a_conversation_is_one_chain_of_visits() -> None:
     service = Service(100)
     service.ask(1, 2, 3)
-    first = service.leaf(1, 2, 3).memo
+    first = service.leaf(1, 2, 3).history
     assert isinstance(first, Visit)
     assert (first.turn, first.open, first.length) == (0, True, 48)
     service.wait(20)
     service.ask(1, 2, 3, 4, 5)
-    second = service.leaf(1, 2, 3, 4, 5).memo
+    second = service.leaf(1, 2, 3, 4, 5).history
     assert isinstance(second, Visit)
     assert (second.turn, second.since, second.open) == (1, 20.0, True)
     assert not first.open
-    assert service.leaf(1, 2, 3).memo is second
+    assert service.leaf(1, 2, 3).history is second
 
 
 def test_a_prompt_that_shares_little_is_another_conversation() -> None:
@@ -80,7 +80,7 @@ def test_a_prompt_that_shares_little_is_another_conversation() -> None:
     service.ask(1, 2, 3, 4)
     service.wait(5)
     service.ask(1, 7, 8, 9)
-    first, other = service.leaf(1, 2, 3, 4).memo, service.leaf(1, 7, 8, 9).memo
+    first, other = service.leaf(1, 2, 3, 4).history, service.leaf(1, 7, 8, 9).history
     assert isinstance(first, Visit)
     assert isinstance(other, Visit)
     assert first.open
@@ -97,8 +97,8 @@ def test_what_a_conversation_went_on_without_is_left_behind_and_leaves_first() -
     service.wait(1)
     service.ask(1, 2, 3, 5, 6)  # block 4 was a partial one: it is written anew
     tail = service.leaf(1, 2, 3, 4)
-    assert isinstance(tail.memo, Visit)
-    assert not tail.memo.open
+    assert isinstance(tail.history, Visit)
+    assert not tail.history.open
     policy = learner(service)
     now = service.clock.now()
     assert policy.priority(tail, now) < policy.priority(service.leaf(50, 51), now)
@@ -107,7 +107,7 @@ def test_what_a_conversation_went_on_without_is_left_behind_and_leaves_first() -
 def test_a_return_to_what_was_evicted_is_seen() -> None:
     service = Service(8)
     service.ask(1, 2, 3, 4)
-    memo = service.leaf(1, 2, 3, 4).memo
+    memo = service.leaf(1, 2, 3, 4).history
     service.wait(3)
     service.ask(10, 11, 12, 13, 14, 15, 16, 17)
     assert service.cache.match(np.repeat(np.array([1, 2], np.int32), BLOCK)).resume == 0
@@ -115,7 +115,7 @@ def test_a_return_to_what_was_evicted_is_seen() -> None:
     service.ask(1, 2, 3, 4, 5)
     assert isinstance(memo, Visit)
     assert not memo.open
-    back = service.leaf(1, 2, 3, 4, 5).memo
+    back = service.leaf(1, 2, 3, 4, 5).history
     assert isinstance(back, Visit)
     assert (back.turn, back.since) == (1, 7.0)
 
@@ -134,7 +134,7 @@ def test_both_parts_of_a_cut_have_the_visit_and_the_count() -> None:
 def test_a_use_is_seen_where_it_happens_and_not_deeper() -> None:
     service = Service(100)
     service.ask(1, 2, 3, 4, 5, 6, 7, 8)
-    visit = service.leaf(1, 2, 3, 4, 5, 6, 7, 8).memo
+    visit = service.leaf(1, 2, 3, 4, 5, 6, 7, 8).history
     assert isinstance(visit, Visit)
     assert visit.watched == (64, 0)  # the middle of what was new
     service.wait(3)
@@ -156,7 +156,7 @@ def test_the_end_that_nobody_comes_back_to_leaves_first_and_alone() -> None:
             service.wait(2.0)
     policy = learner(service)
     last = service.leaf(*(4000 + i for i in range(12)), 4053, 4063)
-    assert policy.portion(last) == 2 * BLOCK
+    assert policy.tokens_to_evict(last) == 2 * BLOCK
     ends = {n: policy._wanted[n] for n in (0, (2 * BLOCK).bit_length())}
     assert ends[0] < -1.0 < -0.2 < ends[(2 * BLOCK).bit_length()]
 
@@ -271,7 +271,7 @@ def test_what_it_remembers_takes_less_than_64_bytes_a_block() -> None:
         node = nodes.pop()
         nodes += node.children.values()
         blocks += node.count
-        memos[id(node.memo)] = node.memo
+        memos[id(node.history)] = node.history
     size = 8 * blocks  # the slot of each run, at the most
     for memo in memos.values():
         if memo is not None:

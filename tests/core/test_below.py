@@ -10,26 +10,26 @@ import numpy as np
 import pytest
 
 from kvloom.core import (
-    Control,
+    CacheControl,
     Field,
     KVCache,
     LayerSpec,
     Match,
-    Parcel,
+    OffloadBatch,
     PoolLayout,
     Sequence,
-    Span,
     Tenant,
+    Visibility,
+    allocator as room,
     attention_fields,
-    room,
 )
-from kvloom.core.tenants import Account
+from kvloom.core.eviction.tenants import Account
 
 FULL = LayerSpec("token", attention_fields(2, 16, "fp32"))
-WINDOW = LayerSpec("token", attention_fields(2, 16, "fp32"), Span("sliding", 20))
-CHUNK = LayerSpec("token", attention_fields(2, 16, "fp32"), Span("chunked", 24))
+WINDOW = LayerSpec("token", attention_fields(2, 16, "fp32"), Visibility("sliding", 20))
+CHUNK = LayerSpec("token", attention_fields(2, 16, "fp32"), Visibility("chunked", 24))
 WIDE = LayerSpec("token", attention_fields(256, 16, "bf16"))
-WIDE_WINDOW = LayerSpec("token", attention_fields(256, 16, "bf16"), Span("sliding", 40))
+WIDE_WINDOW = LayerSpec("token", attention_fields(256, 16, "bf16"), Visibility("sliding", 40))
 STATE = LayerSpec("state", (Field("ssm", (3, 40), "fp32"),))
 KINDS = {
     "full": [FULL] * 2,
@@ -53,8 +53,8 @@ class World:
         self.cache = KVCache(self.layout, slabs, max_tokens=1024, **options)  # type: ignore[arg-type]
         self.bytes: dict[tuple[int, int], tuple[int, ...]] = {}
         self.store: dict[tuple[int, int, bytes], tuple[int, ...]] = {}
-        self.parcels: list[Parcel] = []
-        self.cache.offer(self.parcels.append, ends)
+        self.parcels: list[OffloadBatch] = []
+        self.cache.set_offload_listener(self.parcels.append, ends)
 
     def classes(self, numbering: str) -> list[tuple[int, int, int, int]]:
         """(column, class, group, run) of every column."""
@@ -68,7 +68,7 @@ class World:
         """Copy what was offered, then make the copies that the cache decided."""
         for parcel in self.parcels:
             for column, cls, group, run in self.classes(parcel.numbering):
-                for name, page in zip(parcel.names, parcel.at[:, column].tolist(), strict=True):
+                for name, page in zip(parcel.hashes, parcel.pages[:, column].tolist(), strict=True):
                     if page:
                         self.store.setdefault((group, run, name), self.bytes[cls, page])
         self.parcels.clear()
@@ -81,11 +81,11 @@ class World:
     def compute(self, sequence: Sequence, text: list[int]) -> bool:
         """Write and commit tokens up to the end of `text`, in steps; False where there is no room."""
         while sequence.length < len(text):
-            stop = min(len(text), sequence.boundary or len(text), sequence.length + 40)
+            stop = min(len(text), sequence.next_checkpoint or len(text), sequence.length + 40)
             if sequence.extend(stop - sequence.length):
                 return False
             self.settle()
-            rows, block = self.cache.rows, self.cache.block_tokens
+            rows, block = self.cache.block_tables, self.cache.block_tokens
             for b in range(sequence.length // block, -(-stop // block)):
                 for column, cls, _, _ in self.classes("token"):
                     page = int(rows.tables[column, sequence.row, b])
@@ -98,20 +98,20 @@ class World:
 
     def load(self, match: Match, rng: random.Random, fails: float = 0.0) -> int:
         """Bring what is below, some of which fails; where the prompt can resume then."""
-        prospect = self.cache.prospect(match)
-        while questions := prospect.questions():
+        prospect = self.cache.plan_load(match)
+        while questions := prospect.next_queries():
             prospect.answer(
-                [np.array([(q.group, 0, n) in self.store for n in q.names], bool) for q in questions]
+                [np.array([(q.group, 0, n) in self.store for n in q.hashes], bool) for q in questions]
             )
-        needs = prospect.needs()
+        needs = prospect.missing_pages()
         if not needs:
             return 0
-        arrival = self.cache.expect(prospect)
+        arrival = self.cache.reserve(prospect)
         if arrival is None:
             return 0
         self.settle()
         self.cache.check()
-        came = np.zeros_like(arrival.fresh)
+        came = np.zeros_like(arrival.to_load)
         states = True
         for group in self.layout.groups:
             for run, (names, pages) in enumerate(arrival.pages(group)):
@@ -123,14 +123,14 @@ class World:
                     self.bytes[self.cache.pool.class_of[group.index], page] = label
                     if group.spec.unit == "token":
                         column = group.column + run
-                        came[(arrival.rows[:, column] == page) & arrival.fresh[:, column], column] = True
-        return self.cache.land(arrival, came, states)
+                        came[(arrival.rows[:, column] == page) & arrival.to_load[:, column], column] = True
+        return self.cache.publish_loaded(arrival, came, states)
 
     def resumed(self, sequence: Sequence, text: list[int]) -> None:
         """Every page that a resumed sequence will read holds what it should."""
-        point, block, rows = sequence.length, self.cache.block_tokens, self.cache.rows
+        point, block, rows = sequence.length, self.cache.block_tokens, self.cache.block_tables
         for group in self.layout.of("token"):
-            for b in range(group.spec.span.first_visible(point) // block, -(-point // block)):
+            for b in range(group.spec.visibility.first_visible(point) // block, -(-point // block)):
                 for run in range(group.runs):
                     page = int(rows.tables[group.column + run, sequence.row, b])
                     stop = min(point, (b + 1) * block)
@@ -183,7 +183,7 @@ def test_whatever_comes_back_from_below_is_what_was_there(
                 cache.grow(cache.shrink(cache.pool.slabs - 2).tolist())  # what is cached leaves
             elif rng.random() < 0.3:
                 monkeypatch.setattr(room, "AHEAD", rng.randrange(1, 9))
-                cache.room.leave_ahead()
+                cache.allocator.evict_ahead()
             world.settle()
             cache.check()
         assert cache.stats()["held_pages"] == 0
@@ -201,22 +201,25 @@ def test_one_name_that_is_not_below_says_what_a_whole_prospect_would(kind: str, 
         for text in texts(rng, 16):
             for prompt in (text, text[: rng.randrange(1, len(text) + 1)]):
                 match = cache.match(prompt)
-                question = cache.first_question(match)
-                prospect = cache.prospect(match)
-                while questions := prospect.questions():
+                question = cache.first_query(match)
+                prospect = cache.plan_load(match)
+                while questions := prospect.next_queries():
                     prospect.answer(
-                        [np.array([(q.group, 0, n) in world.store for n in q.names], bool) for q in questions]
+                        [
+                            np.array([(q.group, 0, n) in world.store for n in q.hashes], bool)
+                            for q in questions
+                        ]
                     )
                 if question is None:
                     assert kind not in ("full", "sliding", "chunked") or match.resume < match.matched
                     continue
                 asked += 1
-                assert question.names == prospect.names[match.matched // block :][:1]
-                if any((question.group, 0, name) in world.store for name in question.names):
-                    gained += prospect.point > match.resume
+                assert question.hashes == prospect.hashes[match.matched // block :][:1]
+                if any((question.group, 0, name) in world.store for name in question.hashes):
+                    gained += prospect.resume > match.resume
                 else:
                     decided += 1
-                    assert (prospect.point, prospect.lacking) == (match.resume, None)
+                    assert (prospect.resume, prospect.miss) == (match.resume, None)
             sequence = cache.open(cache.match(text))
             world.compute(sequence, text)
             sequence.close()
@@ -240,39 +243,39 @@ def test_a_window_loads_its_window_and_a_state_group_one_snapshot() -> None:
     world.settle()
     other = World("all", slabs=200)
     other.store = world.store
-    prospect = other.cache.prospect(other.cache.match([*text, 5]))
-    while questions := prospect.questions():
-        prospect.answer([np.array([(q.group, 0, n) in other.store for n in q.names]) for q in questions])
-    assert prospect.point == 160
-    full, window, state = prospect.needs()
+    prospect = other.cache.plan_load(other.cache.match([*text, 5]))
+    while questions := prospect.next_queries():
+        prospect.answer([np.array([(q.group, 0, n) in other.store for n in q.hashes]) for q in questions])
+    assert prospect.resume == 160
+    full, window, state = prospect.missing_pages()
     assert full.blocks == list(range(10))
     assert window.blocks == [8, 9]  # of its 20 tokens
     assert state.blocks == [-1]
-    assert [n.blocks for n in prospect.needs(first=96)][:2] == [[6, 7, 8, 9], [8, 9]]
+    assert [n.blocks for n in prospect.missing_pages(first=96)][:2] == [[6, 7, 8, 9], [8, 9]]
 
 
 def test_where_there_is_no_room_nothing_changes_and_quotas_hold() -> None:
     world = World("full", slabs=12, tenants=[Tenant("small", quota=4 * 4096 * 16)])
     layout = world.layout
     world.cache = KVCache(layout, 12, max_tokens=1024, tenants=[Tenant("small", quota=4 * layout.slab_bytes)])
-    world.cache.offer(world.parcels.append, True)
+    world.cache.set_offload_listener(world.parcels.append, True)
     text = list(range(120))
     sequence = world.cache.open(world.cache.match(text))
     assert world.compute(sequence, text)
-    small = Control(tenant="small")
+    small = CacheControl(tenant="small")
     mine = world.cache.open(world.cache.match(text[:60], small))
     world.parcels.clear()
     mine.close()
-    prospect = world.cache.prospect(world.cache.match(text, small))
-    for questions in iter(prospect.questions, []):
-        prospect.answer([np.ones(len(q.names), bool) for q in questions])
+    prospect = world.cache.plan_load(world.cache.match(text, small))
+    for questions in iter(prospect.next_queries, []):
+        prospect.answer([np.ones(len(q.hashes), bool) for q in questions])
     held = world.cache.stats()["held_pages"]
-    assert world.cache.expect(prospect) is None  # seven blocks, of a quota of four
+    assert world.cache.reserve(prospect) is None  # seven blocks, of a quota of four
     assert world.cache.stats()["held_pages"] == held
     world.cache.check()
     world.cache.tree.version += 1
     with pytest.raises(ValueError, match="make it again"):
-        world.cache.expect(prospect)
+        world.cache.reserve(prospect)
     sequence.close()
 
 
@@ -287,15 +290,15 @@ def test_pages_that_are_written_to_do_not_move() -> None:
     more = pool.allocate(several.index, 2 * several.per_slab)
     assert more is not None
     pool.release(several.index, more[several.per_slab :])
-    pool.fix(several.index, ids, 1)
+    pool.pin_in_place(several.index, ids, 1)
     assert pool.movable(several.index) != int(ids[0]) // several.per_slab
-    pool.fix(several.index, ids, -1)
+    pool.pin_in_place(several.index, ids, -1)
     assert not several.fixed
 
 
 def test_of_a_page_that_moves_twice_nobody_says_where_its_bytes_are() -> None:
     world = World("hybrid", slabs=40)
-    pool, copies = world.cache.pool, world.cache.room.copies
+    pool, copies = world.cache.pool, world.cache.allocator.copies
     (column, cls, _, _), *_ = world.classes("state")
     each = pool.classes[cls].per_slab
     assert each > 1
@@ -306,9 +309,11 @@ def test_of_a_page_that_moves_twice_nobody_says_where_its_bytes_are() -> None:
     row[0, column] = third[0]
     copies.add_move(cls, first, second)
     copies.add(cls, other, first + 1)  # the slab that it left is written to: a batch of its own
-    assert copies.where(world.cache.states, row)[0, column] == third[0]
+    assert copies.current_pages(world.cache.states, row)[0, column] == third[0]
     copies.add_move(cls, second, third)
-    assert copies.where(world.cache.states, row)[0, column] == 0, "they are on their way to where it was"
+    assert copies.current_pages(world.cache.states, row)[0, column] == 0, (
+        "they are on their way to where it was"
+    )
 
 
 @pytest.mark.parametrize("kind", ["sliding", "all"])
@@ -318,7 +323,7 @@ def test_pages_that_an_arrival_shares_may_move_while_room_is_made_for_it(
     rng = random.Random(kind)
     world = World(kind, slabs=60)
     cache = world.cache
-    make, moved = cache.room.make, 0
+    make, moved = cache.allocator.make_room, 0
 
     def making(account: Account, needs: list[int]) -> int:
         """As where slabs are lacking, but of all pages those that the prompt found are moved."""
@@ -328,7 +333,7 @@ def test_pages_that_an_arrival_shares_may_move_while_room_is_made_for_it(
             for slab in {int(page) // of.per_slab for page in ids.tolist() if page}:
                 free = of.per_slab - int(of.used[slab]) if of.per_slab > 1 else 0
                 if of.per_slab > 1 and of.free_pages - free >= of.per_slab - free:
-                    cache.pool.move_out(cls, slab, partial(cache._moving.moved, cls))
+                    cache.pool.move_out(cls, slab, partial(cache._moving.renumber, cls))
                     moved += 1
                     return make(account, needs)
         return make(account, needs)
@@ -337,7 +342,7 @@ def test_pages_that_an_arrival_shares_may_move_while_room_is_made_for_it(
         prompt = text[: rng.randrange(1, len(text) + 1)]
         world.settle()
         with monkeypatch.context() as patched:
-            patched.setattr(cache.room, "make", making)
+            patched.setattr(cache.allocator, "make", making)
             match = cache.match(prompt)
             world.load(match, rng)  # (checks the cache while pages are on their way)
         sequence = cache.open(cache.match(prompt))

@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 
 from kvloom.core import (
-    Control,
+    BlockStored,
+    CacheControl,
+    CheckpointPolicy,
     Field,
     KVCache,
     LayerSpec,
     Media,
     PoolLayout,
-    Retain,
-    Snapshots,
-    Span,
-    Stored,
+    RetainRange,
+    Visibility,
 )
 
 from .world import LAYOUTS, Open, World, attention, make_world, run, start, state
 
 
 def serve(world: World, prompt: list[int], **control: object) -> Open:
-    return run(world, start(world, prompt, Control(**control)))  # type: ignore[arg-type]
+    return run(world, start(world, prompt, CacheControl(**control)))  # type: ignore[arg-type]
 
 
 def finish(world: World, item: Open) -> None:
@@ -54,7 +54,7 @@ def test_rolling_back_inside_a_tail_that_the_cache_keeps_copies_it_before_writin
 
 
 def test_rollback_never_takes_a_snapshot_of_other_tokens() -> None:
-    world = make_world("state+full", 90, snapshots=Snapshots(every_blocks=0))
+    world = make_world("state+full", 90, snapshots=CheckpointPolicy(every_blocks=0))
     finish(world, serve(world, [7] * 32 + [1] + [2] * 7))  # a snapshot at 40, after 1, 2, 2…
     item = serve(world, [7] * 32)
     run(world, item, [1] + [3] * 12)
@@ -80,7 +80,7 @@ def test_a_match_that_went_stale_is_looked_up_again() -> None:
     match = world.cache.match([1] * 39)
     finish(world, serve(world, [1] * 120, read=False))  # fills the partial block that the match had seen
     sequence = world.cache.open(match)
-    world.opened.append(Open(sequence, [1] * sequence.length, [1] * 39, Control()))
+    world.opened.append(Open(sequence, [1] * sequence.length, [1] * 39, CacheControl()))
     world.check()
 
 
@@ -120,7 +120,7 @@ def test_copies_to_pages_that_were_let_go_are_forgotten() -> None:
 
 
 def test_more_than_32767_resume_points_may_share_a_window() -> None:
-    layout = PoolLayout.build({"s": attention(Span("sliding", 1024)), "f": attention()})
+    layout = PoolLayout.build({"s": attention(Visibility("sliding", 1024)), "f": attention()})
     cache = KVCache(layout, 200_000, max_tokens=64)
     for i in range(33_000):
         prompt = [1] * 16 + [i + 2]
@@ -187,7 +187,7 @@ def test_a_priority_also_holds_for_what_was_cached_before() -> None:
     world = make_world("full", 9)  # eight blocks
     finish(world, serve(world, [1] * 64))
     world.clock.advance(1)
-    finish(world, serve(world, [1] * 64 + [2], retain=(Retain(0, 64, 5),)))
+    finish(world, serve(world, [1] * 64 + [2], retain=(RetainRange(0, 64, 5),)))
     world.clock.advance(1)
     finish(world, serve(world, [3] * 32))
     world.clock.advance(1)
@@ -232,7 +232,7 @@ def test_a_listener_that_comes_late_to_a_deep_tree_hears_names() -> None:
     sequence = cache.open(cache.match(more))
     assert sequence.extend(more.size - sequence.length) == 0
     sequence.commit(more[sequence.length :])
-    assert any(isinstance(event, Stored) for event in heard)
+    assert any(isinstance(event, BlockStored) for event in heard)
 
 
 def test_a_page_that_cannot_leave_is_foreseen_and_nothing_is_evicted_in_vain() -> None:
@@ -249,7 +249,7 @@ def test_a_page_that_cannot_leave_is_foreseen_and_nothing_is_evicted_in_vain() -
 def test_a_prefix_whose_window_left_is_a_point_to_resume_at_from_the_next_time_on() -> None:
     """Many prompts share what comes first, and its window's pages have left: whoever computes it again leaves a point."""
     fields = (Field("k", (2, 8), "fp32"), Field("v", (2, 8), "fp32"))
-    spans = {"layers.0.a": Span("full"), "layers.1.a": Span("sliding", 32)}
+    spans = {"layers.0.a": Visibility("full"), "layers.1.a": Visibility("sliding", 32)}
     layout = PoolLayout.build({name: LayerSpec("token", fields, span) for name, span in spans.items()}, 16)
     cache = KVCache(layout, slabs=40, max_tokens=512)
 

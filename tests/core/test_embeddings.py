@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvloom.core import PROMPT, Field, KVCache, LayerSpec, Media, PoolLayout, Span, attention_fields
+from kvloom.core import PROMPT, Field, KVCache, LayerSpec, Media, PoolLayout, Visibility, attention_fields
 
 KEYS = LayerSpec("token", attention_fields(1, 64, "bf16"))
-SEEN = LayerSpec("token", (Field("embedding", (256,), "int8"),), Span("full"), "media", PROMPT)
+SEEN = LayerSpec("token", (Field("embedding", (256,), "int8"),), Visibility("full"), "media", PROMPT)
 DIGEST = bytes(range(32))
 
 
@@ -41,13 +41,13 @@ def test_a_run_is_held_while_its_tokens_are_computed_and_found_by_content() -> N
         assert not sequence.extend(stop - start)
         sequence.commit(tokens[start:stop])
         cache.check()
-        assert len(sequence.runs) == held
-    assert [run.holds for run in cache.room.runs.values()] == [0]
+        assert len(sequence.media_runs) == held
+    assert [run.holds for run in cache.allocator.media_runs.values()] == [0]
     sequence.close()
     other = np.concatenate((np.arange(100, 110, dtype=np.int32), tokens[8:24]))
     sequence = cache.open(cache.match(other, None, [Media(10, 26, DIGEST, 32)]))
     assert not sequence.extend(26)
-    assert sequence.media_kept(DIGEST)  # other text before it, the same pages
+    assert sequence.media_is_cached(DIGEST)  # other text before it, the same pages
     sequence.commit(other)
     sequence.close()
     cache.check()
@@ -58,9 +58,9 @@ def test_text_behind_an_image_is_found_without_its_run() -> None:
     tokens = np.arange(64, dtype=np.int32)
     media = [Media(8, 24, DIGEST, 32)]
     assert shown(cache, tokens, media, [10, 30, 24]) == 0
-    assert cache.room.runs
+    assert cache.allocator.media_runs
     filler = cache.open(cache.match(np.arange(1000, 1008, dtype=np.int32)))
-    while cache.room.runs:  # the run was let go before the text, and leaves first
+    while cache.allocator.media_runs:  # the run was let go before the text, and leaves first
         assert not filler.extend(16)
         filler.commit(np.arange(16, dtype=np.int32) + 1000 + filler.length)
     assert cache.match(tokens, None, media).resume == 63
@@ -73,6 +73,6 @@ def test_who_resumes_inside_an_image_gets_a_run_anew() -> None:
     tokens = np.arange(24, dtype=np.int32)
     media = [Media(4, 24, DIGEST, 32)]
     assert shown(cache, tokens[:16], [Media(4, 16, DIGEST, 32)], [16]) == 0
-    cache_before = len(cache.room.runs)
+    cache_before = len(cache.allocator.media_runs)
     assert shown(cache, tokens, media, [24]) == 16
-    assert cache_before == len(cache.room.runs) == 1
+    assert cache_before == len(cache.allocator.media_runs) == 1

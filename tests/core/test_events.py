@@ -7,7 +7,15 @@ import sys
 import numpy as np
 import pytest
 
-from kvloom.core import Control, Dropped, Event, Snapshots, Stored, chain, tail_name
+from kvloom.core import (
+    BlockRemoved,
+    BlockStored,
+    CacheControl,
+    CheckpointPolicy,
+    Event,
+    hash_chain,
+    tail_hash,
+)
 
 from .world import LAYOUTS, World, cached, finish, make_world, prompt_of, run, serve, slabs_for, start
 
@@ -24,8 +32,8 @@ def raw(tokens: list[int]) -> bytes:
     return np.array(tokens, "<i4").tobytes()
 
 
-def names_of(world: World, tokens: list[int], control: Control | None = None) -> list[bytes]:
-    return chain(world.cache.root_name(control or Control()), raw(tokens))
+def names_of(world: World, tokens: list[int], control: CacheControl | None = None) -> list[bytes]:
+    return hash_chain(world.cache.root_hash(control or CacheControl()), raw(tokens))
 
 
 def busy(world: World) -> None:
@@ -69,24 +77,24 @@ def test_full_blocks_are_told_once_they_are_committed() -> None:
     run(world, item, prompt_of(70)[:20])
     run(world, item, prompt_of(70)[20:64])
     assert heard == [
-        Stored(item.sequence.root.name, tuple(names[:1]), (0,), "device"),
-        Stored(names[0], tuple(names[1:4]), (0,), "device"),
+        BlockStored(item.sequence.root.hash, tuple(names[:1]), (0,), "device"),
+        BlockStored(names[0], tuple(names[1:4]), (0,), "device"),
     ]
     run(world, item)
     assert len(heard) == 2, "six tokens are no block yet"
     finish(world, item)
-    tail = tail_name(names[3], raw(prompt_of(70)[64:]))
-    assert heard[2:] == [Stored(names[3], (tail,), (0,), "device", tail_tokens=6)]
+    tail = tail_hash(names[3], raw(prompt_of(70)[64:]))
+    assert heard[2:] == [BlockStored(names[3], (tail,), (0,), "device", tail_tokens=6)]
 
 
 def test_the_root_of_what_is_told_covers_tenant_and_adapter() -> None:
     world = make_world("full", 60)
     heard = listen(world)
-    control = Control(tenant="gold", adapter="lora")
+    control = CacheControl(tenant="gold", adapter="lora")
     cached(world, prompt_of(32), control)
-    root = world.cache.root_name(control)
-    assert heard == [Stored(root, tuple(chain(root, raw(prompt_of(32)))), (0,), "device")]
-    assert root != world.cache.root_name(Control())
+    root = world.cache.root_hash(control)
+    assert heard == [BlockStored(root, tuple(hash_chain(root, raw(prompt_of(32)))), (0,), "device")]
+    assert root != world.cache.root_hash(CacheControl())
 
 
 def test_a_block_that_was_there_already_is_not_told_again() -> None:
@@ -95,7 +103,7 @@ def test_a_block_that_was_there_already_is_not_told_again() -> None:
     cached(world, prompt_of(64))
     del heard[:]
     cached(world, prompt_of(64))
-    assert not [e for e in heard if isinstance(e, Stored) and not e.tail_tokens]
+    assert not [e for e in heard if isinstance(e, BlockStored) and not e.tail_tokens]
 
 
 def test_a_late_listener_hears_names_below_the_right_parent() -> None:
@@ -105,7 +113,7 @@ def test_a_late_listener_hears_names_below_the_right_parent() -> None:
     heard = listen(world)
     run(world, item)
     names = names_of(world, prompt_of(80))
-    assert heard == [Stored(names[1], tuple(names[2:]), (0,), "device")]
+    assert heard == [BlockStored(names[1], tuple(names[2:]), (0,), "device")]
 
 
 def test_evicted_blocks_are_told_deepest_first_with_the_policy() -> None:
@@ -116,25 +124,25 @@ def test_evicted_blocks_are_told_deepest_first_with_the_policy() -> None:
     hog = start(world, prompt_of(4, seed=1))
     names = names_of(world, prompt_of(64))
     assert hog.sequence.extend(16) == 0
-    assert heard == [Dropped((names[3],), (0,), "device", "fifo")]
+    assert heard == [BlockRemoved((names[3],), (0,), "device", "fifo")]
     assert hog.sequence.extend(64) == 0
-    gone = [name for event in heard if isinstance(event, Dropped) for name in event.names]
+    gone = [name for event in heard if isinstance(event, BlockRemoved) for name in event.hashes]
     assert gone == names[::-1]
 
 
 @pytest.mark.parametrize("length", [64, 70])
 def test_a_snapshot_is_told_with_its_group_where_it_stands(length: int) -> None:
-    world = make_world("state+full", 60, snapshots=Snapshots(turn_end=False))
+    world = make_world("state+full", 60, snapshots=CheckpointPolicy(turn_end=False))
     (states,) = (g.index for g in world.cache.layout.of("state"))
     heard = listen(world)
     serve(world, prompt_of(length))
-    (told,) = (e for e in heard if isinstance(e, Stored) and states in e.groups)
+    (told,) = (e for e in heard if isinstance(e, BlockStored) and states in e.groups)
     names = names_of(world, prompt_of(length))
     if length == 64:
-        assert told == Stored(names[2], (names[3],), (states,), "device")
+        assert told == BlockStored(names[2], (names[3],), (states,), "device")
     else:
-        tail = tail_name(names[3], raw(prompt_of(70)[64:]))
-        assert (told.parent, told.names, told.tail_tokens) == (names[3], (tail,), 6)
+        tail = tail_hash(names[3], raw(prompt_of(70)[64:]))
+        assert (told.parent, told.hashes, told.tail_tokens) == (names[3], (tail,), 6)
 
 
 @every_layout
@@ -142,18 +150,18 @@ def test_nothing_is_told_below_an_unknown_parent_or_dropped_before_it_was_stored
     world = make_world(kind, slabs_for(kind, 100, states=3))
     heard = listen(world)
     busy(world)
-    roots = {world.cache.root_name(Control())}
+    roots = {world.cache.root_hash(CacheControl())}
     known: dict[bytes, set[int]] = {}
     dropped = 0
     for event in heard:
-        assert event.names  # type: ignore[union-attr]
-        if isinstance(event, Stored):
+        assert event.hashes  # type: ignore[union-attr]
+        if isinstance(event, BlockStored):
             assert event.parent in known or event.parent in roots
-            for name in event.names:
+            for name in event.hashes:
                 known.setdefault(name, set()).update(event.groups)
-        elif isinstance(event, Dropped):
-            assert event.why in ("lru", "grown")
-            for name in event.names:
+        elif isinstance(event, BlockRemoved):
+            assert event.reason in ("lru", "grown")
+            for name in event.hashes:
                 if name in known:
                     dropped += 1
                     known[name] -= set(event.groups)
@@ -176,5 +184,5 @@ def test_unsubscribing_ends_it_and_leaves_other_listeners() -> None:
 def test_requests_that_store_nothing_tell_nothing() -> None:
     world = make_world("state+full", 60)
     heard = listen(world)
-    cached(world, prompt_of(70), Control(store=False))
+    cached(world, prompt_of(70), CacheControl(store=False))
     assert heard == []

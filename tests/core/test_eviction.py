@@ -12,19 +12,19 @@ import pytest
 
 from kvloom.core import (
     POLICIES,
-    Control,
+    CacheControl,
+    CheckpointPolicy,
     Cost,
     KVCache,
-    Parcel,
+    OffloadBatch,
     PoolLayout,
-    Retain,
-    Snapshots,
+    RetainRange,
     Tenant,
     VirtualClock,
+    allocator as room_module,
     make_policy,
-    room as room_module,
 )
-from kvloom.core.room import AHEAD, PIECES
+from kvloom.core.allocator import AHEAD, PIECES
 from kvloom.models.catalog import load_spec
 from kvloom.models.specs import ModelSpec, with_draft
 
@@ -79,14 +79,16 @@ def test_what_somebody_in_line_will_want_leaves_last_and_who_comes_last_first(ki
     whole = [found(world, prompt) for prompt in prompts]
     assert min(whole) >= 59
     turns = {2: (0, 1), 0: (0, 2), 1: (-1, 9)}  # who has priority comes first
-    waiting = [world.cache.foresee(world.cache.match([*prompts[i], 0]), turn) for i, turn in turns.items()]
+    waiting = [
+        world.cache.protect_queued(world.cache.match([*prompts[i], 0]), turn) for i, turn in turns.items()
+    ]
     left: list[int] = []
     hog, size = press(world, 16), 16
     while len(left) < 3 and not hog.sequence.extend(size := size + 16):
         left += [i for i in range(4) if i not in left and found(world, prompts[i]) < whole[i]]
     assert left == [3, 0, 2], "who waits for nothing, then the last in line"
     for foreseen in (*waiting, *waiting):
-        world.cache.forget(foreseen)
+        world.cache.unprotect(foreseen)
     finish(world, hog)
     world.cache.check()
 
@@ -189,10 +191,10 @@ def test_cost_weighs_uses_and_follows_the_given_cost() -> None:
     assert leaving_order(flat, [A, B, C], {A: 256, B: 64, C: 128}) == [A, B, C]
 
 
-def retained(policy: str, wishes: dict[int, Retain | None], wait: float = 0.0) -> list[int]:
+def retained(policy: str, wishes: dict[int, RetainRange | None], wait: float = 0.0) -> list[int]:
     world = make_world("full", 1 + len(wishes) * LENGTH // 16, policy=policy)
     for seed, wish in wishes.items():
-        cached(world, prompt_of(LENGTH, seed), Control(retain=() if wish is None else (wish,)))
+        cached(world, prompt_of(LENGTH, seed), CacheControl(retain=() if wish is None else (wish,)))
         world.clock.advance(1)
     world.clock.advance(wait)
     return as_they_leave(world, {seed: prompt_of(LENGTH, seed) for seed in wishes})
@@ -200,19 +202,19 @@ def retained(policy: str, wishes: dict[int, Retain | None], wait: float = 0.0) -
 
 @every_policy
 def test_priorities_of_requests_come_before_any_policy(policy: str) -> None:
-    high, low = Retain(priority=2), Retain(priority=-1)
+    high, low = RetainRange(priority=2), RetainRange(priority=-1)
     assert retained(policy, {A: high, B: None, C: low}) == [C, B, A]
     assert retained(policy, {A: low, B: None, C: high}) == [A, B, C]
 
 
 @every_policy
 def test_a_priority_ends_with_its_ttl(policy: str) -> None:
-    wishes = {A: Retain(priority=1, ttl=5.0), B: Retain(priority=1)}
+    wishes = {A: RetainRange(priority=1, ttl=5.0), B: RetainRange(priority=1)}
     assert retained(policy, wishes, wait=10.0) == [A, B]
 
 
 def test_priority_lets_what_expires_soonest_leave() -> None:
-    wishes = {A: Retain(ttl=500.0), B: Retain(ttl=100.0), C: Retain()}
+    wishes = {A: RetainRange(ttl=500.0), B: RetainRange(ttl=100.0), C: RetainRange()}
     assert retained("priority", wishes) == [B, A, C]
     assert retained("lru", wishes) == [A, B, C]
 
@@ -227,10 +229,10 @@ def test_a_run_is_queued_when_its_sequence_leaves_and_stays_so_while_it_loses_it
     finish(world, item)
     assert len(queue) == 1
     hog = press(world, 20 * 16)
-    (entry,) = world.cache.tree.roots[world.cache.root_name(Control())].children.values()
+    (entry,) = world.cache.tree.roots[world.cache.root_hash(CacheControl())].children.values()
     assert entry.tokens < 30 * 16
     assert len(queue) == 1
-    assert queue.first(world.clock.now()) is entry
+    assert queue.next_victim(world.clock.now()) is entry
     finish(world, hog)
     world.cache.check()
 
@@ -258,7 +260,7 @@ def test_spare_window_pages_leave_before_anything_that_helps_a_hit(policy: str) 
 
 def test_a_leaf_without_a_resume_point_leaves_first() -> None:
     """The newest request leaves an answer nobody can resume in; it goes before an older, useful prompt."""
-    world = make_world("state+full", 1 + 8, snapshots=Snapshots(turn_end=False, branch=False))
+    world = make_world("state+full", 1 + 8, snapshots=CheckpointPolicy(turn_end=False, branch=False))
     cached(world, prompt_of(48, A))
     world.clock.advance(1)
     finish(world, run(world, serve(world, prompt_of(48, B)), [7] * 160))
@@ -309,7 +311,7 @@ def fill(world: World, tokens: int, seed: int) -> None:
 
 @every_model
 def test_a_pool_full_of_cached_attention_pages_still_gives_states(model: str) -> None:
-    world = hybrid(model, states=1, more=200, snapshots=Snapshots(prompt_end=False, branch=False))
+    world = hybrid(model, states=1, more=200, snapshots=CheckpointPolicy(prompt_end=False, branch=False))
     cache = world.cache
     fill(world, int(200 * attention_per_slab(cache)) // 1 * 16, seed=1)
     assert cache.pool.free_slabs <= 1
@@ -341,7 +343,7 @@ def test_live_pages_scattered_over_slabs_are_moved_together_for_a_state(model: s
     layout = PoolLayout.build(MODELS[model]().layers)
     attention = layout.of("token")[0]
     together = -(-4 * attention.runs // attention.pages_per_slab)
-    none = Snapshots(prompt_end=False, turn_end=False, branch=False)
+    none = CheckpointPolicy(prompt_end=False, turn_end=False, branch=False)
     world = hybrid(model, states=4, more=together, snapshots=none)
     live = [serve(world, prompt_of(16, seed=i)) for i in range(3)]
     pages = np.concatenate([item.sequence.table(attention.index).ravel() for item in live])
@@ -365,7 +367,9 @@ def test_cached_and_live_pages_scattered_over_slabs_never_starve_anyone(model: s
         world.clock.advance(1)
         item = start(world, prompt_of(int(chance.integers(17, 120)), seed=int(chance.integers(0, 6))))
         n = len(item.prompt) - len(item.tokens)
-        blocks = -(-(len(item.tokens) + n) // 16) - item.sequence.reserve // 16 + item.sequence.shared_tail
+        blocks = (
+            -(-(len(item.tokens) + n) // 16) - item.sequence.reserved_tokens // 16 + item.sequence.shared_tail
+        )
         missing = item.sequence.extend(n)
         if missing:
             refused += 1
@@ -397,7 +401,7 @@ def test_moved_snapshots_of_two_page_sizes_follow_their_own_numbers() -> None:
 
 def test_moved_pages_of_blocks_where_prompts_part_are_followed_in_every_node() -> None:
     """A run that grows out of a shared block leaves that block's page to its parent, also when pages move."""
-    world = make_world("state+full", 7, snapshots=Snapshots(every_blocks=3))
+    world = make_world("state+full", 7, snapshots=CheckpointPolicy(every_blocks=3))
     for length, seed, more in ((24, 1, 16), (14, 1, 18), (12, 1, 11), (49, 0, 9), (40, 1, 9), (11, 1, 21)):
         item = start(world, [*prompt_of(length, seed), *prompt_of(more, 5)])
         assert item.sequence.extend(len(item.prompt) - len(item.tokens)) == 0
@@ -451,7 +455,7 @@ def test_eviction_costs_the_same_in_a_pool_a_hundred_times_as_large(kind: str, p
             seq.close()
         seq = cache.open(cache.match([5]))
         made.append(calls(lambda seq=seq: seq.extend(1024)))  # type: ignore[misc]
-        assert seq.reserve == 1024
+        assert seq.reserved_tokens == 1024
     assert made[1] < 2 * made[0] + 100
 
 
@@ -463,9 +467,9 @@ def test_eviction_costs_the_same_in_a_pool_a_hundred_times_as_large(kind: str, p
 )
 def test_pages_leave_a_few_at_a_time_until_there_is_room_for_what_may_be_asked_for(kind: str) -> None:
     world = make_world(kind, 1 + 20 * slabs_for(kind, 64))
-    cache, room = world.cache, world.cache.room
+    cache, room = world.cache, world.cache.allocator
     held = serve(world, prompt_of(64, seed=1))
-    assert not room.leave_ahead(), "there is room"
+    assert not room.evict_ahead(), "there is room"
     assert not room.evictions
     i = 2
     while not room.evictions:
@@ -476,16 +480,16 @@ def test_pages_leave_a_few_at_a_time_until_there_is_room_for_what_may_be_asked_f
     rows = (cache.pool.slabs - 1) * cache.layout.slab_bytes // size // AHEAD
     assert rows
     needs, calls = cache.pages.needs(rows), 0
-    left, moves = room.evicted_bytes, room.moves
+    left, moves = room.evicted_bytes, room.moved_pages
     part = (cache.pool.slabs - 1) * cache.layout.slab_bytes // AHEAD
-    while cache.pool.lacking(needs) and free_bytes(cache) < part and calls < 64:
-        assert room.leave_ahead()
+    while cache.pool.slabs_short(needs) and free_bytes(cache) < part and calls < 64:
+        assert room.evict_ahead()
         gone, left = room.evicted_bytes - left, room.evicted_bytes
         assert 0 < gone <= (-(-rows // PIECES) + cache.layout.slab_bytes // size + 4) * size
         calls += 1
     assert calls < 64
-    assert not room.leave_ahead()
-    assert (room.evicted_bytes, room.moves) == (left, moves)
+    assert not room.evict_ahead()
+    assert (room.evicted_bytes, room.moved_pages) == (left, moves)
     cache.check()
     world.verify(held)
 
@@ -498,7 +502,7 @@ def free_bytes(cache: KVCache) -> int:
 def test_no_more_than_a_part_of_the_pool_is_free_ahead_of_need_where_slabs_are_not_emptied() -> None:
     """Spare window pages lie between others: a slab that none of them is left in is long in coming."""
     world = make_world("several pages a slab, every kind", 700)
-    cache, room, rng = world.cache, world.cache.room, random.Random(1)
+    cache, room, rng = world.cache, world.cache.allocator, random.Random(1)
     held, i = [], 0
     while room.evictions < 40:
         i += 1
@@ -511,7 +515,7 @@ def test_no_more_than_a_part_of_the_pool_is_free_ahead_of_need_where_slabs_are_n
         world.clock.advance(1)
     before = free_bytes(cache)
     for _ in range(500):
-        room.leave_ahead()
+        room.evict_ahead()
     most = (cache.pool.slabs - 1) * cache.layout.slab_bytes // AHEAD
     assert before < free_bytes(cache) < most + 4 * cache.layout.slab_bytes
     world.check()
@@ -520,13 +524,13 @@ def test_no_more_than_a_part_of_the_pool_is_free_ahead_of_need_where_slabs_are_n
 def test_who_has_no_more_than_its_share_gives_nothing_up_ahead_of_need() -> None:
     shares = [Tenant("gold", weight=1), Tenant("free", weight=1)]
     world = make_world("full", 65, tenants=shares)
-    room = world.cache.room
+    room = world.cache.allocator
     for i in range(40):
         for name in ("gold", "free"):
-            cached(world, prompt_of(40, seed=100 * i + len(name)), control=Control(tenant=name))
+            cached(world, prompt_of(40, seed=100 * i + len(name)), control=CacheControl(tenant=name))
     used = {name: account.used for name, account in world.cache.accounts.accounts.items()}
     for _ in range(50):
-        room.leave_ahead()
+        room.evict_ahead()
     for name, account in world.cache.accounts.accounts.items():
         assert account.used >= min(used[name], account.guaranteed - world.cache.layout.slab_bytes)
 
@@ -536,24 +540,24 @@ def test_pages_that_are_lent_do_not_leave_ahead_of_need(kind: str, monkeypatch: 
     """Nothing would be free before whoever copies them is done, and who comes back would not find them."""
     monkeypatch.setattr(room_module, "AHEAD", 4)
     world = make_world(kind, 1 + 20 * slabs_for(kind, 48))
-    cache, room = world.cache, world.cache.room
-    ended, lent = list[Parcel](), list[Parcel]()
-    cache.offer(ended.append, ends=True)
+    cache, room = world.cache, world.cache.allocator
+    ended, lent = list[OffloadBatch](), list[OffloadBatch]()
+    cache.set_offload_listener(ended.append, ends=True)
     part = (cache.pool.slabs - 1) * cache.layout.slab_bytes // 4
     for seed in range(1000):
         if free_bytes(cache) < part or room.evictions:
             break
         cached(world, prompt_of(48, seed=seed))
         for parcel in ended:
-            cache.lend(parcel)
+            cache.retain_batch(parcel)
             lent.append(parcel)
         ended.clear()
     assert free_bytes(cache) < part
     assert not room.evictions
     nodes = cache.tree.nodes
-    assert not room.leave_ahead()
+    assert not room.evict_ahead()
     assert cache.tree.nodes == nodes
     for parcel in lent:
-        cache.give_back(parcel)
-    assert room.leave_ahead()
+        cache.release_batch(parcel)
+    assert room.evict_ahead()
     cache.check()

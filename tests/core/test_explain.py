@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvloom.core import REASONS, Control, Match, Media, Snapshots, Stop
+from kvloom.core import MISS_REASONS, CacheControl, CheckpointPolicy, Match, Media, Miss
 
 from .world import World, cached, finish, make_world, prompt_of, run, serve, start
 
@@ -36,13 +36,13 @@ def evicted() -> Situation:
 
 def other_tenant() -> Situation:
     world = make_world("full", 40)
-    cached(world, prompt_of(40), Control(tenant="gold"))
-    cached(world, prompt_of(8), Control(tenant="free"))
-    return world, world.cache.match(prompt_of(40), Control(tenant="free"))
+    cached(world, prompt_of(40), CacheControl(tenant="gold"))
+    cached(world, prompt_of(8), CacheControl(tenant="free"))
+    return world, world.cache.match(prompt_of(40), CacheControl(tenant="free"))
 
 
 def snapshot_missing() -> Situation:
-    world = make_world("state+full", 60, snapshots=Snapshots(turn_end=False))
+    world = make_world("state+full", 60, snapshots=CheckpointPolicy(turn_end=False))
     finish(world, run(world, serve(world, prompt_of(50)), [7] * 40))
     return world, world.cache.match([*prompt_of(50), *[7] * 30])
 
@@ -67,23 +67,23 @@ def media_missing() -> Situation:
 def reading_off() -> Situation:
     world = make_world("full", 40)
     cached(world, prompt_of(40))
-    return world, world.cache.match(prompt_of(40), Control(read=False))
+    return world, world.cache.match(prompt_of(40), CacheControl(read=False))
 
 
-SITUATIONS: dict[str, tuple[Callable[[], Situation], Stop]] = {
-    "complete": (complete, Stop("complete", 39)),
-    "never seen": (never_seen, Stop("never seen", 21)),
-    "evicted": (evicted, Stop("evicted", 32, 7.5, "fifo")),
-    "other tenant": (other_tenant, Stop("other tenant", 8)),
-    "snapshot missing": (snapshot_missing, Stop("snapshot missing", 50)),
-    "window page missing": (window_page_missing, Stop("window page missing", 0)),
-    "media missing": (media_missing, Stop("media missing", 20)),
-    "reading off": (reading_off, Stop("reading off", 0)),
+SITUATIONS: dict[str, tuple[Callable[[], Situation], Miss]] = {
+    "complete": (complete, Miss("complete", 39)),
+    "never seen": (never_seen, Miss("never seen", 21)),
+    "evicted": (evicted, Miss("evicted", 32, 7.5, "fifo")),
+    "other tenant": (other_tenant, Miss("other tenant", 8)),
+    "snapshot missing": (snapshot_missing, Miss("snapshot missing", 50)),
+    "window page missing": (window_page_missing, Miss("window page missing", 0)),
+    "media missing": (media_missing, Miss("media missing", 20)),
+    "reading off": (reading_off, Miss("reading off", 0)),
 }
 
 
 def test_every_reason_has_a_situation() -> None:
-    assert set(SITUATIONS) == set(REASONS)
+    assert set(SITUATIONS) == set(MISS_REASONS)
 
 
 @pytest.mark.parametrize("reason", sorted(SITUATIONS))
@@ -101,7 +101,7 @@ def test_an_explanation_reads_as_a_sentence_with_its_facts(reason: str) -> None:
     world, match = situation()
     text = str(world.cache.explain(match))
     assert str(expected.position) in text
-    assert REASONS[reason] in text
+    assert MISS_REASONS[reason] in text
     if expected.when is not None:
         assert "7.5" in text
         assert "fifo" in text
@@ -111,7 +111,7 @@ def test_opening_counts_the_reasons() -> None:
     world = make_world("full", 60)
     for _ in range(2):
         cached(world, prompt_of(40))
-    cached(world, prompt_of(40, seed=1), Control(read=False))
+    cached(world, prompt_of(40, seed=1), CacheControl(read=False))
     assert world.cache.stats()["stops"] == {"never seen": 1, "complete": 1, "reading off": 1}
 
 
@@ -133,14 +133,14 @@ def test_an_evicted_prompt_that_was_computed_again_is_no_longer_called_evicted()
     finish(world, hog)
     cached(world, prompt_of(64))
     stop = world.cache.explain(world.cache.match([*prompt_of(64), 1, 2]))
-    assert stop == Stop("never seen", 64)
+    assert stop == Miss("never seen", 64)
 
 
 def test_the_only_prompt_of_a_tenant_is_called_evicted_when_it_was() -> None:
     """Nothing is left of the tenant in the tree; the reason must survive that."""
     world = make_world("full", 1 + 4)
-    gold = Control(tenant="gold")
+    gold = CacheControl(tenant="gold")
     cached(world, prompt_of(64), gold)
     world.clock.advance(2.0)
     assert start(world, prompt_of(4, seed=1)).sequence.extend(64) == 0
-    assert world.cache.explain(world.cache.match(prompt_of(64), gold)) == Stop("evicted", 0, 2.0, "lru")
+    assert world.cache.explain(world.cache.match(prompt_of(64), gold)) == Miss("evicted", 0, 2.0, "lru")

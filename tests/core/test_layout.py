@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from kvloom.core.layers import Field, LayerSpec, Span, attention_fields
-from kvloom.core.layout import GRAIN, MAX_WASTE, PoolLayout
+from kvloom.core.layout.layer_spec import Field, LayerSpec, Visibility, attention_fields
+from kvloom.core.layout.pool_layout import HASH_TOKENS, MAX_WASTE, PoolLayout
 from kvloom.models.catalog import known_models, load_spec
 from kvloom.models.specs import with_draft
 
@@ -95,7 +95,7 @@ SPECS = st.one_of(
         st.integers(1, 16),
         st.sampled_from([40, 64, 80, 128, 256]),
         st.sampled_from(["bf16", "int8", "fp32"]),
-        st.sampled_from([Span("full"), Span("sliding", 1024), Span("chunked", 8192)]),
+        st.sampled_from([Visibility("full"), Visibility("sliding", 1024), Visibility("chunked", 8192)]),
     ),
     st.integers(1, 2**22).map(state),
     st.integers(1, 8).map(
@@ -120,7 +120,7 @@ def test_a_sequence_occupies_what_it_needs_and_little_more(name: str, length: in
     layout = shipped(name)
     needed = sum(
         group.unit_bytes
-        * {"state": 1, "media": media, "token": group.spec.span.kept(length)}[
+        * {"state": 1, "media": media, "token": group.spec.visibility.visible_tokens(length)}[
             "media" if group.spec.axis == "media" else group.spec.unit
         ]
         for group in layout.groups
@@ -159,7 +159,7 @@ def test_the_table_has_a_row_a_group() -> None:
 @pytest.mark.parametrize("block_tokens", [0, -16, 8, 24])
 def test_blocks_are_multiples_of_the_grain(block_tokens: int) -> None:
     with pytest.raises(
-        ValueError, match=f"block_tokens {block_tokens} is not a positive multiple of {GRAIN}"
+        ValueError, match=f"block_tokens {block_tokens} is not a positive multiple of {HASH_TOKENS}"
     ):
         shipped("llama-3-8b", block_tokens)
 

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from kvloom.core import (
-    NAME_BYTES,
-    Control,
-    Dropped,
+    HASH_BYTES,
+    BlockRemoved,
+    BlockStored,
+    CacheControl,
+    CheckpointPolicy,
     Event,
+    HashIndex,
     KVCache,
     Media,
-    NameIndex,
     PoolLayout,
-    Snapshots,
-    Stored,
-    chain,
-    root_name,
-    tail_name,
+    hash_chain,
+    root_hash,
+    tail_hash,
 )
 
 from .world import LAYOUTS, World, cached, finish, make_world, prompt_of, run, serve, slabs_for, start
@@ -47,20 +47,22 @@ def digest_of(media_id: int) -> bytes:
 
 def test_names_are_these_bytes_for_ever() -> None:
     """A change here makes every stored page of every deployment unfindable."""
-    root = root_name("llama")
+    root = root_hash("llama")
     data = raw(list(range(40)))
     assert root.hex() == ROOT
-    assert root_name("llama", "gold", "lora").hex() == "2ee6919f89e422bf38dac06abbe3eae4"
-    assert [name.hex() for name in chain(root, data)] == GRAINS
-    assert tail_name(chain(root, data)[-1], data[2 * 64 :]).hex() == TAIL
-    assert len(root) == NAME_BYTES
+    assert root_hash("llama", "gold", "lora").hex() == "2ee6919f89e422bf38dac06abbe3eae4"
+    assert [name.hex() for name in hash_chain(root, data)] == GRAINS
+    assert tail_hash(hash_chain(root, data)[-1], data[2 * 64 :]).hex() == TAIL
+    assert len(root) == HASH_BYTES
 
 
 def test_names_of_media_are_these_bytes_for_ever() -> None:
     data = raw([1, 2, -1, -1, -1, 5, *[7] * 12])
-    root = root_name("llama")
-    assert [n.hex() for n in chain(root, data, lambda _: b"a" * 16)] == ["6c079ef2736ebe0c2d1effc6b5524f21"]
-    assert tail_name(root, data[:24], lambda _: b"a" * 16).hex() == "76eff28589d0a6d1cf3a53fa1632ec8b"
+    root = root_hash("llama")
+    assert [n.hex() for n in hash_chain(root, data, lambda _: b"a" * 16)] == [
+        "6c079ef2736ebe0c2d1effc6b5524f21"
+    ]
+    assert tail_hash(root, data[:24], lambda _: b"a" * 16).hex() == "76eff28589d0a6d1cf3a53fa1632ec8b"
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "4711"])
@@ -79,9 +81,9 @@ def test_names_are_the_same_in_another_process(hash_seed: str) -> None:
 
 def test_names_are_the_same_with_and_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
     data = raw(prompt_of(1000))
-    names = chain(root_name("llama"), data)
-    monkeypatch.setattr("kvloom.core.loops.chain", None)
-    assert chain(root_name("llama"), data) == names
+    names = hash_chain(root_hash("llama"), data)
+    monkeypatch.setattr("kvloom.core.pool.loops.chain", None)
+    assert hash_chain(root_hash("llama"), data) == names
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
@@ -95,16 +97,16 @@ def test_names_do_not_show_the_block_size(block: int) -> None:
     assert seq.extend(200) == 0
     seq.commit(prompt_of(200))
     seq.close()
-    grains = [n for e in told if isinstance(e, Stored) and not e.tail_tokens for n in e.names]
-    tails = [n for e in told if isinstance(e, Stored) and e.tail_tokens for n in e.names]
-    names = chain(root_name("llama"), raw(prompt_of(200)))
+    grains = [n for e in told if isinstance(e, BlockStored) and not e.tail_tokens for n in e.hashes]
+    tails = [n for e in told if isinstance(e, BlockStored) and e.tail_tokens for n in e.hashes]
+    names = hash_chain(root_hash("llama"), raw(prompt_of(200)))
     assert grains == names
-    assert tails == [tail_name(names[-1], raw(prompt_of(200)[192:]))]
+    assert tails == [tail_hash(names[-1], raw(prompt_of(200)[192:]))]
 
 
 def test_model_tenant_and_adapter_have_names_of_their_own() -> None:
     roots = [
-        root_name(*parts)
+        root_hash(*parts)
         for parts in (
             ("m",),
             ("m", "t"),
@@ -118,21 +120,21 @@ def test_model_tenant_and_adapter_have_names_of_their_own() -> None:
     ]
     assert len(set(roots)) == len(roots)
     data = raw(prompt_of(32))
-    assert len({name for root in roots for name in chain(root, data)}) == 2 * len(roots)
+    assert len({name for root in roots for name in hash_chain(root, data)}) == 2 * len(roots)
 
 
 def test_a_name_covers_everything_before_it() -> None:
     one, two = prompt_of(64), prompt_of(64)
     two[3] += 1
-    assert not set(chain(root_name("m"), raw(one))) & set(chain(root_name("m"), raw(two)))
-    assert chain(root_name("m"), raw(one))[:2] == chain(root_name("m"), raw(one[:47]))
+    assert not set(hash_chain(root_hash("m"), raw(one))) & set(hash_chain(root_hash("m"), raw(two)))
+    assert hash_chain(root_hash("m"), raw(one))[:2] == hash_chain(root_hash("m"), raw(one[:47]))
 
 
 def test_media_enter_a_name_by_content_extent_and_position_never_by_id() -> None:
-    root = root_name("m")
+    root = root_hash("m")
 
     def name(tokens: list[int], table: dict[int, bytes]) -> bytes:
-        return chain(root, raw((tokens + [5] * 16)[:16]), table.__getitem__)[0]
+        return hash_chain(root, raw((tokens + [5] * 16)[:16]), table.__getitem__)[0]
 
     first = name([1, -1, -1, 2], {-1: b"a" * 16})
     assert first == name([1, -9, -9, 2], {-9: b"a" * 16}), "the id is this process's own"
@@ -149,30 +151,30 @@ def test_media_enter_a_name_by_content_extent_and_position_never_by_id() -> None
 @pytest.mark.parametrize("tokens", [0, 16, 17])
 def test_a_tail_is_shorter_than_a_grain(tokens: int) -> None:
     with pytest.raises(ValueError, match=f"got {tokens}$"):
-        tail_name(root_name("m"), raw([1] * tokens))
+        tail_hash(root_hash("m"), raw([1] * tokens))
 
 
 # -- an index filled from events --------------------------------------------------------------------------------
 
 
-def follow(world: World) -> NameIndex:
+def follow(world: World) -> HashIndex:
     """What a router does with a worker's events."""
-    index = NameIndex(world.cache.layout.groups)
+    index = HashIndex(world.cache.layout.groups)
 
     def listen(event: Event) -> None:
-        if isinstance(event, Stored):
-            index.stored(event.parent, event.names, event.groups, event.place, event.tail_tokens)
-        elif isinstance(event, Dropped):
-            index.dropped(event.names, event.groups, event.place)
+        if isinstance(event, BlockStored):
+            index.stored(event.parent, event.hashes, event.groups, event.medium, event.tail_tokens)
+        elif isinstance(event, BlockRemoved):
+            index.dropped(event.hashes, event.groups, event.medium)
 
     world.cache.events.subscribe(listen)
     return index
 
 
-def agree(world: World, index: NameIndex, text: list[int], n: int) -> None:
+def agree(world: World, index: HashIndex, text: list[int], n: int) -> None:
     """The index finds the tree's resume point; without states it knows whole grains only."""
     match = world.cache.match([*text[:n], 0])
-    found = world.cache.lookup.beyond(match, index)
+    found = world.cache.lookup.resumable_with(match, index)
     if world.cache.has_states or match.resume % 16 == 0:
         assert found == match.resume, f"of {n} tokens the tree gives {match.resume}, the index {found}"
     else:
@@ -182,7 +184,7 @@ def agree(world: World, index: NameIndex, text: list[int], n: int) -> None:
 @pytest.mark.parametrize("kind", TEXT_LAYOUTS)
 @pytest.mark.parametrize("before_last", [False, True])
 def test_an_index_filled_from_events_finds_what_the_tree_finds(kind: str, before_last: bool) -> None:
-    world = make_world(kind, 900, snapshots=Snapshots(before_last=before_last))
+    world = make_world(kind, 900, snapshots=CheckpointPolicy(before_last=before_last))
     index = follow(world)
     text = prompt_of(200)
     finish(world, run(world, serve(world, text[:150]), text[150:]))
@@ -195,7 +197,7 @@ def test_an_index_filled_from_events_finds_what_the_tree_finds(kind: str, before
 @pytest.mark.parametrize("kind", TEXT_LAYOUTS)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_index_still_finds_what_the_tree_finds_after_evictions(kind: str, seed: int) -> None:
-    world = make_world(kind, slabs_for(kind, 120, states=3), snapshots=Snapshots(every_blocks=3))
+    world = make_world(kind, slabs_for(kind, 120, states=3), snapshots=CheckpointPolicy(every_blocks=3))
     index = follow(world)
     chance = random.Random(seed)
     texts = []
@@ -231,7 +233,7 @@ def test_no_name_is_left_whose_pages_are_gone(seed: int) -> None:
         there = {
             name
             for old in texts
-            for i, name in enumerate(chain(world.cache.root_name(Control()), raw(old)))
+            for i, name in enumerate(hash_chain(world.cache.root_hash(CacheControl()), raw(old)))
             if world.cache.match([*old[: 16 * i + 16], 0]).matched == 16 * i + 16
         }
         assert len(index) == len(there)
@@ -266,15 +268,15 @@ def test_a_snapshot_inside_a_longer_run_is_found_by_name() -> None:
 
 def test_a_tail_is_found_by_its_tokens_alone() -> None:
     groups = PoolLayout.build(LAYOUTS["state"]).groups
-    index = NameIndex(groups)
-    root = root_name("m")
+    index = HashIndex(groups)
+    root = root_hash("m")
     text = prompt_of(40)
-    names = chain(root, raw(text))
+    names = hash_chain(root, raw(text))
     index.stored(root, names, (), "w1")
-    index.stored(names[-1], [tail_name(names[-1], raw(text[32:37]))], [0], "w1", tail_tokens=5)
+    index.stored(names[-1], [tail_hash(names[-1], raw(text[32:37]))], [0], "w1", tail_tokens=5)
 
     def tail(parent: bytes, start: int, length: int) -> bytes:
-        return tail_name(parent, raw(text[start : start + length]))
+        return tail_hash(parent, raw(text[start : start + length]))
 
     assert index.match(names, 39, root=root, tail=tail) == 37
     assert index.match(names, 36, root=root, tail=tail) == 0
@@ -284,11 +286,11 @@ def test_a_tail_is_found_by_its_tokens_alone() -> None:
 # -- places ---------------------------------------------------------------------------------------------------
 
 
-def two_workers() -> tuple[NameIndex, list[bytes]]:
-    index = NameIndex(PoolLayout.build(LAYOUTS["full"]).groups)
-    names = chain(root_name("m"), raw(prompt_of(64)))
-    index.stored(root_name("m"), names, [0], "w1")
-    index.stored(root_name("m"), names[:2], [0], "w2")
+def two_workers() -> tuple[HashIndex, list[bytes]]:
+    index = HashIndex(PoolLayout.build(LAYOUTS["full"]).groups)
+    names = hash_chain(root_hash("m"), raw(prompt_of(64)))
+    index.stored(root_hash("m"), names, [0], "w1")
+    index.stored(root_hash("m"), names[:2], [0], "w2")
     return index, names
 
 
@@ -304,9 +306,9 @@ def test_a_router_asks_for_one_worker_or_for_all() -> None:
 
 
 def test_pages_in_different_places_complete_one_prompt() -> None:
-    index = NameIndex(PoolLayout.build(LAYOUTS["full"]).groups)
-    names = chain(root_name("m"), raw(prompt_of(64)))
-    index.stored(root_name("m"), names[:2], [0], "host")
+    index = HashIndex(PoolLayout.build(LAYOUTS["full"]).groups)
+    names = hash_chain(root_hash("m"), raw(prompt_of(64)))
+    index.stored(root_hash("m"), names[:2], [0], "host")
     index.stored(names[1], names[2:], [0], "disk")
     assert index.match(names, 64) == 64
     assert index.match(names, 64, places=["disk"]) == 0
@@ -324,9 +326,9 @@ def test_forgetting_a_place_forgets_what_only_it_had() -> None:
 
 def test_dropped_names_are_forgotten_when_no_group_is_left() -> None:
     layout = PoolLayout.build(LAYOUTS["sliding+full"])
-    index = NameIndex(layout.groups)
-    names = chain(root_name("m"), raw(prompt_of(160)))
-    index.stored(root_name("m"), names, [0, 1], "w1")
+    index = HashIndex(layout.groups)
+    names = hash_chain(root_hash("m"), raw(prompt_of(160)))
+    index.stored(root_hash("m"), names, [0, 1], "w1")
     assert index.match(names, 160) == 160
     index.dropped(names[8:9], [0], "w1")
     assert index.match(names, 160) == 128, "the window at 160 is broken, the text goes on"
@@ -341,11 +343,11 @@ def test_dropped_names_are_forgotten_when_no_group_is_left() -> None:
 def test_unknown_groups_and_bad_tails_are_refused() -> None:
     index, names = two_workers()
     with pytest.raises(ValueError, match="7"):
-        index.stored(root_name("m"), names, [7], "w1")
+        index.stored(root_hash("m"), names, [7], "w1")
     with pytest.raises(ValueError, match="16"):
-        index.stored(root_name("m"), names[:1], [0], "w1", tail_tokens=16)
+        index.stored(root_hash("m"), names[:1], [0], "w1", tail_tokens=16)
     with pytest.raises(ValueError, match="2 of 3"):
-        index.stored(root_name("m"), names[:2], [0], "w1", tail_tokens=3)
+        index.stored(root_hash("m"), names[:2], [0], "w1", tail_tokens=3)
     assert index.match(names, 64) == 64
 
 
@@ -357,6 +359,6 @@ def test_two_images_have_two_names_in_events() -> None:
         world.cache.events.subscribe(told.append)
         cached(world, prompt_of(32), media=(Media(4, 9, digest_of(-which)),))
         (event,) = told
-        assert isinstance(event, Stored)
-        stored.append(event.names)
+        assert isinstance(event, BlockStored)
+        stored.append(event.hashes)
     assert not set(stored[0]) & set(stored[1])

@@ -16,7 +16,7 @@ from .world import make_world
 def counts(pool: PagePool, cls: int = 0) -> tuple[int, int, int]:
     """Pages held and cached, and slabs free."""
     c = pool.classes[cls]
-    return c.held_pages, c.cached_pages, pool.free_slabs
+    return c.in_use_pages, c.cached_pages, pool.free_slabs
 
 
 def picture(pool: PagePool) -> list[object]:
@@ -24,12 +24,12 @@ def picture(pool: PagePool) -> list[object]:
     known: list[object] = [pool.free_slabs]
     for c in pool.classes:
         known += [
-            c.held.tobytes(),
-            c.kept.tobytes(),
-            c.held_pages,
+            c.in_use.tobytes(),
+            c.cached.tobytes(),
+            c.in_use_pages,
             c.cached_pages,
             c.free_pages,
-            c.lent_slabs,
+            c.slabs_in_use,
         ]
     return known
 
@@ -52,14 +52,14 @@ def test_a_page_goes_from_free_to_held_to_cached_to_free(per_slab: int) -> None:
     pool = PagePool([per_slab], 4)
     pages = take(pool, per_slab)
     assert counts(pool) == (per_slab, 0, 2)
-    pool.keep(0, pages)
+    pool.add_cached(0, pages)
     assert counts(pool) == (per_slab, 0, 2), "kept and held counts as held"
     assert pool.release(0, pages) == (per_slab, 0)
     assert counts(pool) == (0, per_slab, 2)
     assert pool.retain(0, pages) == per_slab
     assert counts(pool) == (per_slab, 0, 2)
     pool.release(0, pages)
-    assert pool.drop(0, pages) == per_slab
+    assert pool.drop_cached(0, pages) == per_slab
     assert counts(pool) == (0, 0, 3)
     pool.check()
 
@@ -69,13 +69,13 @@ def test_a_page_is_free_only_after_its_last_holder_and_keeper(per_slab: int) -> 
     pool = PagePool([per_slab], 4)
     page = take(pool, 1)
     assert pool.retain(0, page) == 0, "someone held it already"
-    pool.keep(0, page)
-    pool.keep(0, page)
-    assert pool.drop(0, page) == 0
+    pool.add_cached(0, page)
+    pool.add_cached(0, page)
+    assert pool.drop_cached(0, page) == 0
     assert pool.release(0, page) == (0, 0)
     assert pool.release(0, page) == (1, 0), "nobody holds it, the cache still does"
     pool.check()
-    assert pool.drop(0, page) == 1
+    assert pool.drop_cached(0, page) == 1
     assert pool.free_slabs == 3
     pool.check()
 
@@ -83,8 +83,8 @@ def test_a_page_is_free_only_after_its_last_holder_and_keeper(per_slab: int) -> 
 def test_dropping_a_held_page_frees_it_at_the_last_release() -> None:
     pool = PagePool([1], 4)
     page = take(pool, 1)
-    pool.keep(0, page)
-    assert pool.drop(0, page) == 0
+    pool.add_cached(0, page)
+    assert pool.drop_cached(0, page) == 0
     assert pool.release(0, page) == (1, 1)
     assert pool.free_slabs == 3
     pool.check()
@@ -122,8 +122,8 @@ def test_a_double_free_is_refused(per_slab: int) -> None:
     a, b, c = take(pool, 3).tolist()
     pool.release(0, ids(b))
     refused(pool, lambda: pool.release(0, ids(a, b, c)), b)
-    pool.keep(0, ids(a))
-    refused(pool, lambda: pool.drop(0, ids(a, c)), c)
+    pool.add_cached(0, ids(a))
+    refused(pool, lambda: pool.drop_cached(0, ids(a, c)), c)
 
 
 @pytest.mark.parametrize("per_slab", [1, 3])
@@ -131,7 +131,7 @@ def test_a_double_free_is_refused(per_slab: int) -> None:
 def test_a_page_listed_more_often_than_it_is_held_or_kept_is_refused(verb: str, per_slab: int) -> None:
     pool = PagePool([per_slab], 6)
     a, b = take(pool, 2).tolist()
-    pool.keep(0, ids(a, b))
+    pool.add_cached(0, ids(a, b))
     refused(pool, lambda: getattr(pool, verb)(0, ids(b, a, b)), b)
 
 
@@ -139,12 +139,12 @@ def test_a_page_listed_more_often_than_it_is_held_or_kept_is_refused(verb: str, 
 def test_every_listing_of_a_page_counts_once(per_slab: int) -> None:
     pool = PagePool([per_slab], 6)
     page = int(take(pool, 1)[0])
-    pool.keep(0, ids(page, page))
+    pool.add_cached(0, ids(page, page))
     assert pool.release(0, ids(page)) == (1, 0)
     assert pool.retain(0, ids(page, page)) == 1, "one page that nobody held"
     assert counts(pool)[:2] == (1, 0)
     assert pool.release(0, ids(page, page)) == (1, 0)
-    assert pool.drop(0, ids(page, page)) == 1
+    assert pool.drop_cached(0, ids(page, page)) == 1
     assert counts(pool) == (0, 0, 5)
     pool.check()
 
@@ -215,7 +215,7 @@ def test_a_newcomer_gets_a_slab_of_its_own_while_slabs_are_plenty_and_packs_when
     for slabs, apart in ((20, True), (2, False)):
         pool = PagePool([4], slabs)
         first = take(pool, 1)
-        pool.lacking([1])
+        pool.slabs_short([1])
         second = take(pool, 1)
         assert bool(first[0] // 4 != second[0] // 4) is apart
         pool.check()
@@ -247,7 +247,7 @@ def test_move_out_keeps_holds_and_keeps_and_renumbers() -> None:
     pool.release(0, near[2:])
     pool.release(0, far[1:])
     pool.retain(0, far[:1])
-    pool.keep(0, far[:1])
+    pool.add_cached(0, far[:1])
     assert pool.movable(0) == far[0] // 4, "the emptier slab is the cheaper"
     told: list[tuple[list[int], list[int]]] = []
     pool.move_out(0, int(far[0] // 4), lambda old, new: told.append((old.tolist(), new.tolist())))
@@ -258,7 +258,7 @@ def test_move_out_keeps_holds_and_keeps_and_renumbers() -> None:
     assert pool.free_slabs == 2
     assert pool.release(0, moved) == (0, 0), "it was held twice"
     assert pool.release(0, moved) == (1, 0), "and kept once"
-    assert pool.drop(0, moved) == 1
+    assert pool.drop_cached(0, moved) == 1
     pool.check()
 
 
@@ -294,11 +294,11 @@ def test_missing_slabs_is_exact() -> None:
                 continue
             gone = pages[[chance.random() < 0.4 for _ in pages]]
             if chance.random() < 0.5:
-                pool.keep(cls, gone)
+                pool.add_cached(cls, gone)
             pool.release(cls, gone)
         pool.check()
         needs = [chance.randint(0, 8) for _ in sizes]
-        held = [c.held_pages for c in pool.classes]
+        held = [c.in_use_pages for c in pool.classes]
         missing = next(k for k in range(99) if fits(held, needs, sizes, slabs + k))
         assert pool.missing_slabs(needs) == missing
 
@@ -313,7 +313,7 @@ def test_lacking_says_whether_allocate_can_serve_now() -> None:
             if pages is not None:
                 pool.release(cls, pages[[chance.random() < 0.4 for _ in pages]])
         needs = [chance.randint(0, 6) for _ in sizes]
-        lacking = pool.lacking(needs)
+        lacking = pool.slabs_short(needs)
         served = [pool.allocate(c, n) is not None for c, n in enumerate(needs)]
         assert (lacking == 0) == all(served)
         pool.check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.core import KVCache, Media, PoolLayout, Snapshots, VirtualClock
+from kvloom.core import CheckpointPolicy, KVCache, Media, PoolLayout, VirtualClock
 from kvloom.models.catalog import load_spec
 
 from .world import LAYOUTS, WITH_STATES, World, cached, finish, make_world, prompt_of, run, serve, start
@@ -28,7 +28,7 @@ def fill(world: World, prompt: list[int], answer: int = 0, step: int = 512) -> N
     text = prompt + [7] * answer
     while seq.length < len(text):
         stop = len(prompt) if seq.length < len(prompt) else len(text)
-        n = min(step, stop - seq.length, *([seq.boundary - seq.length] if seq.boundary else []))
+        n = min(step, stop - seq.length, *([seq.next_checkpoint - seq.length] if seq.next_checkpoint else []))
         assert seq.extend(n) == 0
         seq.commit(text[seq.length : seq.length + n])
         cache.take_copies()
@@ -183,7 +183,7 @@ def qwen(**options: object) -> World:
 
 
 def test_qwen3_next_resumes_at_prompt_ends_and_turn_ends() -> None:
-    world = qwen(snapshots=Snapshots(branch=False))
+    world = qwen(snapshots=CheckpointPolicy(branch=False))
     finish(world, run(world, serve(world, prompt_of(100)), [7] * 30))
     assert resume(world, [*prompt_of(100), *prompt_of(50, seed=1)]) == 100
     assert resume(world, [*prompt_of(100), *[7] * 30, 8]) == 130
@@ -196,14 +196,14 @@ def test_qwen3_next_resumes_at_prompt_ends_and_turn_ends() -> None:
 
 @pytest.mark.parametrize("off", ["prompt_end", "turn_end"])
 def test_a_snapshot_that_is_not_wanted_is_not_taken(off: str) -> None:
-    world = qwen(snapshots=Snapshots(**{off: False, "branch": False}))  # type: ignore[arg-type]
+    world = qwen(snapshots=CheckpointPolicy(**{off: False, "branch": False}))  # type: ignore[arg-type]
     finish(world, run(world, serve(world, prompt_of(100)), [7] * 30))
     assert resume(world, [*prompt_of(100), 8]) == (0 if off == "prompt_end" else 100)
     assert resume(world, [*prompt_of(100), *[7] * 30, 8]) == (100 if off == "turn_end" else 130)
 
 
 def test_qwen3_next_resumes_at_every_nth_block() -> None:
-    world = qwen(snapshots=Snapshots(every_blocks=3, branch=False))
+    world = qwen(snapshots=CheckpointPolicy(every_blocks=3, branch=False))
     finish(world, serve(world, prompt_of(200)))
     for n, point in ((47, 0), (48, 48), (95, 48), (96, 96), (199, 192)):
         assert resume(world, [*prompt_of(n), 3]) == point
@@ -225,7 +225,7 @@ def test_qwen3_next_leaves_a_snapshot_where_a_second_prompt_branches_off() -> No
 @pytest.mark.parametrize("length", [96, 100])
 def test_the_very_same_prompt_resumes_before_its_last_token(kind: str, length: int) -> None:
     for before_last, point in ((True, length - 1), (False, 0)):
-        world = make_world(kind, 400, snapshots=Snapshots(before_last=before_last, turn_end=False))
+        world = make_world(kind, 400, snapshots=CheckpointPolicy(before_last=before_last, turn_end=False))
         finish(world, run(world, serve(world, prompt_of(length)), [7] * 30))
         assert resume(world, prompt_of(length)) == point
         item = serve(world, prompt_of(length))
@@ -233,7 +233,9 @@ def test_the_very_same_prompt_resumes_before_its_last_token(kind: str, length: i
 
 
 def test_a_snapshot_can_be_left_by_hand() -> None:
-    world = make_world("state+full", 400, snapshots=Snapshots(prompt_end=False, turn_end=False, branch=False))
+    world = make_world(
+        "state+full", 400, snapshots=CheckpointPolicy(prompt_end=False, turn_end=False, branch=False)
+    )
     item = start(world, prompt_of(50))
     run(world, item, prompt_of(50)[:33])
     assert world.cache.snapshot(item.sequence)
@@ -244,7 +246,9 @@ def test_a_snapshot_can_be_left_by_hand() -> None:
 
 
 def test_a_resume_point_can_be_asked_for_ahead() -> None:
-    world = make_world("state+full", 400, snapshots=Snapshots(prompt_end=False, turn_end=False, branch=False))
+    world = make_world(
+        "state+full", 400, snapshots=CheckpointPolicy(prompt_end=False, turn_end=False, branch=False)
+    )
     item = start(world, prompt_of(90))
     assert world.cache.snapshot(item.sequence, 48)
     with pytest.raises(ValueError, match="no resume point at"):
@@ -264,7 +268,7 @@ def image(which: int, start: int = 4, length: int = 8, tokens: int = 0) -> tuple
 
 @pytest.mark.parametrize("kind", ["full", "sliding+full", "state+full", "cross"])
 def test_two_images_never_match_by_their_placeholders(kind: str) -> None:
-    world = make_world(kind, 400, snapshots=Snapshots(every_blocks=1))
+    world = make_world(kind, 400, snapshots=CheckpointPolicy(every_blocks=1))
     prompt = [1, 2, 3, 4, *[999] * 8, *prompt_of(60)]
     tokens = 20 if kind == "cross" else 0
     finish(world, serve(world, prompt, media=image(1, tokens=tokens)))
@@ -312,5 +316,5 @@ def test_a_missing_image_run_limits_the_resume_point() -> None:
     assert hog.extend(16) == 0
     match = cache.match(prompt, media=media)
     assert match.matched >= 48, "the text is there"
-    assert (match.resume, match.stop.reason) == (20, "media missing")
+    assert (match.resume, match.miss.reason) == (20, "media missing")
     cache.check()

@@ -12,14 +12,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvloom.core import (
     POLICIES,
-    Control,
-    Dropped,
+    BlockMoved,
+    BlockRemoved,
+    BlockStored,
+    CacheControl,
+    CheckpointPolicy,
+    HashIndex,
     Media,
-    Moved,
-    NameIndex,
-    Retain,
-    Snapshots,
-    Stored,
+    RetainRange,
     Tenant,
 )
 
@@ -30,13 +30,13 @@ FUZZ = int(os.environ.get("KVLOOM_FUZZ_EXAMPLES", "400"))
 segments = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 45)), min_size=1, max_size=4)
 tenants = st.sampled_from(["", "", "", "gold", "free"])
 controls = st.builds(
-    Control,
+    CacheControl,
     tenant=tenants,
     adapter=st.sampled_from(["", "", "lora"]),
     store=st.sampled_from([True, True, True, False]),
     read=st.sampled_from([True, True, True, False]),
     session=st.sampled_from([None, "s1", "s2"]),
-    retain=st.sampled_from([(), (), (Retain(0, 20, 2, 5.0),), (Retain(10, None, -1),)]),
+    retain=st.sampled_from([(), (), (RetainRange(0, 20, 2, 5.0),), (RetainRange(10, None, -1),)]),
 )
 
 
@@ -80,7 +80,7 @@ class Machine(RuleBasedStateMachine):
         names = ("", "gold", "free") if shares else ()
         slab = make_world(kind, 40, block).cache.layout.slab_bytes
         declared = [Tenant(n, None if quota is None else quota * slab, 1.0) for n in names]
-        snapshots = Snapshots(every_blocks=every, before_last=before_last)
+        snapshots = CheckpointPolicy(every_blocks=every, before_last=before_last)
         self.elastic = elastic
         self.world = make_world(
             kind,
@@ -94,16 +94,16 @@ class Machine(RuleBasedStateMachine):
         self.shares = shares
         self.roomy = slabs == 3000 and quota is None
         self.pins: list[object] = []
-        self.index = NameIndex(self.cache.layout.groups) if listen else None
+        self.index = HashIndex(self.cache.layout.groups) if listen else None
         if listen:
             self.cache.events.subscribe(self._tell)
 
-    def _tell(self, event: Stored | Dropped | Moved) -> None:
+    def _tell(self, event: BlockStored | BlockRemoved | BlockMoved) -> None:
         assert self.index is not None
-        if isinstance(event, Stored):
-            self.index.stored(event.parent, event.names, event.groups, event.place, event.tail_tokens)
-        elif isinstance(event, Dropped):
-            self.index.dropped(event.names, event.groups, event.place)
+        if isinstance(event, BlockStored):
+            self.index.stored(event.parent, event.hashes, event.groups, event.medium, event.tail_tokens)
+        elif isinstance(event, BlockRemoved):
+            self.index.dropped(event.hashes, event.groups, event.medium)
 
     @property
     def cache(self):  # type: ignore[no-untyped-def]
@@ -117,22 +117,22 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.world.opened) < 6)
     @rule(parts=segments, control=controls, image=st.sampled_from([None, None, 1, 2]))
-    def open(self, parts: list[tuple[int, int]], control: Control, image: int | None) -> None:
+    def open(self, parts: list[tuple[int, int]], control: CacheControl, image: int | None) -> None:
         prompt = spell(parts)
         media = self._media(prompt, image)
         match = self.cache.match(prompt, control, media)
         seen = self.cache.media_ids.place(np.array(prompt, np.int32), media).tolist()
-        root = self.cache.root_name(control)
+        root = self.cache.root_hash(control)
         known = max((common(seen, text) for name, text in self.world.stored if name == root), default=0)
         expected = min(known, len(prompt) - 1) if control.read else 0
         assert match.resume <= match.matched <= expected or not control.read
-        if self.roomy and self.cache.room.evictions == 0:
+        if self.roomy and self.cache.allocator.evictions == 0:
             assert match.matched == expected
             if not self.cache.tree.keeps_checkpoints and not media:
                 assert match.resume == expected
         assert self.cache.explain(match).reason
         if self.index is not None and control.read and not media:
-            named = self.cache.lookup.beyond(match, self.index)
+            named = self.cache.lookup.resumable_with(match, self.index)
             assert named <= match.resume, "the name index promises more than there is"
             if self.kind == "full":
                 assert named == match.resume // 16 * 16
@@ -154,20 +154,28 @@ class Machine(RuleBasedStateMachine):
         seq = item.sequence
         left = item.prompt[len(item.tokens) :]
         tokens = (left or [token] * 70)[:n]
-        before = (seq.length, seq.reserve, self.cache.rows.tables[:, seq.row].copy().tobytes())
-        evicted = self.cache.room.evictions
+        before = (
+            seq.length,
+            seq.reserved_tokens,
+            self.cache.block_tables.tables[:, seq.row].copy().tobytes(),
+        )
+        evicted = self.cache.allocator.evictions
         missing = seq.extend(len(tokens))
         if missing:
-            assert self.shares or evicted == self.cache.room.evictions
-            assert before == (seq.length, seq.reserve, self.cache.rows.tables[:, seq.row].tobytes())
+            assert self.shares or evicted == self.cache.allocator.evictions
+            assert before == (
+                seq.length,
+                seq.reserved_tokens,
+                self.cache.block_tables.tables[:, seq.row].tobytes(),
+            )
             return
         if self.elastic:  # while copies are pending
             self.world.shrink(int(squeeze * self.cache.pool.slabs))
             self.cache.check()
         accepted = tokens if left else tokens[: max(1, keep)]
-        if self.cache.has_states and seq.boundary is not None:
-            accepted = accepted[: max(1, seq.boundary - seq.length)]
-        wanted = seq.wanted
+        if self.cache.has_states and seq.next_checkpoint is not None:
+            accepted = accepted[: max(1, seq.next_checkpoint - seq.length)]
+        wanted = seq.checkpoint_positions
         self.world.step(item, accepted, draft=not left and len(accepted) < len(tokens))
         self._note(item, wanted)
 
@@ -184,7 +192,7 @@ class Machine(RuleBasedStateMachine):
         for item in ready:
             self.world.verify(item)
             self._write_token(item, token)
-        wanted = [item.sequence.wanted for item in ready]
+        wanted = [item.sequence.checkpoint_positions for item in ready]
         self.cache.commit_many(rows, np.full(rows.size, token, np.int32))
         for item, points in zip(ready, wanted, strict=True):
             item.tokens.append(token)
@@ -192,12 +200,14 @@ class Machine(RuleBasedStateMachine):
 
     def _write_token(self, item: Open, token: int) -> None:
         seq, world = item.sequence, self.world
-        value = prefix_hash([*item.tokens, token], seq.root.name)
+        value = prefix_hash([*item.tokens, token], seq.root.hash)
         block, slot = divmod(seq.length, self.cache.block_tokens)
         for column, cls, _ in world._columns("token"):
-            world._write(cls, int(self.cache.rows.tables[column, seq.row, block]), (column, slot), value)
+            world._write(
+                cls, int(self.cache.block_tables.tables[column, seq.row, block]), (column, slot), value
+            )
         for column, cls, _ in world._columns("state"):
-            world._write(cls, int(self.cache.rows.states[column, seq.row]), "state", value)
+            world._write(cls, int(self.cache.block_tables.states[column, seq.row]), "state", value)
 
     def _note(self, item: Open, wanted: tuple[int, ...]) -> None:
         """What others may find from now on: its full blocks, and its tail up to a checkpoint."""
@@ -205,7 +215,7 @@ class Machine(RuleBasedStateMachine):
             length = len(item.tokens)
             points = [length // self.cache.block_tokens * self.cache.block_tokens]
             points += [p for p in self._checkpoints(item, wanted) if p <= length]
-            self.world.stored.append((item.sequence.root.name, item.tokens[: max(points)]))
+            self.world.stored.append((item.sequence.root.hash, item.tokens[: max(points)]))
 
     def _checkpoints(self, item: Open, wanted: tuple[int, ...]) -> list[int]:
         """Where the last step left one: with states only where it ended, else wherever it passed."""
@@ -247,11 +257,11 @@ class Machine(RuleBasedStateMachine):
         if item.control.store:
             whole = len(item.tokens) // self.cache.block_tokens * self.cache.block_tokens
             end = item.sequence.state_length if self.cache.has_states else len(item.tokens)
-            self.world.stored.append((item.sequence.root.name, item.tokens[: max(whole, end)]))
+            self.world.stored.append((item.sequence.root.hash, item.tokens[: max(whole, end)]))
         item.sequence.close()
 
     @rule(parts=segments, ttl=st.sampled_from([0.5, 5.0]), control=controls)
-    def pin(self, parts: list[tuple[int, int]], ttl: float, control: Control) -> None:
+    def pin(self, parts: list[tuple[int, int]], ttl: float, control: CacheControl) -> None:
         if len(self.pins) < 3:
             self.pins.append(self.cache.pin(spell(parts), ttl, control))
 
@@ -278,7 +288,7 @@ class Machine(RuleBasedStateMachine):
     @rule(share=st.sampled_from([0.02, 0.1, 0.5, 1.0]))
     def shrink(self, share: float) -> None:
         """Take slabs, by halves or to the last; once the copies have run only held pages stand in the way."""
-        pool, room = self.cache.pool, self.cache.room
+        pool, room = self.cache.pool, self.cache.allocator
         asked = int(share * pool.slabs)
         before = [item.sequence.length for item in self.world.opened]
         taken = self.world.shrink(asked)

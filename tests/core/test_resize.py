@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from kvloom.core import Control, KVCache, PagePool, PoolLayout, Tenant
+from kvloom.core import CacheControl, KVCache, PagePool, PoolLayout, Tenant
 
 from .world import LAYOUTS, World, cached, finish, make_world, prompt_of, run, serve, slabs_for, start
 
-GOLD, FREE = Control(tenant="gold"), Control(tenant="free")
+GOLD, FREE = CacheControl(tenant="gold"), CacheControl(tenant="free")
 
 
 def slab_bytes(kind: str) -> int:
@@ -47,14 +47,14 @@ def test_absent_slabs_are_never_lent() -> None:
 
 def test_what_has_come_is_lent_and_what_was_taken_is_not() -> None:
     pool = PagePool([1], 3, reserved=8)
-    assert pool.absent(2).tolist() == [3, 4], "the lowest are named first"
+    assert pool.unbacked_slabs(2).tolist() == [3, 4], "the lowest are named first"
     pool.grow([7, 4])
     assert (pool.slabs, pool.free_slabs) == (5, 4)
     assert sorted(pool.allocate(0, 4).tolist()) == [1, 2, 4, 7]  # type: ignore[union-attr]
     pool.check()
     pool.release(0, np.array([2, 7], np.int32))
     assert pool.shrink(1).tolist() == [7], "the highest go first"
-    assert pool.absent(4).tolist() == [3, 5, 6, 7]
+    assert pool.unbacked_slabs(4).tolist() == [3, 5, 6, 7]
     assert pool.shrink(5, spared=[2]).size == 0
     assert pool.shrink(5).tolist() == [2]
     assert pool.allocate(0, 1) is None
@@ -68,7 +68,7 @@ def test_a_pool_may_shrink_to_slab_0_and_come_back() -> None:
     assert pool.allocate(0, 1) is None
     assert pool.missing_slabs([3]) == 2
     pool.check()
-    pool.grow(pool.absent(5))
+    pool.grow(pool.unbacked_slabs(5))
     assert pool.allocate(0, 10) is not None
     pool.check()
 
@@ -83,7 +83,7 @@ def test_any_order_of_lending_and_resizing_conserves_slabs() -> None:
         for _ in range(60):
             verb = chance.randrange(4)
             if verb == 0:
-                pool.grow(pool.absent(chance.randint(0, pool.reserved - pool.slabs)))
+                pool.grow(pool.unbacked_slabs(chance.randint(0, pool.reserved - pool.slabs)))
             elif verb == 1:
                 before, slabs = pool.free_slabs, pool.slabs
                 taken = pool.shrink(chance.randint(0, 5))
@@ -91,7 +91,7 @@ def test_any_order_of_lending_and_resizing_conserves_slabs() -> None:
             elif verb == 2:
                 cls = chance.randrange(len(sizes))
                 needs = [chance.randint(1, 6) if c == cls else 0 for c in range(len(sizes))]
-                pool.lacking(needs)
+                pool.slabs_short(needs)
                 if chance.random() < 0.3:
                     pool.shrink(1)
                 pages = pool.allocate(cls, needs[cls])
@@ -107,7 +107,7 @@ def test_room_that_was_counted_before_shrinking_is_not_spent_after() -> None:
     pages = pool.allocate(0, 16)
     assert pages is not None
     pool.release(0, pages[pages % 4 > 0])
-    assert pool.lacking([12]) == 0  # four slabs to spare for keeping pages together
+    assert pool.slabs_short([12]) == 0  # four slabs to spare for keeping pages together
     assert pool.shrink(3).size == 3
     assert pool.allocate(0, 12) is not None
     pool.check()
@@ -128,9 +128,9 @@ def test_only_absent_slabs_can_come(slabs: list[int], message: str) -> None:
 def test_growth_beyond_the_reservation_is_refused_with_the_way_out() -> None:
     cache = make_world("full", 6, reserved=10).cache
     with pytest.raises(ValueError, match=r"by 5 slabs: 6 of 10 reserved .* 4 at most or reserve more"):
-        cache.absent(5)
+        cache.unbacked_slabs(5)
     with pytest.raises(ValueError, match="by -1 slabs"):
-        cache.absent(-1)
+        cache.unbacked_slabs(-1)
     for what in (cache, cache.pool):
         with pytest.raises(ValueError, match="shrink by -1"):
             what.shrink(-1)
@@ -142,7 +142,7 @@ def test_growth_beyond_the_reservation_is_refused_with_the_way_out() -> None:
 def test_the_check_sees_a_page_in_an_absent_slab() -> None:
     pool = PagePool([1], 4, reserved=6)
     pool.allocate(0, 1)
-    pool.classes[0].held[[1, 5]] = 0, 1
+    pool.classes[0].in_use[[1, 5]] = 0, 1
     with pytest.raises(AssertionError, match="lent, free and absent"):
         pool.check()
 
@@ -167,7 +167,7 @@ def test_a_request_that_did_not_fit_fits_after_growing(kind: str) -> None:
 def test_a_fixed_pool_is_what_one_gets_by_default() -> None:
     cache = make_world("full", 6).cache
     assert cache.stats()["slabs"] == cache.stats()["reserved_slabs"] == 5
-    assert cache.absent(0).size == 0
+    assert cache.unbacked_slabs(0).size == 0
 
 
 # -- shrinking ----------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_a_match_from_before_is_looked_up_again() -> None:
 def test_pages_move_together_and_their_slab_comes_after_the_copies() -> None:
     world = make_world("several pages a slab", 200, tenants=[Tenant("gold", weight=1.0)])
     pool = world.cache.pool
-    items = [serve(world, prompt_of(16, seed), Control(store=False)) for seed in range(6)]
+    items = [serve(world, prompt_of(16, seed), CacheControl(store=False)) for seed in range(6)]
     for item in items[::2]:
         finish(world, item)
     free = pool.free_slabs
@@ -279,7 +279,7 @@ def test_a_copy_whose_target_was_let_go_keeps_its_slab() -> None:
     """In a batch that is already closed it will be written all the same."""
     world = make_world("full", 20)
     source, target = world.cache.pool.allocate(0, 2).tolist()  # type: ignore[union-attr]
-    copies = world.cache.room.copies
+    copies = world.cache.allocator.copies
     ids = [np.array([page], np.int32) for page in (source, target)]
     copies.add_move(0, *ids)
     copies._close_batch()
@@ -299,7 +299,7 @@ def test_the_source_of_a_snapshot_waits_for_its_copy() -> None:
     assert world.cache.snapshot(item.sequence)
     world.opened.remove(item)
     item.sequence.close()
-    busy = world.cache.room.copies.slabs()
+    busy = world.cache.allocator.copies.slabs()
     assert busy
     taken = set(world.cache.shrink(99).tolist())
     assert not busy & taken

@@ -8,17 +8,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvloom.core.returns import BINS, VALUES, Returns
+from kvloom.core.eviction.reuse_model import BINS, VALUES, ReuseModel
 
 Draw = Callable[[np.random.Generator, int], float | None]
 
 
 def learned(
     draw: Draw, visits: int = 4000, every: float = 0.5, values: int = 2, window: int = 4096
-) -> Returns:
+) -> ReuseModel:
     """A model that has watched visits half a second apart; `draw(rng, value)` says when each returns."""
     rng = np.random.default_rng(7)
-    returns = Returns(2, 1, window=window)
+    returns = ReuseModel(2, 1, window=window)
     due: list[tuple[float, int, float]] = []
     for i in range(visits):
         now = i * every
@@ -34,12 +34,12 @@ def learned(
     return returns
 
 
-def level(returns: Returns, value: int) -> float:
+def level(returns: ReuseModel, value: int) -> float:
     return returns.factors[0][value]
 
 
 def test_before_anything_is_seen_the_longest_away_is_worth_least() -> None:
-    returns = Returns(2, 3)
+    returns = ReuseModel(2, 3)
     worth = [returns.index(1, 0.0, age) for age in (2, 10, 60, 1000, 40_000, 10**6)]
     assert worth == sorted(worth, reverse=True)
     assert len(set(worth)) == len(worth)
@@ -90,7 +90,7 @@ def test_the_next_look_is_when_the_index_has_fallen_and_never_in_the_past() -> N
 
 
 def test_a_busy_service_is_watched_in_a_sample_that_spans_hours() -> None:
-    returns = Returns(2, 1, window=64, every=10**9)
+    returns = ReuseModel(2, 1, window=64, every=10**9)
     numbers = [returns.start(0, b"\0", 1.0, now / 100) for now in range(64 * 40)]
     assert numbers[:64] == list(range(64))
     watched = [n for n in numbers if n >= 0]
@@ -99,7 +99,7 @@ def test_a_busy_service_is_watched_in_a_sample_that_spans_hours() -> None:
 
 
 def test_returns_of_visits_that_were_forgotten_or_not_watched_are_ignored() -> None:
-    returns = Returns(2, 1, window=8)
+    returns = ReuseModel(2, 1, window=8)
     for now in range(20):
         returns.start(0, b"\0", 1.0, now * 10_000.0)
     returns.returned(-1, 5.0)

@@ -45,7 +45,7 @@ def bytes_per_block(blocks: int) -> float:
     assert cached > 0.99 * blocks
     assert cache.stats()["evictions"]
     # The page tables of open sequences are bounded by max_sequences, not by the pool.
-    return (used - cache.rows.tables.nbytes) / cached
+    return (used - cache.block_tables.tables.nbytes) / cached
 
 
 def test_a_cached_block_takes_under_200_bytes_of_bookkeeping_in_a_pool_of_100_000() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvloom.core import KVCache, Snapshots
+from kvloom.core import CheckpointPolicy, KVCache
 
 from .world import (
     LAYOUTS,
@@ -68,10 +68,10 @@ def test_extend_reserves_whole_blocks_and_the_same_tokens_only_once(kind: str) -
     world = make_world(kind, 400)
     item = start(world, prompt_of(40))
     assert item.sequence.extend(17) == 0
-    assert item.sequence.reserve == 32
+    assert item.sequence.reserved_tokens == 32
     before = world.cache.stats()["held_pages"]
     assert item.sequence.extend(32) == 0
-    assert item.sequence.reserve == 32
+    assert item.sequence.reserved_tokens == 32
     assert world.cache.stats()["held_pages"] == before
     assert item.sequence.extend(0) == 0
     world.check()
@@ -82,13 +82,13 @@ def test_extend_returns_the_missing_pages_and_changes_nothing(kind: str) -> None
     world = make_world(kind, slabs_for(kind, 100))
     item = serve(world, prompt_of(33))
     seq, cache = item.sequence, world.cache
-    before = (seq.length, seq.reserve, tables(cache, item), cache.stats())
+    before = (seq.length, seq.reserved_tokens, tables(cache, item), cache.stats())
     missing = seq.extend(900)
     if kind == "state":
         assert missing == 0, "a state does not grow"
         return
     assert missing > 0
-    assert (seq.length, seq.reserve, tables(cache, item), cache.stats()) == before
+    assert (seq.length, seq.reserved_tokens, tables(cache, item), cache.stats()) == before
     world.check()
     run(world, item, [1])
 
@@ -106,7 +106,7 @@ def test_missing_pages_are_what_a_larger_pool_needs_more(kind: str) -> None:
 
 @every_layout
 def test_a_draft_is_extended_and_what_was_accepted_is_committed(kind: str) -> None:
-    world = make_world(kind, 400, snapshots=Snapshots(prompt_end=False, branch=False))
+    world = make_world(kind, 400, snapshots=CheckpointPolicy(prompt_end=False, branch=False))
     item = serve(world, prompt_of(30))
     for accepted in (1, 5, 3, 2, 5):
         assert item.sequence.extend(5) == 0
@@ -157,10 +157,10 @@ def test_bad_input_names_the_value_and_changes_nothing(kind: str, name: str) -> 
     item = serve(world, prompt_of(20))
     if name == "commit many without extend":
         run(world, item, [1] * 12)  # fill the block, so that the next token has no page
-    before = (item.sequence.length, item.sequence.reserve, tables(world.cache, item))
+    before = (item.sequence.length, item.sequence.reserved_tokens, tables(world.cache, item))
     with pytest.raises(ValueError, match=message):
         call(world, item)
-    assert (item.sequence.length, item.sequence.reserve, tables(world.cache, item)) == before
+    assert (item.sequence.length, item.sequence.reserved_tokens, tables(world.cache, item)) == before
     world.check()
 
 
@@ -279,7 +279,7 @@ def test_rollback_across_block_boundaries_and_another_way_on(kind: str, n: int) 
     item = serve(world, prompt_of(72))
     assert item.sequence.rollback(n) == 72 - n
     assert item.sequence.length == 72 - n
-    assert item.sequence.reserve == -(-(72 - n) // 16) * 16, "pages beyond are given back"
+    assert item.sequence.reserved_tokens == -(-(72 - n) // 16) * 16, "pages beyond are given back"
     item.tokens = item.tokens[: 72 - n]
     world.check()
     run(world, item, [9] * 40)
@@ -288,7 +288,7 @@ def test_rollback_across_block_boundaries_and_another_way_on(kind: str, n: int) 
 
 @pytest.mark.parametrize("kind", WITH_STATES)
 def test_rollback_returns_to_a_snapshot_where_there_are_states(kind: str) -> None:
-    world = make_world(kind, 400, snapshots=Snapshots(every_blocks=2))
+    world = make_world(kind, 400, snapshots=CheckpointPolicy(every_blocks=2))
     item = serve(world, prompt_of(72))
     run(world, item, [9] * 30)
     assert item.sequence.length == 102
@@ -309,7 +309,7 @@ def test_rollback_to_nothing_starts_again(kind: str) -> None:
     world = make_world(kind, 400)
     item = serve(world, prompt_of(50))
     assert item.sequence.rollback(50) == 0
-    assert item.sequence.reserve == 0
+    assert item.sequence.reserved_tokens == 0
     item.tokens = []
     run(world, item, prompt_of(50, seed=2))
     finish(world, item)
@@ -351,7 +351,7 @@ def decode_together(world: World, items: list[Open], token: int) -> None:
 def test_extend_many_and_commit_many_equal_one_by_one(kind: str, every: int) -> None:
     results = []
     for decode in (decode_one_by_one, decode_together):
-        world = make_world(kind, 900, snapshots=Snapshots(every_blocks=every))
+        world = make_world(kind, 900, snapshots=CheckpointPolicy(every_blocks=every))
         items = [serve(world, prompt_of(20 + 5 * i, seed=i % 2)) for i in range(4)]
         for step in range(50):
             decode(world, items, step)
@@ -414,11 +414,11 @@ def test_a_decode_step_costs_by_crossings_not_by_batch(kind: str, monkeypatch: p
             Counted.looked_at += 1
             return list.__getitem__(self, row)
 
-    monkeypatch.setattr(cache.rows, "handles", Counted(cache.rows.handles))
+    monkeypatch.setattr(cache.block_tables, "handles", Counted(cache.block_tables.sequences))
     for batch in (64, 16):
         some = rows[:batch]
         for _ in range(20):
-            lengths = cache.rows.length[some]
+            lengths = cache.block_tables.length[some]
             crossings = int((lengths % 16 == 0).sum() + (lengths % 16 == 15).sum())
             for span in cache.tree.windows:
                 crossings += sum(

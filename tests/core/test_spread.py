@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvloom.core import Control, Media, Tenant
-from kvloom.core.spread import Spread
+from kvloom.core import CacheControl, Media, Tenant
+from kvloom.core.histogram import Histogram
 
 from .world import cached, finish, make_world, prompt_of, serve, start
 
 
 def test_a_value_counts_where_it_is_at_most_the_bound() -> None:
-    spread = Spread((1, 2.5, 10))
+    spread = Histogram((1, 2.5, 10))
     for value in (0, 1, 1.1, 2.5, 11):
         spread.add(value)
     spread.add(10, times=3)
@@ -24,7 +24,7 @@ def test_a_value_counts_where_it_is_at_most_the_bound() -> None:
 @pytest.mark.parametrize("bounds", [(), (1, 1), (2, 1)])
 def test_bounds_must_rise(bounds: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="must be numbers that rise"):
-        Spread(bounds)
+        Histogram(bounds)
 
 
 def test_what_leaves_is_counted_by_kind_and_by_how_long_nobody_had_used_it() -> None:
@@ -32,10 +32,10 @@ def test_what_leaves_is_counted_by_kind_and_by_how_long_nobody_had_used_it() -> 
     cached(world, prompt_of(64))
     world.clock.advance(7.5)
     assert start(world, prompt_of(4, seed=1)).sequence.extend(64) == 0
-    room = world.cache.room
-    assert room.evictions == sum(room.evicted.values()) == room.idle.count > 0
+    room = world.cache.allocator
+    assert room.evictions == sum(room.evicted.values()) == room.idle_seconds.count > 0
     assert set(room.evicted) == {"blocks"}
-    assert room.idle.total == pytest.approx(7.5 * room.evictions)
+    assert room.idle_seconds.total == pytest.approx(7.5 * room.evictions)
     assert world.cache.accounts[""].evictions == room.evictions
 
 
@@ -79,7 +79,7 @@ def test_the_pages_of_an_image_count_as_their_own_kind() -> None:
 
 def test_tenants_have_counts_of_their_own() -> None:
     world = make_world("full", 40, tenants=[Tenant("gold")])
-    for control in (Control(tenant="gold"), Control(tenant="gold"), Control(tenant="someone")):
+    for control in (CacheControl(tenant="gold"), CacheControl(tenant="gold"), CacheControl(tenant="someone")):
         cached(world, prompt_of(33), control)
     gold, rest = world.cache.accounts["gold"], world.cache.accounts[""]
     assert (gold.looked_up_tokens, gold.hit_tokens) == (66, 32)

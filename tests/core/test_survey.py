@@ -9,8 +9,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvloom.core import Control, KVCache, PoolLayout, Sequence, Tenant, VirtualClock
-from kvloom.core.survey import STATES, Survey
+from kvloom.core import CacheControl, KVCache, PoolLayout, Sequence, Tenant, VirtualClock
+from kvloom.core.inspect.pool_map import STATES, PoolMap
 from tests.core.world import LAYOUTS, attention
 
 
@@ -19,7 +19,7 @@ def cache_of(layout: str = "full", slabs: int = 64, **more: object) -> KVCache:
 
 
 def grown(cache: KVCache, tokens: list[int], tenant: str = "") -> Sequence:
-    match = cache.match(tokens, Control(tenant=tenant))
+    match = cache.match(tokens, CacheControl(tenant=tenant))
     seq = cache.open(match)
     start = match.resume
     assert cache.extend(seq, len(tokens) - start) == 0
@@ -35,7 +35,7 @@ def pages(seen: dict, **what: object) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_map_counts_every_page_by_state_and_kind(layout: str) -> None:
     cache = cache_of(layout, slabs=256)
-    survey = Survey(cache)
+    survey = PoolMap(cache)
     held = grown(cache, list(range(100)))
     cache.close(grown(cache, [*range(60), *range(500, 560)]))
     for _ in range(2):
@@ -45,14 +45,14 @@ def test_the_map_counts_every_page_by_state_and_kind(layout: str) -> None:
         assert pages(seen, state="cached") == stats["cached_pages"]
         assert pages(seen, group=None) == 0
         assert {row["tenant"] for row in seen["map"]["legend"]} == {0}
-        cache.close(held) if held.row >= 0 and cache.rows.handles[held.row] is held else None
+        cache.close(held) if held.row >= 0 and cache.block_tables.sequences[held.row] is held else None
     kinds = {group["kind"] for group in seen["groups"]}
     assert kinds == {group.spec.kind for group in cache.layout.groups}
 
 
 def test_the_shares_of_a_cell_are_what_its_slabs_hold() -> None:
     cache = cache_of(slabs=41)
-    survey = Survey(cache, cells=8)
+    survey = PoolMap(cache, cells=8)
     seq = grown(cache, list(range(160)))
     seen = survey.look()["map"]
     assert seen["cells"] == 8
@@ -68,10 +68,10 @@ def test_the_shares_of_a_cell_are_what_its_slabs_hold() -> None:
 
 def test_pins_and_tenants_are_told_apart_and_names_alone_are_told() -> None:
     cache = cache_of(tenants=[Tenant("red", quota=1 << 20), Tenant("blue")])
-    survey = Survey(cache)
+    survey = PoolMap(cache)
     cache.close(grown(cache, list(range(1000, 1064)), "red"))
     cache.close(grown(cache, list(range(2000, 2032)), "blue"))
-    pin = cache.pin(list(range(1000, 1064)), 60, Control(tenant="red"))
+    pin = cache.pin(list(range(1000, 1064)), 60, CacheControl(tenant="red"))
     seen = survey.look(1.0)
     names = [tenant["name"] for tenant in seen["tenants"]]
     assert names == ["red", "blue", ""]
@@ -84,7 +84,7 @@ def test_pins_and_tenants_are_told_apart_and_names_alone_are_told() -> None:
 
 def test_more_tenants_than_places_are_others_together() -> None:
     cache = cache_of(slabs=128, tenants=[Tenant(f"t{i}") for i in range(50)])
-    survey = Survey(cache)
+    survey = PoolMap(cache)
     cache.close(grown(cache, list(range(40)), "t49"))
     seen = survey.look(1.0)
     assert len(seen["tenants"]) == 30
@@ -95,7 +95,7 @@ def test_more_tenants_than_places_are_others_together() -> None:
 def test_the_branches_are_the_hottest_and_hang_together() -> None:
     clock = VirtualClock()
     cache = cache_of(slabs=2048, clock=clock)
-    survey = Survey(cache, branches=20)
+    survey = PoolMap(cache, branches=20)
     for i in range(60):
         cache.close(grown(cache, [*range(64), *range(1000 + 50 * i, 1048 + 50 * i)]))
     for _ in range(5):
@@ -117,7 +117,7 @@ def test_the_branches_are_the_hottest_and_hang_together() -> None:
 
 def test_what_left_the_tree_leaves_the_picture() -> None:
     cache = cache_of(slabs=12)
-    survey = Survey(cache)
+    survey = PoolMap(cache)
     cache.close(grown(cache, list(range(100))))
     before = survey.look(1.0)["tree"]["branches"]
     cache.close(grown(cache, list(range(500, 660))))
@@ -129,7 +129,7 @@ def test_what_left_the_tree_leaves_the_picture() -> None:
 
 def test_slabs_without_memory_are_absent() -> None:
     cache = cache_of(slabs=11, reserved=31)
-    seen = Survey(cache, cells=10).look()
+    seen = PoolMap(cache, cells=10).look()
     assert pages(seen, state="absent") == 20
     assert {seen["map"]["at"][i] for i in range(len(seen["map"]["at"]))} <= set(range(3, 10))
 
@@ -138,7 +138,7 @@ def test_no_token_is_in_the_picture() -> None:
     cache = cache_of(slabs=128)
     tokens = [123_456_700 + i for i in range(64)]
     cache.close(grown(cache, tokens))
-    text = json.dumps(Survey(cache).look(1.0))
+    text = json.dumps(PoolMap(cache).look(1.0))
     assert "1234567" not in text
     assert set(STATES) >= {row["state"] for row in json.loads(text)["map"]["legend"]}
 
@@ -149,7 +149,7 @@ def test_a_million_pages_cost_milliseconds_and_a_hundred_kilobytes() -> None:
     rng = np.random.default_rng(0)
     for _ in range(40):
         cache.close(grown(cache, rng.integers(0, 30_000, 1 << 17).tolist()))
-    survey = Survey(cache)
+    survey = PoolMap(cache)
     survey.look()
     spent = []
     for _ in range(9):
@@ -165,4 +165,4 @@ def test_a_million_pages_cost_milliseconds_and_a_hundred_kilobytes() -> None:
 @pytest.mark.parametrize(("cells", "branches"), [(0, 1), (1, 0)])
 def test_a_picture_of_nothing_is_refused(cells: int, branches: int) -> None:
     with pytest.raises(ValueError, match="must be positive"):
-        Survey(cache_of(), cells, branches)
+        PoolMap(cache_of(), cells, branches)

@@ -7,19 +7,19 @@ import random
 import numpy as np
 import pytest
 
-from kvloom.core import POLICIES, Control, Media, Retain, Snapshots, Tenant
+from kvloom.core import POLICIES, CacheControl, CheckpointPolicy, Media, RetainRange, Tenant
 
 from .world import LAYOUTS, Open, World, cached, finish, make_world, prompt_of, run, serve, slabs_for, start
 
 every_layout = pytest.mark.parametrize("kind", sorted(LAYOUTS))
-GOLD, FREE = Control(tenant="gold"), Control(tenant="free")
+GOLD, FREE = CacheControl(tenant="gold"), CacheControl(tenant="free")
 
 
-def found(world: World, prompt: list[int], control: Control | None = None) -> int:
+def found(world: World, prompt: list[int], control: CacheControl | None = None) -> int:
     return world.cache.match([*prompt, 0], control).resume
 
 
-def press(world: World, tokens: int, control: Control | None = None, seed: int = 99) -> Open:
+def press(world: World, tokens: int, control: CacheControl | None = None, seed: int = 99) -> Open:
     """A request that takes room for `tokens` tokens and keeps it."""
     item = start(world, prompt_of(4, seed), control)
     assert item.sequence.extend(tokens) == 0
@@ -34,7 +34,12 @@ def test_a_prompt_of_another_tenant_is_never_hit(kind: str) -> None:
     world = make_world(kind, 400)
     cached(world, prompt_of(80), GOLD)
     assert found(world, prompt_of(80), GOLD) == 80
-    for other in (FREE, Control(), Control(tenant="gold", adapter="lora"), Control(adapter="gold")):
+    for other in (
+        FREE,
+        CacheControl(),
+        CacheControl(tenant="gold", adapter="lora"),
+        CacheControl(adapter="gold"),
+    ):
         match = world.cache.match(prompt_of(80), other)
         assert (match.matched, match.resume) == (0, 0)
         assert world.cache.explain(match).reason == "other tenant"
@@ -106,11 +111,11 @@ def test_what_a_quota_cannot_hold_is_missing_pages_and_nothing_changes() -> None
 
 def test_undeclared_tenants_share_one_account_but_no_pages() -> None:
     world = make_world("full", 30, tenants=[Tenant("", quota=5 * 2048)])
-    cached(world, prompt_of(64, seed=1), Control(tenant="a"))
-    cached(world, prompt_of(64, seed=1), Control(tenant="b"))
+    cached(world, prompt_of(64, seed=1), CacheControl(tenant="a"))
+    cached(world, prompt_of(64, seed=1), CacheControl(tenant="b"))
     assert world.cache.stats()["free_slabs"] == 29 - 5
-    assert found(world, prompt_of(64, seed=1), Control(tenant="b")) == 64
-    assert found(world, prompt_of(64, seed=1), Control(tenant="a")) <= 16
+    assert found(world, prompt_of(64, seed=1), CacheControl(tenant="b")) == 64
+    assert found(world, prompt_of(64, seed=1), CacheControl(tenant="a")) <= 16
 
 
 @pytest.mark.parametrize(("quota", "weight"), [(-1, 0.0), (None, -2.0)])
@@ -177,7 +182,7 @@ def test_a_pin_survives_pressure_and_ends_with_its_ttl(kind: str) -> None:
 @pytest.mark.parametrize(("slabs", "quota"), [(13, None), (40, 12 * 2048)])
 def test_many_extend_together_where_a_pin_ends_at_that_moment(slabs: int, quota: int | None) -> None:
     world = make_world("full", slabs, tenants=[Tenant("acme", quota=quota)])
-    cache, control = world.cache, Control(tenant="acme")
+    cache, control = world.cache, CacheControl(tenant="acme")
     prompt = prompt_of(97, seed=1)
     cached(world, prompt, control)
     cache.pin(prompt, 10.0, control)
@@ -186,7 +191,7 @@ def test_many_extend_together_where_a_pin_ends_at_that_moment(slabs: int, quota:
     assert cache.extend_many(rows), "the pin has what they need"
     world.clock.advance(20)
     assert cache.extend_many(rows) == 0
-    assert [item.sequence.reserve for item in items] == [80, 32]
+    assert [item.sequence.reserved_tokens for item in items] == [80, 32]
     for item in items:
         world.step(item, [7])
         finish(world, item)
@@ -238,7 +243,7 @@ def test_a_pin_needs_a_positive_ttl(ttl: float) -> None:
     with pytest.raises(ValueError, match=str(ttl)):
         world.cache.pin([1, 2, 3], ttl)
     with pytest.raises(ValueError, match=str(ttl)):
-        Retain(ttl=ttl)
+        RetainRange(ttl=ttl)
     world.check()
 
 
@@ -248,7 +253,7 @@ def test_a_pin_needs_a_positive_ttl(ttl: float) -> None:
 def test_token_ranges_leave_in_the_order_of_their_priority() -> None:
     """The system prompt stays, the document between goes first, where nothing hangs below it."""
     world = make_world("full", 1 + 4 + 4 + 4)
-    keep = Control(retain=(Retain(0, 32, priority=5), Retain(32, None, priority=-1)))
+    keep = CacheControl(retain=(RetainRange(0, 32, priority=5), RetainRange(32, None, priority=-1)))
     cached(world, prompt_of(64, seed=1), keep)
     world.clock.advance(1)
     cached(world, prompt_of(64, seed=2))
@@ -265,7 +270,7 @@ def test_token_ranges_leave_in_the_order_of_their_priority() -> None:
 def test_a_range_protects_only_until_its_ttl() -> None:
     for wait, left in ((0.0, [64, 0]), (10.0, [0, 64])):
         world = make_world("full", 1 + 8)
-        cached(world, prompt_of(64, seed=1), Control(retain=(Retain(ttl=5.0),)))
+        cached(world, prompt_of(64, seed=1), CacheControl(retain=(RetainRange(ttl=5.0),)))
         world.clock.advance(1)
         cached(world, prompt_of(64, seed=2))
         world.clock.advance(wait)
@@ -276,7 +281,7 @@ def test_a_range_protects_only_until_its_ttl() -> None:
 def test_empty_ranges_are_refused() -> None:
     for start_, stop in ((-1, 5), (5, 5), (7, 3)):
         with pytest.raises(ValueError, match=rf"\[{start_}, {stop}\)"):
-            Retain(start_, stop)
+            RetainRange(start_, stop)
 
 
 # -- store and read ------------------------------------------------------------------------------------------------
@@ -284,8 +289,8 @@ def test_empty_ranges_are_refused() -> None:
 
 @every_layout
 def test_a_request_that_stores_nothing_leaves_nothing(kind: str) -> None:
-    world = make_world(kind, 200, snapshots=Snapshots(every_blocks=1))
-    item = serve(world, prompt_of(60), Control(store=False))
+    world = make_world(kind, 200, snapshots=CheckpointPolicy(every_blocks=1))
+    item = serve(world, prompt_of(60), CacheControl(store=False))
     run(world, item, [7] * 40)
     assert found(world, prompt_of(60)) == 0, "nor while it runs"
     finish(world, item)
@@ -298,7 +303,7 @@ def test_a_request_that_stores_nothing_leaves_nothing(kind: str) -> None:
 def test_a_request_that_stores_nothing_still_reads(kind: str) -> None:
     world = make_world(kind, 200)
     cached(world, prompt_of(60))
-    item = serve(world, [*prompt_of(60), *prompt_of(30, seed=1)], Control(store=False))
+    item = serve(world, [*prompt_of(60), *prompt_of(30, seed=1)], CacheControl(store=False))
     assert item.sequence.resumed == 60
     run(world, item, [7] * 40)
     finish(world, item)
@@ -308,10 +313,10 @@ def test_a_request_that_stores_nothing_still_reads(kind: str) -> None:
 @every_layout
 def test_a_request_that_does_not_read_computes_everything_and_stores_it(kind: str) -> None:
     world = make_world(kind, 200)
-    no_read = Control(read=False)
+    no_read = CacheControl(read=False)
     assert cached(world, prompt_of(60)) == 0
     match = world.cache.match(prompt_of(60), no_read)
-    assert (match.resume, match.stop.reason) == (0, "reading off")
+    assert (match.resume, match.miss.reason) == (0, "reading off")
     assert cached(world, prompt_of(60), no_read) == 0
     assert cached(world, prompt_of(60, seed=1), no_read) == 0
     assert found(world, prompt_of(60, seed=1)) == 60
@@ -328,7 +333,7 @@ def test_an_ended_session_leaves_first_but_not_what_others_share() -> None:
     world.clock.advance(1)
     ended, other = [*trunk, *prompt_of(64, seed=1)], [*trunk, *prompt_of(64, seed=2)]
     cached(world, other)
-    cached(world, ended, Control(session="chat"))
+    cached(world, ended, CacheControl(session="chat"))
     world.clock.advance(1)
     assert world.cache.end_session("chat") == 64
     press(world, 16 * (world.cache.pool.free_slabs + 4))
@@ -341,7 +346,7 @@ def test_an_ended_session_leaves_first_but_not_what_others_share() -> None:
 @every_layout
 def test_ending_a_session_is_a_hint_only(kind: str) -> None:
     world = make_world(kind, 200)
-    cached(world, prompt_of(60), Control(session="chat"))
+    cached(world, prompt_of(60), CacheControl(session="chat"))
     world.cache.end_session("chat")
     assert found(world, prompt_of(60)) == 60, "there is room, so nothing leaves"
     assert world.cache.end_session("chat") == 0
@@ -351,12 +356,12 @@ def test_ending_a_session_is_a_hint_only(kind: str) -> None:
 
 def test_a_session_that_comes_back_is_an_ordinary_one_again() -> None:
     world = make_world("full", 1 + 5 + 5 + 1)
-    cached(world, prompt_of(64, seed=1), Control(session="chat"))
+    cached(world, prompt_of(64, seed=1), CacheControl(session="chat"))
     world.cache.end_session("chat")
     world.clock.advance(1)
     cached(world, prompt_of(64, seed=2))
     world.clock.advance(1)
-    cached(world, [*prompt_of(64, seed=1), *prompt_of(16, seed=5)], Control(session="chat"))
+    cached(world, [*prompt_of(64, seed=1), *prompt_of(16, seed=5)], CacheControl(session="chat"))
     world.clock.advance(1)
     press(world, 16 * (world.cache.pool.free_slabs + 4))
     assert found(world, [*prompt_of(64, seed=1), *prompt_of(16, seed=5)]) == 80
@@ -367,10 +372,10 @@ def test_a_session_that_comes_back_is_an_ordinary_one_again() -> None:
 def test_what_a_share_protects_is_foreseen_and_nothing_is_evicted_in_vain() -> None:
     tenants = [Tenant("", weight=1.0), Tenant("gold", weight=1.0)]
     world = make_world("full", 41, tenants=tenants)  # twenty blocks each
-    cached(world, prompt_of(20 * 16, 1), Control(tenant="gold"))
+    cached(world, prompt_of(20 * 16, 1), CacheControl(tenant="gold"))
     cached(world, prompt_of(15 * 16, 2))
     needy = start(world, [1])
     assert needy.sequence.extend(21 * 16) > 0
     assert world.cache.match([*prompt_of(15 * 16, 2), 9]).resume == 15 * 16
     assert needy.sequence.extend(20 * 16) == 0
-    assert world.cache.match([*prompt_of(20 * 16, 1), 9], Control(tenant="gold")).resume == 20 * 16
+    assert world.cache.match([*prompt_of(20 * 16, 1), 9], CacheControl(tenant="gold")).resume == 20 * 16

@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvloom.core import (
-    Control,
+    CacheControl,
     Field,
     KVCache,
     LayerSpec,
     Media,
     PoolLayout,
     Sequence,
-    Span,
     VirtualClock,
+    Visibility,
     attention_fields,
 )
 
 
-def attention(span: Span | None = None, heads: int = 1, **kind: str) -> LayerSpec:
-    return LayerSpec("token", attention_fields(heads, 16, "bf16"), span or Span("full"), **kind)  # type: ignore[arg-type]
+def attention(span: Visibility | None = None, heads: int = 1, **kind: str) -> LayerSpec:
+    return LayerSpec("token", attention_fields(heads, 16, "bf16"), span or Visibility("full"), **kind)  # type: ignore[arg-type]
 
 
 def state(size: int = 1024) -> LayerSpec:
@@ -36,17 +36,17 @@ def state(size: int = 1024) -> LayerSpec:
 
 LAYOUTS: dict[str, dict[str, LayerSpec]] = {
     "full": {f"l{i}": attention() for i in range(2)},
-    "sliding": {f"l{i}": attention(Span("sliding", 40)) for i in range(2)},
+    "sliding": {f"l{i}": attention(Visibility("sliding", 40)) for i in range(2)},
     "sliding+full": {
-        **{f"s{i}": attention(Span("sliding", 40), heads=256) for i in range(4)},  # two pages a block
+        **{f"s{i}": attention(Visibility("sliding", 40), heads=256) for i in range(4)},  # two pages a block
         **{f"f{i}": attention(heads=256) for i in range(2)},
     },
-    "chunked+full": {"c": attention(Span("chunked", 48)), "f": attention()},
+    "chunked+full": {"c": attention(Visibility("chunked", 48)), "f": attention()},
     "state": {f"m{i}": state() for i in range(2)},
     "state+full": {**{f"m{i}": state(2048) for i in range(3)}, "f": attention()},
     "state+sliding+full": {
         "m": state(6144),
-        **{f"s{i}": attention(Span("sliding", 24)) for i in range(2)},
+        **{f"s{i}": attention(Visibility("sliding", 24)) for i in range(2)},
         "f": attention(),
     },
     "several pages a slab": {
@@ -58,7 +58,7 @@ LAYOUTS: dict[str, dict[str, LayerSpec]] = {
     "several pages a slab, every kind": {
         "m": state(512),
         "f": attention(heads=3),
-        "s": attention(Span("sliding", 40), heads=5),
+        "s": attention(Visibility("sliding", 40), heads=5),
         "x": attention(axis="media", heads=3),
     },
     "cross": {"f": attention(), "x": attention(axis="media")},
@@ -74,7 +74,7 @@ class Open:
     sequence: Sequence
     tokens: list[int]
     prompt: list[int]
-    control: Control
+    control: CacheControl
     media: tuple[Media, ...] = ()
 
 
@@ -94,7 +94,7 @@ class World:
     # -- what an engine does ----------------------------------------------------------------------
 
     def grow(self, n: int) -> None:
-        slabs = self.cache.absent(n).tolist()
+        slabs = self.cache.unbacked_slabs(n).tolist()
         assert len(slabs) == n
         assert self.mapped.isdisjoint(slabs)
         self.mapped.update(slabs)
@@ -144,10 +144,10 @@ class World:
         self._wipe(cls, page)
         self.bytes_.setdefault((cls, page), {})[slot] = value
 
-    def _columns(self, numbering: str) -> list[tuple[int, int, Span]]:
+    def _columns(self, numbering: str) -> list[tuple[int, int, Visibility]]:
         """(column, size class, span) of a numbering."""
         return [
-            (column, self.cache.pool.class_of[g.index], g.spec.span)
+            (column, self.cache.pool.class_of[g.index], g.spec.visibility)
             for g in self.cache.layout.of(numbering)
             for column in range(g.columns.start, g.columns.stop)
         ]
@@ -162,18 +162,20 @@ class World:
         assert start == len(item.tokens)
         after = item.tokens + tokens
         for position in range(start, len(after)):
-            value = prefix_hash(after[: position + 1], seq.root.name)
+            value = prefix_hash(after[: position + 1], seq.root.hash)
             block, slot = divmod(position, cache.block_tokens)
             for column, cls, _ in self._columns("token"):
-                self._write(cls, int(cache.rows.tables[column, seq.row, block]), (column, slot), value)
-        reached = prefix_hash(item.tokens if draft else after, seq.root.name)
+                self._write(
+                    cls, int(cache.block_tables.tables[column, seq.row, block]), (column, slot), value
+                )
+        reached = prefix_hash(item.tokens if draft else after, seq.root.hash)
         for column, cls, _ in self._columns("state"):
-            self._write(cls, int(cache.rows.states[column, seq.row]), "state", reached)
+            self._write(cls, int(cache.block_tables.states[column, seq.row]), "state", reached)
         for media in item.media:
             if media.start < len(after) and self.cache.media.width:
                 for i, row in enumerate(seq.media_rows(media.digest).tolist()):
                     for column, cls, _ in self._columns("media"):
-                        key = seq.root.name + media.digest
+                        key = seq.root.hash + media.digest
                         if seq.length <= media.start:
                             self._write(cls, row[column], ("media", column, i), key)
         ids = np.maximum(np.array(tokens, np.int32), 0)  # media ids are given as placeholders
@@ -190,18 +192,18 @@ class World:
         for column, cls, span in self._columns("token"):
             for position in range(span.first_visible(length), length):
                 block, slot = divmod(position, cache.block_tokens)
-                page = int(cache.rows.tables[column, seq.row, block])
+                page = int(cache.block_tables.tables[column, seq.row, block])
                 expected = hashes.setdefault(
-                    position, prefix_hash(item.tokens[: position + 1], seq.root.name)
+                    position, prefix_hash(item.tokens[: position + 1], seq.root.hash)
                 )
                 assert page > 0, f"no page for position {position} of {length}, column {column}"
                 assert self.bytes_[cls, page].get((column, slot)) == expected, (
                     f"wrong bytes at {position} of {length}"
                 )
-        if seq.state_length and cache.has_states and cache.rows.states[0, seq.row]:
-            so_far = prefix_hash(item.tokens[: seq.state_length], seq.root.name)
+        if seq.state_length and cache.has_states and cache.block_tables.states[0, seq.row]:
+            so_far = prefix_hash(item.tokens[: seq.state_length], seq.root.hash)
             for column, cls, _ in self._columns("state"):
-                page = int(cache.rows.states[column, seq.row])
+                page = int(cache.block_tables.states[column, seq.row])
                 assert self.bytes_[cls, page].get("state") == so_far, "wrong state"
         for media in item.media:
             if media.stop <= length and cache.media.width:
@@ -209,7 +211,7 @@ class World:
                     for column, cls, _ in self._columns("media"):
                         assert (
                             self.bytes_[cls, row[column]][("media", column, i)]
-                            == seq.root.name + media.digest
+                            == seq.root.hash + media.digest
                         )
 
     def check(self) -> None:
@@ -222,12 +224,12 @@ class World:
 
     def _check_memory(self) -> None:
         """Pages that anyone names, holds or keeps have memory, and they and the free ones are all of it."""
-        pool, rows = self.cache.pool, self.cache.rows
+        pool, rows = self.cache.pool, self.cache.block_tables
         used: set[int] = set()
         for c in pool.classes:
-            pages = np.flatnonzero((c.held > 0) | (c.kept > 0))
+            pages = np.flatnonzero((c.in_use > 0) | (c.cached > 0))
             used.update((pages // c.per_slab).tolist())
-            assert pages.size == c.held_pages + c.cached_pages
+            assert pages.size == c.in_use_pages + c.cached_pages
         assert used <= self.mapped - {0}
         assert len(used) + pool.free_slabs == len(self.mapped) - 1 == pool.slabs - 1
         for numbering, tables in (("token", rows.tables), ("state", rows.states)):
@@ -258,11 +260,11 @@ def prompt_of(n: int, seed: int = 0) -> list[int]:
 
 
 def start(
-    world: World, prompt: list[int], control: Control | None = None, media: tuple[Media, ...] = ()
+    world: World, prompt: list[int], control: CacheControl | None = None, media: tuple[Media, ...] = ()
 ) -> Open:
     """Look a prompt up and open it; nothing is computed yet."""
     cache = world.cache
-    control = control or Control()
+    control = control or CacheControl()
     sequence = cache.open(cache.match(prompt, control, media))
     seen = cache.media_ids.place(np.array(prompt, np.int32), media).tolist()
     item = Open(sequence, seen[: sequence.length], seen, control, media)
@@ -274,7 +276,7 @@ def run(world: World, item: Open, tokens: list[int] | None = None) -> Open:
     """Compute `tokens` (what is left of the prompt, if not given), ending steps where a snapshot is wanted."""
     left = item.prompt[len(item.tokens) :] if tokens is None else list(tokens)
     while left:
-        boundary = item.sequence.boundary
+        boundary = item.sequence.next_checkpoint
         n = len(left) if boundary is None else min(len(left), boundary - item.sequence.length)
         assert item.sequence.extend(n) == 0, "out of pages"
         world.step(item, left[:n])
@@ -283,7 +285,7 @@ def run(world: World, item: Open, tokens: list[int] | None = None) -> Open:
 
 
 def serve(
-    world: World, prompt: list[int], control: Control | None = None, media: tuple[Media, ...] = ()
+    world: World, prompt: list[int], control: CacheControl | None = None, media: tuple[Media, ...] = ()
 ) -> Open:
     return run(world, start(world, prompt, control, media))
 
@@ -295,7 +297,7 @@ def finish(world: World, item: Open) -> None:
 
 
 def cached(
-    world: World, prompt: list[int], control: Control | None = None, media: tuple[Media, ...] = ()
+    world: World, prompt: list[int], control: CacheControl | None = None, media: tuple[Media, ...] = ()
 ) -> int:
     """A request from its prompt to its end; returns where it resumed."""
     item = serve(world, prompt, control, media)

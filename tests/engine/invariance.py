@@ -24,7 +24,7 @@ def prompts_of(count: int, vocabulary: int, longest: int, seed: int = 0) -> list
 
 def told(request: Request) -> list[tuple[int, list[float]]]:
     """Tokens with all their log-probabilities, to the last bit."""
-    assert request.finish is not None
+    assert request.finish_reason is not None
     return [
         (token, [one.logprob for one in likely.values()])
         for token, likely in zip(request.output, request.logprobs, strict=True)

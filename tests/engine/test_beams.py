@@ -53,7 +53,7 @@ def test_texts_and_scores_are_those_of_generate(family: str) -> None:
     for request, (texts, scores) in zip(requests, expected, strict=True):
         assert [one.output for one in request.best] == texts
         assert [one.cumulative_logprob / 8 for one in request.best] == pytest.approx(scores, abs=1e-4)
-        assert {one.finish for one in request.best} == {"length"}
+        assert {one.finish_reason for one in request.best} == {"length"}
     assert idle(engine)
 
 
@@ -74,8 +74,8 @@ def test_texts_that_end_early_are_those_of_generate(width: int, penalty: float) 
             assert [one.output for one in request.best] == texts
             found = [one.cumulative_logprob / len(one.output) ** penalty for one in request.best]
             assert found == pytest.approx(scores, abs=1e-4)
-            ended += sum(one.finish == "stop" for one in request.best)
-            assert all((one.finish == "stop") == (one.output[-1] == eos) for one in request.best)
+            ended += sum(one.finish_reason == "stop" for one in request.best)
+            assert all((one.finish_reason == "stop") == (one.output[-1] == eos) for one in request.best)
     assert ended or penalty == 2.0  # which likes long texts
 
 
@@ -88,7 +88,7 @@ def test_beams_that_give_up_their_pages_give_the_same(family: str, slabs: int, n
     expected = [wanted(model, prompt, 4, new)[0] for prompt in PROMPTS]
     layout = Engine(model, POOL).layout
     engine = Engine(model, slabs * layout.slab_bytes, token_budget=24, max_running=9)
-    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, params(4, new)) for prompt in PROMPTS]
     steps = 0
     while engine.busy:
@@ -118,7 +118,7 @@ def test_a_vocabulary_smaller_than_the_width_gives_what_it_has() -> None:
     engine.run()
     assert len(request.best) == 64
     assert len({one.output[0] for one in request.best}) == 64
-    assert {one.finish for one in request.family} == {"length"}
+    assert {one.finish_reason for one in request.family} == {"length"}
     assert idle(engine)
 
 
@@ -130,9 +130,9 @@ def test_cancelling_ends_all_beams() -> None:
         for _ in range(steps):
             engine.step()
         engine.cancel(request)
-        assert {one.finish for one in request.family} == {"cancelled"}
+        assert {one.finish_reason for one in request.family} == {"cancelled"}
         engine.run()
-        assert other.finish == "length"
+        assert other.finish_reason == "length"
         assert idle(engine)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine import checking
-from kvloom.engine.checking import check_engine, check_model
+from kvloom.engine import preflight as checking
+from kvloom.engine.preflight import check_engine, check_model
 from kvloom.kernels.cuda_driver import CudaError
 from kvloom.models.catalog import folder_of
 

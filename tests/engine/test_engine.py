@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core import Control
-from kvloom.engine import foresight
+from kvloom.core import CacheControl
 from kvloom.engine.engine import Engine
+from kvloom.engine.execution.memory_budget import default_token_budget
+from kvloom.engine.execution.piecewise_graphs import uncollected
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.sizing import long_budget
-from kvloom.engine.strips import uncollected
+from kvloom.engine.scheduling import lookahead as foresight
 from tests.models.zoo import expected, tiny
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
@@ -37,7 +37,7 @@ def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int, ahead:
     layout = Engine(model, 1 << 24).layout
     room = slabs * layout.slab_bytes or 3 * layout.slab_bytes_for(max(map(len, prompts)) + 10)
     engine = Engine(model, room, token_budget=24, max_running=8, ahead=ahead)
-    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, GREEDY, priority=i % 3) for i, prompt in enumerate(prompts)]
     cancelled: list[Request] = []
     steps = 0
@@ -46,17 +46,17 @@ def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int, ahead:
         steps += 1
         if steps % 15 == 0:
             victim = rng.choice(requests)
-            if victim.finish is None:
+            if victim.finish_reason is None:
                 engine.cancel(victim)
                 cancelled.append(victim)
         engine.cache.check()
         assert steps < 2000
     for request, tokens in zip(requests, wanted, strict=True):
         if request in cancelled:
-            assert request.finish == "cancelled"
+            assert request.finish_reason == "cancelled"
             assert request.tokens == tokens[: len(request.tokens)]
         else:
-            assert request.finish == "length"
+            assert request.finish_reason == "length"
             assert request.tokens == tokens
     assert sum(request.preemptions for request in requests)
     engine.cache.take_copies()
@@ -103,7 +103,7 @@ def test_a_snapshot_costs_a_prompt_of_more_than_a_block_one_step_of_one_token(si
         while engine.busy:
             before = request.computed
             engine.step()
-            seen.append(request.computed - before if request.finish is None else size - before)
+            seen.append(request.computed - before if request.finish_reason is None else size - before)
         assert len(seen) == expected_steps
         assert seen == [size] if expected_steps == 1 else seen == [size - 1, 1]
         again = engine.add(range(3, 3 + size), SamplingParams(max_tokens=1))
@@ -123,8 +123,8 @@ def test_decodes_go_before_prompts_and_the_budget_holds() -> None:
         assert len(work[0][1].tokens) == 1
         batch = engine.cache.take_copies()
         assert not batch
-        engine.scheduler.launched(work)
-        engine.scheduler.learned([early], [9], [])
+        engine.scheduler.step_launched(work)
+        engine.scheduler.commit_tokens([early], [9], [])
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -136,7 +136,7 @@ def test_stop_tokens_and_eos_end_a_request(ahead: bool) -> None:
     stop = plain.output[3]
     ended = engine.add([5, 6, 7], SamplingParams(max_tokens=10, temperature=0, stop_token_ids=(stop,)))
     engine.run()
-    assert ended.finish == "stop"
+    assert ended.finish_reason == "stop"
     assert ended.output == plain.output[: plain.output.index(stop) + 1]
 
 
@@ -151,7 +151,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs() -> None:
     same = crowd.add([9, 8, 7], params)
     crowd.run()
     assert same.output == lonely.output
-    assert all(other.finish == "length" for other in others)
+    assert all(other.finish_reason == "length" for other in others)
 
 
 def test_a_request_that_does_not_fit_even_alone_ends_and_says_so() -> None:
@@ -163,11 +163,11 @@ def test_a_request_that_does_not_fit_even_alone_ends_and_says_so() -> None:
     assert not held.extend(block + 1)  # someone else's pages, which nobody may take
     request = engine.add(range(3, 3 + block + 2), SamplingParams(max_tokens=2, temperature=0))
     engine.run()
-    assert request.finish == "no_room"
+    assert request.finish_reason == "no_room"
     held.close()
     request = engine.add(range(3, 3 + block + 2), SamplingParams(max_tokens=2, temperature=0))
     engine.run()
-    assert request.finish == "length"
+    assert request.finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_what_someone_computes_is_waited_for_not_computed_again() -> None:
     assert other.computed == 20, "those behind are not held up"
     engine.run()
     assert [request.cached_tokens for request in requests] == [0, 32, 32, 32]
-    apart = [engine.add([*shared[::-1], 7 + i], GREEDY, Control(tenant=str(i))) for i in range(2)]
+    apart = [engine.add([*shared[::-1], 7 + i], GREEDY, CacheControl(tenant=str(i))) for i in range(2)]
     engine.step()
     assert [request.computed for request in apart] == [41, 23], "tenants share nothing"
     engine.run()
@@ -254,7 +254,7 @@ def test_what_those_in_line_will_find_stays(family: str, kib: int, monkeypatch: 
         ended: list[Request] = []
         turn = {engine.add([3 + i, *range(5, 50)], GREEDY): 0 for i in range(12)}
         while turn:
-            for request in [request for request in engine.step() if request.finish is not None]:
+            for request in [request for request in engine.step() if request.finish_reason is not None]:
                 ended.append(request)
                 before = turn.pop(request)
                 if before < 3:
@@ -272,10 +272,10 @@ def test_who_waits_no_more_keeps_no_pages() -> None:
     engine.run()
     running, waiting = (engine.add([3 + i, *range(5, 50)], GREEDY) for i in range(2))
     engine.step()
-    assert waiting.foreseen is not None
+    assert waiting.queued_prefix is not None
     engine.cancel(waiting)
     engine.run()
-    assert running.foreseen is waiting.foreseen is None
+    assert running.queued_prefix is waiting.queued_prefix is None
     assert not any(node.due for root in engine.cache.tree.roots.values() for node in below(root))
 
 
@@ -300,12 +300,12 @@ def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
 
 
 def test_longer_steps_are_for_large_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert long_budget(torch.device("cpu")) is None
+    assert default_token_budget(torch.device("cpu")) is None
 
     class Device:
         total_memory = 24 << 30
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
-    assert long_budget(torch.device("cuda")) is None
+    assert default_token_budget(torch.device("cuda")) is None
     Device.total_memory = 80 << 30
-    assert long_budget(torch.device("cuda")) == 16384
+    assert default_token_budget(torch.device("cuda")) == 16384

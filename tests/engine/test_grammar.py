@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.sampler import Sampler
+from kvloom.engine.sampling.sampler import Sampler
 
 from . import made_tokenizers as tokenizers
 
 pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 
-from kvloom.engine.grammar import Grammars, GrammarState, fill
+from kvloom.engine.sampling.grammar import Grammars, GrammarState, fill
 
 TOKENIZER = tokenizers.byte_level('"name"', '": "', "true", "false", " the", "123")
 EOS = 2

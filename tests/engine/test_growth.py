@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from kvloom.core import Control
+from kvloom.core import CacheControl
 from kvloom.engine.engine import Engine
-from kvloom.engine.growth import MEMORY, TYPICAL, Growth
 from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.scheduling.admission import MEMORY, TYPICAL, Admission
 from tests.models.zoo import expected, tiny
 
 
@@ -36,7 +36,7 @@ def test_nobody_gives_its_pages_up_where_ends_are_known(family: str, ahead: bool
     room = 4 * layout.slab_bytes_for(68, states=2) + 2 * layout.slab_bytes
     engine = Engine(model, room, token_budget=32, max_running=12, ahead=ahead)
     if not foresees:
-        engine.scheduler.growth = None
+        engine.scheduler.admission = None
     requests = [engine.add(prompt, greedy(28)) for prompt in prompts]
     most = 0
     while engine.busy:
@@ -74,8 +74,8 @@ def test_a_prompt_needs_its_room_at_once_and_not_by_and_by() -> None:
     layout = Engine(model, 1 << 24).layout
     pages = layout.slab_bytes_for(320)
     engine = Engine(model, 5 * pages + pages * 19 // 20, token_budget=320, ahead=True)
-    assert engine.scheduler.growth is not None
-    engine.scheduler.growth._typical = 60.0
+    assert engine.scheduler.admission is not None
+    engine.scheduler.admission._typical = 60.0
     requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
     most = 0
     while engine.busy:
@@ -87,10 +87,10 @@ def test_a_prompt_needs_its_room_at_once_and_not_by_and_by() -> None:
 
 def test_answers_are_expected_to_be_as_long_as_they_were_of_late() -> None:
     engine = Engine(tiny("llama", max_position_embeddings=4096), 1 << 24)
-    growth = Growth(engine.cache)
+    growth = Admission(engine.cache)
 
     def request(said: int, limit: int = 3000) -> Request:
-        made = Request(0, (3, 4, 5), greedy(limit), Control())
+        made = Request(0, (3, 4, 5), greedy(limit), CacheControl())
         made.tokens += [7] * said
         return made
 
@@ -98,7 +98,7 @@ def test_answers_are_expected_to_be_as_long_as_they_were_of_late() -> None:
     assert growth._end_of(request(0, limit=20)) == 23
     assert growth._end_of(request(1000)) == 3 + 1251  # longer than most: it goes on for a while
     for _ in range(20 * MEMORY):
-        growth.ended(request(10))
+        growth.request_finished(request(10))
     assert growth._end_of(request(0)) <= 3 + 11
 
 
@@ -107,7 +107,7 @@ def test_where_estimates_are_too_low_somebody_still_gives_way() -> None:
     wanted = expected(model, prompts, 100)
     layout = Engine(model, 1 << 24).layout
     engine = Engine(model, 2 * layout.slab_bytes_for(140) + layout.slab_bytes)
-    growth = engine.scheduler.growth
+    growth = engine.scheduler.admission
     assert growth is not None
     growth._typical = 8.0
     requests = [engine.add(prompt, greedy(100)) for prompt in prompts]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvloom.engine.engine import Engine
+from kvloom.engine.execution.model_runner import ModelRunner
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.runner import Runner
-from kvloom.engine.sampler import Sampler
+from kvloom.engine.sampling.sampler import Sampler
 from tests.models.zoo import tiny
 
 from .invariance import apart, prompts_of, together, told
@@ -47,7 +47,7 @@ def test_a_cpu_promises_it_in_float32_alone() -> None:
 def invariant_engine(model: Any, budget: int) -> Engine:
     """An engine on a CPU that computes in a GPU's way."""
     made = Engine(model, 2 << 20, token_budget=budget, max_running=4)
-    made.runner = Runner(model, made.cache, made.buffer, budget, 4, graphs=False, invariant=True)
+    made.runner = ModelRunner(model, made.cache, made.buffer, budget, 4, graphs=False, invariant=True)
     return made
 
 
@@ -109,7 +109,7 @@ def test_the_gpus_way_gives_the_same_bits_of_states_wherever_prompts_are_cut(
 
 def test_every_way_of_choosing_tokens_runs_in_the_mode() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from kvloom.engine.odds import allow
+    from kvloom.engine.sampling.logit_processors import apply_grammar_mask
     from kvloom.kernels.invariant_mode import BatchInvariant
 
     ways: list[dict[str, Any]] = [
@@ -135,5 +135,5 @@ def test_every_way_of_choosing_tokens_runs_in_the_mode() -> None:
         assert few.logprobs is not None
         assert torch.equal(few.logprobs.values, found.logprobs.values[3:5])
         masked = logits.clone()
-        allow(masked, [0, 2], np.full((2, 10), 0b1010, dtype=np.int32))
+        apply_grammar_mask(masked, [0, 2], np.full((2, 10), 0b1010, dtype=np.int32))
     assert torch.isinf(masked[0]).sum() == 300 - 20

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Span, attention_fields
+from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Visibility, attention_fields
 from kvloom.core.clock import VirtualClock
-from kvloom.engine import engine as engine_module, lower as lower_module
-from kvloom.engine.arena import HostPages, form_of, open_host
+from kvloom.engine import engine as engine_module
 from kvloom.engine.engine import Engine
-from kvloom.engine.keeping import Keeping
+from kvloom.engine.offload import manager as lower_module
+from kvloom.engine.offload.host_pages import HostPages, form_of, open_host
+from kvloom.engine.offload.store import HostStore
 from kvloom.engine.request import SamplingParams
 from kvloom.kernels.copy import Done
-from kvloom.tiers.arena import copy_pages
-from kvloom.tiers.mover import Mover
+from kvloom.tiers.host.arena import copy_pages
+from kvloom.tiers.transfers.transfer_manager import Mover
 from tests.models.zoo import expected, tiny
 
 from .test_lower import PATIENT, POOL, LateCopy, closed, drawn, greedy, leave_early, lower_of
@@ -46,7 +47,7 @@ class Told(HostPages):
 
     def down(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
         self.copies.append((age, set(pages.tolist())))
-        done = super().down(stride, pages, offsets, age)
+        done = super().offload(stride, pages, offsets, age)
         return LateCopy(lambda: None, 4) if self.late else done
 
     def wait(self, event: Any) -> None:
@@ -64,7 +65,7 @@ class Desk:
         host, _ = open_host(layout, 4 << 20, False, buffer.device)
         forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in layout.groups}
         self.pages = Told(layout, buffer, host)
-        self.keeping = Keeping(self.cache, self.pages, Mover(host, ()), forms, forms, {writes})
+        self.keeping = HostStore(self.cache, self.pages, Mover(host, ()), forms, forms, {writes})
 
     def computed(self, first: int) -> Sequence:
         """Three blocks of a prompt of four."""
@@ -76,7 +77,7 @@ class Desk:
     def left(self) -> list[tuple[int, set[int]]]:
         """Everything that may leaves the pool; the copies that were made of it."""
         self.cache.grow(self.cache.shrink(39).tolist())
-        self.keeping.take()
+        self.keeping.flush()
         self.cache.take_copies()
         copies, self.pages.copies = self.pages.copies, []
         return copies
@@ -91,7 +92,7 @@ def test_pages_that_were_there_at_the_mark_are_old_and_those_that_came_since_are
     before, used = desk.computed(0), desk.computed(1000)
     old = pages_of(before) | pages_of(used)
     before.close()
-    desk.keeping.launching()
+    desk.keeping.before_step()
     after = desk.computed(2000)
     young = pages_of(after)
     after.close()
@@ -116,7 +117,7 @@ def test_of_a_run_that_grew_since_the_mark_only_what_it_grew_by_is_young(
         assert not sequence.extend(size)
         sequence.commit(text[sequence.length : sequence.length + size])
         if marked:
-            desk.keeping.launching()
+            desk.keeping.before_step()
     pages = sequence.table(0).ravel()[: -(-len(text) // 16)].tolist()
     sequence.close()
     whole = first // 16  # a block that was partial is written on
@@ -130,7 +131,7 @@ def test_runs_that_are_cut_are_as_old_as_they_were() -> None:
     for size in (48, 48):
         assert not sequence.extend(size)
         sequence.commit(text[sequence.length : sequence.length + size])
-        desk.keeping.launching() if sequence.length == 48 else None
+        desk.keeping.before_step() if sequence.length == 48 else None
     pages = sequence.table(0).ravel()[:6].tolist()
     sequence.close()
     for at in (70, 20):  # in what is young, and in what is old
@@ -154,19 +155,19 @@ def test_a_partial_block_that_gave_way_to_a_fuller_one_is_not_lent() -> None:
     shorter.close()
     longer.commit(text)
     desk.pages.late = True
-    desk.keeping.take()
+    desk.keeping.flush()
     desk.cache.check()
     longer.close()
-    desk.keeping.take()
+    desk.keeping.flush()
     while desk.keeping.busy:
-        desk.keeping.finish()
+        desk.keeping.poll()
     desk.cache.check()
     assert desk.cache.stats()["held_pages"] == 0
 
 
 def test_a_run_does_not_grow_by_a_block_that_lacks_a_windows_page_which_it_has() -> None:
     """As pages that came from below do, of which a window behind needs none: its resume point would lose its own."""
-    desk = Desk(FULL, replace(FULL, span=Span("sliding", 20)))
+    desk = Desk(FULL, replace(FULL, visibility=Visibility("sliding", 20)))
     cache, text = desk.cache, np.arange(32, dtype=np.int32)
     shorter, longer = (cache.open(cache.match(text[:size])) for size in (24, 32))
     for sequence, size in ((shorter, 24), (longer, 32)):
@@ -176,7 +177,7 @@ def test_a_run_does_not_grow_by_a_block_that_lacks_a_windows_page_which_it_has()
     assert cache.match(text[:25]).resume == 24
     rows = np.stack([longer.table(group)[0, :2] for group in (0, 1)], 1).astype(np.int32)
     rows[1, 1] = 0
-    root = cache.tree.roots[cache.match(text).root_name]
+    root = cache.tree.roots[cache.match(text).root_hash]
     cache.tree.publish(root, text.tobytes(), rows, desk.clock.now(), last=True)
     cache.check()
     assert cache.match(text[:25]).resume == 24
@@ -188,9 +189,9 @@ def test_without_a_mark_nothing_is_old_and_a_later_mark_makes_it_so() -> None:
     desk = Desk(FULL)
     desk.computed(0).close()
     assert [age for age, _ in desk.left()] == [0]
-    desk.keeping.launching()
+    desk.keeping.before_step()
     desk.computed(1000).close()
-    desk.keeping.launching()
+    desk.keeping.before_step()
     assert [age for age, _ in desk.left()] == [1]
 
 
@@ -202,7 +203,7 @@ def test_pages_are_as_old_as_the_marks_that_they_were_there_at_and_have_not_move
     sequences = []
     for step in range(3):
         sequences.append(desk.computed(1000 * step))
-        desk.keeping.launching(moved=step in moved)
+        desk.keeping.before_step(moved=step in moved)
     sequences.append(desk.computed(3000))
     pages = [pages_of(sequence) for sequence in sequences]
     for sequence in sequences:
@@ -220,7 +221,7 @@ def test_of_a_run_that_grew_between_the_marks_the_rest_is_older() -> None:
     for size in (32, 32, 32):
         assert not sequence.extend(size)
         sequence.commit(text[sequence.length : sequence.length + size])
-        desk.keeping.launching() if sequence.length < 96 else None
+        desk.keeping.before_step() if sequence.length < 96 else None
     pages = sequence.table(0).ravel()[:6].tolist()
     sequence.close()
     found = desk.left()
@@ -230,7 +231,7 @@ def test_of_a_run_that_grew_between_the_marks_the_rest_is_older() -> None:
     for size in (32, 32):
         assert not sequence.extend(size)
         sequence.commit(text[sequence.length : sequence.length + size])
-        desk.keeping.launching()
+        desk.keeping.before_step()
     pages = sequence.table(0).ravel()[:4].tolist()
     sequence.close()
     assert desk.left() == [(2, set(pages[:2])), (1, set(pages[2:]))]
@@ -245,7 +246,7 @@ def test_a_mark_that_fails_makes_nothing_old(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Told, "mark", fails)
     with pytest.raises(RuntimeError, match="gone"):
-        desk.keeping.launching()
+        desk.keeping.before_step()
     assert [age for age, _ in desk.left()] == [0]
 
 
@@ -253,11 +254,11 @@ def test_states_are_as_young_as_their_snapshot() -> None:
     desk = Desk(FULL, STATE)
     sequence = desk.computed(0)
     desk.clock.advance(1)
-    desk.keeping.launching()
+    desk.keeping.before_step()
     desk.clock.advance(1)
     assert desk.cache.snapshot(sequence, 48)  # of a run that was there before
     desk.cache.tree.drop_checkpoint(sequence.node.checkpoints[-1], "for a test")
-    desk.keeping.take()
+    desk.keeping.flush()
     assert [age for age, _ in desk.pages.copies] == [0]
 
 
@@ -269,9 +270,9 @@ def test_a_step_and_copies_inside_the_pool_move_the_mark(monkeypatch: pytest.Mon
     engine.add(drawn("marks", 20)[0], greedy(4))
     engine.step()
     assert pages.marks == 1
-    engine._copy()  # the snapshot at the prompt's end
+    engine._apply_copies()  # the snapshot at the prompt's end
     assert pages.marks == 2
-    engine._copy()
+    engine._apply_copies()
     assert pages.marks == 2, "there was nothing to copy"
     engine.run()
     closed(engine)
@@ -291,7 +292,7 @@ class Late(HostPages):
     def down(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
         self.counts[age] += len(pages)
         if not age:
-            return super().down(stride, pages, offsets)
+            return super().offload(stride, pages, offsets)
         then = self.then[age - 1]
         copy_pages(self._arena, offsets, then, np.asarray(pages, np.int64) * stride, stride)
         return Done()
@@ -320,7 +321,7 @@ def crowded(family: str, ahead: bool) -> Engine:
         tiny(family), SLABS[family] * slab, token_budget=24, max_running=5, ahead=ahead, lower=PATIENT,
         tiers=[f"host:{16 * slab}"],
     )  # fmt: skip
-    engine.scheduler.growth = None
+    engine.scheduler.admission = None
     return engine
 
 
@@ -420,7 +421,7 @@ def test_copies_inside_the_pool_that_fail_are_made_before_anything_else(
         assert [request.tokens for request in requests] == wanted
     assert failed or family == "gemma3_text"  # which copies little
     monkeypatch.setattr(engine_module, "copy_pages", really)
-    engine._copy()
+    engine._apply_copies()
     closed(engine)
 
 
@@ -436,7 +437,7 @@ def test_what_was_never_copied_inside_the_pool_is_not_kept_below(monkeypatch: py
         engine.step()
     lower = lower_of(engine)
     engine.close()
-    assert lower.kept_pages == 0
+    assert lower.offloaded_pages == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "bamba"])
@@ -447,10 +448,10 @@ def test_copies_to_and_from_host_memory_that_fail_cost_time_and_nothing_else(
 
     class Flaky(HostPages):
         def down(self, *given: Any) -> Any:
-            return self._may("down", super().down, given)
+            return self._may("down", super().offload, given)
 
         def up(self, *given: Any) -> Any:
-            return self._may("up", super().up, given)
+            return self._may("up", super().load, given)
 
         def _may(self, which: str, call: Any, given: Any) -> Any:
             if rng.random() < 0.1:
@@ -470,8 +471,8 @@ def test_copies_to_and_from_host_memory_that_fail_cost_time_and_nothing_else(
         assert rounds < 20, failed
     monkeypatch.setattr(rng, "random", lambda: 1.0)
     lower = lower_of(engine)
-    engine._copy()
-    while lower.holding:
+    engine._apply_copies()
+    while lower.retained_bytes:
         lower.poll()
     assert lower.host._residents.coming == 0
     assert not lower.host._slots.held.any(), "places are held that nobody lets go"

@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom.core import Control
+from kvloom.core import CacheControl
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request
 from tests.models.zoo import expected, tiny
 
 from .test_lower import PATIENT, POOL, closed, drawn, greedy, lower_of, stored
 
-NEAR = Control(lossy=True)
+NEAR = CacheControl(lossy=True)
 
 
 def opened(*tiers: str) -> Engine:
     return Engine(tiny("llama"), POOL, tiers=tiers, lower=PATIENT)
 
 
-def said(engine: Engine, prompts: list[list[int]], control: Control | None = None) -> list[Request]:
+def said(engine: Engine, prompts: list[list[int]], control: CacheControl | None = None) -> list[Request]:
     requests = [engine.add(prompt, greedy(4), control) for prompt in prompts]
     engine.run()
     lower_of(engine).poll()
@@ -44,7 +44,7 @@ def test_what_was_re_encoded_serves_those_who_allow_it_and_nobody_else(
         [one.tokens for one in first] == [one.tokens for one in plain] == wanted
     )  # nothing came from below yet
     assert [one.cached_tokens for one in plain] == [0, 0]
-    lane = lower_of(engine).mover.lanes[0]
+    lane = lower_of(engine).transfers.lanes[0]
     kept = lane.tier.stats()
     assert kept.objects == 5 + 4, "the pages of those who allow it, and of no others"
     if below == "disk":
@@ -63,7 +63,7 @@ def test_what_was_re_encoded_serves_those_who_allow_it_and_nobody_else(
 def empty(engine: Engine) -> None:
     """Whatever is cached leaves the pool, and host memory."""
     engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
-    engine._copy()
+    engine._apply_copies()
     host = lower_of(engine).host
     residents = host._residents
     for key, slot in list(residents.entries.items()):
@@ -109,7 +109,7 @@ def test_pages_that_are_quantised_already_are_not_re_encoded_and_that_is_said(
         engine = Engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB"])
     assert "left out" in caplog.text
     assert "not re-encoded" in caplog.text
-    assert not lower_of(engine).mover.lanes
+    assert not lower_of(engine).transfers.lanes
     closed(engine)
 
 

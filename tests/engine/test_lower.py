@@ -12,29 +12,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvloom.core import Control, KVCache, Match, Prospect, Tenant, room
-from kvloom.engine import lower as lower_module
-from kvloom.engine.arena import HostPages
+from kvloom.core import CacheControl, KVCache, LoadPlan, Match, Tenant, allocator as room
 from kvloom.engine.engine import Engine
-from kvloom.engine.flight import Flight
-from kvloom.engine.lower import Lower, LowerConfig
+from kvloom.engine.execution.inflight_step import InflightStep
+from kvloom.engine.offload import manager as lower_module
+from kvloom.engine.offload.host_pages import HostPages
+from kvloom.engine.offload.manager import OffloadConfig, OffloadManager
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.tiers import DiskConfig, DiskTier, Objects, away
-from kvloom.tiers.breaker import BreakerConfig
-from kvloom.tiers.faulty import Faults, FaultyTier
-from kvloom.tiers.lane import LaneConfig
-from kvloom.tiers.mover import MoverConfig
-from kvloom.tiers.opening import Place
+from kvloom.tiers import DiskConfig, DiskTier, Objects
+from kvloom.tiers.fault_injection import Faults, FaultyTier
+from kvloom.tiers.registry import Place
+from kvloom.tiers.transfers import unavailable_tier as away
+from kvloom.tiers.transfers.circuit_breaker import BreakerConfig
+from kvloom.tiers.transfers.tier_queue import LaneConfig
+from kvloom.tiers.transfers.transfer_manager import MoverConfig
 from tests.models.zoo import expected, tiny
 
 POOL = 1 << 22
 KINDS = ["llama", "gemma3_text", "qwen3_next", "bamba", "mamba", "deepseek_v3", "llama4_text"]
-PATIENT = LowerConfig("always", seconds=(20.0, 20.0), mover=MoverConfig(lookup_seconds=20.0))
+PATIENT = OffloadConfig("always", seconds=(20.0, 20.0), transfers=MoverConfig(lookup_seconds=20.0))
 """For what must be found, however busy the machine is."""
-QUICK = LowerConfig(
+QUICK = OffloadConfig(
     load="always",
     seconds=(0.2, 0.2),
-    mover=MoverConfig(
+    transfers=MoverConfig(
         lookup_seconds=0.2, lane=LaneConfig(breaker=BreakerConfig(first=0.05, most=0.1, try_seconds=0.3))
     ),
 )
@@ -55,14 +56,14 @@ def served(engine: Engine, prompts: list[list[int]], new: int = 8) -> list[Reque
     return requests
 
 
-def lower_of(engine: Engine) -> Lower:
-    assert engine.lower is not None
-    return engine.lower
+def lower_of(engine: Engine) -> OffloadManager:
+    assert engine.offload is not None
+    return engine.offload
 
 
 def closed(engine: Engine) -> None:
     """No page is lost or held, and the tiers end."""
-    engine.lower.poll() if engine.lower is not None else None
+    engine.offload.poll() if engine.offload is not None else None
     engine.cache.take_copies()
     engine.cache.check()
     assert engine.cache.stats()["held_pages"] == 0
@@ -119,7 +120,7 @@ def test_quantised_pages_come_back_with_their_scales(kv_dtype: Any, tmp_path: Pa
 def test_other_weights_layouts_tenants_and_dtypes_never_meet_on_one_disk(tmp_path: Path) -> None:
     prompt = drawn("meet", 80)
 
-    def cached(model: Any, control: Control | None = None, **options: Any) -> int:
+    def cached(model: Any, control: CacheControl | None = None, **options: Any) -> int:
         engine = Engine(model, POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=PATIENT, **options)
         request = engine.add(prompt[0], greedy(1), control)
         engine.run()
@@ -136,7 +137,7 @@ def test_other_weights_layouts_tenants_and_dtypes_never_meet_on_one_disk(tmp_pat
     assert cached(tiny("llama")) == 0
     assert cached(tiny("llama")) == 64 + 15
     assert cached(changed()) == 0
-    assert cached(tiny("llama"), Control(tenant="other")) == 0
+    assert cached(tiny("llama"), CacheControl(tenant="other")) == 0
     assert cached(tiny("llama"), kv_dtype="int8") == 0
     assert cached(tiny("llama"), block_tokens=32) == 0
     assert cached(tiny("llama", rope_theta=5000.0)) == 0
@@ -184,7 +185,7 @@ def test_conversations_that_run_at_once_in_a_tenth_of_their_pages_find_all_they_
     found = said = 0
     while running:
         engine.step()
-        for request in [request for request in running if request.finish is not None]:
+        for request in [request for request in running if request.finish_reason is not None]:
             turn = running.pop(request)
             if turn:
                 before = len(request.prompt) - more - 1
@@ -212,12 +213,12 @@ def test_what_keeps_pages_below_from_serving_a_prompt_is_said(family: str, why: 
     stored(engine)
     lower = lower_of(engine)
     match = engine.cache.match(np.array([*wanted, 5], np.int32))
-    prospect = engine.cache.prospect(match)
-    names = [prospect.name_at(position) for position in range(1, len(wanted) + 1)]
+    prospect = engine.cache.plan_load(match)
+    names = [prospect.hash_at(position) for position in range(1, len(wanted) + 1)]
     for group in engine.layout.groups:
-        if group.spec.unit == "state" or group.spec.span.windowed:
+        if group.spec.unit == "state" or group.spec.visibility.windowed:
             for form in lower.forms[group.index]:
-                lower.mover.lanes[0].tier.drop(Objects(names, group.index, form))
+                lower.transfers.lanes[0].tier.drop(Objects(names, group.index, form))
     closed(engine)
     engine = Engine(tiny(family), POOL, tiers=tiers, lower=PATIENT)
     again = served(engine, [[*wanted, 5]], 4)[0]
@@ -256,7 +257,7 @@ def go_wrong(wrong: str, faults: Faults, tier: FaultyTier, path: Path) -> None:
 def stored(engine: Engine) -> None:
     """Wait until nothing is to be stored any more."""
     ends = time.monotonic() + 5
-    while any(lane.waiting_stores for lane in lower_of(engine).mover.lanes) and time.monotonic() < ends:
+    while any(lane.waiting_stores for lane in lower_of(engine).transfers.lanes) and time.monotonic() < ends:
         time.sleep(0.01)
 
 
@@ -282,7 +283,7 @@ def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
     assert [request.tokens for request in first] == again
     if wrong != "hung":
         stored(engine)
-    assert wrong == "slow" or lower.mover.faults.counts
+    assert wrong == "slow" or lower.transfers.faults.counts
 
     faults.release()
     faults.failing = faults.full = False
@@ -290,11 +291,11 @@ def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
     fresh = drawn((family, wrong, "after"), 60, 40)
     after = expected(tiny(family), fresh, 4)
     ends = time.monotonic() + 5
-    while not lower.mover.lanes[0].breaker.closed and time.monotonic() < ends:
+    while not lower.transfers.lanes[0].breaker.closed and time.monotonic() < ends:
         time.sleep(0.05)
         assert [r.tokens for r in served(engine, drawn(ends + time.monotonic(), 20))]
     assert [request.tokens for request in served(engine, fresh, 4)] == after
-    assert lower.mover.lanes[0].breaker.closed
+    assert lower.transfers.lanes[0].breaker.closed
     closed(engine)
     engine = Engine(tiny(family), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=PATIENT)
     requests = served(engine, fresh, 4)  # what was stored after the fault is there
@@ -346,7 +347,7 @@ def test_quotas_hold_for_what_comes_from_below(tmp_path: Path) -> None:
         tiny("llama", max_position_embeddings=512), POOL, tenants=(tenant,), tiers=["host:16MiB"],
         lower=PATIENT,
     )  # fmt: skip
-    control = Control(tenant="small")
+    control = CacheControl(tenant="small")
     for _ in range(2):
         for prompt in prompts:
             request = engine.add(prompt, greedy(4), control)
@@ -366,7 +367,7 @@ def test_what_a_preempted_request_gets_back_is_no_hit() -> None:
         tiny("llama", max_position_embeddings=512), layout.slab_bytes_for(130) + 2 * layout.slab_bytes,
         tiers=["host:16MiB?write=back"], lower=PATIENT,
     )  # fmt: skip
-    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, greedy(24)) for prompt in prompts[:2]]
     while requests[0].output_count < 4:
         engine.step()
@@ -389,7 +390,7 @@ def test_a_request_that_loads_holds_nobody_up(tmp_path: Path) -> None:
     engine = Engine(tiny("llama"), POOL, tiers=[place], lower=PATIENT)
     slow = engine.add(prompts[0], greedy(8))
     quick = engine.add(prompts[1][:14], greedy(2))  # nothing of it can be below
-    while quick.finish is None:
+    while quick.finish_reason is None:
         engine.step()
     assert slow.output_count == 0
     engine.run()
@@ -412,7 +413,7 @@ def test_cancelling_a_request_that_loads_leaves_nothing_behind(tmp_path: Path) -
     assert request.output_count == 0
     engine.cancel(request)
     engine.run()
-    assert request.finish == "cancelled"
+    assert request.finish_reason == "cancelled"
     faults.release()
     closed(engine)
 
@@ -449,7 +450,7 @@ def leave_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that computes while the engine waits; in pools as small as these, too, pages leave ahead of need then."""
     rng = random.Random(1)
     monkeypatch.setattr(room, "AHEAD", 2)
-    monkeypatch.setattr(Flight, "arrived", property(lambda flight: rng.random() < 0.3))
+    monkeypatch.setattr(InflightStep, "arrived", property(lambda flight: rng.random() < 0.3))
 
 
 class LatePages(HostPages):
@@ -460,10 +461,12 @@ class LatePages(HostPages):
         event.synchronize()
 
     def down(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
-        return LateCopy(lambda: HostPages.down(self, stride, pages, offsets), self.rng.randrange(*self.polls))
+        return LateCopy(
+            lambda: HostPages.offload(self, stride, pages, offsets), self.rng.randrange(*self.polls)
+        )
 
     def up(self, stride: int, pages: Any, offsets: Any) -> Any:
-        return LateCopy(lambda: HostPages.up(self, stride, pages, offsets), self.rng.randrange(*self.polls))
+        return LateCopy(lambda: HostPages.load(self, stride, pages, offsets), self.rng.randrange(*self.polls))
 
 
 @pytest.mark.parametrize("write", ["through", "back"])
@@ -494,7 +497,7 @@ def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
                 engine.cache.check()
         assert [request.tokens for request in requests] == wanted
     assert lower_of(engine).counts["landed_tokens"] or engine.layout.of("state")
-    while lower_of(engine).holding:
+    while lower_of(engine).retained_bytes:
         lower_of(engine).poll()
     closed(engine)
 
@@ -521,7 +524,7 @@ def test_conversations_that_come_back_at_once_lose_nothing_to_each_other(
         assert steps < 2000
     assert [request.tokens for request in requests] == wanted
     assert min(request.cached_tokens or 0 for request in requests) >= 48
-    while lower_of(engine).holding:
+    while lower_of(engine).retained_bytes:
         lower_of(engine).poll()
     closed(engine)
 
@@ -561,7 +564,7 @@ def test_what_one_request_loads_is_loaded_once_however_many_wait_for_it(
     engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
     requests = [engine.add(prompt, greedy(4)) for prompt in prompts]
     engine.step()
-    assert engine.scheduler.loads == engine.scheduler.waiting == len(prompts), (
+    assert engine.scheduler.loading_count == engine.scheduler.waiting == len(prompts), (
         "nobody computes what is loaded"
     )
     if cancelled:  # those that load: others do then
@@ -572,7 +575,7 @@ def test_what_one_request_loads_is_loaded_once_however_many_wait_for_it(
     assert [request.tokens for request in left] == wanted[len(requests) - len(left) :]
     assert [request.cached_tokens for request in left] == [64, 48] * (len(left) // 2)
     assert lower_of(engine).counts["trips"] == (4 if cancelled else 2)
-    while lower_of(engine).holding:  # what came for those that were cancelled
+    while lower_of(engine).retained_bytes:  # what came for those that were cancelled
         lower_of(engine).poll()
     closed(engine)
 
@@ -645,7 +648,7 @@ def test_a_tier_that_was_away_is_used_once_it_is_there(
     tiers = [f"disk:{tmp_path}:64MiB"]
     first = Engine(tiny("llama"), POOL, tiers=tiers)
     second = Engine(tiny("llama"), POOL, tiers=tiers)
-    (lane,) = lower_of(second).mover.lanes
+    (lane,) = lower_of(second).transfers.lanes
     prompts = drawn("away", 40)
     served(second, prompts)  # fails to keep them, and says so
     assert not lane.tier.stats().objects
@@ -664,7 +667,7 @@ def test_a_tier_that_was_away_is_used_once_it_is_there(
         time.sleep(0.1)
     closed(second)
     third = Engine(tiny("llama"), POOL, tiers=tiers)  # its lock was let go
-    assert not lower_of(third).left_out
+    assert not lower_of(third).unavailable
     closed(third)
 
 
@@ -674,15 +677,15 @@ def test_a_tier_that_stays_away_ends_with_its_engine(tmp_path: Path) -> None:
     closed(second)
     closed(first)
     third = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
-    assert not lower_of(third).left_out
+    assert not lower_of(third).unavailable
     closed(third)
 
 
 def test_host_memory_without_a_prompts_next_block_costs_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    prospect = KVCache.prospect
+    prospect = KVCache.plan_load
 
-    def counted(cache: KVCache, match: Match) -> Prospect:
+    def counted(cache: KVCache, match: Match) -> LoadPlan:
         made.append(match.resume)
         return prospect(cache, match)
 
@@ -694,9 +697,9 @@ def test_host_memory_without_a_prompts_next_block_costs_one_look(monkeypatch: py
     again = served(
         engine, [[*prompts[0][:40], 5, 6, 7], *prompts[1:]]
     )  # the pool has more of them than host memory
-    assert lower_of(engine).kept_pages
+    assert lower_of(engine).offloaded_pages
     assert not made
-    assert all(request.looked_below is not None for request in again)
+    assert all(request.looked_in_tiers is not None for request in again)
     engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
     found = served(engine, prompts)
     assert [request.tokens for request in found] == wanted

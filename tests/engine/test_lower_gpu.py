@@ -14,14 +14,14 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from kvloom.engine.engine import Engine
-from kvloom.engine.lower import LowerConfig
+from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import SamplingParams
-from kvloom.tiers.mover import MoverConfig
+from kvloom.tiers.transfers.transfer_manager import MoverConfig
 
 from .test_invariant_gpu import made
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-PATIENT = LowerConfig("always", seconds=(20.0, 20.0), mover=MoverConfig(lookup_seconds=20.0))
+PATIENT = OffloadConfig("always", seconds=(20.0, 20.0), transfers=MoverConfig(lookup_seconds=20.0))
 """Waits for pages however busy the machine is."""
 
 
@@ -57,10 +57,10 @@ def test_a_small_pool_with_host_memory_below_gives_the_same_bits(family: str, op
     engine.prepare()
     for _ in range(3):
         assert answers(engine, prompts) == wanted
-    assert engine.lower is not None
-    assert engine.lower.counts["landed_tokens"]
-    while engine.lower.holding:
-        engine.lower.poll()
+    assert engine.offload is not None
+    assert engine.offload.counts["landed_tokens"]
+    while engine.offload.retained_bytes:
+        engine.offload.poll()
     engine.cache.take_copies()
     engine.cache.check()
     assert engine.cache.stats()["held_pages"] == 0

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from kvloom.engine.engine import Engine
-from kvloom.tiers.peer_server import PeerServer
+from kvloom.tiers.peer.server import PeerServer
 from tests.models.zoo import expected, tiny
 
 from .test_lower import PATIENT, POOL, closed, drawn, lower_of, served, stored
 
 
 def offered(engine: Engine) -> PeerServer:
-    server = lower_of(engine).offered
+    server = lower_of(engine).host_server
     assert server is not None
     return server
 
@@ -41,7 +41,7 @@ def test_another_engine_reads_what_one_has_and_changes_nothing(by: str, tmp_path
     assert [one.tokens for one in found] == wanted
     assert [one.cached_tokens for one in found] == [64, 48, 0]
     stored(second)
-    lane = lower_of(second).mover.lanes[0]
+    lane = lower_of(second).transfers.lanes[0]
     assert lane.tier.stats().writes.get("full"), "it offered its own pages, and they were refused"
     after = lower_of(owner).host.stats()
     assert (after.objects, after.bytes) == (before.objects, before.bytes)
@@ -69,5 +69,5 @@ def test_beyond_loopback_a_secret_is_a_must_and_an_address_in_use_is_said(
         with caplog.at_level(logging.WARNING, "kvloom.tiers"):
             engine = opened(f"host:8MiB?share={taken.getsockname()[1]}")
         assert "not offered" in caplog.text
-        assert lower_of(engine).offered is None
+        assert lower_of(engine).host_server is None
         closed(engine)

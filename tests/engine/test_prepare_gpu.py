@@ -64,8 +64,8 @@ def test_graphs_are_recorded_while_those_of_another_engine_are_garbage() -> None
                     gc.collect()
             return forward(*given)
 
-        assert engine.runner.strips is not None
-        engine.runner._forward = engine.runner.strips._forward = collecting  # type: ignore[method-assign]
+        assert engine.runner.piecewise is not None
+        engine.runner._forward = engine.runner.piecewise._forward = collecting  # type: ignore[method-assign]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             engine.prepare()
@@ -73,5 +73,5 @@ def test_graphs_are_recorded_while_those_of_another_engine_are_garbage() -> None
         gc.set_threshold(*before)
         gc.collect()
     assert recordings
-    assert engine.runner.strips is not None
+    assert engine.runner.piecewise is not None
     assert torch.randn(4, device="cuda").shape == (4,)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core import Control, Tenant
-from kvloom.engine import pool as pool_module, sizing
+from kvloom.core import CacheControl, Tenant
 from kvloom.engine.engine import Engine
-from kvloom.engine.flight import Flight
+from kvloom.engine.execution import kv_memory as pool_module, memory_budget as sizing
+from kvloom.engine.execution.inflight_step import InflightStep
 from kvloom.engine.request import Request, SamplingParams
 from tests.models.zoo import expected, tiny
 
@@ -91,7 +91,7 @@ def test_a_step_that_breaks_off_has_not_been(family: str, ahead: bool) -> None:
     model.set_attn_implementation("eager")
     fresh = Engine(model, POOL)
     for request in again:
-        other = fresh.add(request.prompt, greedy(1), Control(read=False))
+        other = fresh.add(request.prompt, greedy(1), CacheControl(read=False))
         fresh.run()
         assert other.output == request.output
         assert request.cached_tokens
@@ -112,9 +112,9 @@ def test_an_interrupt_while_tokens_are_awaited_loses_none_and_every_end_is_told(
     calm = Engine(model, POOL)
     alone = calm.add(prompts[1], SamplingParams(**beams))
     calm.run()
-    land, broken = Flight.land, 0
+    land, broken = InflightStep.results, 0
 
-    def interrupted(flight: Flight) -> Any:
+    def interrupted(flight: InflightStep) -> Any:
         if rng.random() < 0.2:
             raise BrokenError
         return land(flight)
@@ -123,7 +123,7 @@ def test_an_interrupt_while_tokens_are_awaited_loses_none_and_every_end_is_told(
         if rng.random() < 0.03:
             raise BrokenError
 
-    monkeypatch.setattr(Flight, "land", interrupted)
+    monkeypatch.setattr(InflightStep, "land", interrupted)
     for several in (False, True):  # beams must see their tokens at once, and those beside them
         engine = Engine(model, POOL, token_budget=24, ahead=ahead)
         layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
@@ -134,7 +134,7 @@ def test_an_interrupt_while_tokens_are_awaited_loses_none_and_every_end_is_told(
         steps = 0
         while engine.busy:
             try:
-                told |= {request for request in engine.step() if request.finish is not None}
+                told |= {request for request in engine.step() if request.finish_reason is not None}
             except BrokenError:
                 broken += 1
             steps += 1
@@ -159,7 +159,7 @@ def test_a_chunk_that_does_not_fit_is_made_shorter_where_windows_leave_pages_beh
     request = engine.add(prompt, greedy(10))
     steps_until_idle(engine, 100)
     assert request.tokens == wanted
-    assert request.finish == "length"
+    assert request.finish_reason == "length"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next", "bamba"])
@@ -185,7 +185,7 @@ def test_what_is_not_refused_fits_and_what_is_would_not(family: str) -> None:
         request = accepted(low)
         assert request is not None
         steps_until_idle(engine, 200)
-        assert request.finish == "length", low
+        assert request.finish_reason == "length", low
     if low < 1022:
         with pytest.raises(ValueError, match="bytes of cache, but the pool has"):
             engine.add([3] * (low + 1), greedy(2))
@@ -197,11 +197,11 @@ def test_who_forked_and_ended_leaves_the_pool_to_the_next() -> None:
     engine = Engine(model, 6 * slab)
     first = engine.add([3, 4, 5, 6], SamplingParams(max_tokens=1, seed=1, n=3))
     engine.step()
-    assert [one.finish for one in first.family] == ["length"] * 3
+    assert [one.finish_reason for one in first.family] == ["length"] * 3
     prompt = [7 + i % 40 for i in range(574)]  # all that there is
-    request = engine.add(prompt, greedy(2), Control(store=False))
+    request = engine.add(prompt, greedy(2), CacheControl(store=False))
     engine.run()
-    assert request.finish == "length"
+    assert request.finish_reason == "length"
 
 
 @pytest.mark.parametrize("budget", [16, 256])
@@ -217,25 +217,25 @@ def test_a_prompt_that_gets_stuck_half_way_ends(budget: int) -> None:
         told += engine.step()
         steps += 1
         assert steps < 200, "it never ends"
-    assert request.finish == "no_room"
+    assert request.finish_reason == "no_room"
     assert told == [request]
     several = engine.add([3 + i % 50 for i in range(100)], SamplingParams(max_tokens=10, n=3))
     told = []
     while engine.busy:
         told += engine.step()
-    assert [one.finish for one in several.family] == ["no_room"] * 3
+    assert [one.finish_reason for one in several.family] == ["no_room"] * 3
     assert told == several.family
     held.close()
     request = engine.add([3 + i % 50 for i in range(100)], greedy(10))
     engine.run()
-    assert request.finish == "length"
+    assert request.finish_reason == "length"
 
 
 def test_a_quota_that_holds_the_end_of_a_request_but_not_its_widest_window_is_told_at_once() -> None:
     model = tiny("gemma3_text", max_position_embeddings=512)
     layout = Engine(model, POOL).layout
     prompt = [3 + i % 50 for i in range(117)]
-    control = Control(tenant="small")
+    control = CacheControl(tenant="small")
     quotas = layout.slab_bytes_for(122), max(map(layout.slab_bytes_for, range(1, 123)))
     assert quotas[0] < quotas[1]  # at its end, and where windows reach into two blocks
     engine = Engine(model, POOL, tenants=[Tenant("small", quota=quotas[0])])
@@ -244,7 +244,7 @@ def test_a_quota_that_holds_the_end_of_a_request_but_not_its_widest_window_is_to
     engine = Engine(model, POOL, tenants=[Tenant("small", quota=quotas[1])])
     request = engine.add(prompt, greedy(5), control)
     steps_until_idle(engine, 200)
-    assert request.finish == "length"
+    assert request.finish_reason == "length"
     assert idle(engine)
 
 
@@ -253,8 +253,8 @@ def test_what_exceeds_a_quota_or_an_engine_without_limit_is_refused(monkeypatch:
     tenant = Tenant("small", quota=layout.slab_bytes_for(40))
     engine = Engine(tiny("llama"), POOL, tenants=(tenant,))
     with pytest.raises(ValueError, match=r"need [\d,]+ bytes of cache, but the tenant's quota is"):
-        engine.add(range(3, 53), greedy(10), Control(tenant="small"))
-    engine.add(range(3, 33), greedy(10), Control(tenant="small"))
+        engine.add(range(3, 53), greedy(10), CacheControl(tenant="small"))
+    engine.add(range(3, 33), greedy(10), CacheControl(tenant="small"))
     engine.add(range(3, 53), greedy(10))
     engine.run()
     monkeypatch.setattr(pool_module, "MAX_TOKENS", 64)
@@ -265,7 +265,7 @@ def test_what_exceeds_a_quota_or_an_engine_without_limit_is_refused(monkeypatch:
         engine.add([5] * 60, greedy(5))
     request = engine.add([5] * 60, greedy(4))
     engine.run()
-    assert request.finish == "length"
+    assert request.finish_reason == "length"
     with pytest.raises(ValueError, match="token_budget 0"):
         Engine(model, POOL, token_budget=0)
 
@@ -285,11 +285,11 @@ def test_waiting_is_not_being_preempted_and_what_was_found_is_what_it_began_with
         engine.step()
     assert waits.sequence is None
     assert not held.extend(7 * 16)  # what it would have found is gone now
-    while other.finish is None:
+    while other.finish_reason is None:
         engine.step()
     held.close()
     engine.run()
-    assert waits.finish == "length"
+    assert waits.finish_reason == "length"
     assert (waits.preemptions, waits.cached_tokens) == (0, 0)
 
 
@@ -306,7 +306,7 @@ def test_a_page_that_others_share_half_of_does_not_end_who_needs_the_whole_pool(
         engine.run()
     request = engine.add(last, greedy(24))
     steps_until_idle(engine, 200)
-    assert request.finish == "length"
+    assert request.finish_reason == "length"
     assert request.tokens == wanted
 
 
@@ -318,8 +318,10 @@ def test_who_is_short_of_its_own_quota_preempts_its_own_tenants_requests_alone(a
     wanted = expected(model, prompts, 60)
     slab = Engine(model, POOL).layout.slab_bytes
     engine = Engine(model, POOL, tenants=[Tenant("red", quota=8 * slab), Tenant("blue")], ahead=ahead)
-    red = [engine.add(prompt, greedy(60), Control(tenant="red"), priority=1) for prompt in prompts[:2]]
-    blue = engine.add(prompts[2], greedy(60), Control(tenant="blue"))  # ranks last: it would give way first
+    red = [engine.add(prompt, greedy(60), CacheControl(tenant="red"), priority=1) for prompt in prompts[:2]]
+    blue = engine.add(
+        prompts[2], greedy(60), CacheControl(tenant="blue")
+    )  # ranks last: it would give way first
     steps_until_idle(engine, 400)
     assert [one.tokens for one in (*red, blue)] == wanted
     assert sum(one.preemptions for one in red) > 0
@@ -330,13 +332,13 @@ def test_who_stays_within_its_share_is_not_preempted_for_others() -> None:
     model = tiny("llama")
     slab = Engine(model, POOL).layout.slab_bytes
     engine = Engine(model, 13 * slab, tenants=[Tenant("red", weight=1), Tenant("blue", weight=1)])
-    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     red = [
-        engine.add([3 + own] * 30, greedy(50), Control(tenant="red"), priority=1) for own in range(2)
+        engine.add([3 + own] * 30, greedy(50), CacheControl(tenant="red"), priority=1) for own in range(2)
     ]  # ten blocks together, of which six are its share
-    blue = engine.add([9] * 30, greedy(50), Control(tenant="blue"))
+    blue = engine.add([9] * 30, greedy(50), CacheControl(tenant="blue"))
     steps_until_idle(engine, 400)
-    assert {one.finish for one in (*red, blue)} == {"length"}
+    assert {one.finish_reason for one in (*red, blue)} == {"length"}
     assert sum(one.preemptions for one in red) > 0
     assert blue.preemptions == 0
 
@@ -347,15 +349,17 @@ def test_a_tenant_of_weight_0_gets_what_others_shares_leave_and_is_told_when_tha
     engine = Engine(model, 9 * slab, tenants=[Tenant("red", weight=1), Tenant("blue", weight=0)])
 
     def ran(tenant: str, start: int, length: int) -> Request:
-        request = engine.add([3 + (start + i) % 60 for i in range(length)], greedy(2), Control(tenant=tenant))
+        request = engine.add(
+            [3 + (start + i) % 60 for i in range(length)], greedy(2), CacheControl(tenant=tenant)
+        )
         steps_until_idle(engine, 50)
         return request
 
-    assert ran("blue", 3, 30).finish == "length"  # an idle pool is anyone's
-    assert ran("red", 3, 60).finish == "length"
-    assert ran("red", 30, 60).finish == "length"  # the whole pool is its share: what blue left is gone
+    assert ran("blue", 3, 30).finish_reason == "length"  # an idle pool is anyone's
+    assert ran("red", 3, 60).finish_reason == "length"
+    assert ran("red", 30, 60).finish_reason == "length"  # the whole pool is its share: what blue left is gone
     assert engine.cache.accounts["blue"].used == 0
-    assert ran("blue", 3, 40).finish == "no_room"
+    assert ran("blue", 3, 40).finish_reason == "no_room"
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "logprobs", "n"])

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.engine import scheduler
 from kvloom.engine.engine import Engine
 from kvloom.engine.llm import LLM
 from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.scheduling import scheduler
 from tests.models.zoo import prompts_of, tiny
 
 
@@ -64,7 +64,7 @@ def test_who_gives_its_pages_up_tells_everything_once(monkeypatch: pytest.Monkey
     model, prompts = tiny("llama"), prompts_of(5, (50, 60, 70, 45))
     exact = [wanted(model, prompt) for prompt in prompts]
     engine = Engine(model, 96 << 10, token_budget=16)
-    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     params = SamplingParams(max_tokens=20, temperature=0, prompt_logprobs=0)
     requests = [engine.add(prompt, params) for prompt in prompts]
     engine.run()

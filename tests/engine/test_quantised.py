@@ -20,8 +20,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvloom.cli import main
-from kvloom.core import Control
-from kvloom.engine.calibrate import calibrate, texts_of
+from kvloom.core import CacheControl
+from kvloom.engine.calibration import calibrate, texts_of
 from kvloom.engine.engine import Engine
 from kvloom.engine.llm import LLM
 from kvloom.engine.request import SamplingParams
@@ -126,7 +126,7 @@ def test_cold_warm_preempted_and_in_any_batch_the_tokens_are_the_same(
             if engine is tight and step % 6 == 5 and engine.scheduler.running:
                 engine.scheduler._preempt(engine.scheduler.running[-1])
         engine.cache.check()
-        assert all(request.finish == "length" for request in requests)
+        assert all(request.finish_reason == "length" for request in requests)
         counts["cached"] = sum(request.cached_tokens or 0 for request in requests)
         counts["preempted"] = sum(request.preemptions for request in requests)
         found = [request.tokens for request in requests]
@@ -182,7 +182,7 @@ def test_answers_on_forks_are_those_of_requests_of_their_own(family: str, dtype:
 
 
 def logits_of(engine: Engine, prompt: list[int], chunk: int) -> torch.Tensor:
-    sequence = engine.cache.open(engine.cache.match(prompt, Control(store=False, read=False)))
+    sequence = engine.cache.open(engine.cache.match(prompt, CacheControl(store=False, read=False)))
     parts = []
     for at in range(0, len(prompt), chunk):
         work = Work(sequence, torch.tensor(prompt[at : at + chunk]).numpy())

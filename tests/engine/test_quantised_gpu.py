@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 import transformers
 
-from kvloom.engine.calibrate import calibrate
+from kvloom.engine.calibration import calibrate
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
 from tests.models.zoo import config_of, prompts_of
@@ -66,8 +66,8 @@ def test_8_bits_give_what_16_give_within_rounding_and_when_found_again(
 def test_a_model_with_a_table_of_positions_finds_its_pools_size() -> None:
     model = made("gpt2", n_embd=256, n_head=4, n_inner=256)
     engine = Engine(model, memory_fraction=0.5, max_running=16)
-    assert engine.room is not None
-    assert engine.room.pool > 0
+    assert engine.memory_budget is not None
+    assert engine.memory_budget.pool > 0
     assert engine.limit == 128  # a trial must not run past the table
     engine.prepare()
     for request in ran(engine, prompts_of(1, (5, 100))):

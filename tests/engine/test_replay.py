@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvloom.engine.engine import Engine
+from kvloom.engine.execution.model_runner import ModelRunner
 from kvloom.engine.request import SamplingParams
-from kvloom.engine.runner import Runner
 from kvloom.models.attending import Turning, fuse_attention
 from kvloom.models.attention import install
 from kvloom.models.batch import Stage
@@ -24,7 +24,7 @@ from .invariance import run_interrupted
 class Eager:
     """Stands for a captured graph: replaying it computes what it would, into the same logits."""
 
-    runner: Runner
+    runner: ModelRunner
     size: int
     logits: torch.Tensor
     replays: int = 0

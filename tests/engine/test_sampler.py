@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.engine.noise import gumbel, index_words, row_words
-from kvloom.engine.odds import Tally, allow
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.sampler import Sampler
+from kvloom.engine.sampling.logit_processors import TokenCounts, apply_grammar_mask
+from kvloom.engine.sampling.noise import gumbel, index_words, row_words
+from kvloom.engine.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
@@ -192,7 +192,7 @@ def test_penalties_are_those_of_a_plain_reference() -> None:
 
 
 def test_a_tally_takes_in_what_is_new() -> None:
-    tally = Tally()
+    tally = TokenCounts()
     tokens = [token % 100 for token in range(250)]
     for upto in (3, 3, 120, 250):
         tally.update(tokens[:upto], 50)
@@ -251,7 +251,7 @@ def test_logprobs_are_the_models_whatever_is_done_to_the_odds() -> None:
 def test_a_mask_leaves_what_its_bits_say(vocabulary: int) -> None:
     logits = torch.zeros(3, vocabulary)
     bits = np.array([[0b1011, -(2**31)], [0, 1]], dtype=np.int32)
-    allow(logits, [0, 2], bits)
+    apply_grammar_mask(logits, [0, 2], bits)
     left = [[i for i in range(vocabulary) if row[i] == 0] for row in logits]
     assert left[0] == [i for i in (0, 1, 3, 63) if i < vocabulary]
     assert left[1] == list(range(vocabulary))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.core import Control
+from kvloom.core import CacheControl
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request, SamplingParams
 from tests.models.zoo import tiny
@@ -27,7 +27,7 @@ def alone(model: Any, prompt: list[int], params: SamplingParams) -> list[list[in
     for i in range(params.samples):
         assert params.seed is not None
         single = replace(params, n=1, best_of=None, seed=params.seed + i)
-        one = engine.add(prompt, single, Control(read=False, store=False))
+        one = engine.add(prompt, single, CacheControl(read=False, store=False))
         engine.run()
         found.append(one.output)
     return found
@@ -52,7 +52,7 @@ def test_answers_are_those_of_requests_of_their_own(family: str, ahead: bool) ->
     requests = [engine.add(prompt, DRAWN) for prompt in prompts]
     engine.run()
     assert [[one.output for one in request.family] for request in requests] == wanted
-    assert {one.finish for request in requests for one in request.family} == {"length"}
+    assert {one.finish_reason for request in requests for one in request.family} == {"length"}
     assert idle(engine)
     again = engine.add(prompts[2], DRAWN)  # now it finds its prompt
     engine.run()
@@ -63,14 +63,14 @@ def test_answers_are_those_of_requests_of_their_own(family: str, ahead: bool) ->
 def test_the_prompt_is_computed_once() -> None:
     engine = Engine(tiny("llama"), POOL, token_budget=8)
     computed = 0
-    launched = engine.scheduler.launched
+    launched = engine.scheduler.step_launched
 
     def count(work: Any) -> None:
         nonlocal computed
         computed += sum(len(part.tokens) for _, part in work)
         launched(work)
 
-    engine.scheduler.launched = count  # type: ignore[method-assign]
+    engine.scheduler.step_launched = count  # type: ignore[method-assign]
     engine.add(range(3, 40), DRAWN)
     engine.run()
     assert computed == 37 + 4 * 9
@@ -89,7 +89,7 @@ def test_forks_in_a_pool_far_too_small_survive_preemption(family: str, slabs: in
     layout = Engine(model, POOL).layout
     room = slabs * layout.slab_bytes or 3 * layout.slab_bytes_for(max(map(len, prompts)) + 10)
     engine = Engine(model, room, token_budget=24, max_running=6, ahead=ahead)
-    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, DRAWN, priority=i % 2) for i, prompt in enumerate(prompts)]
     cancelled: Request | None = None
     steps = 0
@@ -97,15 +97,15 @@ def test_forks_in_a_pool_far_too_small_survive_preemption(family: str, slabs: in
         engine.step()
         steps += 1
         if steps == 12:
-            cancelled = next(request for request in requests if request.finish is None)
+            cancelled = next(request for request in requests if request.finish_reason is None)
             engine.cancel(cancelled)
         engine.cache.check()
         assert steps < 3000
     for request, tokens in zip(requests, wanted, strict=True):
         for one, mine in zip(request.family, tokens, strict=True):
             assert one.output == mine[: len(one.output)]
-            assert one.finish == "length" or request is cancelled
-            assert one.finish is not None
+            assert one.finish_reason == "length" or request is cancelled
+            assert one.finish_reason is not None
     assert sum(one.preemptions for request in requests for one in request.family)
     assert idle(engine)
 
@@ -132,17 +132,17 @@ def test_every_kind_of_request_in_one_crowd_gets_what_it_gets_alone(family: str,
         asked.append((prompt, SamplingParams(max_tokens=rng.randrange(1, 10), **KINDS[i % len(KINDS)])))
     wanted = []
     for prompt, params in asked:
-        one = calm.add(prompt, params, Control(read=False, store=False))
+        one = calm.add(prompt, params, CacheControl(read=False, store=False))
         calm.run()
-        wanted.append([(answer.output, answer.finish) for answer in one.best])
+        wanted.append([(answer.output, answer.finish_reason) for answer in one.best])
     room = {"llama": 6, "gemma3_text": 5, "bamba": 4}[family] * calm.layout.slab_bytes
     engine = Engine(model, room, token_budget=16, max_running=5, ahead=ahead, tokenizer=words())
-    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, params, priority=i % 2) for i, (prompt, params) in enumerate(asked)]
     while engine.busy:
         engine.step()
         engine.cache.check()
-    assert [[(answer.output, answer.finish) for answer in one.best] for one in requests] == wanted
+    assert [[(answer.output, answer.finish_reason) for answer in one.best] for one in requests] == wanted
     assert sum(one.preemptions for request in requests for one in request.family)
     assert idle(engine)
 
@@ -197,7 +197,7 @@ def test_cancelling_ends_every_answer_whenever_it_comes() -> None:
         for _ in range(steps):
             engine.step()
         engine.cancel(request)
-        assert {one.finish for one in request.family} == {"cancelled"}
+        assert {one.finish_reason for one in request.family} == {"cancelled"}
         engine.run()
         assert idle(engine)
 

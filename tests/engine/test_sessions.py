@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.core import Control
+from kvloom.core import CacheControl
 from kvloom.engine.engine import Engine
-from kvloom.engine.sessions import Sessions
+from kvloom.engine.offload.session_history import SessionHistory
 from tests.models.zoo import expected, tiny
 
 from .test_lossy import empty
@@ -18,7 +18,7 @@ from .test_lower import PATIENT, POOL, QUICK, closed, drawn, faulty, greedy, low
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_a_hint_brings_what_a_session_said_into_host_memory(family: str, tmp_path: Path) -> None:
     engine = Engine(tiny(family), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], lower=PATIENT)
-    control = Control(session="talk", tenant="someone")
+    control = CacheControl(session="talk", tenant="someone")
     prompt = drawn(family, 70)[0]
     first = engine.add(prompt, greedy(8), control)
     engine.run()
@@ -47,13 +47,13 @@ def test_a_hint_brings_what_a_session_said_into_host_memory(family: str, tmp_pat
 
 @pytest.mark.parametrize("wrong", ["failing", "hung"])
 def test_a_hint_to_a_tier_that_does_not_answer_ends_and_costs_no_token(wrong: str, tmp_path: Path) -> None:
-    from kvloom.tiers.faulty import Faults
+    from kvloom.tiers.fault_injection import Faults
 
     faults = Faults()
     place, _ = faulty(tmp_path, faults)
     engine = Engine(tiny("llama"), POOL, tiers=["host:8MiB", place], lower=QUICK)
     prompt = drawn(wrong, 70)[0]
-    engine.add(prompt, greedy(8), Control(session="talk"))
+    engine.add(prompt, greedy(8), CacheControl(session="talk"))
     engine.run()
     stored(engine)
     empty(engine)
@@ -61,7 +61,7 @@ def test_a_hint_to_a_tier_that_does_not_answer_ends_and_costs_no_token(wrong: st
     engine.expect_session("talk")
     engine.run()
     assert not engine.busy
-    request = engine.add(prompt, greedy(8), Control(session="talk"))
+    request = engine.add(prompt, greedy(8), CacheControl(session="talk"))
     engine.run()
     assert request.tokens == expected(tiny("llama"), [prompt], 8)[0]
     faults.failing = False
@@ -70,15 +70,15 @@ def test_a_hint_to_a_tier_that_does_not_answer_ends_and_costs_no_token(wrong: st
 
 
 def test_sessions_are_remembered_within_bounds() -> None:
-    sessions = Sessions(most_tokens=100)
+    sessions = SessionHistory(most_tokens=100)
     for number in range(5):
-        sessions.heard(f"s{number}", range(30), Control())
+        sessions.record(f"s{number}", range(30), CacheControl())
     assert len(sessions) == 3
     assert sessions.of("s1") is None
-    sessions.heard("s2", range(90), Control(tenant="t"))  # it said more: only the last counts
+    sessions.record("s2", range(90), CacheControl(tenant="t"))  # it said more: only the last counts
     known = sessions.of("s2")
     assert known is not None
     assert (len(known[0]), known[1].tenant) == (90, "t")
     assert len(sessions) == 1
-    sessions.heard("s9", range(101), Control())
+    sessions.record("s9", range(101), CacheControl())
     assert len(sessions) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.core import Control, Tenant
+from kvloom.core import CacheControl, Tenant
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request
 from kvloom.tiers import DiskTier, HostTier
@@ -17,7 +17,7 @@ from .test_lower import PATIENT, closed, drawn, greedy, lower_of, stored
 
 
 def said(engine: Engine, tenant: str, prompts: list[list[int]]) -> list[Request]:
-    requests = [engine.add(prompt, greedy(2), Control(tenant=tenant)) for prompt in prompts]
+    requests = [engine.add(prompt, greedy(2), CacheControl(tenant=tenant)) for prompt in prompts]
     engine.run()
     lower_of(engine).poll()
     stored(engine)
@@ -57,7 +57,7 @@ def test_a_flood_of_one_tenant_pushes_nobody_else_out(
     engine = opened()
     first = said(engine, "calm", calm)
     lower = lower_of(engine)
-    tier = lower.host if below == "host" else lower.mover.lanes[0].tier
+    tier = lower.host if below == "host" else lower.transfers.lanes[0].tier
     assert isinstance(tier, HostTier | DiskTier)
     kept = tier.kept_for("calm")
     flooded = [said(engine, "flood", flood[at : at + 4]) for at in range(0, 20, 4)]

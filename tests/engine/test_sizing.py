@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from kvloom.engine.engine import Engine
+from kvloom.engine.execution.memory_budget import CPU_POOL, MemoryBudget, measure_budget
 from kvloom.engine.request import SamplingParams
-from kvloom.engine.sizing import CPU_POOL, Room, room_for
 from tests.models.zoo import tiny
 
 
 def test_what_is_left_is_for_pages() -> None:
-    room = Room(total=1000 << 20, usable=900 << 20, taken=300 << 20, step=150 << 20, graphs=50 << 20)
+    room = MemoryBudget(total=1000 << 20, usable=900 << 20, taken=300 << 20, step=150 << 20, graphs=50 << 20)
     assert room.pool == 400 << 20
     assert str(room) == (
         "900 of 1,000 MiB may be used: 300 are taken, a step needs 150, graphs 50; 400 MiB are left for pages"
@@ -21,10 +21,10 @@ def test_what_is_left_is_for_pages() -> None:
 
 def test_a_cpu_has_a_pool_of_its_own_size() -> None:
     engine = Engine(tiny("llama"))
-    assert engine.room is not None
-    assert engine.room.pool == CPU_POOL
+    assert engine.memory_budget is not None
+    assert engine.memory_budget.pool == CPU_POOL
     assert CPU_POOL - engine.layout.slab_bytes < engine.buffer.numel() <= CPU_POOL
-    assert Engine(tiny("llama"), 1 << 22).room is None
+    assert Engine(tiny("llama"), 1 << 22).memory_budget is None
 
 
 def test_a_fraction_that_is_none_is_refused() -> None:
@@ -32,7 +32,7 @@ def test_a_fraction_that_is_none_is_refused() -> None:
     layout = Engine(model, 1 << 22).layout
     for wrong in (0.0, -1.0, 1.5):
         with pytest.raises(ValueError, match="lies in"):
-            room_for(model, layout, wrong, 64, 8, graphs=False)
+            measure_budget(model, layout, wrong, 64, 8, graphs=False)
 
 
 @pytest.mark.alone

@@ -10,8 +10,8 @@ import pytest
 
 from kvloom.engine.engine import Engine
 from kvloom.tiers import HostConfig, HostTier
-from kvloom.tiers.peer_server import PeerConfig, PeerServer
-from kvloom.tiers.shared import SharedMemory
+from kvloom.tiers.host.shared_memory import SharedMemory
+from kvloom.tiers.peer.server import PeerConfig, PeerServer
 from tests.models.zoo import expected, tiny
 from tests.tiers.servers import mooncake_master, redis_server
 
@@ -48,7 +48,7 @@ def nixl_text(folder: Path) -> Iterator[str]:
 def mooncake_text(folder: Path) -> Iterator[str]:
     """What a process put into its own segment goes with it: someone else's has to be there."""
     with mooncake_master(folder) as (port, _):
-        from kvloom.tiers.mooncake_client import Client, MooncakeConfig
+        from kvloom.tiers.remote.mooncake_client import Client, MooncakeConfig
 
         storage = Client(MooncakeConfig(f"127.0.0.1:{port}", segment=128 * MIB), 5.0)
         storage.get()
@@ -66,7 +66,7 @@ def test_a_restarted_engine_answers_from_the_store(family: str, text_of: object,
     with text_of(tmp_path) as text:  # type: ignore[operator]
         for round_ in range(2):
             engine = Engine(tiny(family), POOL, tiers=[text], lower=PATIENT)
-            assert engine.lower is not None
+            assert engine.offload is not None
             requests = served(engine, turns if round_ else prompts)
             assert [request.tokens for request in requests] == (again if round_ else wanted)
             if round_:

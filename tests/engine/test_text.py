@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine.text import Detokenizer, Text
+from kvloom.engine.sampling.detokenizer import Detokenizer, TextStream
 
 from . import made_tokenizers as tokenizers
 
@@ -73,21 +73,21 @@ def test_the_cost_of_a_token_does_not_grow() -> None:
     tokenizer = KINDS["bytes"]
     ids = tokenizer("hello world the " * 500)["input_ids"]
 
-    def spent(text: Text, part: list[int]) -> float:
+    def spent(text: TextStream, part: list[int]) -> float:
         start = time.thread_time()
         for token in part:
             text.add(token)
         return time.thread_time() - start
 
-    text = Text(tokenizer, stops=("nothing like it",))
+    text = TextStream(tokenizer, stops=("nothing like it",))
     size = len(ids) // 8
     parts = [spent(text, ids[i * size : (i + 1) * size]) for i in range(8)]
     assert min(parts[4:]) < 3 * min(parts[:4])
     assert text.text.startswith("hello world the hello")
 
 
-def run(tokenizer: Any, text: str, stops: list[str], **options: Any) -> tuple[Text, list[str]]:
-    made = Text(tokenizer, (), stops, **options)
+def run(tokenizer: Any, text: str, stops: list[str], **options: Any) -> tuple[TextStream, list[str]]:
+    made = TextStream(tokenizer, (), stops, **options)
     told = []
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         stopped = made.add(token)
@@ -122,7 +122,7 @@ def test_the_earliest_of_several_stop_texts_counts() -> None:
 
 def test_stop_texts_may_be_told_to_wait() -> None:
     tokenizer = KINDS["bytes"]
-    text = Text(tokenizer, (), ["b"])
+    text = TextStream(tokenizer, (), ["b"])
     ids = tokenizer("abab")["input_ids"]
     assert [text.add(token, may_stop=i > 1) for i, token in enumerate(ids)] == [False, False, False, True]
     assert text.text == "aba"

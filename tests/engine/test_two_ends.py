@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvloom.core import Control
-from kvloom.engine import lower as lower_module
+from kvloom.core import CacheControl
 from kvloom.engine.engine import Engine
-from kvloom.engine.lower import LowerConfig
+from kvloom.engine.offload import manager as lower_module
+from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.tiers import DiskConfig, DiskTier, Objects
-from kvloom.tiers.faulty import Faults, FaultyTier
-from kvloom.tiers.lane import LaneConfig
-from kvloom.tiers.mover import MoverConfig
-from kvloom.tiers.opening import Place
+from kvloom.tiers.fault_injection import Faults, FaultyTier
+from kvloom.tiers.registry import Place
+from kvloom.tiers.transfers.tier_queue import LaneConfig
+from kvloom.tiers.transfers.transfer_manager import MoverConfig
 from tests.models.zoo import expected, tiny
 
 LENGTH = 400
@@ -54,13 +54,13 @@ class Rig:
         faults = Faults(tamper=lambda objects: self.gate.acquire() and None)
         self.tier = tier = FaultyTier(DiskTier(DiskConfig(path, 64 << 20)), faults)
         lane = LaneConfig(budget=1)  # one read at a time, so that they come in their order
-        lower = LowerConfig(seconds=(60.0, 60.0), mover=MoverConfig(lookup_seconds=60.0, lane=lane))
+        lower = OffloadConfig(seconds=(60.0, 60.0), transfers=MoverConfig(lookup_seconds=60.0, lane=lane))
         tiers: list[str | Place] = ["host:16MiB", Place(tier)]
         self.engine = Engine(model(family), 1 << 22, tiers=tiers, lower=lower, **options)
-        assert self.engine.lower is not None
-        self.lower, run = self.engine.lower, self.engine.runner.run
+        assert self.engine.offload is not None
+        self.lower, run = self.engine.offload, self.engine.runner.run
         for _ in range(4):
-            self.lower.computed(64, 64 * EACH)
+            self.lower.observe_prefill(64, 64 * EACH)
         monkeypatch.setattr(self.lower, "computed", lambda tokens, seconds: None)
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=time.sleep)
         monkeypatch.setattr(lower_module, "time", clock)
@@ -73,15 +73,15 @@ class Rig:
 
     def believe(self, ratio: float) -> None:
         """The disk is said to give tokens so many times as fast as they are computed."""
-        full = sum(g.unit_bytes for g in self.engine.layout.of("token") if not g.spec.span.windowed)
-        lane = self.lower.mover.lanes[0]
+        full = sum(g.unit_bytes for g in self.engine.layout.of("token") if not g.spec.visibility.windowed)
+        lane = self.lower.transfers.lanes[0]
         lane.rate.speed, lane.latency = ratio * full / EACH, 0.0
         lane.rate.saw = lambda size, began, now: None  # type: ignore[method-assign]
 
-    def add(self, control: Control | None = None) -> Request:
+    def add(self, control: CacheControl | None = None) -> Request:
         """A request whose pages are looked for, and found."""
         request = self.engine.add(self.prompt, PARAMS, control)
-        self.until(lambda: self.lower._trips[request].found)
+        self.until(lambda: self.lower._jobs[request].is_planned)
         return request
 
     def until(self, done: Callable[[], object]) -> None:
@@ -94,11 +94,11 @@ class Rig:
 
     def let(self, request: Request, tokens: int) -> None:
         """Let pages come until so many tokens of the prompt's end are there."""
-        trip = self.lower._trips[request]
-        while trip.low > LENGTH - tokens:
-            low = trip.low
-            self.gate.release(sum(len(fetch._loads) for fetch in trip.strips[0].fetches))
-            self.until(lambda low=low: trip.low < low)  # type: ignore[misc]
+        trip = self.lower._jobs[request]
+        while trip.loaded_from > LENGTH - tokens:
+            low = trip.loaded_from
+            self.gate.release(sum(len(fetch._loads) for fetch in trip.chunks[0].fetches))
+            self.until(lambda low=low: trip.loaded_from < low)  # type: ignore[misc]
 
     def step(self) -> None:
         """One step, which takes as long as is said; a millisecond where there is nothing to compute."""
@@ -110,7 +110,7 @@ class Rig:
 
     def ends(self, request: Request) -> None:
         """It ends with the right tokens, and nothing is left behind."""
-        while request.finish is None:
+        while request.finish_reason is None:
             self.step()
             assert self.now < 110
         self.engine.run()
@@ -157,13 +157,13 @@ def test_the_step_after_the_meeting_point_is_not_launched_before_it_is_known_wha
     head is still being computed then, and the tail should be there when it is over."""
     one = rig(token_budget=128, ahead=True)
     one.believe(0.6)  # they should meet at 256
-    land = one.engine._landing.land
+    land = one.engine._output_processor.process
 
     def landed(*given: Any) -> Any:
         one.now += 128 * EACH
         return land(*given)
 
-    monkeypatch.setattr(one.engine._landing, "land", landed)
+    monkeypatch.setattr(one.engine._output_processor, "land", landed)
     request = one.add()
     for _ in range(2):
         one.engine.step()
@@ -201,9 +201,9 @@ def test_what_host_memory_has_of_a_head_is_copied_while_the_tail_comes(rig: Call
     one.gate.release(1000)
     one.engine.run()
     slabs = cache.shrink(cache.pool.slabs - 2)
-    one.engine._copy()
+    one.engine._apply_copies()
     cache.grow(slabs.tolist())
-    names = cache.prospect(cache.match(np.array(one.prompt, np.int32))).names
+    names = cache.plan_load(cache.match(np.array(one.prompt, np.int32))).hashes
     for group in one.engine.layout.groups:
         for form in one.lower.forms[group.index]:
             assert host.lookup(Objects(names[:12], group.index, form)).all()
@@ -227,7 +227,7 @@ def test_a_request_whose_pages_are_not_kept_does_not_compute_them_twice(
     """Nothing of its head would be there when the tail has come: it loads all, or computes all."""
     one = rig(token_budget=64)
     one.believe(believed)
-    request = one.add(Control(store=False))
+    request = one.add(CacheControl(store=False))
     one.step()
     assert (request.computed == 0) == (believed > 1)
     if believed > 1:
@@ -241,7 +241,7 @@ def test_a_lookup_that_hangs_is_waited_for_no_longer_than_a_page_would_be(rig: C
     lookup, answered = one.tier.lookup, threading.Event()
     one.tier.lookup = lambda objects: answered.wait(60) and lookup(objects)  # type: ignore[assignment, method-assign, return-value]
     request = one.engine.add(one.prompt, PARAMS)
-    while request.finish is None:
+    while request.finish_reason is None:
         one.step()
     answered.set()
     one.ends(request)
@@ -257,5 +257,5 @@ def test_what_a_request_has_computed_itself_is_loaded_no_further(rig: Callable[.
     while not request.output_count:
         one.step()
     one.step()
-    assert not one.lower._trips
+    assert not one.lower._jobs
     one.ends(request)

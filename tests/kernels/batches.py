@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 from kvloom.kernels.reference import Mask, attend, write
 from kvloom.kernels.shapes import Shape
 
@@ -22,7 +22,7 @@ class Batch:
     shape: Shape
     lengths: list[int]
     queries: list[int]
-    span: Span = field(default_factory=lambda: Span("full"))
+    span: Visibility = field(default_factory=lambda: Visibility("full"))
     order: str = "NHD"
     dtype: torch.dtype = torch.float32
     seed: int = 0

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 from kvloom.kernels import cpu
 from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
 from kvloom.kernels.reference import Mask
@@ -19,12 +19,12 @@ from .batches import DEVICE, TOLERANCE, Batch, relative
 SHAPE = Shape(4, 2, 64, 64, dtype=torch.float32)
 
 
-def plans(span: Span) -> list[tuple[Plan, bool]]:
+def plans(span: Visibility) -> list[tuple[Plan, bool]]:
     return [(decode_plan(SHAPE, 4, 3, span, DEVICE), False), (prefill_plan(SHAPE, span, DEVICE), True)]
 
 
-@pytest.mark.parametrize("span", [Span("full"), Span("sliding", 20)], ids=str)
-def test_plans_give_what_the_oracle_gives(span: Span) -> None:
+@pytest.mark.parametrize("span", [Visibility("full"), Visibility("sliding", 20)], ids=str)
+def test_plans_give_what_the_oracle_gives(span: Visibility) -> None:
     batch = Batch(SHAPE, [40, 3, 70], [3, 1, 2], span)
     exact, exact_lse = batch.expected(Mask(span))
     for plan, host in plans(span):
@@ -38,10 +38,12 @@ def test_plans_give_what_the_oracle_gives(span: Span) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="it is the CPU's way")
-@pytest.mark.parametrize("span", [Span("full"), Span("sliding", 20), Span("chunked", 32)], ids=str)
+@pytest.mark.parametrize(
+    "span", [Visibility("full"), Visibility("sliding", 20), Visibility("chunked", 32)], ids=str
+)
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 def test_a_cpu_decodes_by_its_own_way_and_gives_the_same(
-    span: Span, order: str, monkeypatch: pytest.MonkeyPatch
+    span: Visibility, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = Batch(SHAPE, [40, 3, 70, 1, 64], [1] * 5, span, order)
     exact, _ = batch.expected(Mask(span), 0.3)
@@ -81,8 +83,10 @@ def test_a_cpu_reads_prompts_by_its_own_way_and_gives_the_same(
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="it is the CPU's way")
 @pytest.mark.skipif(not cpu.BUILT, reason="it is native, and this was built without a compiler")
-@pytest.mark.parametrize("span", [Span("full"), Span("sliding", 20), Span("chunked", 32)], ids=str)
-def test_a_cpu_takes_few_queries_one_by_one(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "span", [Visibility("full"), Visibility("sliding", 20), Visibility("chunked", 32)], ids=str
+)
+def test_a_cpu_takes_few_queries_one_by_one(span: Visibility, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(SHAPE, [40, 3, 70, 64], [3, 1, 33, 64], span)
     exact, _ = batch.expected(Mask(span))
     plan = prefill_plan(SHAPE, span, "cpu")
@@ -110,7 +114,9 @@ def test_a_plan_must_be_made_first_and_for_the_span() -> None:
         plan.attend(batch.q.cpu(), batch.k.cpu(), batch.v.cpu(), batch.tables.cpu())
     plan.make([0, 1], [20])
     with pytest.raises(ValueError, match="the plan was made for full"):
-        plan.attend(batch.q.cpu(), batch.k.cpu(), batch.v.cpu(), batch.tables.cpu(), Mask(Span("sliding", 4)))
+        plan.attend(
+            batch.q.cpu(), batch.k.cpu(), batch.v.cpu(), batch.tables.cpu(), Mask(Visibility("sliding", 4))
+        )
 
 
 def test_the_oracle_takes_any_shape() -> None:

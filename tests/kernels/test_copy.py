@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvloom.core import Field, LayerSpec, PoolLayout, Span
-from kvloom.core.copies import CopyBatch
+from kvloom.core import Field, LayerSpec, PoolLayout, Visibility
+from kvloom.core.pool.pending_copies import CopyBatch
 from kvloom.kernels import copy, reference
 from kvloom.kernels.copy import Copier, Method, copy_pages, side_by_side
 from kvloom.kernels.views import allocate, layer_views
@@ -176,7 +176,7 @@ def test_a_page_may_be_gathered_twice_and_a_row_scattered_twice() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_one_layer_of_every_page_moves_alone(method: Method | None, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = (Field("k", (2, 8), "fp32"), Field("v", (2, 8), "fp32"))
-    layers = {name: LayerSpec("token", fields, Span("full")) for name in ("a", "b", "c")}
+    layers = {name: LayerSpec("token", fields, Visibility("full")) for name in ("a", "b", "c")}
     layout = PoolLayout.build(layers)
     pool = allocate(layout, 6, DEVICE)
     pool.zero_()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 from kvloom.kernels import attention, cpu, fused, reference
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import Shape
@@ -82,9 +82,9 @@ LENGTHS = [1, 5, 16, 17, 70, 33]
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("span", [Span("full"), Span("sliding", 9), Span("chunked", 16)])
+@pytest.mark.parametrize("span", [Visibility("full"), Visibility("sliding", 9), Visibility("chunked", 16)])
 @pytest.mark.parametrize(("heads", "kv", "dim", "v_dim"), [(4, 2, 16, 16), (3, 1, 24, 8), (2, 2, 7, 7)])
-def test_single_queries_over_pages(span: Span, heads: int, kv: int, dim: int, v_dim: int) -> None:
+def test_single_queries_over_pages(span: Visibility, heads: int, kv: int, dim: int, v_dim: int) -> None:
     rows, block = len(LENGTHS), 4
     tables = torch.zeros(rows, 18, dtype=torch.int32)
     tables[:] = (torch.randperm(rows * 18) + 1).int().view(rows, 18)
@@ -105,8 +105,8 @@ def test_single_queries_over_pages(span: Span, heads: int, kv: int, dim: int, v_
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("span", [Span("full"), Span("sliding", 9)])
-def test_a_layers_step_is_its_three_parts_in_one(span: Span) -> None:
+@pytest.mark.parametrize("span", [Visibility("full"), Visibility("sliding", 9)])
+def test_a_layers_step_is_its_three_parts_in_one(span: Visibility) -> None:
     heads, kv, dim, block, rows = 4, 2, 16, 4, len(LENGTHS)
     k, v = (randn(200, block, kv, dim, seed=seed) for seed in (1, 2))
     tables = (torch.randperm(rows * 18) + 1).int().view(rows, 18)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import Shape
 
@@ -17,7 +17,7 @@ from kvloom.kernels.worklist import Tile  # noqa: E402
 
 from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
 
-FULL = Span("full")
+FULL = Visibility("full")
 
 
 def run(
@@ -70,10 +70,12 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "span", [Span("sliding", 20), Span("sliding", 200), Span("chunked", 48)], ids=lambda span: f"{span}"
+    "span",
+    [Visibility("sliding", 20), Visibility("sliding", 200), Visibility("chunked", 48)],
+    ids=lambda span: f"{span}",
 )
 @pytest.mark.parametrize("queries", [[1, 1, 1], [3, 1, 8]], ids=["one", "several"])
-def test_windows_and_chunks(span: Span, queries: list[int]) -> None:
+def test_windows_and_chunks(span: Visibility, queries: list[int]) -> None:
     shape = Shape(4, 2, 64, 64, dtype=torch.float32)
     check(Batch(shape, [100, 1, 51], queries, span), queries=max(queries))
 
@@ -95,7 +97,11 @@ def test_both_ways_over_the_list_in_half_precision(toll: int, dim: int) -> None:
     half = torch.bfloat16 if DEVICE == "cuda" and dim % 64 == 0 else torch.float16
     shape = Shape(4, 2 if DEVICE == "cuda" else 1, dim, dim, dtype=half)
     rng = torch.Generator().manual_seed(dim)
-    for span, queries, programs in ((Span("full"), 1, 4), (Span("sliding", 24), 4, 16), (Span("full"), 4, 8)):
+    for span, queries, programs in (
+        (Visibility("full"), 1, 4),
+        (Visibility("sliding", 24), 4, 16),
+        (Visibility("full"), 4, 8),
+    ):
         lengths = [*torch.randint(1, 150 if DEVICE == "cuda" else 70, (3,), generator=rng).tolist(), 0, 16]
         counts = [min(queries, n) if queries > 1 else 1 for n in lengths]
         batch = Batch(shape, lengths, counts, span, order="HND" if dim < 96 else "NHD", dtype=half, seed=dim)
@@ -199,7 +205,7 @@ def test_quantised_pages_under_windows(dtype: torch.dtype, window: int, static: 
     if dtype == torch.float8_e4m3fn and DEVICE == "cpu":
         pytest.skip("Triton's interpreter has no float8")
     half = torch.float16 if DEVICE == "cpu" else torch.bfloat16
-    span = Span("sliding", window)
+    span = Visibility("sliding", window)
     batch = Batch(Shape(4, 2, 64, 64, dtype=dtype), [24, 41, 13], [1, 1, 1], span, "HDN", half)
     if static:
         batch.k_scale = batch.v_scale = torch.tensor([0.015, 0.02], device=DEVICE)
@@ -210,7 +216,7 @@ def test_quantised_pages_under_windows(dtype: torch.dtype, window: int, static: 
 @pytest.mark.parametrize("case", [(64, 64), (80, 16)], ids=["long pages", "turned to 16 bits"])
 def test_a_window_that_begins_inside_a_page_of_8_bits(case: tuple[int, int]) -> None:
     """Values are loaded 16 tokens at once, those before the window among them."""
-    (dim, block), span = case, Span("sliding", 21)
+    (dim, block), span = case, Visibility("sliding", 21)
     shape = Shape(2, 1, dim, dim, block, torch.int8)
     batch = Batch(shape, [90, 30], [1, 1], span, "HDN", torch.float16)
     out, _ = run(batch, Mask(span), 1)
@@ -241,7 +247,7 @@ def test_random_batches() -> None:
         lengths = [count + pick(0, 1, 15, 16, 40, 133) for count in queries]
         if not sum(queries):
             continue
-        span = (FULL, Span("sliding", 30), Span("chunked", 32))[seed % 3]
+        span = (FULL, Visibility("sliding", 30), Visibility("chunked", 32))[seed % 3]
         check(Batch(shape, lengths, queries, span, seed=seed), queries=5)
 
 
@@ -261,7 +267,7 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
     with pytest.raises(ValueError, match="is not \\[pages, 16, 2, 64\\]"):
         plan.attend(batch.q, batch.k[:, :8], batch.v, batch.tables)
     with pytest.raises(ValueError, match="the plan was made for full"):
-        plan.attend(batch.q, batch.k, batch.v, batch.tables, Mask(Span("sliding", 8)))
+        plan.attend(batch.q, batch.k, batch.v, batch.tables, Mask(Visibility("sliding", 8)))
     with pytest.raises(ValueError, match="int32"):
         plan.attend(batch.q, batch.k, batch.v, batch.tables.long())
     with pytest.raises(ValueError, match="do not fit a plan for 1 sequences"):

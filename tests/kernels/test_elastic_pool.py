@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core import Control, Field, KVCache, LayerSpec, PoolLayout, Sequence, Span, attention_fields
+from kvloom.core import (
+    CacheControl,
+    Field,
+    KVCache,
+    LayerSpec,
+    PoolLayout,
+    Sequence,
+    Visibility,
+    attention_fields,
+)
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.memory import ElasticBuffer, elastic, granularity
 from kvloom.kernels.views import LayerView, layer_views
@@ -20,10 +29,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP = granularity(DEVICE)
 BLOCK = 16
 LAYERS = {
-    "full": {"a": LayerSpec("token", attention_fields(1, STEP // 128, "fp32"), Span("full"))},
+    "full": {"a": LayerSpec("token", attention_fields(1, STEP // 128, "fp32"), Visibility("full"))},
     # Eight pages and four states to a slab: pages move together when the pool shrinks.
     "hybrid": {
-        "a": LayerSpec("token", attention_fields(1, STEP // 1024, "fp32"), Span("full")),
+        "a": LayerSpec("token", attention_fields(1, STEP // 1024, "fp32"), Visibility("full")),
         "m": LayerSpec("state", (Field("s", (STEP // 16,), "fp32"),)),
     },
 }
@@ -42,7 +51,7 @@ class Engine:
         self.views: dict[str, LayerView] = layer_views(self.buffer.tensor, layout)
 
     def grow(self, n: int) -> None:
-        slabs = self.cache.absent(n)
+        slabs = self.cache.unbacked_slabs(n)
         self.buffer.map(slabs)
         self.cache.grow(slabs)
 
@@ -55,7 +64,7 @@ class Engine:
         for batch in self.cache.take_copies():
             copy_pages(self.buffer.tensor, batch.page_stride, batch.source, batch.target)
 
-    def run(self, mark: int, tokens: int, control: Control | None = None) -> Sequence | None:
+    def run(self, mark: int, tokens: int, control: CacheControl | None = None) -> Sequence | None:
         """A request that writes what `mark` and the positions say; None where it does not fit."""
         prompt = [mark * 7 + 1] * tokens
         seq = self.cache.open(self.cache.match(prompt, control))
@@ -84,7 +93,7 @@ class Engine:
             if group.spec.unit == "token":
                 pages = self.cache.table(view.group)[run, seq.row, : -(-tokens // BLOCK)]
             else:
-                pages = self.cache.rows.states[group.columns.start + run, seq.row][None]
+                pages = self.cache.block_tables.states[group.columns.start + run, seq.row][None]
             index = torch.from_numpy(pages.astype(np.int64)).to(DEVICE)
             for field in view.fields.values():
                 shape = (index.numel(), *field.shape[1:])
@@ -169,7 +178,7 @@ def test_any_order_of_requests_and_resizes(kind: str, seed: int) -> None:
     for mark in range(120):
         verb = rng.random()
         if verb < 0.45:
-            seq = engine.run(mark, rng.randint(1, 80), Control(store=rng.random() < 0.7))
+            seq = engine.run(mark, rng.randint(1, 80), CacheControl(store=rng.random() < 0.7))
             if seq is not None:
                 live[mark] = seq
         elif verb < 0.65 and live:

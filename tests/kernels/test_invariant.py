@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 from kvloom.kernels.prefill_backends import BlockTile
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import Shape
@@ -23,7 +23,7 @@ GPU = DEVICE == "cuda"
 HALF = torch.bfloat16 if GPU else torch.float16  # Triton's interpreter multiplies the raw bits of bfloat16
 TILE = None if GPU else BlockTile(16, 16, 4, 2)
 PIECE = 1024 if GPU else 32
-FULL = Span("full")
+FULL = Visibility("full")
 
 
 def whole(batch: Batch, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,15 +48,15 @@ def single(batch: Batch, mask: Mask, row: int, position: int, beside: int = 0) -
     return out[beside // 2]
 
 
-KINDS: dict[str, tuple[Shape, Span, dict[str, Any]]] = {
+KINDS: dict[str, tuple[Shape, Visibility, dict[str, Any]]] = {
     "grouped": (Shape(8, 2, 64, 64, dtype=HALF), FULL, {}),
     "float32": (Shape(4, 2, 80, 80, dtype=torch.float32), FULL, {}),
-    "windows": (Shape(4, 2, 64, 64, dtype=HALF), Span("sliding", 24), {}),
-    "chunks": (Shape(4, 2, 64, 64, dtype=HALF), Span("chunked", 40), {}),
+    "windows": (Shape(4, 2, 64, 64, dtype=HALF), Visibility("sliding", 24), {}),
+    "chunks": (Shape(4, 2, 64, 64, dtype=HALF), Visibility("chunked", 40), {}),
     "softcap": (Shape(4, 4, 64, 64, dtype=HALF), FULL, {"softcap": 20.0}),
     "latents": (Shape(20, 1, 576, 512, dtype=HALF), FULL, {}),
     "int8": (Shape(4, 2, 64, 64, dtype=torch.int8), FULL, {}),
-    "int8 under windows": (Shape(2, 1, 64, 64, dtype=torch.int8), Span("sliding", 21), {}),
+    "int8 under windows": (Shape(2, 1, 64, 64, dtype=torch.int8), Visibility("sliding", 21), {}),
 }
 
 

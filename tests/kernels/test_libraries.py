@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 from kvloom.kernels import libraries, reference
 from kvloom.kernels.libraries import FlashAttention3, Library, PagedCall, Step, fastest, installed, size_class
 from kvloom.kernels.prefill_backends import BlockTile, Rows
@@ -24,7 +24,7 @@ from kvloom.kernels.prefill import PrefillPlan  # noqa: E402
 from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
 
 CPU = torch.device("cpu")
-FULL = Span("full")
+FULL = Visibility("full")
 SHAPE = Shape(4, 2, 64, 64, dtype=torch.float32)
 TILE = None if DEVICE == "cuda" else BlockTile(16, 32, 4, 2)
 
@@ -37,7 +37,7 @@ class Fake:
     def __init__(self) -> None:
         self.calls = 0
 
-    def takes(self, shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None) -> bool:
+    def takes(self, shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None) -> bool:
         return span == FULL and softcap is None
 
     def attend(self, step: Step, call: PagedCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +102,7 @@ def test_what_it_does_not_take_stays_with_us(monkeypatch: pytest.MonkeyPatch) ->
     run(PrefillPlan(SHAPE, device=DEVICE, tile=TILE, libraries=[fake]), batch, Mask(FULL, softcap=5.0))
     sinks = Mask(FULL, sinks=torch.randn(4, device=DEVICE))
     run(PrefillPlan(SHAPE, device=DEVICE, tile=TILE, libraries=[fake]), batch, sinks)
-    window = Span("sliding", 8)
+    window = Visibility("sliding", 8)
     run(
         PrefillPlan(SHAPE, window, DEVICE, tile=TILE, libraries=[fake]),
         Batch(SHAPE, [30], [5], window),
@@ -119,7 +119,7 @@ def test_what_it_does_not_take_stays_with_us(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_window_that_nobody_has_outgrown_is_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, True)
-    fake, window = Fake(), Span("sliding", 64)
+    fake, window = Fake(), Visibility("sliding", 64)
     batch = Batch(SHAPE, [30, 20], [5, 20], window)
     found = run(PrefillPlan(SHAPE, window, DEVICE, tile=TILE, libraries=[fake]), batch, Mask(window))
     assert fake.calls == 3
@@ -220,7 +220,7 @@ def test_flash_attention_takes_windows_and_softcap() -> None:
     found = [library for library in there() if library.name == "FlashAttention-3"]
     if not found:
         pytest.skip("FlashAttention-3 is not installed here, or there is no GPU")
-    shape, window = Shape(8, 2, 128, 128, dtype=torch.bfloat16), Span("sliding", 100)
+    shape, window = Shape(8, 2, 128, 128, dtype=torch.bfloat16), Visibility("sliding", 100)
     batch = Batch(shape, [300, 128], [140, 128], window, dtype=torch.bfloat16)
     plan = PrefillPlan(shape, window, DEVICE, libraries=found)
     libraries._FASTEST[

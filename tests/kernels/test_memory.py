@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core import LayerSpec, PoolLayout, Span, attention_fields
+from kvloom.core import LayerSpec, PoolLayout, Visibility, attention_fields
 from kvloom.kernels import memory
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.cuda_driver import CudaError, cuda_driver
@@ -60,7 +60,7 @@ def test_slabs_keep_their_bytes_while_others_come_and_go(seed: int) -> None:
 
 
 def test_a_pool_lives_in_it() -> None:
-    spec = LayerSpec("token", attention_fields(2, 16, "fp32"), Span("full"))
+    spec = LayerSpec("token", attention_fields(2, 16, "fp32"), Visibility("full"))
     layout = PoolLayout.build({"a": spec, "b": spec}, granularity=STEP)
     with elastic(layout, 64, DEVICE, mapped=3) as buffer:
         views = layer_views(buffer.tensor, layout)

@@ -8,17 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 from kvloom.kernels import prefill_backends
 from kvloom.kernels.dense import attend_dense, merge
-from kvloom.kernels.prefill_backends import (
-    MANY,
-    BlockTile,
-    Rows,
-    block_list,
-    choose_gathered_tile,
-    groups_of,
-)
+from kvloom.kernels.prefill_backends import MANY, BlockTile, Rows, block_list, choose_gathered_tile, groups_of
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import Shape
 
@@ -28,7 +21,7 @@ from kvloom.kernels.prefill import PrefillPlan  # noqa: E402
 
 from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
 
-FULL = Span("full")
+FULL = Visibility("full")
 GPU = DEVICE == "cuda"
 TINY = BlockTile(16, 16, 4, 2)
 HALF = torch.bfloat16 if GPU else torch.float16  # Triton's interpreter multiplies the raw bits of bfloat16
@@ -92,8 +85,10 @@ def test_half_precision() -> None:
     check(Batch(Shape(8, 2, 128, 128, dtype=HALF), [50, 3], [21, 3], dtype=HALF))
 
 
-@pytest.mark.parametrize("span", [Span("sliding", 20), Span("sliding", 200), Span("chunked", 24)], ids=str)
-def test_windows_and_chunks(span: Span) -> None:
+@pytest.mark.parametrize(
+    "span", [Visibility("sliding", 20), Visibility("sliding", 200), Visibility("chunked", 24)], ids=str
+)
+def test_windows_and_chunks(span: Visibility) -> None:
     check(Batch(Shape(4, 2, 64, 64, dtype=torch.float32), [90, 1, 51], [40, 1, 51], span))
 
 
@@ -105,8 +100,8 @@ def test_softcap_sinks_and_scale_together() -> None:
     check(batch, Mask(FULL, None, sinks))
 
 
-@pytest.mark.parametrize("span", [FULL, Span("sliding", 12)], ids=str)
-def test_queries_of_one_image_see_each_other(span: Span) -> None:
+@pytest.mark.parametrize("span", [FULL, Visibility("sliding", 12)], ids=str)
+def test_queries_of_one_image_see_each_other(span: Visibility) -> None:
     shape = Shape(4, 2, 64, 64, dtype=torch.float32)
     batch = Batch(shape, [60, 30, 9], [50, 30, 9], span)
     spans = torch.full((89,), -1, dtype=torch.int32)
@@ -156,7 +151,7 @@ def test_quantised_pages_with_their_scales(dtype: torch.dtype, order: str) -> No
 def test_quantised_pages_under_windows(dtype: torch.dtype, window: int, static: bool) -> None:
     if dtype == torch.float8_e4m3fn and not GPU:
         pytest.skip("Triton's interpreter has no float8")
-    span = Span("sliding", window)
+    span = Visibility("sliding", window)
     batch = Batch(Shape(4, 2, 64, 64, dtype=dtype), [24, 41, 13, 40], [24, 17, 5, 1], span, "HDN", HALF)
     if static:
         batch.k_scale = batch.v_scale = torch.tensor([0.015, 0.02], device=DEVICE)
@@ -165,7 +160,7 @@ def test_quantised_pages_under_windows(dtype: torch.dtype, window: int, static: 
 
 @pytest.mark.parametrize("kind", ["full", "window", "int8 window", "sinks"])
 def test_single_queries_in_front_go_to_decodes_kernels(kind: str) -> None:
-    span = Span("sliding", 21) if "window" in kind else FULL
+    span = Visibility("sliding", 21) if "window" in kind else FULL
     dtype = torch.int8 if "int8" in kind else HALF
     shape = Shape(4, 2, 64, 64, dtype=dtype)
     batch = Batch(
@@ -207,12 +202,12 @@ def test_random_batches() -> None:
         queries = [pick(0, 1, 2, 17, 40) for _ in range(pick(1, 3, 5))]
         lengths = [count + pick(0, 1, 16, 50, 133) for count in queries]
         if sum(queries):
-            span = (FULL, Span("sliding", 30), Span("chunked", 32))[seed % 3]
+            span = (FULL, Visibility("sliding", 30), Visibility("chunked", 32))[seed % 3]
             check(Batch(shape, lengths, queries, span, seed=seed), tile=TINY)
 
 
-@pytest.mark.parametrize("span", [FULL, Span("sliding", 210)], ids=str)
-def test_few_queries_after_much_are_cut_and_joined(span: Span) -> None:
+@pytest.mark.parametrize("span", [FULL, Visibility("sliding", 210)], ids=str)
+def test_few_queries_after_much_are_cut_and_joined(span: Visibility) -> None:
     batch = Batch(Shape(4, 2, 64, 80, dtype=torch.float32), [500, 30, 411], [3, 2, 9], span)
     sinks = torch.randn(4).to(DEVICE)
     batch.q[3:] *= 3  # peaks that differ from piece to piece
@@ -260,7 +255,7 @@ def test_random_rows_by_descriptors(
         cached = [int(n) * scale for n in rng.choice([0, 1, 16, 50, 75], 5)]
         lengths = [a + b for a, b in zip(queries, cached, strict=True)]
         # From less than a tile's tokens to more than most rows have.
-        span = Span(kind, 0 if kind == "full" else int(rng.choice([1, 7, 16, 30, 61])) * scale)
+        span = Visibility(kind, 0 if kind == "full" else int(rng.choice([1, 7, 16, 30, 61])) * scale)
         shape = Shape(*((2, 1), (4, 2), (6, 2))[seed % 3], *dims, dtype=HALF)
         batch = Batch(shape, lengths, queries, span, order=("NHD", "HND")[seed % 2], dtype=HALF, seed=seed)
         sinks = torch.randn(shape.heads).to(DEVICE) if rng.random() < 0.5 else None
@@ -276,8 +271,10 @@ def test_small_heads_over_many_tokens_by_descriptors() -> None:
         check(batch, mask, backend="descriptors")
 
 
-@pytest.mark.parametrize("span", [FULL, Span("sliding", 20), Span("chunked", 24)], ids=str)
-def test_new_tokens_at_hand_are_read_where_they_lie(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("span", [FULL, Visibility("sliding", 20), Visibility("chunked", 24)], ids=str)
+def test_new_tokens_at_hand_are_read_where_they_lie(
+    span: Visibility, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gathered = []
     gather = prefill_launch.gather
     monkeypatch.setattr(prefill_launch, "gather", lambda *args: gathered.append(gather(*args)))
@@ -312,7 +309,7 @@ def test_new_tokens_may_be_part_of_something_wider() -> None:
 
 
 def test_a_row_of_nans_does_not_spoil_the_one_before_it_in_a_window() -> None:
-    span = Span("sliding", 30)
+    span = Visibility("sliding", 30)
     batch = Batch(Shape(2, 1, 64, 64, dtype=HALF), [70, 45], [41, 45], span, dtype=HALF)
     pages = batch.tables[1].long()
     tile = None if GPU else TINY
@@ -389,7 +386,7 @@ def test_the_rule_follows_what_backends_take() -> None:
     shape = Shape(32, 8, 128, 128)
     half, all_rows, one = torch.bfloat16, np.arange(8), np.arange(1)
 
-    def choose(*args: object, span: Span = FULL) -> str:
+    def choose(*args: object, span: Visibility = FULL) -> str:
         return prefill_backends.choose(*args[:4], span, *args[4:])  # type: ignore[arg-type]
 
     long = Rows.of([0, 8192], [8192])
@@ -402,11 +399,11 @@ def test_the_rule_follows_what_backends_take() -> None:
     assert choose(shape, long, one[:0], half, True, True) == "pages"
     assert choose(shape, long, one, torch.float32, True, True) == "pages"
     assert choose(Shape(32, 8, 80, 80), long, one, half, True, True) == "pages"
-    window = Span("sliding", 4096)
+    window = Visibility("sliding", 4096)
     assert choose(shape, long, one, half, True, True, span=window) == "descriptors"
     assert choose(shape, long, one, half, False, True, span=window) == "pages"
-    assert choose(shape, long, one, half, True, True, span=Span("sliding", 128)) == "pages"  # few pairs
-    assert choose(shape, long, one, half, True, True, span=Span("chunked", 128)) == "pages"
+    assert choose(shape, long, one, half, True, True, span=Visibility("sliding", 128)) == "pages"  # few pairs
+    assert choose(shape, long, one, half, True, True, span=Visibility("chunked", 128)) == "pages"
     thin = Shape(32, 8, 64, 64)
     assert choose(thin, long, one, half, True, True) == "descriptors"  # many tokens, small heads
     assert choose(thin, Rows.of(np.arange(9) * 1024, [1024] * 8), all_rows, half, True, True) == "cudnn"
@@ -418,12 +415,12 @@ def test_the_rule_follows_what_backends_take() -> None:
     assert choose(shape, Rows.of([0, 64], [64]), one, half, True, True) == "pages"
     mixed = Rows.of(np.arange(9) * 700, np.arange(8) * 1000 + 700)
     assert choose(shape, mixed, all_rows, half, True, True) == "descriptors"
-    assert Rows.of([0, 4], [1024]).whole(Span("sliding", 1024))
-    assert not Rows.of([0, 4], [1025]).whole(Span("sliding", 1024))
+    assert Rows.of([0, 4], [1024]).whole(Visibility("sliding", 1024))
+    assert not Rows.of([0, 4], [1025]).whole(Visibility("sliding", 1024))
 
 
-@pytest.mark.parametrize("span", [FULL, Span("sliding", 5), Span("chunked", 6)], ids=str)
-def test_pairs_are_counted_as_they_are_seen(span: Span) -> None:
+@pytest.mark.parametrize("span", [FULL, Visibility("sliding", 5), Visibility("chunked", 6)], ids=str)
+def test_pairs_are_counted_as_they_are_seen(span: Visibility) -> None:
     rows = Rows.of([0, 3, 3, 20, 21], [9, 4, 17, 100])
     each = [
         sum(p + 1 - span.first_visible(p) for p in range(length - count, length))
@@ -438,8 +435,8 @@ def test_tiles_over_gathered_tokens_follow_heads_windows_and_how_much_is_seen() 
     few, many = choose_gathered_tile(64, FULL, MANY - 1), choose_gathered_tile(64, FULL, MANY)
     assert few.tokens < many.tokens
     assert many.registers is not None
-    assert choose_gathered_tile(64, Span("sliding", 128)).tokens < few.tokens
-    assert choose_gathered_tile(64, Span("sliding", 4096), MANY) == many
+    assert choose_gathered_tile(64, Visibility("sliding", 128)).tokens < few.tokens
+    assert choose_gathered_tile(64, Visibility("sliding", 4096), MANY) == many
     assert choose_gathered_tile(128, FULL, MANY) == choose_gathered_tile(128, FULL)
 
 
@@ -517,7 +514,7 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
         plan.attend(*call)
     plan.make([0, 4], [20])
     with pytest.raises(ValueError, match="the plan was made for full"):
-        plan.attend(*call, Mask(Span("sliding", 8)))
+        plan.attend(*call, Mask(Visibility("sliding", 8)))
     with pytest.raises(ValueError, match="belong to decode"):
         plan.attend(*call, Mask(trees=torch.ones(4, 4, dtype=torch.bool)))
     with pytest.raises(ValueError, match="must be positive"):
@@ -525,14 +522,14 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
     plan.make([0, 4], [200])
     with pytest.raises(ValueError, match="end before the longest"):
         plan.attend(*call)
-    plan = PrefillPlan(shape, Span("sliding", 8), device=DEVICE, backend="descriptors")
+    plan = PrefillPlan(shape, Visibility("sliding", 8), device=DEVICE, backend="descriptors")
     plan.make([0, 4], [20])
     with pytest.raises(ValueError, match="descriptors takes no softcap"):
-        plan.attend(*call, Mask(Span("sliding", 8), 5.0))
-    plan = PrefillPlan(shape, Span("sliding", 8), device=DEVICE, backend="cudnn")
+        plan.attend(*call, Mask(Visibility("sliding", 8), 5.0))
+    plan = PrefillPlan(shape, Visibility("sliding", 8), device=DEVICE, backend="cudnn")
     plan.make([0, 4], [20])
     with pytest.raises(ValueError, match="cudnn takes full attention only, not sliding 8"):
-        plan.attend(*call, Mask(Span("sliding", 8)))
+        plan.attend(*call, Mask(Visibility("sliding", 8)))
     with pytest.raises(ValueError, match="starts end at 3"):
         attend_dense(batch.q, batch.q, batch.q, [0, 3])
     with pytest.raises(ValueError, match="one size"):

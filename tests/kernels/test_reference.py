@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Span, attention_fields
+from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Visibility, attention_fields
 from kvloom.kernels import reference
 from kvloom.kernels.reference import Mask, attend, copy_pages, write
 from kvloom.kernels.views import LayerView, allocate, layer_views
 
 HEADS, KV, DIM, BLOCK = 4, 2, 16, 16
-SPANS = [Span("full"), Span("sliding", 20), Span("chunked", 24)]
+SPANS = [Visibility("full"), Visibility("sliding", 20), Visibility("chunked", 24)]
 
 
 def dense(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    span: Span,
+    span: Visibility,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -58,7 +58,9 @@ class Batch:
     rows: list[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
-    def build(cls, lengths: list[int], queries: list[int], span: Span, kv: int = KV, dim: int = DIM) -> Batch:
+    def build(
+        cls, lengths: list[int], queries: list[int], span: Visibility, kv: int = KV, dim: int = DIM
+    ) -> Batch:
         blocks = max([1, *(-(-length // BLOCK) for length in lengths)])
         k = torch.full((len(lengths) * blocks + 1, BLOCK, kv, dim), math.nan)
         v = k.clone()
@@ -88,7 +90,7 @@ class Batch:
 @pytest.mark.parametrize("span", SPANS, ids=str)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_packed_rows_equal_dense_attention(span: Span, softcap: float | None, with_sinks: bool) -> None:
+def test_packed_rows_equal_dense_attention(span: Visibility, softcap: float | None, with_sinks: bool) -> None:
     torch.manual_seed(0)
     batch = Batch.build([70, 1, 33, 16, 0], [1, 1, 33, 5, 0], span)
     q = batch.queries()
@@ -145,7 +147,11 @@ def test_mixed_batches_equal_dense_attention(seed: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(reference, "SMALL", rng.choice([0, 1 << 20]))
     monkeypatch.setattr(reference, "FEWEST", rng.choice([1, 16]))
     span = rng.choice(
-        [Span("full"), Span("sliding", rng.randint(1, 40)), Span("chunked", rng.randint(1, 40))]
+        [
+            Visibility("full"),
+            Visibility("sliding", rng.randint(1, 40)),
+            Visibility("chunked", rng.randint(1, 40)),
+        ]
     )
     lengths, queries = [], []
     for _ in range(rng.randint(0, 10)):
@@ -172,7 +178,7 @@ def test_mixed_batches_equal_dense_attention(seed: int, monkeypatch: pytest.Monk
 
 
 def test_queries_without_tokens_give_nothing() -> None:
-    batch = Batch.build([0, 20], [0, 1], Span("full"))
+    batch = Batch.build([0, 20], [0, 1], Visibility("full"))
     batch.starts = torch.tensor([0, 2, 3])  # a padded row: two queries, no tokens
     out, lse = batch.attend(batch.queries(), Mask())
     assert not out[:2].any()
@@ -188,7 +194,7 @@ def test_queries_without_tokens_give_nothing() -> None:
 def test_latents_serve_as_keys_and_values(dtype: torch.dtype) -> None:
     """MLA: one head, and values that are the first dims of the keys, read from the same bytes."""
     torch.manual_seed(0)
-    batch = Batch.build([50, 17, 40], [1, 3, 40], Span("full"), kv=1, dim=24)
+    batch = Batch.build([50, 17, 40], [1, 3, 40], Visibility("full"), kv=1, dim=24)
     q, scales = batch.queries(), {}
     k, rows = batch.k, [keys for keys, _ in batch.rows]
     if dtype == torch.int8:
@@ -224,7 +230,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("span", SPANS, ids=str)
 @pytest.mark.parametrize("queries", [1, 4])
-def test_a_decode_step_costs_as_many_calls_for_many_rows_as_for_few(span: Span, queries: int) -> None:
+def test_a_decode_step_costs_as_many_calls_for_many_rows_as_for_few(span: Visibility, queries: int) -> None:
     counts = []
     for rows in (2, 32, 100):
         lengths = [queries + 16 * (i % 4) for i in range(rows)]
@@ -240,7 +246,7 @@ def test_a_decode_step_costs_as_many_calls_for_many_rows_as_for_few(span: Span, 
 
 def test_memory_that_is_kept_serves_every_mode_and_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_SCRATCH", reference._Scratch())
-    batch = Batch.build([40, 20], [1, 1], Span("full"), kv=1)
+    batch = Batch.build([40, 20], [1, 1], Visibility("full"), kv=1)
     q = batch.queries()
     with torch.inference_mode():
         first, its_lse = batch.attend(q, Mask())
@@ -256,7 +262,7 @@ def test_memory_that_is_kept_serves_every_mode_and_thread(monkeypatch: pytest.Mo
 def test_lengths_that_differ_widely_are_not_padded_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "SMALL", 0)
     monkeypatch.setattr(reference, "_SCRATCH", reference._Scratch())
-    batch = Batch.build([4000] + [16] * 40, [1] * 41, Span("full"))
+    batch = Batch.build([4000] + [16] * 40, [1] * 41, Visibility("full"))
     q = batch.queries()
     with Calls() as calls:
         batch.attend(q, Mask())
@@ -267,7 +273,7 @@ def test_a_long_prompt_is_scored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
     torch.manual_seed(0)
     monkeypatch.setattr(reference, "BUDGET", 1 << 20)
     monkeypatch.setattr(reference, "_SCRATCH", reference._Scratch())
-    batch = Batch.build([1500], [1500], Span("full"))
+    batch = Batch.build([1500], [1500], Visibility("full"))
     q = batch.queries()
     with Calls() as calls:
         out, lse = batch.attend(q, Mask())
@@ -287,10 +293,10 @@ def test_draft_trees_and_image_spans_are_masked_as_told() -> None:
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)  # two branches after the first
     out, _ = attend(q, k, v, table, starts, lengths, Mask(trees=tree))
     kept = [0, 1, 2, 3, 4, 5, 7]  # the last query does not see the second
-    alone = dense(q[2:], k[1, kept], v[1, kept], Span("full"), None, None)
+    alone = dense(q[2:], k[1, kept], v[1, kept], Visibility("full"), None, None)
     torch.testing.assert_close(out[2:].double(), alone, atol=1e-5, rtol=1e-5)
     image, _ = attend(q, k, v, table, starts, lengths, Mask(spans=torch.tensor([7, 7, -1])))
-    both = dense(q[:1], k[1, :7], v[1, :7], Span("full"), None, None)
+    both = dense(q[:1], k[1, :7], v[1, :7], Visibility("full"), None, None)
     torch.testing.assert_close(image[:1].double(), both, atol=1e-5, rtol=1e-5)
 
 
@@ -307,7 +313,7 @@ def test_quantised_pages_carry_their_scales(dtype: str, bound: float) -> None:
     table, starts, lengths = torch.tensor([[1, 2, 3]]), torch.tensor([0, 1]), torch.tensor([40])
     scales = {"k_scale": view.fields["k_scale"], "v_scale": view.fields["v_scale"]}
     out, _ = attend(q, view.fields["k"], view.fields["v"], table, starts, lengths, **scales)
-    exact = dense(q, keys, values, Span("full"), None, None)
+    exact = dense(q, keys, values, Visibility("full"), None, None)
     assert (out.double() - exact).norm() / exact.norm() < bound
 
 
@@ -328,12 +334,15 @@ def test_static_scales_are_one_per_head_or_one(dtype: torch.dtype, shape: tuple[
         pages.float().flatten(0, 1)[BLOCK : BLOCK + 40] * scale.view(-1, 1)
         for pages, scale in zip(fields, scales, strict=True)
     ]
-    exact = dense(q, *back, Span("full"), None, None)
+    exact = dense(q, *back, Visibility("full"), None, None)
     torch.testing.assert_close(out.double(), exact, atol=1e-5, rtol=1e-5)
 
 
 LAYERS = {
-    **{f"s{i}": LayerSpec("token", attention_fields(KV, DIM, "fp32"), Span("sliding", 20)) for i in range(4)},
+    **{
+        f"s{i}": LayerSpec("token", attention_fields(KV, DIM, "fp32"), Visibility("sliding", 20))
+        for i in range(4)
+    },
     **{f"f{i}": LayerSpec("token", attention_fields(KV, DIM, "fp32")) for i in range(2)},
     "m": LayerSpec("state", (Field("conv", (8,), "bf16"), Field("recurrent", (16, 16), "fp32"))),
 }
@@ -405,7 +414,7 @@ class Bytes:
         """The next query attends to exactly its own tokens in every layer."""
         q = torch.ones(1, HEADS, DIM)
         for name, view in self.views.items():
-            span = LAYERS[name].span
+            span = LAYERS[name].visibility
             out, _ = attend(
                 q,
                 view.fields["k"],

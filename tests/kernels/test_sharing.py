@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 from kvloom.kernels.reference import Mask
 from kvloom.kernels.shapes import Shape
 from kvloom.kernels.sharing import SharedRun, Sharing, find_shared, in_sight, worth_sharing
@@ -18,7 +18,7 @@ from kvloom.kernels.decode import DecodePlan  # noqa: E402
 
 from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
 
-FULL = Span("full")
+FULL = Visibility("full")
 
 
 def tables_of(*rows: list[int]) -> np.ndarray:
@@ -70,10 +70,10 @@ def test_windows_share_what_all_who_see_it_hold_in_the_same_pages() -> None:
 
 
 def test_short_windows_are_read_by_each() -> None:
-    assert [worth_sharing(Span(*span)) for span in (("full",), ("sliding", 1024), ("chunked", 8192))] == [
-        True
-    ] * 3
-    assert not worth_sharing(Span("sliding", 128))
+    assert [
+        worth_sharing(Visibility(*span)) for span in (("full",), ("sliding", 1024), ("chunked", 8192))
+    ] == [True] * 3
+    assert not worth_sharing(Visibility("sliding", 128))
 
 
 def test_depth_and_room_limit_what_is_shared() -> None:
@@ -127,9 +127,14 @@ def test_shared_prefixes_give_what_plain_decode_gives(case: int) -> None:
 
 WINDOWS = [
     # Positions apart, so that each member's window begins elsewhere in the run and leaves it at another step.
-    ([180, 172, 165, 40], [1, 1, 1, 1], [(128, [0, 1, 2])], Span("sliding", 90)),
-    ([180, 172, 165, 161, 40], [1, 3, 2, 1, 1], [(144, [0, 1]), (96, [0, 1, 2, 3])], Span("sliding", 100)),
-    ([130, 124, 150, 190], [1, 1, 2, 1], [(112, [0, 1, 2, 3])], Span("chunked", 64)),
+    ([180, 172, 165, 40], [1, 1, 1, 1], [(128, [0, 1, 2])], Visibility("sliding", 90)),
+    (
+        [180, 172, 165, 161, 40],
+        [1, 3, 2, 1, 1],
+        [(144, [0, 1]), (96, [0, 1, 2, 3])],
+        Visibility("sliding", 100),
+    ),
+    ([130, 124, 150, 190], [1, 1, 2, 1], [(112, [0, 1, 2, 3])], Visibility("chunked", 64)),
 ]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Span
+from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Visibility
 from kvloom.models.batch import Batch, Stage, Work
 
 BLOCK = 16
@@ -17,7 +17,9 @@ BLOCK = 16
 def make_cache() -> KVCache:
     fields = (Field("k", (2, 8), "fp32"), Field("v", (2, 8), "fp32"))
     layers = {
-        f"layers.{i}.attn": LayerSpec("token", fields, Span("sliding", 24) if i % 2 else Span("full"))
+        f"layers.{i}.attn": LayerSpec(
+            "token", fields, Visibility("sliding", 24) if i % 2 else Visibility("full")
+        )
         for i in range(4)
     }
     return KVCache(PoolLayout.build(layers, BLOCK), slabs=60, max_sequences=6, max_tokens=256)

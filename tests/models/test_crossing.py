@@ -18,10 +18,10 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
-from kvloom.core import Control
+from kvloom.core import CacheControl
 from kvloom.engine.engine import Engine
 from kvloom.engine.llm import LLM
-from kvloom.engine.lower import LowerConfig
+from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.models.crossing import attend_seen
 from kvloom.models.load import refusal
@@ -165,7 +165,7 @@ def test_images_and_text_in_a_pool_far_too_small(ahead: bool) -> None:
     layout = engine_of().layout
     room = 2 * layout.slab_bytes_for(50 + NEW, [4 * 17, 4 * 17])
     engine = engine_of(room, token_budget=11, max_running=6, ahead=ahead)
-    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests = [
         engine.add(prompt, GREEDY, priority=i % 3, images=pictures)
         for i, (prompt, pictures) in enumerate(asked)
@@ -193,7 +193,7 @@ def test_an_image_is_written_once_for_each_content_whatever_stands_before_it() -
     moved = ask(engine, elsewhere, [picture(1)])
     assert moved.tokens == expected(model, elsewhere, [picture(1)])
     assert engine.vision.runs == 2, "its pages are found by what it shows"
-    ask(engine, prompt, [picture(1)], control=Control(tenant="another"))
+    ask(engine, prompt, [picture(1)], control=CacheControl(tenant="another"))
     assert engine.vision.runs == 3, "tenants share nothing"
 
 
@@ -225,7 +225,7 @@ def test_quantised_pages_of_images_are_read_by_their_scales(kv_dtype: str, error
     query = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
     found = []
     for one in (plain, engine):
-        [run] = one.cache.room.runs.values()
+        [run] = one.cache.allocator.media_runs.values()
         part = Part(2, torch.from_numpy(run.rows.T.astype(np.int64)), torch.arange(3 * 17))
         view, column = one.runner.pages.crosses[3]
         found.append(attend_seen(view, column, query, [part], 0.35))
@@ -235,7 +235,7 @@ def test_quantised_pages_of_images_are_read_by_their_scales(kv_dtype: str, error
 def test_text_before_an_image_comes_back_from_a_tier_and_the_image_is_seen_again() -> None:
     model = causal(crossing())
     slab = engine_of().layout.slab_bytes
-    engine = engine_of(30 * slab, tiers=["host:16MiB"], lower=LowerConfig("always"))
+    engine = engine_of(30 * slab, tiers=["host:16MiB"], lower=OffloadConfig("always"))
     prompt = [*words(1, 40), IMAGE, *words(2, 30)]
     wanted = expected(model, prompt, [picture(3)])
     seeds = iter(range(20, 60))
@@ -244,7 +244,7 @@ def test_text_before_an_image_comes_back_from_a_tier_and_the_image_is_seen_again
         assert request.tokens == wanted
         assert request.cached_tokens is not None
         assert round_ * 32 <= request.cached_tokens <= round_ * 40
-        while engine.cache.room.runs:
+        while engine.cache.allocator.media_runs:
             ask(engine, words(next(seeds), 60), [])
     engine.close()
 
@@ -256,7 +256,7 @@ def test_pages_of_an_image_leave_and_what_stood_behind_it_is_computed_again() ->
     prompt = [*words(1, 20), IMAGE, *words(2, 9)]
     ask(engine, prompt, [picture(3)])
     seeds = iter(range(20, 60))
-    while engine.cache.room.runs:
+    while engine.cache.allocator.media_runs:
         ask(engine, words(next(seeds), 60), [])
     again = ask(engine, prompt, [picture(3)])
     assert again.tokens == expected(model, prompt, [picture(3)])
@@ -270,7 +270,7 @@ def test_requests_that_could_never_hold_their_images_are_refused() -> None:
     layout = engine.layout
     room = 2 * layout.slab_bytes + layout.slab_bytes_for(30 + NEW, [4 * 17])
     small = engine_of(room)
-    assert ask(small, [IMAGE, *words(1, 20)], [picture(3)]).finish == "length"
+    assert ask(small, [IMAGE, *words(1, 20)], [picture(3)]).finish_reason == "length"
     with pytest.raises(ValueError, match="bytes of cache, but the pool has"):
         small.add([IMAGE, IMAGE, IMAGE, *words(1, 20)], GREEDY, images=[picture(3), picture(7), picture(11)])
     ask(small, [IMAGE, IMAGE, IMAGE, *words(1, 20)], [picture(3)] * 3)  # the same content is held once

@@ -57,7 +57,7 @@ def test_a_pool_that_finds_its_size_leaves_room_for_the_tower() -> None:
     engine = Engine(
         crossing(**WIDER).to(DEVICE, torch.bfloat16), memory_fraction=0.5, token_budget=256, max_running=8
     )
-    assert engine.room is not None
+    assert engine.memory_budget is not None
     engine.add([IMAGE, *words(2, 3)], images=[picture(3)])
     engine.run()
     free, total = torch.cuda.mem_get_info()

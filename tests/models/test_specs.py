@@ -10,8 +10,8 @@ import torch
 import transformers
 from hypothesis import given, strategies as st
 
-from kvloom.core.layers import LayerSpec, Span
-from kvloom.core.layout import PoolLayout
+from kvloom.core.layout.layer_spec import LayerSpec, Visibility
+from kvloom.core.layout.pool_layout import PoolLayout
 from kvloom.models.catalog import known_models, load_config, load_spec
 from kvloom.models.reading import ModelError
 from kvloom.models.specs import KV_DTYPES, model_spec, with_draft
@@ -75,8 +75,10 @@ def tokens_held(spec: LayerSpec) -> int:
     """transformers drops what the *next* query will not see; a chunk it treats as a window."""
     if spec.axis == "media":
         return IMAGE_TOKENS
-    span = Span("sliding", spec.span.size) if spec.span.kind == "chunked" else spec.span
-    return span.kept(LENGTH + 1) - 1
+    span = (
+        Visibility("sliding", spec.visibility.size) if spec.visibility.kind == "chunked" else spec.visibility
+    )
+    return span.visible_tokens(LENGTH + 1) - 1
 
 
 def expected(spec: LayerSpec) -> list[tuple[Any, ...]]:
@@ -135,7 +137,7 @@ def test_shipped_configs_mean_the_same_to_transformers(name: str) -> None:
 def kinds(name: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     for spec in load_spec(name).layers.values():
-        word = spec.kind if not spec.span.windowed else f"{spec.kind} {spec.span.size}"
+        word = spec.kind if not spec.visibility.windowed else f"{spec.kind} {spec.visibility.size}"
         counts[word] = counts.get(word, 0) + 1
     return counts
 

@@ -42,7 +42,7 @@ def test_two_hundred_requests_in_a_pool_far_too_small(family: str) -> None:
     layout = Engine(model, 1 << 26).layout
     engine = Engine(model, 3 * layout.slab_bytes_for(LONGEST + 16, states=2), token_budget=48, max_running=12)
     engine.buffer.view(torch.float32).fill_(torch.nan)
-    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests: list[Request] = []
     cancelled: set[int] = set()
     waiting = list(zip(prompts, news, strict=True))
@@ -51,7 +51,7 @@ def test_two_hundred_requests_in_a_pool_far_too_small(family: str) -> None:
         for prompt, new in [waiting.pop(0) for _ in range(min(len(waiting), rng.randrange(5)))]:
             params = SamplingParams(max_tokens=new, temperature=0)
             requests.append(engine.add(prompt, params, priority=rng.randrange(3)))
-        live = [request for request in requests if request.finish is None]
+        live = [request for request in requests if request.finish_reason is None]
         if live and rng.random() < 0.15:
             victim = rng.choice(live)
             engine.cancel(victim)
@@ -65,7 +65,7 @@ def test_two_hundred_requests_in_a_pool_far_too_small(family: str) -> None:
     assert 10 < len(cancelled) < 100
     for request, tokens in zip(requests, wanted, strict=True):
         whole = request.order not in cancelled
-        assert request.finish == ("length" if whole else "cancelled")
+        assert request.finish_reason == ("length" if whole else "cancelled")
         assert request.tokens == (tokens if whole else tokens[: len(request.tokens)])
     assert sum(request.preemptions for request in requests) > 5
     if not layout.of("state"):  # a snapshot rarely outlives its request in such a pool

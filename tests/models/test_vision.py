@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from kvloom.core import Control, KVCache, Media, PoolLayout
+from kvloom.core import CacheControl, KVCache, Media, PoolLayout
 from kvloom.engine.engine import Engine
 from kvloom.engine.llm import LLM
-from kvloom.engine.lower import LowerConfig
+from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import SamplingParams
 from kvloom.models.attention import ATTENTION
 from kvloom.models.batch import Stage, Work
@@ -73,7 +73,7 @@ def test_images_and_text_in_a_pool_far_too_small_give_generates_tokens(family: s
     layout = Engine(model, 1 << 24).layout
     room = 3 * layout.slab_bytes_for(max(len(prompt) for prompt, _ in asked) + NEW)
     engine = engine_of(model, room, token_budget=19, max_running=6, ahead=ahead)
-    engine.scheduler.growth = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests = [
         engine.add(prompt, GREEDY, priority=i % 3, images=images) for i, (prompt, images) in enumerate(asked)
     ]
@@ -178,7 +178,7 @@ def test_the_tower_runs_once_for_each_content_whatever_stands_before_it() -> Non
         assert request.tokens == wanted[i]
         assert len(ran) == min(i + 1, 3)
     other = prompt_of("llava", words(7, 5), images[0], words(7, 4))
-    engine.add(other, GREEDY, Control(tenant="other"), images=[images[0]])
+    engine.add(other, GREEDY, CacheControl(tenant="other"), images=[images[0]])
     ran.clear()
     engine.run()
     assert len(ran) == 1  # nobody learns what others have shown
@@ -192,7 +192,7 @@ def test_embeddings_are_pages_that_leave_as_others_do() -> None:
     layout = Engine(model, 1 << 24).layout
     assert [group.spec.kind for group in layout.groups] == ["full", "embeddings"]
     engine = engine_of(model, 8 * layout.slab_bytes, token_budget=12)
-    runs = engine.cache.room.runs
+    runs = engine.cache.allocator.media_runs
     ran = watched(engine)
     first = engine.add(prompt, GREEDY, images=[image])
     while first.output_count < 2:
@@ -215,7 +215,7 @@ def test_text_behind_an_image_comes_back_from_a_tier_and_the_tower_rests() -> No
     prompt = prompt_of("llava", words(1, 15), image, words(2, 40))
     wanted = expected("llava", model, prompt, [image], NEW)
     slab = Engine(model, 1 << 24).layout.slab_bytes
-    engine = Engine(model, 10 * slab, token_budget=12, tiers=["host:16MiB"], lower=LowerConfig("always"))
+    engine = Engine(model, 10 * slab, token_budget=12, tiers=["host:16MiB"], lower=OffloadConfig("always"))
     ran = watched(engine)
     for _ in range(2):
         request = engine.add(prompt, GREEDY, images=[image])
@@ -224,7 +224,7 @@ def test_text_behind_an_image_comes_back_from_a_tier_and_the_tower_rests() -> No
         for seed in range(6):
             engine.add(words(20 + seed, 80), GREEDY)
             engine.run()
-        assert not engine.cache.room.runs
+        assert not engine.cache.allocator.media_runs
     assert (request.cached_tokens or 0) > 33  # image and text, from below
     assert len(ran) == 1
     engine.close()

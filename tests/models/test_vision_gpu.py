@@ -77,7 +77,7 @@ def test_a_pool_that_finds_its_size_leaves_room_for_the_tower() -> None:
         token_budget=256,
         max_running=8,
     )
-    assert engine.room is not None
+    assert engine.memory_budget is not None
     image = image_of("qwen2_vl", 0)
     engine.add(prompt_of("qwen2_vl", words(1, 5), image, words(2, 3)), images=[image])
     engine.run()

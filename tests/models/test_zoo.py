@@ -72,7 +72,7 @@ def test_forks_go_their_own_ways_and_windows_are_freed(family: str) -> None:
     runner.run([sequence], tokens, [len(prompt) + 3])
     for group in runner.layout.of("token"):
         held = runner.cache.table(group.index)[:, sequence.row, :3] != 0
-        first = group.spec.span.first_visible(sequence.length) // runner.layout.block_tokens
+        first = group.spec.visibility.first_visible(sequence.length) // runner.layout.block_tokens
         assert held[:, first:].all()
         assert not held[:, :first].any(), f"{group.name} holds what nobody will see"
     twin = sequence.fork()

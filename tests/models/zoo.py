@@ -71,8 +71,8 @@ class Runner:
             works, budget = [], self.budget
             for i in sorted(live, key=lambda i: len(tokens[i]) - running[i].length):
                 count = min(budget, len(tokens[i]) - running[i].length)
-                if running[i].boundary is not None:  # where a snapshot of states is wanted
-                    count = min(count, running[i].boundary - running[i].length)
+                if running[i].next_checkpoint is not None:  # where a snapshot of states is wanted
+                    count = min(count, running[i].next_checkpoint - running[i].length)
                 if count:
                     works.append((i, Work(running[i], np.array(tokens[i][running[i].length :][:count]))))
                     assert not running[i].extend(count)

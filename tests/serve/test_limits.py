@@ -17,7 +17,7 @@ import pytest
 
 from kvloom import cli
 from kvloom.bench.serve import Load, main, offer
-from kvloom.serve.fields import REFUSED
+from kvloom.serve.api.request_fields import REFUSED
 from tests.serve.running import LONGEST, MODEL, Running
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvloom.core import REASONS
+from kvloom.core import MISS_REASONS
 from kvloom.engine.engine import Engine
-from kvloom.engine.params import SamplingParams
-from kvloom.serve.messages import Add, Stats, Story
-from kvloom.serve.series import Pool, Row, engine_rows, exposition
-from kvloom.serve.stats import tier_use
-from kvloom.serve.worker import Worker
+from kvloom.engine.sampling.params import SamplingParams
+from kvloom.serve.metrics.series import Pool, Row, engine_rows, exposition
+from kvloom.serve.worker.messages import Add, Stats, Story
+from kvloom.serve.worker.stats import tier_use
+from kvloom.serve.worker.worker import Worker
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Ranges
 from tests.engine.test_lower import PATIENT
 from tests.models.zoo import tiny
@@ -179,7 +179,7 @@ def test_a_stream_shows_in_the_queues_while_it_runs(small: Running) -> None:
 def test_every_reason_is_there_from_the_beginning() -> None:
     rows = {row.name: row for row in engine_rows(Stats(), Pool())}
     reasons = rows["kvloom_lookups"].value
-    assert reasons == {reason.replace(" ", "_"): 0 for reason in REASONS}
+    assert reasons == {reason.replace(" ", "_"): 0 for reason in MISS_REASONS}
 
 
 def test_a_tier_shows_what_it_holds_moved_and_refused() -> None:

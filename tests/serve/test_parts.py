@@ -13,14 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvloom.core import Tenant
 from kvloom.engine.engine import Engine
-from kvloom.engine.params import SamplingParams
+from kvloom.engine.sampling.params import SamplingParams
 from kvloom.models.catalog import embedded, folder_of
-from kvloom.serve.errors import ApiError, engine_died
-from kvloom.serve.keys import exposed, read_keys
-from kvloom.serve.limits import Gate, Limits
-from kvloom.serve.link import RESTARTS, WINDOW_SECONDS, Backoff
-from kvloom.serve.mailbox import Mailbox
-from kvloom.serve.messages import (
+from kvloom.serve.api.errors import ApiError, engine_died
+from kvloom.serve.auth.keys import exposed, read_keys
+from kvloom.serve.auth.limits import Gate, Limits
+from kvloom.serve.worker.engine_link import RESTARTS, WINDOW_SECONDS, Backoff
+from kvloom.serve.worker.mailbox import Mailbox
+from kvloom.serve.worker.messages import (
     HEADER_BYTES,
     Add,
     Beat,
@@ -37,8 +37,8 @@ from kvloom.serve.messages import (
     frame,
     length_of,
 )
-from kvloom.serve.watchdog import Patience, Watchdog
-from kvloom.serve.worker import Worker
+from kvloom.serve.worker.watchdog import Patience, Watchdog
+from kvloom.serve.worker.worker import Worker
 
 READY = Ready("cpu", "float32", 320, 4096, {}, 1 << 20, 1 << 12, 16, 64, [], 1.0)
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from kvloom import cli
-from kvloom.core import REASONS
-from kvloom.engine.params import SamplingParams
+from kvloom.core import MISS_REASONS
+from kvloom.engine.sampling.params import SamplingParams
+from kvloom.serve.auth.limits import Gate
 from kvloom.serve.explain_command import sentences
-from kvloom.serve.limits import Gate
-from kvloom.serve.link import EngineLink
-from kvloom.serve.messages import Add, Start, Story
-from kvloom.serve.metrics import Metrics
-from kvloom.serve.observer import Observer
-from kvloom.serve.recorder import Recorder
-from kvloom.serve.records import Record, Records, stop_text
+from kvloom.serve.metrics.metrics import Metrics
+from kvloom.serve.metrics.observer import Observer
+from kvloom.serve.metrics.request_records import Record, Records, stop_text
+from kvloom.serve.metrics.trace_recorder import Recorder
+from kvloom.serve.worker.engine_link import EngineLink
+from kvloom.serve.worker.messages import Add, Start, Story
 from tests.serve.receiver import Receiver
 from tests.serve.running import MODEL, Running
 
@@ -234,7 +234,7 @@ def test_a_record_that_waits_says_so() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 64])
-@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("reason", MISS_REASONS)
 def test_every_reason_has_its_sentence(reason: str, at: int) -> None:
     story = Story(1, 51.0, 51.0, 52.0, at, {"device": at} if at else {}, at, reason, 45.0, "lru")
     word, text = stop_text(story, 100, operator=True)

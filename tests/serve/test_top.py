@@ -23,7 +23,7 @@ from rich.console import Console
 
 from kvloom.cli import main
 from kvloom.serve.dashboard.terminal import MODES, screen
-from kvloom.serve.messages import TierUse
+from kvloom.serve.worker.messages import TierUse
 from tests.serve.running import MODEL, Running
 
 

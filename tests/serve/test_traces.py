@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.serve.traces import traces_url
+from kvloom.serve.metrics.otel_traces import traces_url
 from tests.serve.receiver import Receiver, attributes
 from tests.serve.running import MODEL, Running
 

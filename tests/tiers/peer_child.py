@@ -6,8 +6,8 @@ import sys
 import threading
 
 from kvloom.tiers import HostConfig, HostTier
-from kvloom.tiers.peer_server import PeerConfig, PeerServer
-from kvloom.tiers.shared import SharedMemory
+from kvloom.tiers.host.shared_memory import SharedMemory
+from kvloom.tiers.peer.server import PeerConfig, PeerServer
 
 from .conformance import put
 

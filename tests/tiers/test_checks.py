@@ -10,8 +10,8 @@ import pytest
 import xxhash
 from hypothesis import given, settings, strategies as st
 
-from kvloom.tiers import checks
-from kvloom.tiers.files import Files, SystemFiles, aligned_bytes
+from kvloom.tiers.disk.files import Files, SystemFiles, aligned_bytes
+from kvloom.tiers.encoding import checksums as checks
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import Form, Outcome, TierError
-from kvloom.tiers.codec import (
+from kvloom.tiers.encoding.codec import (
     VERSION,
     Compression,
     Head,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.cli import main
-from kvloom.tiers.opening import open_tier
+from kvloom.tiers.registry import open_tier
 
 from .conformance import get, put
 

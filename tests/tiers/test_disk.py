@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier, Form, Objects, Outcome, TierError
-from kvloom.tiers.faulty import Faults, FaultyFiles
-from kvloom.tiers.files import Files
-from kvloom.tiers.segment import Record
+from kvloom.tiers.disk.files import Files
+from kvloom.tiers.disk.segment import Record
+from kvloom.tiers.fault_injection import Faults, FaultyFiles
 
 from .conformance import (
     FORM,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier, Objects, Outcome, TierError
-from kvloom.tiers.codec import Compression, Head, make_codec, most_bytes, parse_head, seal, unseal
-from kvloom.tiers.keys import Keyring, NoKeyError
+from kvloom.tiers.encoding.codec import Compression, Head, make_codec, most_bytes, parse_head, seal, unseal
+from kvloom.tiers.encoding.encryption import Keyring, NoKeyError
 
 from .conformance import FORM, PAGE, RUN, Harness, TierConformance, filled, memory, never_wrong, objects, page
 from .test_disk import DiskHarness

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Ranges, Tier
-from kvloom.tiers.breaker import Breaker, BreakerConfig, Faults as FaultLog
-from kvloom.tiers.faulty import Faults, FaultyTier
-from kvloom.tiers.lane import LaneConfig
-from kvloom.tiers.mover import Fetch, Finding, Mover, MoverConfig
-from kvloom.tiers.opening import Place, Write
+from kvloom.tiers.fault_injection import Faults, FaultyTier
+from kvloom.tiers.registry import Place, Write
 from kvloom.tiers.transfer import TierStats, Transfer
+from kvloom.tiers.transfers.circuit_breaker import Breaker, BreakerConfig, Faults as FaultLog
+from kvloom.tiers.transfers.tier_queue import LaneConfig
+from kvloom.tiers.transfers.transfer_manager import Fetch, Finding, Mover, MoverConfig
 
 PAGE = 4096
 FORM = Form("u8", "plain", PAGE, PAGE)

@@ -16,12 +16,12 @@ from .test_host import HostHarness
 
 pytestmark = pytest.mark.server
 pytest.importorskip("nixl._api", reason="no NIXL: pip install --no-deps nixl nixl-cu12", exc_type=ImportError)
-from kvloom.tiers.nixl import make_agent, open_nixl  # noqa: E402
-from kvloom.tiers.opening import open_tier  # noqa: E402
-from kvloom.tiers.peer import open_peer  # noqa: E402
-from kvloom.tiers.peer_nixl import NixlArena  # noqa: E402
-from kvloom.tiers.peer_server import PeerConfig, PeerServer  # noqa: E402
-from kvloom.tiers.remote import RemoteConfig  # noqa: E402
+from kvloom.tiers.peer.nixl_arena import NixlArena  # noqa: E402
+from kvloom.tiers.peer.peer_tier import open_peer  # noqa: E402
+from kvloom.tiers.peer.server import PeerConfig, PeerServer  # noqa: E402
+from kvloom.tiers.registry import open_tier  # noqa: E402
+from kvloom.tiers.remote.nixl import make_agent, open_nixl  # noqa: E402
+from kvloom.tiers.remote.remote_tier import RemoteConfig  # noqa: E402
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.tiers import DiskTier, HostTier, TierError
-from kvloom.tiers.opening import SCHEMES, check_tiers, open_place, open_tier, taken_write
+from kvloom.tiers.registry import SCHEMES, check_tiers, open_place, open_tier, taken_write
 
 
 def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import Form, HostConfig, HostTier, Outcome, Ranges, TierError
-from kvloom.tiers.opening import open_tier
-from kvloom.tiers.peer import PeerConnection, open_peer
-from kvloom.tiers.peer_server import PeerConfig, PeerServer
-from kvloom.tiers.remote import RemoteConfig
-from kvloom.tiers.shared import SharedMemory, map_shared
+from kvloom.tiers.host.shared_memory import SharedMemory, map_shared
+from kvloom.tiers.peer.peer_tier import PeerConnection, open_peer
+from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, greet
+from kvloom.tiers.peer.server import PeerConfig, PeerServer
+from kvloom.tiers.registry import open_tier
+from kvloom.tiers.remote.remote_tier import RemoteConfig
 from kvloom.tiers.tier import KEY_BYTES, Objects
-from kvloom.tiers.wire import WIRE_VERSION, Channel, Message, PeerError, Verb, greet
 
 from .conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, objects, open_files, put
 from .servers import running, stopped

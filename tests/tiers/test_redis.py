@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import Form, Objects, Outcome, TierError
-from kvloom.tiers.opening import open_tier
-from kvloom.tiers.redis import RedisAddress, RedisStore, open_redis
-from kvloom.tiers.remote import RemoteConfig, RemoteTier
-from kvloom.tiers.resp import RefusedError, Resp
-from kvloom.tiers.values import PREFIX
+from kvloom.tiers.registry import open_tier
+from kvloom.tiers.remote.redis import RedisAddress, RedisStore, open_redis
+from kvloom.tiers.remote.redis_protocol import RefusedError, Resp
+from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier
+from kvloom.tiers.remote.store_tier import PREFIX
 
 from .conformance import (
     FORM,

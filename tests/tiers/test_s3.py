@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvloom.tiers import Objects, TierError, s3
-from kvloom.tiers.opening import open_tier
-from kvloom.tiers.remote import RemoteConfig, RemoteTier
-from kvloom.tiers.s3 import Bucket, open_s3
-from kvloom.tiers.values import PREFIX, Want
+from kvloom.tiers import Objects, TierError
+from kvloom.tiers.registry import open_tier
+from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier, s3
+from kvloom.tiers.remote.s3 import Bucket, open_s3
+from kvloom.tiers.remote.store_tier import PREFIX, Want
 
 from .conformance import Harness, TierConformance, get, objects, put
 from .servers import s3_server, slow_gets, stopped

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvloom.core import Tenant
-from kvloom.core.names import NAME_BYTES
+from kvloom.core.prefix.block_hash import HASH_BYTES
 from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Outcome, Ranges, TierError
-from kvloom.tiers.faulty import Faults, FaultyFiles
-from kvloom.tiers.files import Files
-from kvloom.tiers.opening import open_place
+from kvloom.tiers.disk.files import Files
+from kvloom.tiers.fault_injection import Faults, FaultyFiles
+from kvloom.tiers.registry import open_place
 from kvloom.tiers.shares import Share, Shares, Sharing, shares_of
 
 MIB = 1 << 20
@@ -43,7 +43,7 @@ Maker = Callable[[Path, Shares], Any]
 
 
 def of(tenant: str, numbers: range, form: Form = FORM) -> Objects:
-    names = [f"{tenant}/{number}".encode().ljust(NAME_BYTES, b".") for number in numbers]
+    names = [f"{tenant}/{number}".encode().ljust(HASH_BYTES, b".") for number in numbers]
     return Objects(names, 0, form, tenant)
 
 

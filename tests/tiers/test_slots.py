@@ -7,8 +7,8 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from kvloom.tiers import slots as module
-from kvloom.tiers.slots import Recent, Slots
+from kvloom.tiers.host.host_tier import slots as module
+from kvloom.tiers.host.slots import Recent, Slots
 
 
 @pytest.mark.parametrize("seed", range(4))

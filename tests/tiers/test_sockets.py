@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvloom.tiers import checks
-from kvloom.tiers.sockets import Bytestream
+from kvloom.tiers.encoding import checksums as checks
+from kvloom.tiers.remote.sockets import Bytestream
 
 from .test_checks import plain
 

@@ -53,7 +53,7 @@ def test_ranges_take_any_contiguous_memory() -> None:
 
 
 def test_tiers_load_neither_torch_nor_what_they_may_not_need() -> None:
-    code = "import sys, kvloom.tiers, kvloom.tiers.faulty; print(sorted({'torch', 'xxhash', 'lz4'} & set(sys.modules)))"
+    code = "import sys, kvloom.tiers, kvloom.tiers.fault_injection; print(sorted({'torch', 'xxhash', 'lz4'} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 
 from .gpu_peers import Call, decode_peers, prefill_peers, shared_peers
 from .gpu_timing import FLOP_RATE, READ_RATE, Row, agreement, timed
@@ -64,8 +64,8 @@ class Prompts:
     window: int | None = None
 
     @property
-    def span(self) -> Span:
-        return Span("full") if self.window is None else Span("sliding", self.window)
+    def span(self) -> Visibility:
+        return Visibility("full") if self.window is None else Visibility("sliding", self.window)
 
     def __str__(self) -> str:
         work = f"{self.batch} x {self.new} after {self.cached}"
@@ -131,7 +131,7 @@ def decode_rows(rounds: int) -> Iterator[Row]:
         tables, pages = _tables(lengths)
         k, v = layer_pool(pages)
         q, starts = _queries(len(lengths)), _ints(range(len(lengths) + 1))
-        span = Span("full") if window is None else Span("sliding", window)
+        span = Visibility("full") if window is None else Visibility("sliding", window)
         plan = DecodePlan(shape, len(lengths), span=span)
         plan.make(starts, _ints(lengths))
         calls: dict[str, Call] = {"kvloom": partial(plan.attend, q, k, v, tables)}

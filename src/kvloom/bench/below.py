@@ -29,13 +29,13 @@ import numpy as np
 import torch
 
 from kvloom.arguments import DEVICE, Parser, device, number, size, whole
-from kvloom.core import Control
+from kvloom.core import CacheControl
 from kvloom.core.sizes import format_bytes
 from kvloom.engine.engine import Engine
-from kvloom.engine.lower import Lower, LowerConfig
+from kvloom.engine.offload.manager import OffloadConfig, OffloadManager
 from kvloom.engine.request import SamplingParams
 from kvloom.models.load import device_of
-from kvloom.tiers.opening import check_tiers
+from kvloom.tiers.registry import check_tiers
 
 from .emptying import empty_host, empty_pool, stored
 from .engine import say
@@ -161,9 +161,9 @@ def ttft(
     """First tokens of prompts that are computed, lie in host memory, or on disk; medians of `rounds`, each its own prompt."""
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     vocabulary = hf_config(shape).vocab_size
-    engine = Engine(model, pool, tiers=[host, disk], lower=LowerConfig(load="always"))
+    engine = Engine(model, pool, tiers=[host, disk], lower=OffloadConfig(load="always"))
     engine.prepare()
-    lower = engine.lower
+    lower = engine.offload
     assert lower is not None
     rng = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {"computed": [], "host": [], "disk": []}
@@ -172,7 +172,7 @@ def ttft(
     size = 0
     for round_ in range(-1, rounds):  # the first warms up
         tokens = rng.integers(3, vocabulary, prompt).tolist()
-        found = {"computed": first_token(engine, tokens, Control(store=True))}
+        found = {"computed": first_token(engine, tokens, CacheControl(store=True))}
         stored(lower)
         for place in ("host", "disk"):
             empty_pool(engine)
@@ -180,7 +180,7 @@ def ttft(
                 empty_host(engine, lower, tokens)
             before = lower.counts["landed_bytes"]
             began = time.perf_counter()
-            found[place] = first_token(engine, tokens, Control())
+            found[place] = first_token(engine, tokens, CacheControl())
             size = lower.counts["landed_bytes"] - before
             cached[place] = found[place][1]
             if round_ >= 0 and size:
@@ -204,20 +204,20 @@ def ttft(
 
 
 def _auto(
-    engine: Engine, lower: Lower, rng: np.random.Generator, vocabulary: int, prompt: int, rounds: int
+    engine: Engine, lower: OffloadManager, rng: np.random.Generator, vocabulary: int, prompt: int, rounds: int
 ) -> dict[str, Any]:
     """From disk again, where the engine decides what is loaded and what is computed, and computing everything, turn about."""
-    lower.config = LowerConfig()
+    lower.config = OffloadConfig()
     times: dict[str, list[float]] = {"computed": [], "auto": []}
     cached = []
     # The first may mend what was believed of the disk when all was to be loaded.
     for round_ in range(-1, rounds):
         tokens = rng.integers(3, vocabulary, prompt).tolist()
-        computed = first_token(engine, tokens, Control())[0]
+        computed = first_token(engine, tokens, CacheControl())[0]
         stored(lower)
         empty_pool(engine)
         empty_host(engine, lower, tokens)
-        auto, found = first_token(engine, tokens, Control())
+        auto, found = first_token(engine, tokens, CacheControl())
         say(
             f"deciding {round_ + 1}: computed {computed * 1e3:.1f} ms, auto {auto * 1e3:.1f} ms ({found} cached)"
         )
@@ -229,11 +229,11 @@ def _auto(
     return {**middle, "relative": middle["auto"] / middle["computed"], "cached_tokens": cached}
 
 
-def first_token(engine: Engine, tokens: list[int], control: Control) -> tuple[float, int]:
+def first_token(engine: Engine, tokens: list[int], control: CacheControl) -> tuple[float, int]:
     """Seconds until a prompt's first token, and how many of its tokens were cached."""
     began = time.perf_counter()
     request = engine.add(tokens, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), control)
-    while request.finish is None:
+    while request.finish_reason is None:
         engine.step()
     took = time.perf_counter() - began
     engine.run()
@@ -269,7 +269,7 @@ def workloads(
                     drained += [found.figures["drained_s"]] if which == "on" else []
         off, on = statistics.median(times["off"]), statistics.median(times["on"])
         ratio = statistics.median(b / a for a, b in zip(times["off"], times["on"], strict=True))
-        lower = runners["on"].engine.lower
+        lower = runners["on"].engine.offload
         assert lower is not None
         rows.append(
             {
@@ -299,7 +299,7 @@ def hits(shape: str, device: str, host: int, work: Workload) -> dict[str, Any]:
     layout = Engine(build(hf_config(shape), SHAPES[shape].dtype, device), 64 << 20).layout
     work = replace(work, requests=max(work.requests, FEWEST))
     whole = work.requests * layout.slab_bytes_for(work.longest) + 8 * layout.slab_bytes
-    leaves = layout.of("state") or any(group.spec.span.windowed for group in layout.of("token"))
+    leaves = layout.of("state") or any(group.spec.visibility.windowed for group in layout.of("token"))
     large = whole * (
         4 if leaves else 1
     )  # snapshots, and pages that windows have passed, are cached beside them

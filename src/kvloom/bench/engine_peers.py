@@ -99,7 +99,9 @@ class HuggingFace:
     def _slice(self, prompt: int, output: int) -> int:
         """Sequences that fit at once: their cache, and the prompts' work with its mask."""
         length = prompt + output
-        cache = sum(x.bytes * (x.span.kept(length) if x.unit == "token" else 1) for x in self._layers)
+        cache = sum(
+            x.bytes * (x.visibility.visible_tokens(length) if x.unit == "token" else 1) for x in self._layers
+        )
         each = cache + prompt * self._work_bytes + prompt * length
         return max(1, min(self._room // each, self._most.get(prompt, 1 << 30)))
 

@@ -20,7 +20,7 @@ from .shapes import SHAPES, build, hf_config
 from .workloads import Conversation
 
 if TYPE_CHECKING:
-    from kvloom.engine.lower import Lower
+    from kvloom.engine.offload.manager import OffloadManager
 
 __all__ = ["Invariant", "Kvloom", "Measured", "Options", "Runner", "Turns", "give_back", "synchronize"]
 
@@ -96,7 +96,7 @@ class Kvloom:
 
     def __init__(self, shape: str, options: Options) -> None:
         from kvloom.engine.engine import Engine
-        from kvloom.engine.sizing import long_budget
+        from kvloom.engine.execution.memory_budget import default_token_budget
 
         # Its modules are imported before the clock starts.
         build(hf_config(shape), SHAPES[shape].dtype, "meta")
@@ -104,7 +104,9 @@ class Kvloom:
         self.device = options.device
         model = build(hf_config(shape), SHAPES[shape].dtype, options.device, options.seed)
         pool = options.pool or (None if options.device.startswith("cuda") else CPU_POOL)
-        budget = options.token_budget or long_budget(torch.device(options.device))  # as offline use has it
+        budget = options.token_budget or default_token_budget(
+            torch.device(options.device)
+        )  # as offline use has it
         given: dict[str, Any] = {"token_budget": budget, "max_running": options.max_running}
         chosen = {name: value for name, value in given.items() if value is not None}
         self.engine = Engine(
@@ -146,12 +148,12 @@ class Kvloom:
             peak.look()
             # A request may end without a token (no room): look at all of them where nothing came back.
             for request in touched or list(running):
-                if request.finish is None or request not in running:
+                if request.finish_reason is None or request not in running:
                     continue
                 place = running.pop(request)
-                if request.finish != "length":
+                if request.finish_reason != "length":
                     raise RuntimeError(
-                        f"a request of {len(request.prompt)} tokens ended as {request.finish!r}, not at its length"
+                        f"a request of {len(request.prompt)} tokens ended as {request.finish_reason!r}, not at its length"
                     )
                 answer = request.output
                 said[place].append(answer)
@@ -166,16 +168,16 @@ class Kvloom:
         figures = {"steps": steps, "preemptions": preemptions, "hit_rate": cached / asked}
         if first is not None and len(conversations) == 1:
             figures["first_token_s"] = first
-        if engine.lower is not None:
-            figures["drained_s"] = self._drain(engine.lower)
+        if engine.offload is not None:
+            figures["drained_s"] = self._drain(engine.offload)
         synchronize(self.device)
         return Measured(seconds, said, figures | peak.figures(), computed)
 
-    def _drain(self, lower: Lower) -> float:
+    def _drain(self, lower: OffloadManager) -> float:
         """Wait until pages have been copied to host memory that still were when the last token came; seconds it took."""
         began = time.perf_counter()
-        lower.take_offers()
-        while lower.holding:
+        lower.flush()
+        while lower.retained_bytes:
             lower.wait(0.001)
             lower.poll()
         return time.perf_counter() - began

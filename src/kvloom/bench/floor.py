@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.core import LayerSpec, Span
+from kvloom.core import LayerSpec, Visibility
 from kvloom.models.specs import model_spec
 
 from .shapes import build
@@ -127,13 +127,13 @@ class Floor:
             if layer.unit == "state":
                 operations.append((2.0 * layer.bytes * step.rows * count, 0.0))
             else:
-                read, pairs = seen(layer.span, step)
+                read, pairs = seen(layer.visibility, step)
                 operations.append((read * layer.bytes * count, pairs * self.pair_flops * count))
         seconds = sum(max(moved / READ_RATE, flops / FLOP_RATE) for moved, flops in operations)
         return seconds, sum(flops for _, flops in operations), sum(moved for moved, _ in operations)
 
 
-def seen(span: Span, step: Pass) -> tuple[int, int]:
+def seen(span: Visibility, step: Pass) -> tuple[int, int]:
     """Tokens of K and V that a layer reads in a pass, each once, and its pairs of query and key."""
     positions = np.arange(step.cached, step.cached + step.new)
     pairs = int((positions + 1 - span.first_visible_each(positions)).sum()) * step.rows

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 
 from kvloom.core import KVCache, PoolLayout
-from kvloom.engine.arena import Event, HostPages, Ids, form_of, open_host
-from kvloom.engine.keeping import Keeping
+from kvloom.engine.offload.host_pages import Event, HostPages, Ids, form_of, open_host
+from kvloom.engine.offload.store import HostStore
 from kvloom.models.specs import model_spec
-from kvloom.tiers.mover import Mover
+from kvloom.tiers.transfers.transfer_manager import Mover
 
 from .shapes import SHAPES, hf_config
 
@@ -38,7 +38,7 @@ class _Pages(HostPages):
     def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
         began = time.perf_counter()
         try:
-            return super().down(stride, pages, offsets, age)
+            return super().offload(stride, pages, offsets, age)
         finally:
             self.seconds += time.perf_counter() - began
 
@@ -65,7 +65,7 @@ def _keep(layout: PoolLayout, device: str, sequences: int, rounds: int, full: bo
     host, _ = open_host(layout, room, False, buffer.device)
     forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in layout.groups}
     pages, mover = _Pages(layout, buffer, host), Mover(host, ())
-    keeping = Keeping(cache, pages, mover, forms, forms, {"through"})
+    keeping = HostStore(cache, pages, mover, forms, forms, {"through"})
     rng = np.random.default_rng(0)
     found: dict[str, list[float]] = {"ended": [], "kept": [], "copied": []}
     for round_ in range(rounds + 1):  # the first warms up, or fills the tier
@@ -75,22 +75,22 @@ def _keep(layout: PoolLayout, device: str, sequences: int, rounds: int, full: bo
             opened.append(cache.open(cache.match(tokens)))
             cache.extend(opened[-1], TOKENS)
             cache.commit(opened[-1], tokens)
-        keeping.take()  # what left the pool for these
+        keeping.flush()  # what left the pool for these
         _finish(keeping)
-        before, pages.seconds = keeping.kept_pages, 0.0
+        before, pages.seconds = keeping.offloaded_pages, 0.0
         spent = [0.0, 0.0]
         for step in range(STEPS):
             began = time.perf_counter()
             for sequence in opened[step::STEPS]:
                 cache.close(sequence)
             closed = time.perf_counter()
-            keeping.take()
+            keeping.flush()
             spent[0] += closed - began
             spent[1] += time.perf_counter() - closed
         spent[1] += _finish(keeping)
         cache.take_copies()
         if round_:
-            count = keeping.kept_pages - before
+            count = keeping.offloaded_pages - before
             for name, seconds in zip(found, (spent[0], spent[1] - pages.seconds, pages.seconds), strict=True):
                 found[name].append(seconds / count * 1e6)
     evicted = host.stats().evicted
@@ -102,12 +102,12 @@ def _keep(layout: PoolLayout, device: str, sequences: int, rounds: int, full: bo
     }  # fmt: skip
 
 
-def _finish(keeping: Keeping) -> float:
+def _finish(keeping: HostStore) -> float:
     """Wait for copies that are under way; the seconds that letting them go took."""
     spent = 0.0
     while keeping.busy:
         time.sleep(0.0002)
         began = time.perf_counter()
-        keeping.finish()
+        keeping.poll()
         spent += time.perf_counter() - began
     return spent

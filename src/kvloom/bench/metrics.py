@@ -62,13 +62,13 @@ def time_parts(engine: Any) -> Parts:
     """Time each part of watching, with the counters of an engine that has worked. A second or two."""
     import msgspec
 
-    from kvloom.engine.params import SamplingParams
-    from kvloom.serve.limits import Gate
-    from kvloom.serve.link import EngineLink
-    from kvloom.serve.messages import Add, FromEngine, Outputs, Ready, Start, Story
-    from kvloom.serve.metrics import Metrics
-    from kvloom.serve.observer import Observer
-    from kvloom.serve.stats import engine_stats
+    from kvloom.engine.sampling.params import SamplingParams
+    from kvloom.serve.auth.limits import Gate
+    from kvloom.serve.metrics.metrics import Metrics
+    from kvloom.serve.metrics.observer import Observer
+    from kvloom.serve.worker.engine_link import EngineLink
+    from kvloom.serve.worker.messages import Add, FromEngine, Outputs, Ready, Start, Story
+    from kvloom.serve.worker.stats import engine_stats
 
     decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
     encode = msgspec.msgpack.Encoder().encode
@@ -239,8 +239,8 @@ def _parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     from kvloom.models.catalog import folder_of
-    from kvloom.serve.engine_process import load_engine
-    from kvloom.serve.messages import Start
+    from kvloom.serve.worker.engine_process import load_engine
+    from kvloom.serve.worker.messages import Start
 
     engine = load_engine(Start(folder_of("kvloom-llama"), cpu_dtype="float32", pool_bytes=64 << 20))
     for seed in range(32):

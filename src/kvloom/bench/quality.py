@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from kvloom.arguments import DEVICE, MODEL, THREADS, Parser, device, dtype, said, size, whole
-from kvloom.core import Control
-from kvloom.engine.calibrate import calibrate
-from kvloom.engine.checking import check_engine
+from kvloom.core import CacheControl
+from kvloom.engine.calibration import calibrate
 from kvloom.engine.engine import Engine
-from kvloom.engine.threads import use_threads
+from kvloom.engine.execution.threads import use_threads
+from kvloom.engine.preflight import check_engine
 from kvloom.models.batch import Work
 from kvloom.models.catalog import folder_of
 
@@ -71,11 +71,11 @@ def measure(engine: Engine, windows: Sequence[Sequence[int]], chunk: int = 256) 
 def _read(engine: Engine, window: Any, chunk: int) -> Iterator[torch.Tensor]:
     """The logits after every token of one sequence, chunk by chunk."""
     cache = engine.cache
-    sequence = cache.open(cache.match(window.astype(np.int32), Control(store=False, read=False)))
+    sequence = cache.open(cache.match(window.astype(np.int32), CacheControl(store=False, read=False)))
     try:
         while sequence.length < len(window):
             at = sequence.length
-            until = min(at + chunk, len(window), sequence.boundary or len(window))
+            until = min(at + chunk, len(window), sequence.next_checkpoint or len(window))
             if sequence.extend(until - at):
                 raise ValueError(f"the pool has no room for a window of {len(window)} tokens: enlarge --pool")
             part = window[at:until]

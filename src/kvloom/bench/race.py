@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvloom.core import Control
+from kvloom.core import CacheControl
 from kvloom.engine.engine import Engine
-from kvloom.engine.lower import LowerConfig
+from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import SamplingParams
 from kvloom.tiers import DiskConfig, DiskTier
-from kvloom.tiers.faulty import Faults, FaultyTier
-from kvloom.tiers.lane import LaneConfig
-from kvloom.tiers.mover import MoverConfig
-from kvloom.tiers.opening import Place
+from kvloom.tiers.fault_injection import Faults, FaultyTier
+from kvloom.tiers.registry import Place
+from kvloom.tiers.transfers.tier_queue import LaneConfig
+from kvloom.tiers.transfers.transfer_manager import MoverConfig
 
 from .emptying import empty_host, empty_pool, stored
 from .engine import say
@@ -58,9 +58,9 @@ class Device:
 
     def __init__(self, engine: Engine) -> None:
         self._over: deque[float] = deque()
-        self._run, self._land = engine.runner.run, engine._landing.land
+        self._run, self._land = engine.runner.run, engine._output_processor.process
         engine.runner.run = self.run  # type: ignore[method-assign, assignment]
-        engine._landing.land = self.land  # type: ignore[method-assign, assignment]
+        engine._output_processor.process = self.land  # type: ignore[method-assign, assignment]
         self.tokens: list[int] = []
 
     @staticmethod
@@ -92,7 +92,7 @@ class Bench:
         self.faults = Faults()
         tier = FaultyTier(DiskTier(DiskConfig(folder, 256 << 20)), self.faults)
         lane = LaneConfig(budget=PIECES * PIECE, piece=PIECE)
-        lower = LowerConfig(mover=MoverConfig(lane=lane))
+        lower = OffloadConfig(transfers=MoverConfig(lane=lane))
         tiers: list[str | Place] = ["host:64MiB", Place(tier)]
         self.engine = Engine(model, 64 << 20, tiers=tiers, lower=lower, token_budget=BUDGET, ahead=True)
         self.device = Device(self.engine)
@@ -106,8 +106,8 @@ class Bench:
         """Seconds to a prompt's first token, its tokens that were cached, and the steps it took."""
         self.device.tokens = []
         began = time.perf_counter()
-        request = self.engine.add(tokens, FIRST, Control(read=read))
-        while request.finish is None:
+        request = self.engine.add(tokens, FIRST, CacheControl(read=read))
+        while request.finish_reason is None:
             self.engine.step()
         took = time.perf_counter() - began
         self.engine.run()
@@ -117,15 +117,15 @@ class Bench:
         """Computed once, so that the disk has it."""
         rate, self.faults.rate = self.faults.rate, 0.0
         self.first(tokens, read=False)
-        assert self.engine.lower is not None
-        stored(self.engine.lower)
+        assert self.engine.offload is not None
+        stored(self.engine.offload)
         self.faults.rate = rate
 
     def clear(self, tokens: list[int]) -> None:
         """Its pages are on the disk alone."""
-        assert self.engine.lower is not None
+        assert self.engine.offload is not None
         empty_pool(self.engine)
-        empty_host(self.engine, self.engine.lower, tokens)
+        empty_host(self.engine, self.engine.offload, tokens)
 
     def pace(self, ratio: float) -> None:
         self.faults.rate = ratio * self.bytes / SECONDS

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import KVCache, LayerSpec, PoolLayout, Span
+from kvloom.core import KVCache, LayerSpec, PoolLayout, Visibility
 from kvloom.models.specs import ModelSpec
 
 __all__ = ["Capacity", "Peak", "capacity", "holds", "waste"]
@@ -26,21 +26,22 @@ Ids = npt.NDArray[np.int32]
 def waste(cache: KVCache) -> tuple[int, float]:
     """Bytes of pages that running sequences hold, and the share of them that is waste (see the module). What several hold
     counts once. Free pages in lent slabs are not counted: others get them. O(rows and their blocks)."""
-    rows = np.flatnonzero(cache.rows.blocks)
+    rows = np.flatnonzero(cache.block_tables.blocks)
     layout = cache.layout
-    held = sum(c.held_pages * (layout.slab_bytes // c.per_slab) for c in cache.pool.classes)
+    held = sum(c.in_use_pages * (layout.slab_bytes // c.per_slab) for c in cache.pool.classes)
     if not held or not rows.size:
         return held, 0.0
-    lengths = cache.rows.length[rows]
+    lengths = cache.block_tables.length[rows]
     dead = padding = mapped = 0.0
     padded = any(layout.waste(group) for group in layout.groups)
     for group in layout.groups:
         if group.spec.unit == "state":
             pages = rows.size
         elif group.spec.axis == "text":
-            table = cache.table(group.index)[0, :, : int(cache.rows.blocks[rows].max())]
+            table = cache.table(group.index)[0, :, : int(cache.block_tables.blocks[rows].max())]
             dead += (
-                _dead_tokens(table, rows, lengths, group.spec.span, layout.block_tokens) * group.unit_bytes
+                _dead_tokens(table, rows, lengths, group.spec.visibility, layout.block_tokens)
+                * group.unit_bytes
             )
             pages = int(np.count_nonzero(table[rows])) if padded else 0
         else:
@@ -51,7 +52,7 @@ def waste(cache: KVCache) -> tuple[int, float]:
 
 
 def _dead_tokens(
-    table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Span, block: int
+    table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Visibility, block: int
 ) -> int:
     """Places for tokens in the pages of some rows of `table` ([rows, blocks]) that no row's next query could want."""
     last = np.maximum(lengths - 1, 0)
@@ -94,7 +95,7 @@ class Peak:
         begin = time.perf_counter()
         if begin < self._next:
             return
-        self._running = max(self._running, int(np.count_nonzero(self._cache.rows.blocks)))
+        self._running = max(self._running, int(np.count_nonzero(self._cache.block_tables.blocks)))
         self._seen.append(waste(self._cache))
         end = time.perf_counter()
         self._next = end + (end - begin) / self.SHARE
@@ -151,8 +152,8 @@ def holds(layers: Mapping[str, LayerSpec], tokens: int, pool_bytes: int, chunk: 
         size = chunk
         while sequence.length < tokens:
             part = prompt[sequence.length :][:size]
-            if sequence.boundary is not None:
-                part = part[: sequence.boundary - sequence.length]
+            if sequence.next_checkpoint is not None:
+                part = part[: sequence.next_checkpoint - sequence.length]
             if not sequence.extend(len(part)):
                 cache.take_copies()
                 sequence.commit(part)
@@ -168,7 +169,7 @@ def capacity(spec: ModelSpec, tokens: int, pool_bytes: int) -> Capacity:
     from kvloom.plan import Load, make_plan
 
     plan = make_plan(spec, Load(tokens), gpu_memory=pool_bytes)
-    whole = {name: replace(layer, span=Span("full")) for name, layer in spec.layers.items()}
+    whole = {name: replace(layer, visibility=Visibility("full")) for name, layer in spec.layers.items()}
     fit = {name: scheme.max_requests for name, scheme in plan.schemes.items()}
     assert fit["kvloom"] is not None
     assert fit["uniform"] is not None

@@ -3,71 +3,71 @@
 The engine, the simulator and the router all import this, and only what is named here.
 """
 
-from .arrivals import Arrival
-from .cache import KVCache
 from .clock import Clock, VirtualClock, WallClock
-from .copies import CopyBatch
-from .events import Dropped, Event, EventBus, Moved, Stored
-from .hints import Foreseen, Pin
-from .layers import DTYPE_BYTES, PROMPT, Field, LayerSpec, Span, attention_fields
-from .layout import GRAIN, MAX_WASTE, PageGroup, PoolLayout
-from .lookup import ABSENT, REASONS, Match, Stop
-from .media import Media
-from .names import NAME_BYTES, NameIndex, chain, root_name, tail_name
-from .parcels import Parcel
-from .policies import POLICIES, Cost, Entry, Policy, make_policy
-from .pool import PagePool
-from .prospect import Need, Prospect, Question
-from .sequence import Control, Retain, Sequence, Snapshots
-from .tenants import Tenant
+from .events import BlockMoved, BlockRemoved, BlockStored, Event, EventBus
+from .eviction.policies import POLICIES, Cost, Entry, Policy, make_policy
+from .eviction.tenants import Tenant
+from .kv_cache import KVCache
+from .layout.layer_spec import DTYPE_BYTES, PROMPT, Field, LayerSpec, Visibility, attention_fields
+from .layout.pool_layout import HASH_TOKENS, MAX_WASTE, PageGroup, PoolLayout
+from .loading.load_plan import LoadPlan, MissingPages, TierQuery
+from .loading.reservation import Reservation
+from .lookup import MISS_REASONS, NOT_CACHED, Match, Miss
+from .pool.page_pool import PagePool
+from .pool.pending_copies import CopyBatch
+from .prefix.block_hash import HASH_BYTES, HashIndex, hash_chain, root_hash, tail_hash
+from .prefix.multimodal import Media
+from .prefix.offload_batch import OffloadBatch
+from .sequences.pins import Pin, QueuedPrefix
+from .sequences.sequence import CacheControl, CheckpointPolicy, RetainRange, Sequence
 
 __all__ = [
-    "ABSENT",
     "DTYPE_BYTES",
-    "GRAIN",
+    "HASH_BYTES",
+    "HASH_TOKENS",
     "MAX_WASTE",
-    "NAME_BYTES",
+    "MISS_REASONS",
+    "NOT_CACHED",
     "POLICIES",
     "PROMPT",
-    "REASONS",
-    "Arrival",
+    "BlockMoved",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheControl",
+    "CheckpointPolicy",
     "Clock",
-    "Control",
     "CopyBatch",
     "Cost",
-    "Dropped",
     "Entry",
     "Event",
     "EventBus",
     "Field",
-    "Foreseen",
+    "HashIndex",
     "KVCache",
     "LayerSpec",
+    "LoadPlan",
     "Match",
     "Media",
-    "Moved",
-    "NameIndex",
-    "Need",
+    "Miss",
+    "MissingPages",
+    "OffloadBatch",
     "PageGroup",
     "PagePool",
-    "Parcel",
     "Pin",
     "Policy",
     "PoolLayout",
-    "Prospect",
-    "Question",
-    "Retain",
+    "QueuedPrefix",
+    "Reservation",
+    "RetainRange",
     "Sequence",
-    "Snapshots",
-    "Span",
-    "Stop",
-    "Stored",
     "Tenant",
+    "TierQuery",
     "VirtualClock",
+    "Visibility",
     "WallClock",
     "attention_fields",
-    "chain",
+    "hash_chain",
     "make_policy",
-    "root_name",
-    "tail_name",
+    "root_hash",
+    "tail_hash",
 ]

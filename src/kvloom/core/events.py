@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Dropped", "Event", "EventBus", "Moved", "Stored"]
+__all__ = ["BlockMoved", "BlockRemoved", "BlockStored", "Event", "EventBus"]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class BlockStored:
     """Pages of `groups` are now in `place` for each of `names`, a chain that hangs below `parent`.
 
     Without `tail_tokens` each name covers one grain. With it there is one name, of a partial tail
@@ -20,33 +20,33 @@ class Stored:
     """
 
     parent: bytes
-    names: tuple[bytes, ...]
+    hashes: tuple[bytes, ...]
     groups: tuple[int, ...]
-    place: str
+    medium: str
     tail_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class BlockRemoved:
     """Pages of `groups` under `names` left `place`, and `why`."""
 
-    names: tuple[bytes, ...]
+    hashes: tuple[bytes, ...]
     groups: tuple[int, ...]
-    place: str
-    why: str
+    medium: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class BlockMoved:
     """Pages of `groups` under `names` went from one place to another."""
 
-    names: tuple[bytes, ...]
+    hashes: tuple[bytes, ...]
     groups: tuple[int, ...]
     source: str
     target: str
 
 
-Event = Stored | Dropped | Moved
+Event = BlockStored | BlockRemoved | BlockMoved
 
 
 class EventBus:

@@ -9,19 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .layout import GRAIN
-from .media import Media
-from .names import TOKEN_BYTES, NameIndex, chain, media_name, tail_name
-from .nodes import Checkpoint, Node
-from .pool import Ids
-from .prefix import PrefixTree
-from .resume import longest_resume
-from .room import Room
-from .sequence import Control
+from .allocator import Allocator
+from .layout.pool_layout import HASH_TOKENS
+from .pool.page_pool import Ids
+from .prefix.block_hash import TOKEN_BYTES, HashIndex, hash_chain, media_hash, tail_hash
+from .prefix.multimodal import Media
+from .prefix.node import Checkpoint, Node
+from .prefix.radix_tree import RadixTree
+from .prefix.resume_rule import longest_resume
+from .sequences.sequence import CacheControl
 
-__all__ = ["ABSENT", "REASONS", "Lookup", "Match", "Stop"]
+__all__ = ["MISS_REASONS", "NOT_CACHED", "Lookup", "Match", "Miss"]
 
-REASONS = {
+MISS_REASONS = {
     "complete": "everything but the last token is cached; that one must be computed to get logits",
     "never seen": "no earlier request had these tokens here",
     "evicted": "the pages were here and had to leave",
@@ -31,11 +31,11 @@ REASONS = {
     "media missing": "the tokens match further, but the pages of an image before that point left",
     "reading off": "the request asked not to read the cache",
 }
-ABSENT = ("never seen", "evicted")
+NOT_CACHED = ("never seen", "evicted")
 """Reasons that say that the pool has nothing of the tokens that come next."""
 
 
-class Stop(NamedTuple):
+class Miss(NamedTuple):
     """Where a lookup stopped and why; `when` and `policy` for what was evicted."""
 
     reason: str
@@ -45,35 +45,35 @@ class Stop(NamedTuple):
 
     def __str__(self) -> str:
         detail = f" at {self.when:.3f} s by {self.policy}" if self.when is not None else ""
-        return f"stopped at token {self.position}: {self.reason}{detail} ({REASONS[self.reason]})"
+        return f"stopped at token {self.position}: {self.reason}{detail} ({MISS_REASONS[self.reason]})"
 
 
 @dataclass(slots=True)
 class Match:
     """What a lookup found. It goes stale when the cache changes; `open` looks again if it has."""
 
-    root_name: bytes
+    root_hash: bytes
     data: bytes
     length: int
     limit: int
-    control: Control
+    control: CacheControl
     media: tuple[Media, ...]
     path: list[Node]
     matched: int
     resume: int
     rows: Ids
     checkpoint: Checkpoint | None
-    stop: Stop
+    miss: Miss
     version: int
 
 
 class Lookup:
-    def __init__(self, tree: PrefixTree, room: Room) -> None:
+    def __init__(self, tree: RadixTree, room: Allocator) -> None:
         self.tree = tree
-        self.room = room
+        self.allocator = room
 
     def find(
-        self, root_name: bytes, data: bytes, control: Control, media: Sequence[Media], limit: int
+        self, root_name: bytes, data: bytes, control: CacheControl, media: Sequence[Media], limit: int
     ) -> Match:
         """The longest resume point of `data` at or below `limit` tokens."""
         tree = self.tree
@@ -81,22 +81,27 @@ class Lookup:
         path, matched = ([], 0) if root is None else tree.walk(root, data, limit)
         rows = tree.rows(path, matched)
         resume, reason = matched, ""
-        if media and self.room.media.width:
+        if media and self.allocator.media.width:
             for item in media:
-                run = self.room.runs.get(root_name + item.digest)
+                run = self.allocator.media_runs.get(root_name + item.digest)
                 if run is not None and item.tokens not in (0, run.tokens):
                     raise ValueError(f"media {item.digest.hex()} has {run.tokens} tokens, not {item.tokens}")
-                if item.tokens and item.start < resume and run is None and self.room.runs_last:
+                if (
+                    item.tokens
+                    and item.start < resume
+                    and run is None
+                    and self.allocator.media_outlives_prompt
+                ):
                     resume, reason = item.start, "media missing"
         checkpoint = None
         if tree.keeps_checkpoints and resume:
             rows, resume, checkpoint, reason = self._resume(path, resume, rows, reason)
         if not control.read:
-            stop = Stop("reading off", 0)
+            stop = Miss("reading off", 0)
         elif resume < matched:
-            stop = Stop(reason, resume)
+            stop = Miss(reason, resume)
         else:
-            stop = self._where_text_ends(root_name, path, matched, data, limit)
+            stop = self._end_of_match(root_name, path, matched, data, limit)
         if resume < matched:
             rows = rows[: -(-resume // tree.block)]
         length = len(data) // TOKEN_BYTES
@@ -145,58 +150,65 @@ class Lookup:
                 if checkpoint.position <= limit:
                     yield checkpoint
 
-    def _where_text_ends(
+    def _end_of_match(
         self, root_name: bytes, path: list[Node], matched: int, data: bytes, limit: int
-    ) -> Stop:
+    ) -> Miss:
         if matched == limit:
-            return Stop("complete", matched)
+            return Miss("complete", matched)
         if not path or path[-1].end == matched:
             place = path[-1].serial if path else root_name
-            ghost = self.room.ghosts.find(place, data, matched * TOKEN_BYTES)
+            ghost = self.allocator.ghosts.find(place, data, matched * TOKEN_BYTES)
             if ghost is not None:
-                return Stop("evicted", matched, ghost.when, ghost.why)
-        return Stop("never seen", matched)
+                return Miss("evicted", matched, ghost.when, ghost.why)
+        return Miss("never seen", matched)
 
-    def explain(self, match: Match, across_tenants: bool = True) -> Stop:
+    def explain(self, match: Match, across_tenants: bool = True) -> Miss:
         """The match's stop, looking at other tenants' prefixes too. For the operator: it tells that
         another tenant has the same prompt. O(tenants)."""
-        if across_tenants and match.stop.reason in ABSENT:
+        if across_tenants and match.miss.reason in NOT_CACHED:
             for name, root in self.tree.roots.items():
-                if name != match.root_name:
+                if name != match.root_hash:
                     _, matched = self.tree.walk(root, match.data, match.limit)
                     if matched > max(match.matched, self.tree.block - 1):
-                        return Stop("other tenant", match.resume)
-        return match.stop
+                        return Miss("other tenant", match.resume)
+        return match.miss
 
     # -- beyond what this process has -----------------------------------------------------------
 
-    def names(self, match: Match) -> list[bytes]:
+    def block_hashes(self, match: Match) -> list[bytes]:
         """The names of all whole grains of the prompt; those that the tree knows are not hashed again."""
-        teller = self.tree.teller
+        teller = self.tree.publisher
         known: list[bytes] = []
         for node in match.path:
             if node.end <= match.matched:
-                known += teller.names(node)
-        parent = known[-1] if known else match.root_name
-        return known + chain(parent, match.data[len(known) * GRAIN * TOKEN_BYTES :], teller.resolve)
+                known += teller.hashes(node)
+        parent = known[-1] if known else match.root_hash
+        return known + hash_chain(
+            parent, match.data[len(known) * HASH_TOKENS * TOKEN_BYTES :], teller.resolve
+        )
 
-    def name_at(self, match: Match, end: int) -> bytes:
+    def hash_at(self, match: Match, end: int) -> bytes:
         """The name of the prompt's first `end` tokens: whole grains, all that the tree has of the prompt among them."""
-        teller, known = self.tree.teller, match.matched // GRAIN * GRAIN
-        parent = teller.name_at(match.path[-1], known) if match.path else match.root_name
-        more = chain(parent, match.data[known * TOKEN_BYTES : end * TOKEN_BYTES], teller.resolve)
+        teller, known = self.tree.publisher, match.matched // HASH_TOKENS * HASH_TOKENS
+        parent = teller.hash_at(match.path[-1], known) if match.path else match.root_hash
+        more = hash_chain(parent, match.data[known * TOKEN_BYTES : end * TOKEN_BYTES], teller.resolve)
         return more[-1] if more else parent
 
-    def beyond(self, match: Match, index: NameIndex) -> int:
+    def resumable_with(self, match: Match, index: HashIndex) -> int:
         """The longest resume point that the pages in `index` give this prompt."""
 
         def tail(parent: bytes, start: int, length: int) -> bytes:
             text = match.data[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES]
-            return tail_name(parent, text, self.tree.teller.resolve)
+            return tail_hash(parent, text, self.tree.publisher.resolve)
 
         limit = match.limit
         for item in match.media:
-            if item.tokens and self.room.media.width and self.room.runs_last and item.start < limit:
-                if media_name(match.root_name, item.digest) not in index:
+            if (
+                item.tokens
+                and self.allocator.media.width
+                and self.allocator.media_outlives_prompt
+                and item.start < limit
+            ):
+                if media_hash(match.root_hash, item.digest) not in index:
                     limit = item.start
-        return index.match(self.names(match), limit, root=match.root_name, tail=tail)
+        return index.match(self.block_hashes(match), limit, root=match.root_hash, tail=tail)

@@ -34,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from kvloom.models.catalog import folder_of
 
-    from .checking import check_engine
+    from .preflight import check_engine
 
     if not args.prompts and not args.tokens:
         raise ValueError("nothing to calibrate on: give --prompts or --tokens")
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     ids_given = [token_ids(text) for text in args.tokens]
     from kvloom.models.load import load
 
-    from .calibrate import calibrate, texts_of
-    from .threads import use_threads
+    from .calibration import calibrate, texts_of
+    from .execution.threads import use_threads
 
     given = [*texts_of(args.prompts), *ids_given]
     use_threads()

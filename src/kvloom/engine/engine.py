@@ -20,28 +20,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import Control, CopyBatch, Tenant
+from kvloom.core import CacheControl, CopyBatch, Tenant
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.sight import Sight
 from kvloom.models.specs import KVDtype
 from kvloom.models.vision import Vision
-from kvloom.tiers.opening import Place
+from kvloom.tiers.registry import Place
 
-from .beams import BeamSearch
-from .flight import Flight, told_prompts
-from .grammar import Grammars
-from .landing import Landing, ends_of
-from .lower import Lower, LowerConfig
-from .odds import send
-from .opening import open_lower
-from .pool import pool_for
+from .execution.inflight_step import InflightStep, prompt_logprobs
+from .execution.kv_memory import allocate_kv_memory
+from .execution.memory_budget import MAX_RUNNING, TOKEN_BUDGET
+from .execution.model_runner import ModelRunner
+from .execution.output_processor import OutputProcessor, eos_tokens
+from .offload.manager import OffloadConfig, OffloadManager
+from .offload.open_tiers import open_offload
+from .offload.session_history import SessionHistory
 from .request import Request, SamplingParams, token_ids
-from .runner import Runner
-from .sampler import Chosen, Sampler
-from .scheduler import Scheduled, Scheduler
-from .sessions import Sessions
-from .sizing import MAX_RUNNING, TOKEN_BUDGET
-from .text import Text
+from .sampling.beam_search import BeamSearch
+from .sampling.detokenizer import TextStream
+from .sampling.grammar import Grammars
+from .sampling.logit_processors import to_device
+from .sampling.sampler import SampledTokens, Sampler
+from .scheduling.scheduler import Scheduled, Scheduler
 
 __all__ = ["Engine"]
 
@@ -72,14 +72,14 @@ class Engine:
         kv_scales: str | os.PathLike[str] = "dynamic",
         batch_invariant: bool = False,
         tiers: Many[str | Place] = (),
-        lower: LowerConfig | None = None,
+        lower: OffloadConfig | None = None,
         max_context: int | None = None,
     ) -> None:
         self.model, self.device = model.eval(), next(model.parameters()).device
         on_gpu = self.device.type == "cuda"
         token_budget = TOKEN_BUDGET[on_gpu] if token_budget is None else token_budget
         max_running = MAX_RUNNING[on_gpu] if max_running is None else max_running
-        pool = pool_for(
+        pool = allocate_kv_memory(
             model,
             pool_bytes=pool_bytes,
             memory_fraction=memory_fraction,
@@ -96,10 +96,10 @@ class Engine:
         )
         self.layout, self.buffer, self.cache = pool.layout, pool.buffer, pool.cache
         self.vision, self.limit = pool.vision, pool.limit
-        self.room = pool.room
+        self.memory_budget = pool.budget
         """How the pool got its size, where it was left to find it."""
         self._whose = "the model's" if self.limit and max_context is None else "this engine's"
-        self.runner = Runner(
+        self.runner = ModelRunner(
             model,
             self.cache,
             self.buffer,
@@ -111,36 +111,36 @@ class Engine:
             pool.invariant,
         )
         self.scheduler = Scheduler(self.cache, token_budget, max_running)
-        self.lower: Lower | None = None
+        self.offload: OffloadManager | None = None
         """What lies below the pool, where tiers were given."""
         if tiers:
-            self.lower = open_lower(tiers, self.cache, self.buffer, self._copy, lower)
-            self.scheduler.lower = self.lower
-        self.eos = ends_of(model)
+            self.offload = open_offload(tiers, self.cache, self.buffer, self._apply_copies, lower)
+            self.scheduler.offload = self.offload
+        self.eos = eos_tokens(model)
         self.sampler = Sampler(self.eos)
-        self._landing = Landing(self.scheduler, self.eos)
+        self._output_processor = OutputProcessor(self.scheduler, self.eos)
         self.tokenizer = tokenizer
         self.ahead = on_gpu if ahead is None else ahead
-        self._flight: Flight | None = None
-        self._landed: list[Request] = []  # who got a token, until that is told
+        self._inflight: InflightStep | None = None
+        self._updated: list[Request] = []  # who got a token, until that is told
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Grammars | None = None
         self._count = 0
         self._copies: list[CopyBatch] = []
-        self._sessions = Sessions()
+        self._sessions = SessionHistory()
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels and capture graphs now, so that no request waits for them; on a CPU there are none."""
-        tokens, seconds = self.runner.warm(self._choose_for_nobody)
-        if self.lower is not None:
-            self.lower.computed(tokens, seconds)
+        tokens, seconds = self.runner.warm_up(self._warm_up_sampler)
+        if self.offload is not None:
+            self.offload.observe_prefill(tokens, seconds)
         self.runner.capture(progress)
 
     def add(
         self,
         prompt: Iterable[int],
         params: SamplingParams | None = None,
-        control: Control | None = None,
+        control: CacheControl | None = None,
         priority: int = 0,
         text: bool = False,
         images: Many[Any] = (),
@@ -150,13 +150,13 @@ class Engine:
         each, a mapping of tensors (or pixels alone), in the order of their placeholders in the prompt."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
-        self._refuse(ids, params, text)
-        control = control or Control()
-        if control.lossy and (self.lower is None or not self.lower.lossy):
+        self._validate(ids, params, text)
+        control = control or CacheControl()
+        if control.lossy and (self.offload is None or not self.offload.lossy):
             control = replace(control, lossy=False)  # nothing here is re-encoded: it shares with everybody
-        sight = self._look(tokens, images, control.tenant) if len(images) else None
+        sight = self._prepare_images(tokens, images, control.tenant) if len(images) else None
         asked = ids.astype(np.int32, copy=False)
-        request = Request(self._count, tokens, params, control, priority, sight=sight, asked=asked)
+        request = Request(self._count, tokens, params, control, priority, images=sight, prompt_array=asked)
         request.children = [
             Request(
                 self._count + i,
@@ -166,7 +166,7 @@ class Engine:
                 priority,
                 seed=request.seed + i,
                 parent=request,
-                sight=sight,
+                images=sight,
             )
             for i in range(1, params.samples)
         ]
@@ -176,7 +176,7 @@ class Engine:
             if grammar is not None:
                 one.structure = grammar.start()
             if text or params.stops:
-                one.text = Text(
+                one.text = TextStream(
                     self.tokenizer,
                     tokens,
                     params.stops,
@@ -184,7 +184,7 @@ class Engine:
                     params.skip_special_tokens,
                 )
         if params.beam_width > 1:
-            self._let_search(request)
+            self._start_beam_search(request)
         self.scheduler.add(request)
         self._count += params.samples
         return request
@@ -197,18 +197,18 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would do something."""
-        prepares = self.lower is not None and self.lower.preparing
-        return self.scheduler.busy or self._flight is not None or prepares or bool(self._landed)
+        prepares = self.offload is not None and self.offload.is_prefetching
+        return self.scheduler.busy or self._inflight is not None or prepares or bool(self._updated)
 
     def expect_session(self, session: str) -> bool:
         """A session is about to come back: what it said is brought from below into host memory before it asks, while steps
         are made. Whether anything is looked for; nothing is where it is not known, or nothing lies below."""
         known = self._sessions.of(session)
-        if known is None or self.lower is None:
+        if known is None or self.offload is None:
             return False
         tokens, control = known
         likely = Request(-1, tuple(tokens.tolist()), SamplingParams(max_tokens=1), control)
-        return self.lower.hint(likely, self.cache.match(tokens, control))
+        return self.offload.prefetch_session(likely, self.cache.match(tokens, control))
 
     def end_session(self, session: str) -> int:
         """A session will not come back: what only it used may leave first. Returns how many of its pages are cached."""
@@ -220,112 +220,112 @@ class Engine:
         room. Where it raises (a device out of memory, an interrupt), the step has not been: requests wait to be computed
         anew, and may be cancelled. Who got a token before that is told of by the next step."""
         began = time.perf_counter()
-        before = done = self._flight
+        before = done = self._inflight
         if before is not None and any(request.waits for request in before.requests):
-            self._flight = None
-            self._land(before, [])
+            self._inflight = None
+            self._finish_step(before, [])
             before = None
-        self._flight = flight = self._launch(before)
+        self._inflight = flight = self._launch(before)
         if before is not None:
-            self._land(before, [] if flight is None else flight.work)
+            self._finish_step(before, [] if flight is None else flight.work)
         elif flight is not None and not self.ahead:
-            self._flight, done = None, flight
-            self._land(flight, [])
-        if self.lower is not None:
-            self._look_at_clock(done, began)
-            self._sessions.hear(self._landed)
-        told = self._landed + self.scheduler.given_up
-        self._landed, self.scheduler.given_up = [], []
+            self._inflight, done = None, flight
+            self._finish_step(flight, [])
+        if self.offload is not None:
+            self._observe_step(done, began)
+            self._sessions.record_requests(self._updated)
+        told = self._updated + self.scheduler.rejected
+        self._updated, self.scheduler.rejected = [], []
         return told
 
-    def _land(self, flight: Flight, after: list[Scheduled]) -> None:
+    def _finish_step(self, flight: InflightStep, after: list[Scheduled]) -> None:
         """Take in a step's tokens. Where that breaks off, what was launched since knows not what it follows: it is left."""
         try:
-            if self.lower is not None:
-                self.lower.waiting(lambda: not flight.arrived)
-            self._landed += self._landing.land(flight, after)
+            if self.offload is not None:
+                self.offload.offload_ahead(lambda: not flight.is_ready)
+            self._updated += self._output_processor.process(flight, after)
         except BaseException:
-            self._flight = None
-            self.scheduler.failed()
+            self._inflight = None
+            self.scheduler.discard_step()
             raise
 
-    def _look_at_clock(self, done: Flight | None, began: float) -> None:
+    def _observe_step(self, done: InflightStep | None, began: float) -> None:
         """Tell how long a step took that was taken in; where there was none, and pages are on their way, wait for them."""
-        assert self.lower is not None
-        self.lower.take_offers()  # of who ended now: there may be no next step for long
+        assert self.offload is not None
+        self.offload.flush()  # of who ended now: there may be no next step for long
         if done is not None:
-            self.lower.computed(done.prompt_tokens, time.perf_counter() - began)
-        elif self._flight is None and (self.scheduler.loads or self.lower.preparing):
-            self.lower.wait(0.002)
-        if (flight := self._flight) is None:
-            self.lower.in_air((), 0)
+            self.offload.observe_prefill(done.prompt_tokens, time.perf_counter() - began)
+        elif self._inflight is None and (self.scheduler.loading_count or self.offload.is_prefetching):
+            self.offload.wait(0.002)
+        if (flight := self._inflight) is None:
+            self.offload.step_launched((), 0)
         else:
-            self.lower.in_air({request for request, _ in flight.work}, flight.prompt_tokens)
+            self.offload.step_launched({request for request, _ in flight.work}, flight.prompt_tokens)
 
     def close(self, seconds: float = 10.0) -> None:
         """End every request, and the tiers: what they want is stored first, within so many seconds."""
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
-        self._flight, self._landed = None, []
-        if self.lower is not None:
+        self._inflight, self._updated = None, []
+        if self.offload is not None:
             with suppress(RuntimeError):
                 self._make_copies()
-            self.lower.close(seconds, keep=not self._copies)
-            self.lower = self.scheduler.lower = None
-            self.cache.tree.parcels = None
+            self.offload.close(seconds, keep=not self._copies)
+            self.offload = self.scheduler.offload = None
+            self.cache.tree.offload_source = None
 
     def run(self) -> None:
         """Step until every request has ended."""
         while self.busy:
             self.step()
 
-    def _launch(self, before: Flight | None) -> Flight | None:
+    def _launch(self, before: InflightStep | None) -> InflightStep | None:
         places = {} if before is None else {id(request): i for i, request in enumerate(before.requests)}
         try:
-            return self._launched(places)
+            return self._execute(places)
         except BaseException:
-            self.scheduler.failed(places)
+            self.scheduler.discard_step(places)
             raise
 
-    def _launched(self, places: dict[int, int]) -> Flight | None:
-        self._copy()  # who forked and ended holds pages until then
+    def _execute(self, places: dict[int, int]) -> InflightStep | None:
+        self._apply_copies()  # who forked and ended holds pages until then
         work = self.scheduler.schedule(places)
-        self._copy()
+        self._apply_copies()
         if not work:
             return None
         ready = [
             i
             for i, (request, part) in enumerate(work)
-            if request.computed + len(part.tokens) == len(request.tokens) + request.unknown
+            if request.computed + len(part.tokens) == len(request.tokens) + request.inflight_tokens
         ]
         whole = [
             i
             for i, (request, _) in enumerate(work)
             if request.params.prompt_logprobs is not None and request.telling
         ]
-        if self.lower is not None:
-            self.lower.launching()
+        if self.offload is not None:
+            self.offload.before_step()
         logits = self.runner.run([part for _, part in work], ready, whole)
         with self.runner.steady:
-            prompts = told_prompts([work[i] for i in whole], logits[len(ready) :])
+            prompts = prompt_logprobs([work[i] for i in whole], logits[len(ready) :])
         logits = logits[: len(ready)]
-        self.scheduler.launched(work)
+        self.scheduler.step_launched(work)
         requests = [work[i][0] for i in ready]
         if any(request.children and not request.branched for request in requests):
-            requests, rows = self._branch(requests)
-            logits = logits.index_select(0, send(np.array(rows), self.device))
-        chosen = Chosen(torch.empty(0, dtype=torch.int64, device=self.device))
+            requests, rows = self._fork_samples(requests)
+            logits = logits.index_select(0, to_device(np.array(rows), self.device))
+        chosen = SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
         if requests:
             with self.runner.steady:
                 chosen = self.sampler.choose(logits, requests, [request.drawn - 1 for request in requests])
             running = min(len(requests), self.runner.rows)  # who comes after has no next step
             self.runner.chosen[:running] = chosen.tokens[:running]
-        return Flight.of(work, requests, chosen, prompts, self.scheduler.decoding)
+        return InflightStep.create(work, requests, chosen, prompts, self.scheduler.decoding)
 
-    def _copy(self) -> None:
+    def _apply_copies(self) -> None:
         self._make_copies()  # what a step that broke off left: nothing is where the cache says before
-        if self.lower is not None:
-            self.lower.take_offers()
+        if self.offload is not None:
+            self.offload.flush()
         self._copies = self.cache.take_copies()
         self._make_copies()
 
@@ -339,15 +339,15 @@ class Engine:
                 copy_pages(self.buffer, copies.page_stride, copies.source, copies.target)
                 del self._copies[0]
         finally:
-            if self.lower is not None:
-                self.lower.launching(moved=True)
+            if self.offload is not None:
+                self.offload.before_step(moved=True)
 
-    def _choose_for_nobody(self, logits: torch.Tensor) -> None:
-        nobody = Request(-1, (0,), SamplingParams(max_tokens=1, temperature=0), Control())
+    def _warm_up_sampler(self, logits: torch.Tensor) -> None:
+        nobody = Request(-1, (0,), SamplingParams(max_tokens=1, temperature=0), CacheControl())
         with self.runner.steady:
             self.sampler.choose(logits, [nobody] * len(logits), [0] * len(logits))
 
-    def _branch(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
+    def _fork_samples(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
         """Where a prompt ends that wants several answers, let the others begin on its pages. Who chooses a token now, and
         from which row of logits: first those that run, then those that found no row or room."""
         children: list[tuple[Request, int]] = []
@@ -355,15 +355,15 @@ class Engine:
             if request.children and not request.branched:
                 request.branched = True
                 for child in request.children:
-                    if child.finish is None:
+                    if child.finish_reason is None:
                         self.scheduler.fork(request, child)
-                        child.unknown += 1
+                        child.inflight_tokens += 1
                         children.append((child, row))
         children.sort(key=lambda one: one[0].sequence is None)
         rows = [*range(len(requests)), *(row for _, row in children)]
         return [*requests, *(child for child, _ in children)], rows
 
-    def _let_search(self, request: Request) -> None:
+    def _start_beam_search(self, request: Request) -> None:
         """Make a request and its children the places of a beam search."""
         params = request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
@@ -377,12 +377,12 @@ class Engine:
             self._grammars = Grammars(self.tokenizer, self.eos)
         return self._grammars
 
-    def _look(self, tokens: tuple[int, ...], images: Many[Any], tenant: str) -> Sight:
+    def _prepare_images(self, tokens: tuple[int, ...], images: Many[Any], tenant: str) -> Sight:
         if self.vision is None:
             raise ValueError(Vision.refusal(self.model))
         return self.vision.look(tokens, images, tenant)
 
-    def _refuse(self, ids: npt.NDArray[Any], params: SamplingParams, text: bool) -> None:
+    def _validate(self, ids: npt.NDArray[Any], params: SamplingParams, text: bool) -> None:
         """Raise ValueError for what can never run."""
         if not len(ids):
             raise ValueError("a prompt needs at least one token")

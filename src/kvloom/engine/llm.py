@@ -22,13 +22,13 @@ from kvloom.models.catalog import folder_of
 from kvloom.models.load import LoadFormat, device_of, load
 from kvloom.models.specs import KVDtype
 
-from .checking import check_engine
 from .engine import Engine
-from .logprobs import TokenLogprobs
+from .execution.memory_budget import default_token_budget
+from .execution.threads import use_threads
+from .preflight import check_engine
 from .request import Finish, Request, SamplingParams
-from .sizing import long_budget
-from .text import Detokenizer
-from .threads import use_threads
+from .sampling.detokenizer import Detokenizer
+from .sampling.logprobs import TokenLogprobs
 
 __all__ = ["LLM", "Completion", "Delta", "Result"]
 
@@ -125,7 +125,7 @@ class LLM:
             model, found = load(self._folder, dtype, where, load_format, progress)
             self.tokenizer = tokenizer or found
         if token_budget is None:
-            token_budget = long_budget(next(model.parameters()).device)
+            token_budget = default_token_budget(next(model.parameters()).device)
         self.engine = Engine(
             model,
             pool_bytes,
@@ -193,10 +193,10 @@ class LLM:
                 self.engine.step()
                 for one in open_:
                     count = one.output_count
-                    if count > told[id(one)] or one.finish is not None:
+                    if count > told[id(one)] or one.finish_reason is not None:
                         yield self._delta(one, *places[id(one)], told[id(one)])
                         told[id(one)] = count
-                open_ = [one for one in open_ if one.finish is None]
+                open_ = [one for one in open_ if one.finish_reason is None]
         finally:
             self._cancel(requests)
 
@@ -204,7 +204,7 @@ class LLM:
         tokens = one.output[start:]
         logprobs = None if one.params.logprobs is None else self._named(one.logprobs[start:])
         text = "" if one.text is None else one.text.take()
-        return Delta(prompt, index, text, tokens, logprobs, one.finish)
+        return Delta(prompt, index, text, tokens, logprobs, one.finish_reason)
 
     def _added(
         self,
@@ -248,7 +248,7 @@ class LLM:
             task = bar.add_task("generating", total=len(requests))
             while self.engine.busy:
                 self.engine.step()
-                bar.update(task, completed=sum(request.finish is not None for request in requests))
+                bar.update(task, completed=sum(request.finish_reason is not None for request in requests))
 
     def _given(self, prompt: Any) -> tuple[list[int], list[Any]]:
         """A prompt's ids and its images, as the engine takes them."""
@@ -295,11 +295,13 @@ class LLM:
         return Result(text, list(request.prompt), outputs, request.cached_tokens or 0, told)
 
     def _completion(self, index: int, one: Request) -> Completion:
-        assert one.finish is not None
+        assert one.finish_reason is not None
         params = one.params
         told = one.cumulative_logprob if params.wants_logprobs else None
         logprobs = None if params.logprobs is None else self._named(one.logprobs)
-        return Completion(index, self._text(one), one.output, told, logprobs, one.finish, one.stop_reason)
+        return Completion(
+            index, self._text(one), one.output, told, logprobs, one.finish_reason, one.stop_reason
+        )
 
     def _text(self, one: Request) -> str:
         if self.tokenizer is None:
@@ -308,7 +310,7 @@ class LLM:
             one.text.finish()
             return one.text.text
         tokens, params = one.output, one.params
-        ended = tokens[-1:] if one.finish == "stop" else []
+        ended = tokens[-1:] if one.finish_reason == "stop" else []
         if any(t in params.stop_token_ids or (t in self.engine.eos and not params.ignore_eos) for t in ended):
             tokens = tokens if params.include_stop_str_in_output else tokens[:-1]
         return Detokenizer(self.tokenizer, one.prompt, params.skip_special_tokens).add_all(tokens)

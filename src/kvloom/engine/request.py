@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import Control, Foreseen, Sequence, Stop, loops
+from kvloom.core import CacheControl, Miss, QueuedPrefix, Sequence
+from kvloom.core.pool import loops
 from kvloom.models.sight import Sight
 
-from .beams import BeamSearch
-from .grammar import GrammarState
-from .logprobs import TokenLogprobs
-from .odds import Tally
-from .params import Finish, SamplingParams
-from .text import Text
+from .sampling.beam_search import BeamSearch
+from .sampling.detokenizer import TextStream
+from .sampling.grammar import GrammarState
+from .sampling.logit_processors import TokenCounts
+from .sampling.logprobs import TokenLogprobs
+from .sampling.params import Finish, SamplingParams
 
 __all__ = ["Finish", "Request", "SamplingParams", "token_ids"]
 
@@ -62,36 +63,36 @@ class Request:
     order: int
     prompt: tuple[int, ...]
     params: SamplingParams
-    control: Control = field(default_factory=Control)
+    control: CacheControl = field(default_factory=CacheControl)
     priority: int = 0
     tokens: list[int] = field(default_factory=list)
     sequence: Sequence | None = None
     cached_tokens: int | None = None
     computed: int = 0
-    unknown: int = 0
+    inflight_tokens: int = 0
     uncached: bool = False
-    looked_below: int | None = None
-    foreseen: Foreseen | None = None
-    lacking: Stop | None = None
+    looked_in_tiers: int | None = None
+    queued_prefix: QueuedPrefix | None = None
+    miss: Miss | None = None
     preemptions: int = 0
-    finish: Finish | None = None
+    finish_reason: Finish | None = None
     stop_reason: int | str | None = None
     seed: int = -1
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     top_logprobs: int = 0
-    text: Text | None = None
+    text: TextStream | None = None
     structure: GrammarState | None = None
-    tally: Tally | None = None
+    tally: TokenCounts | None = None
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
     branched: bool = False
     beams: BeamSearch[Request] | None = None
-    sight: Sight | None = None
+    images: Sight | None = None
     looked_up: float = 0.0
     began: float = 0.0
-    stop: Stop | None = None
+    stop: Miss | None = None
     loads: list[tuple[str, float, float, int]] = field(default_factory=list)
     first_loads: int = 0
     elsewhere: bool = False
@@ -100,7 +101,7 @@ class Request:
     """Sorts first what runs first."""
     limit: int = field(init=False)
     """Tokens that it may come to have."""
-    asked: npt.NDArray[np.int32] | None = field(repr=False, default=None)
+    prompt_array: npt.NDArray[np.int32] | None = field(repr=False, default=None)
     """The prompt as an array, where whoever made the request had one: see `prompt_ids`."""
 
     def __post_init__(self) -> None:
@@ -127,17 +128,17 @@ class Request:
     def prompt_ids(self) -> npt.NDArray[np.int32]:
         """The prompt as an array, which all answers to it share: made when it is first wanted, as the device may be busy then."""
         first = self.parent or self
-        if first.asked is None:
-            first.asked = np.array(first.prompt, np.int32)
-        return first.asked
+        if first.prompt_array is None:
+            first.prompt_array = np.array(first.prompt, np.int32)
+        return first.prompt_array
 
     @property
-    def asking(self) -> Control:
+    def asking(self) -> CacheControl:
         """Its control as it asks the cache: one that leaves the cache alone, or tells of its prompt, takes nothing from it."""
         if self.uncached:
             return replace(self.control, read=False, store=False)
         # What is found is not computed, and then not known.
-        return replace(self.control, read=False) if self.tells_prompt else self.control
+        return replace(self.control, read=False) if self.wants_prompt_logprobs else self.control
 
     def count_cached(self, tokens: int) -> None:
         """It began with so many tokens found in the cache; what it finds when it comes back does not count."""
@@ -145,7 +146,7 @@ class Request:
             self.cached_tokens = tokens
 
     @property
-    def tells_prompt(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt are wanted and not all known: every token of it must be computed."""
         wanted = self.params.prompt_logprobs is not None and self.parent is None
         return wanted and max(1, len(self.prompt_logprobs)) < len(self.prompt)
@@ -153,9 +154,9 @@ class Request:
     @property
     def telling(self) -> bool:
         """Whether what it computes next tells of its prompt."""
-        return self.computed < len(self.prompt) and self.tells_prompt
+        return self.computed < len(self.prompt) and self.wants_prompt_logprobs
 
-    def tell_prompt(self, start: int, told: list[TokenLogprobs]) -> None:
+    def add_prompt_logprobs(self, start: int, told: list[TokenLogprobs]) -> None:
         """Take in the log-probabilities of the prompt's tokens from `start` on; what is known already stays."""
         if not self.prompt_logprobs:
             self.prompt_logprobs.append(None)
@@ -182,12 +183,12 @@ class Request:
     @property
     def drawn(self) -> int:
         """Tokens that were chosen for it so far, seen or not."""
-        return len(self.tokens) + self.unknown - len(self.prompt)
+        return len(self.tokens) + self.inflight_tokens - len(self.prompt)
 
     @property
     def pending(self) -> int:
         """Tokens whose computing has not been launched."""
-        return len(self.tokens) + self.unknown - self.computed
+        return len(self.tokens) + self.inflight_tokens - self.computed
 
     @property
     def parked(self) -> bool:

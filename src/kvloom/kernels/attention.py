@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 
 from . import cpu, reference
 from .reference import FULL, Mask
@@ -34,7 +34,7 @@ class Plan(Protocol):
     """What a step's attention looks like to a layer."""
 
     shape: Shape
-    span: Span
+    span: Visibility
 
     def make(self, starts: Any, lengths: Any) -> None:
         """Take the step's rows: where their queries begin in q ([rows + 1]), and their lengths with those included."""
@@ -63,7 +63,7 @@ class Plan(Protocol):
 class ReferencePlan:
     """The oracle as a plan: CPU tensors, and whatever a GPU's kernels do not take."""
 
-    def __init__(self, shape: Shape, span: Span = FULL) -> None:
+    def __init__(self, shape: Shape, span: Visibility = FULL) -> None:
         self.shape, self.span = shape, span
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -235,7 +235,7 @@ def decode_plan(
     shape: Shape,
     sequences: int,
     queries: int = 1,
-    span: Span = FULL,
+    span: Visibility = FULL,
     device: torch.device | str = "cuda",
     sharing: Sharing | None = None,
 ) -> Plan:
@@ -248,7 +248,7 @@ def decode_plan(
     return DecodePlan(shape, sequences, queries, span, device, sharing)
 
 
-def prefill_plan(shape: Shape, span: Span = FULL, device: torch.device | str = "cuda") -> Plan:
+def prefill_plan(shape: Shape, span: Visibility = FULL, device: torch.device | str = "cuda") -> Plan:
     """A plan for rows of any number of queries; `starts` and `lengths` are the host's."""
     if torch.device(device).type == "cpu":
         return CpuPlan(shape, span)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 
 from .reference import FULL, Mask
 from .shapes import Shape, check_call, check_results
@@ -39,7 +39,7 @@ class DecodePlan:
         shape: Shape,
         sequences: int,
         queries: int = 1,
-        span: Span = FULL,
+        span: Visibility = FULL,
         device: torch.device | str = "cuda",
         sharing: Sharing | None = None,
         tile: Tile | None = None,

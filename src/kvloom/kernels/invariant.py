@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import triton
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 
 from . import triton_invariant as kernels
 from .prefill_backends import BlockTile, choose_tile
@@ -141,7 +141,7 @@ class _Fixed:
         self,
         shape: Shape,
         piece: int,
-        span: Span = FULL,
+        span: Visibility = FULL,
         device: torch.device | str = "cuda",
         tile: BlockTile | None = None,
     ) -> None:
@@ -252,7 +252,7 @@ class Pieces(_Fixed):
         piece: int,
         rows: int,
         longest: int,
-        span: Span = FULL,
+        span: Visibility = FULL,
         device: torch.device | str = "cuda",
         tile: BlockTile | None = None,
     ) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 
 from .prefill_backends import HALVES, Rows
 from .shapes import Shape, upload
@@ -51,7 +51,7 @@ class PagedCall:
     v: torch.Tensor
     tables: torch.Tensor
     scale: float
-    span: Span
+    span: Visibility
     softcap: float | None
     out: torch.Tensor | None = None
 
@@ -76,7 +76,7 @@ class Library(Protocol):
 
     name: str
 
-    def takes(self, shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None) -> bool:
+    def takes(self, shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None) -> bool:
         """Whether it computes such layers on this machine."""
         ...
 
@@ -91,7 +91,7 @@ class FlashAttention3:
     def __init__(self, module: Any) -> None:
         self.module, self.name = module, "FlashAttention-3"
 
-    def takes(self, shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None) -> bool:
+    def takes(self, shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None) -> bool:
         return (
             span.kind in ("full", "sliding")
             and dtype in HALVES
@@ -136,7 +136,7 @@ class FlashInfer:
         self.module, self.name = module, "FlashInfer"
         self._workspace: torch.Tensor | None = None
 
-    def takes(self, shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None) -> bool:
+    def takes(self, shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None) -> bool:
         return (
             span.kind == "full"
             and softcap is None
@@ -207,7 +207,9 @@ def installed() -> tuple[Library, ...]:
     return tuple(found.values())
 
 
-def size_class(shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None, rows: Rows) -> Hashable:
+def size_class(
+    shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None, rows: Rows
+) -> Hashable:
     """What a measurement counts for: layers of one shape, and steps within a factor of two in each of their sizes."""
     queries = rows.queries
     sizes = (

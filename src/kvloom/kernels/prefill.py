@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 
 from . import prefill_launch as launch
 from .decode import DecodePlan
@@ -72,7 +72,7 @@ class PrefillPlan:
     def __init__(
         self,
         shape: Shape,
-        span: Span = FULL,
+        span: Visibility = FULL,
         device: torch.device | str = "cuda",
         backend: Backend | None = None,
         tile: BlockTile | None = None,

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 
 from .shapes import Shape
 
@@ -97,16 +97,16 @@ class Rows:
     def owns(self) -> Ints:
         return self.lengths - self.queries
 
-    def pairs(self, span: Span, chosen: Ints | slice = slice(None)) -> int:
+    def pairs(self, span: Visibility, chosen: Ints | slice = slice(None)) -> int:
         """Pairs of a query of the `chosen` rows and a token that it sees, of one head."""
         lengths, owns = self.lengths[chosen], np.maximum(self.owns[chosen], 0)
         return int((_pairs(span, lengths) - _pairs(span, owns)).sum())
 
-    def seen(self, span: Span, chosen: Ints | slice = slice(None)) -> float:
+    def seen(self, span: Visibility, chosen: Ints | slice = slice(None)) -> float:
         """Tokens that a query of the `chosen` rows sees, in the mean."""
         return self.pairs(span, chosen) / max(1, int(self.queries[chosen].sum()))
 
-    def whole(self, span: Span) -> bool:
+    def whole(self, span: Visibility) -> bool:
         """Whether every query sees all before it: the span is full, or no sequence has outgrown it."""
         last = self.lengths[self.queries > 0]
         return not bool((span.first_visible_each(np.maximum(last - 1, 0)) > 0).any())
@@ -139,7 +139,7 @@ def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) ->
     return BlockTile(128, 64, 4, 3, 2)
 
 
-def choose_gathered_tile(k_dim: int, span: Span, seen: float = 0.0) -> BlockTile:
+def choose_gathered_tile(k_dim: int, span: Visibility, seen: float = 0.0) -> BlockTile:
     """The tile over gathered tokens, of which a query sees so many: of 8 warps where 4 could not hold a block's outputs, or two
     programs not their keys. Small heads take wide steps over many tokens, and short ones in a narrow window."""
     if k_dim <= 64 and span.windowed and span.size <= NARROW:
@@ -152,7 +152,7 @@ def choose_gathered_tile(k_dim: int, span: Span, seen: float = 0.0) -> BlockTile
 
 
 def choose(
-    shape: Shape, rows: Rows, chosen: Ints, dtype: torch.dtype, span: Span, plain: bool, cudnn: bool
+    shape: Shape, rows: Rows, chosen: Ints, dtype: torch.dtype, span: Visibility, plain: bool, cudnn: bool
 ) -> Backend:
     """The backend for the `chosen` rows of a step, those with many queries (see `SHORT`; the others go over pages). `span`: the
     layer's, or full where no row outgrows it; `plain`: no softcap, images or scales; `cudnn`: whether it is there."""
@@ -176,7 +176,7 @@ def block_list(
     chosen: Ints,
     group: int,
     heads: int,
-    span: Span,
+    span: Visibility,
     tile: BlockTile,
     programs: int,
     reach: Ints | None,
@@ -224,7 +224,7 @@ def span_list(
     group: int,
     rows: int,
     causal: bool,
-    span: Span,
+    span: Visibility,
 ) -> Lists:
     """The blocks of `attend_gathered`, long ones first: each sequence's K and V begin at `bases` and are `tokens` long, of which
     `owns` come before its queries."""
@@ -286,7 +286,7 @@ def _within(times: Ints) -> Ints:
     return found
 
 
-def _pairs(span: Span, tokens: Ints) -> Ints:
+def _pairs(span: Visibility, tokens: Ints) -> Ints:
     """Pairs of a query and a token that it sees, if each of so many tokens is one, from a sequence's first on."""
     if span.kind == "chunked":
         rest = tokens % span.size

@@ -6,7 +6,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 
 from . import triton_gathered as gathered, triton_prefill as kernels
 from .prefill_backends import COPY_TOKENS, BlockTile
@@ -40,7 +40,7 @@ def attend_blocks(
     v: torch.Tensor,
     tables: torch.Tensor,
     mask: Mask,
-    span: Span,
+    span: Visibility,
     ids: torch.Tensor | None,
     scale: float,
     k_scale: torch.Tensor | None,
@@ -113,7 +113,7 @@ def attend_gathered(
     v: torch.Tensor,
     scale: float,
     causal: bool,
-    span: Span,
+    span: Visibility,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,

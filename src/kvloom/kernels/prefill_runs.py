@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 
 from . import prefill_launch as launch
 from .prefill_backends import BlockTile, Ints, Rows, choose_gathered_tile, copy_list, span_list
@@ -36,7 +36,7 @@ class _Listed:
 class Runs:
     """A step's rows under one span, laid out when they are first needed. `tile` replaces the rule for it."""
 
-    def __init__(self, shape: Shape, span: Span, tile: BlockTile | None, device: torch.device) -> None:
+    def __init__(self, shape: Shape, span: Visibility, tile: BlockTile | None, device: torch.device) -> None:
         self.shape, self.span, self.tile, self.device = shape, span, tile, device
         self._listed: dict[bool, _Listed] = {}
         self._fresh: bool | None = None  # whether no row has anything cached

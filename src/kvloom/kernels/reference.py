@@ -25,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 
 from .reference_write import SMALLEST_SCALE, Rotary, accumulator, copy_pages, largest, rotate, write
 
-FULL = Span("full")
+FULL = Visibility("full")
 
 __all__ = ["SMALLEST_SCALE", "Mask", "Rotary", "attend", "copy_pages", "largest", "rotate", "write"]
 
@@ -55,7 +55,7 @@ class Mask:
     ([queries]) joins the queries of one image, which see each other both ways: equal ids, -1 for text.
     """
 
-    span: Span = FULL
+    span: Visibility = FULL
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     trees: torch.Tensor | None = None

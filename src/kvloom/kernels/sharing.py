@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import Span
+from kvloom.core import Visibility
 
 from .shapes import upload
 
@@ -73,7 +73,7 @@ def find_shared(
     return sorted(runs, key=lambda run: run.level)
 
 
-def worth_sharing(span: Span) -> bool:
+def worth_sharing(span: Visibility) -> bool:
     """Whether layers of this span read shared runs once."""
     return not span.windowed or span.size >= LEAST_WINDOW
 

@@ -130,13 +130,13 @@ class Stage:
         self.rows, self._block, self._shifted = rows, cache.layout.block_tokens, shifted
         cuda = self.device.type == "cuda"
         self._mirrored = cuda if mirrored is None else mirrored
-        width, sequences, blocks = cache.rows.tables.shape
-        self._states = len(cache.rows.states)
+        width, sequences, blocks = cache.block_tables.tables.shape
+        self._states = len(cache.block_tables.states)
         if self._mirrored:
             # One row more, of zeros: what is padded writes to page 0, which is nobody's.
             self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
         else:
-            self._tables = torch.from_numpy(cache.rows.tables)
+            self._tables = torch.from_numpy(cache.block_tables.tables)
         most = 4 * tokens + (3 + self._states + shifted) * (rows + 1) + 1
         most = max(most, singles.fields_of(width, self._states, shifted) * rows)
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
@@ -227,7 +227,7 @@ class Stage:
         counts = np.array([len(work.tokens) for work in works])
         if (counts == 0).any():
             raise ValueError(f"sequence {int(np.flatnonzero(counts == 0)[0])} of the step has no tokens")
-        held = self.cache.rows
+        held = self.cache.block_tables
         rows = np.array([work.sequence.row for work in works])
         before = held.length[rows]
         starts = np.concatenate(([0], counts.cumsum()))
@@ -259,8 +259,8 @@ class Stage:
     def _send(self, numbers: _Numbers) -> None:
         self._copy(*numbers.parts)
         if self._mirrored:
-            rows = numbers.rows[numbers.rows < self.cache.rows.tables.shape[1]]
-            self._send_tables(rows, self.cache.rows.seen(rows))
+            rows = numbers.rows[numbers.rows < self.cache.block_tables.tables.shape[1]]
+            self._send_tables(rows, self.cache.block_tables.take_changed(rows))
 
     def _copy(self, *parts: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> None:
         """Numbers on their way to the device, one after the other."""
@@ -278,8 +278,8 @@ class Stage:
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
         """The block of each row that the device has not seen, and its pages; rows that have more of them are sent now."""
-        held = self.cache.rows
-        first = held.seen(rows)
+        held = self.cache.block_tables
+        first = held.take_changed(rows)
         unseen = held.blocks[rows] - first
         some = unseen > 1
         if some.any():
@@ -289,7 +289,7 @@ class Stage:
 
     def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
         """Bring the device's tables up to date for some rows, from their blocks `first` on."""
-        held = self.cache.rows
+        held = self.cache.block_tables
         until = held.blocks[rows]
         changed = np.flatnonzero(until > first)
         if not len(changed) or not len(held.tables):  # (a model of states alone has no tables)
@@ -308,7 +308,7 @@ class Stage:
         if chosen is not None and (numbers.source >= 0).any():
             source = torch.from_numpy(numbers.source)
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
-        held = np.ascontiguousarray(self.cache.rows.tables[:, numbers.rows, :blocks])
+        held = np.ascontiguousarray(self.cache.block_tables.tables[:, numbers.rows, :blocks])
         block, places = np.divmod(numbers.positions, self._block)
         at = np.ascontiguousarray(held[:, numbers.row_of, block], dtype=np.int64)
         tables, pages = torch.from_numpy(held), torch.from_numpy(at)

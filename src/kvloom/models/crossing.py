@@ -102,7 +102,7 @@ class CrossVision(Vision):
         assert sight is not None
         for place, item in enumerate(sight.media):
             earlier = any(other.digest == item.digest for other in sight.media[:place])
-            if not start <= item.start < stop or earlier or sequence.media_kept(item.digest):
+            if not start <= item.start < stop or earlier or sequence.media_is_cached(item.digest):
                 continue
             states = self.embed(sight.images[place])
             rows, tokens = sequence.media_rows(item.digest), np.arange(len(states))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvloom.core import PROMPT, Field, LayerSpec, PoolLayout
-from kvloom.core.pool import Ids
+from kvloom.core.pool.page_pool import Ids
 from kvloom.kernels.shapes import upload
 from kvloom.kernels.views import layer_views
 

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from kvloom.core import PoolLayout, Span
+from kvloom.core import PoolLayout, Visibility
 from kvloom.kernels import cpu
 from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
 from kvloom.kernels.reference import Mask
@@ -67,7 +67,7 @@ class Pages(Void):
         """`scales` are those that stand beside pages: all that quantised layers need and do not keep in them. With a `piece`
         attention is batch-invariant, and sums by so many tokens (`kernels.invariant`); states are steady then."""
         self.layout, self.device, self._piece = layout, buffer.device, piece
-        self._views: dict[int, tuple[LayerView, Span]] = {}
+        self._views: dict[int, tuple[LayerView, Visibility]] = {}
         self._states: dict[int, LayerView] = {}
         self.crosses: dict[int, tuple[LayerView, int]] = {}
         """Layers that see images alone, and their column among the page ids of an image's run."""
@@ -90,13 +90,13 @@ class Pages(Void):
             elif spec.unit == "state":
                 self._states[int(found[1])] = view
             else:
-                self._views[int(found[1])] = view, spec.span
+                self._views[int(found[1])] = view, spec.visibility
         self._batch: Batch | None = None
         self.steps: Steps
         """How mixers see the step that was begun."""
-        self._plans: dict[tuple[Shape, Span, int, bool], Plan] = {}
+        self._plans: dict[tuple[Shape, Visibility, int, bool], Plan] = {}
         self._sharing: dict[tuple[int, bool], Sharing] = {}
-        self._made: set[tuple[Shape, Span]] = set()
+        self._made: set[tuple[Shape, Visibility]] = set()
         self._layers: dict[int, cpu.LayerPages | None] = {}
         self._singles: dict[tuple[int, int], cpu.Rows] | Literal[False] | None = None
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
@@ -223,7 +223,7 @@ class Pages(Void):
     def _read(
         self,
         view: LayerView,
-        span: Span,
+        span: Visibility,
         scale: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
@@ -294,7 +294,7 @@ class Pages(Void):
             self._sharing[key] = Sharing(key[0], device=self.device)
         return self._sharing[key]
 
-    def _plan(self, shape: Shape, span: Span) -> Plan:
+    def _plan(self, shape: Shape, span: Visibility) -> Plan:
         batch = self.batch
         # A step that is replayed has single tokens, and lengths that only the device knows.
         rows = room_of(len(batch.sizes)) if batch.replayed else 0
@@ -310,7 +310,7 @@ class Pages(Void):
             self._made.add(key[:2])
         return plan
 
-    def _new_plan(self, shape: Shape, span: Span, rows: int, shared: bool) -> Plan:
+    def _new_plan(self, shape: Shape, span: Visibility, rows: int, shared: bool) -> Plan:
         if self._piece:
             from kvloom.kernels.invariant import Pieces, Whole
 

@@ -209,7 +209,7 @@ def _token_faults(
 
 
 def _window(spec: LayerSpec) -> int | None:
-    return spec.span.size if spec.span.kind == "sliding" else None
+    return spec.visibility.size if spec.visibility.kind == "sliding" else None
 
 
 def _shapes(state: Mapping[str, torch.Size]) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from kvloom.core.layers import LayerSpec, Span
+from kvloom.core.layout.layer_spec import LayerSpec, Visibility
 
 from .reading import Config, Family, ModelError, dtype_name
 from .table import FAMILIES, TEXT_TYPES, plain_family
@@ -186,7 +186,7 @@ def _parts(
 ) -> dict[str, LayerSpec]:
     """What one layer of `kind` keeps: part name → spec."""
 
-    def attention(span: Span) -> dict[str, LayerSpec]:
+    def attention(span: Visibility) -> dict[str, LayerSpec]:
         return {"attention": LayerSpec("token", family.token(config, kv_dtypes[span.kind]), span)}
 
     def state() -> dict[str, LayerSpec]:
@@ -195,15 +195,15 @@ def _parts(
         return {family.mixer: LayerSpec("state", family.state(config, dtype))}
 
     parts: dict[str, Callable[[], dict[str, LayerSpec]]] = {
-        "full_attention": lambda: attention(Span("full")),
-        "sliding_attention": lambda: attention(Span("sliding", config.size("sliding_window"))),
-        "chunked_attention": lambda: attention(Span("chunked", config.size("attention_chunk_size"))),
+        "full_attention": lambda: attention(Visibility("full")),
+        "sliding_attention": lambda: attention(Visibility("sliding", config.size("sliding_window"))),
+        "chunked_attention": lambda: attention(Visibility("chunked", config.size("attention_chunk_size"))),
         "cross_attention": lambda: {
             "cross": LayerSpec("token", family.token(config, kv_dtypes["cross"]), axis="media")
         },
         "linear_attention": state,
         "conv": state,
-        "hybrid": lambda: attention(Span("full")) | state(),
+        "hybrid": lambda: attention(Visibility("full")) | state(),
         "mlp": dict,
         "moe": dict,
     }

@@ -190,7 +190,7 @@ class Vision:
             return self.embed(image)[begin:end]
         rows = sequence.media_rows(item.digest)
         # A step that computes some of an image's tokens leaves all of its embeddings; what the cache found has them.
-        if not sequence.media_kept(item.digest) and sequence.length <= max(item.start, sequence.resumed):
+        if not sequence.media_is_cached(item.digest) and sequence.length <= max(item.start, sequence.resumed):
             self.embeddings.write(rows, self.embed(image))
         return self.embeddings.read(rows, begin, end)
 

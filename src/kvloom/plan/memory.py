@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvloom.core.layout import GRAIN, PageGroup, PoolLayout
+from kvloom.core.layout.pool_layout import HASH_TOKENS, PageGroup, PoolLayout
 from kvloom.core.sizes import format_bytes
 from kvloom.models.specs import ModelSpec
 
@@ -97,11 +97,13 @@ class Plan:
         }
 
 
-def make_plan(spec: ModelSpec, load: Load, block_tokens: int = GRAIN, gpu_memory: int | None = None) -> Plan:
+def make_plan(
+    spec: ModelSpec, load: Load, block_tokens: int = HASH_TOKENS, gpu_memory: int | None = None
+) -> Plan:
     """Compare the three schemes for `load`. Raises PlanError where the load does not suit the model."""
     _check(spec, load)
-    if block_tokens <= 0 or block_tokens % GRAIN:
-        raise PlanError(f"blocks of {block_tokens} tokens; a block is a positive multiple of {GRAIN}")
+    if block_tokens <= 0 or block_tokens % HASH_TOKENS:
+        raise PlanError(f"blocks of {block_tokens} tokens; a block is a positive multiple of {HASH_TOKENS}")
     length = _stream_length(spec, load)
     limit = load.max_context or max(spec.max_context or 0, length)
     layout = PoolLayout.build(spec.layers, block_tokens)
@@ -159,7 +161,7 @@ def _needed(group: PageGroup, spec: ModelSpec, load: Load) -> int:
         return group.unit_bytes
     if group.spec.axis == "media":
         return group.unit_bytes * load.image_tokens
-    return group.unit_bytes * group.spec.span.kept(_stream_length(spec, load))
+    return group.unit_bytes * group.spec.visibility.visible_tokens(_stream_length(spec, load))
 
 
 def _contiguous(layout: PoolLayout, spec: ModelSpec, load: Load, limit: int) -> int:

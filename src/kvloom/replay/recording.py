@@ -1,4 +1,4 @@
-"""Reading kvloom's own recorded traffic: what `kvloom serve --record` and `Recorder` wrote (see `kvloom.serve.recorder`)."""
+"""Reading kvloom's own recorded traffic: what `kvloom serve --record` and `Recorder` wrote (see `kvloom.serve.metrics.trace_recorder`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.serve.recorder import VERSION, Recorder
+from kvloom.serve.metrics.trace_recorder import VERSION, Recorder
 
 from .traffic import Request, Traffic, number_blocks
 

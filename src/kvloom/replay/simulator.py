@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvloom.core import Control, KVCache, PoolLayout, Tenant
+from kvloom.core import CacheControl, KVCache, PoolLayout, Tenant
 from kvloom.core.clock import VirtualClock
-from kvloom.core.layers import Field, LayerSpec, Span
-from kvloom.core.layout import GRAIN
-from kvloom.core.policies import POLICIES, make_policy
+from kvloom.core.eviction.policies import POLICIES, make_policy
+from kvloom.core.layout.layer_spec import Field, LayerSpec, Visibility
+from kvloom.core.layout.pool_layout import HASH_TOKENS
 
 from .bounds import ideal_hits, min_hits
 from .traffic import Traffic
@@ -35,7 +35,9 @@ _TICK = 1e-6
 """Requests of one instant come this far apart: the last of them is then the most recently used."""
 _END = np.int32(2**31 - 1)
 """Follows every prompt when it is looked up, because its last token is never taken from the cache."""
-_LAYOUT = PoolLayout.build({"block": LayerSpec("token", (Field("kv", (1,), "int8"),), Span("full"))}, GRAIN)
+_LAYOUT = PoolLayout.build(
+    {"block": LayerSpec("token", (Field("kv", (1,), "int8"),), Visibility("full"))}, HASH_TOKENS
+)
 
 Hits = list[int]
 
@@ -153,19 +155,19 @@ def _last_of_sessions(traffic: Traffic) -> dict[int, str]:
 def _run(
     traffic: Traffic, caches: list[_Cache], ends: dict[int, str], progress: Callable[[int], None]
 ) -> None:
-    buffer = np.empty(traffic.longest * GRAIN + 1, np.int32)
+    buffer = np.empty(traffic.longest * HASH_TOKENS + 1, np.int32)
     now = traffic.requests[0].at - 1.0 if traffic.requests else 0.0
-    controls: dict[tuple[str, str | None], Control] = {}
+    controls: dict[tuple[str, str | None], CacheControl] = {}
     for number, request in enumerate(traffic.requests):
         later = max(request.at, now + _TICK)
         step, now = later - now, later
         blocks = request.blocks
-        size = len(blocks) * GRAIN
-        buffer[:size].reshape(-1, GRAIN)[:] = blocks[:, None]
+        size = len(blocks) * HASH_TOKENS
+        buffer[:size].reshape(-1, HASH_TOKENS)[:] = blocks[:, None]
         key = (request.tenant, request.session)
         control = controls.get(key)
         if control is None:
-            control = controls[key] = Control(tenant=request.tenant, session=request.session)
+            control = controls[key] = CacheControl(tenant=request.tenant, session=request.session)
         for cache in caches:
             cache.serve(buffer, len(blocks), request.asked, control, request.ending, step)
             if number in ends:
@@ -188,36 +190,42 @@ class _Cache:
             blocks + 1,
             policy=make_policy(policy),
             max_sequences=1,
-            max_tokens=max(1, traffic.longest) * GRAIN + 1,
+            max_tokens=max(1, traffic.longest) * HASH_TOKENS + 1,
             tenants=tenants,
             clock=self.clock,
         )
 
     @property
     def evicted(self) -> int:
-        return self.cache.room.evicted_bytes // _LAYOUT.slab_bytes
+        return self.cache.allocator.evicted_bytes // _LAYOUT.slab_bytes
 
     @property
     def resident(self) -> int:
         return sum(c.cached_pages for c in self.cache.pool.classes)
 
     def serve(
-        self, buffer: np.ndarray, blocks: int, asked: int, control: Control, ending: str | None, step: float
+        self,
+        buffer: np.ndarray,
+        blocks: int,
+        asked: int,
+        control: CacheControl,
+        ending: str | None,
+        step: float,
     ) -> None:
         """One request: `blocks` blocks of tokens in `buffer`, of which `asked` are looked up."""
         self.clock.advance(step)
         cache, most = self.cache, self.blocks
-        end = (blocks if blocks < most else most) * GRAIN
-        looked = (asked if asked < most else most) * GRAIN
+        end = (blocks if blocks < most else most) * HASH_TOKENS
+        looked = (asked if asked < most else most) * HASH_TOKENS
         after = int(buffer[looked])
         buffer[looked] = _END
         match = cache.match(buffer[: looked + 1], control)
         buffer[looked] = after
         seq = cache.open(match)
         resume = match.resume
-        self.hits.append(resume // GRAIN)
+        self.hits.append(resume // HASH_TOKENS)
         if not seq.extend(end - resume):  # a quota may refuse it
             seq.commit(buffer[resume:end])
-            self.written += (end - resume) // GRAIN
-        seq.ending = ending
+            self.written += (end - resume) // HASH_TOKENS
+        seq.finish_reason = ending
         seq.close()

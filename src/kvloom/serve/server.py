@@ -23,25 +23,25 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from kvloom.engine.checking import check_engine
+from kvloom.engine.preflight import check_engine
 
-from .api import application
-from .connection import at_most, close_idle
+from .api.application import application
+from .api.connection import at_most, close_idle
+from .api.errors import draining
+from .api.prompts import Prompts, load_tokenizer
+from .api.service import Service, is_loopback
+from .auth.keys import Keys
+from .auth.limits import Gate, Limits
 from .dashboard.watch import Watch
-from .errors import draining
-from .keys import Keys
-from .limits import Gate, Limits
-from .link import EngineLink, StartError
-from .messages import Ready, Start
-from .metrics import Metrics
-from .observer import Observer
-from .prompts import Prompts, load_tokenizer
-from .recorder import Recorder
-from .service import Service, is_loopback
-from .watchdog import Patience
+from .metrics.metrics import Metrics
+from .metrics.observer import Observer
+from .metrics.trace_recorder import Recorder
+from .worker.engine_link import EngineLink, StartError
+from .worker.messages import Ready, Start
+from .worker.watchdog import Patience
 
 if TYPE_CHECKING:
-    from .traces import Traces
+    from .metrics.otel_traces import Traces
 
 __all__ = ["Options", "serve"]
 
@@ -251,7 +251,7 @@ class _Life:
 def _traces(options: Options) -> Traces | None:
     if options.otlp is None:
         return None
-    from .traces import Traces
+    from .metrics.otel_traces import Traces
 
     return Traces(options.otlp, options.model_name)
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvloom.core.sizes import format_bytes
 
-from .messages import Ready
+from .worker.messages import Ready
 
 __all__ = ["welcome"]
 

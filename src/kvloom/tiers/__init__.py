@@ -3,10 +3,10 @@
 See docs/tiers.md. Nothing here imports torch; the disk tier needs the package xxhash.
 """
 
-from .codec import Compression
-from .disk import DiskConfig, DiskTier
-from .host import HostConfig, HostTier
-from .lease import Lease
+from .disk.disk_tier import DiskConfig, DiskTier
+from .encoding.codec import Compression
+from .host.host_tier import HostConfig, HostTier
+from .host.lease import Lease
 from .tier import Form, Objects, Ranges, Tier, TierError
 from .transfer import Outcome, TierStats, Transfer
 

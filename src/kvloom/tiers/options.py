@@ -11,10 +11,10 @@ from urllib.parse import parse_qsl
 
 from kvloom.core.sizes import parse_size
 
-from .codec import Compression
-from .disk import DiskConfig
-from .opening import hidden
-from .remote import RemoteConfig
+from .disk.disk_tier import DiskConfig
+from .encoding.codec import Compression
+from .registry import hidden
+from .remote.remote_tier import RemoteConfig
 
 __all__ = ["Options"]
 

@@ -18,14 +18,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core.names import NAME_BYTES
+from kvloom.core.prefix.block_hash import HASH_BYTES
 
 from .transfer import TierStats, Transfer
 
 __all__ = ["FORM_BYTES", "KEY_BYTES", "MOST_RUNS", "Form", "Objects", "Ranges", "Tier", "TierError", "parted"]
 
 FORM_BYTES = 16
-KEY_BYTES = NAME_BYTES + 4 + FORM_BYTES
+KEY_BYTES = HASH_BYTES + 4 + FORM_BYTES
 MOST_RUNS = 1 << 16
 
 
@@ -89,9 +89,9 @@ class Objects:
     def __post_init__(self) -> None:
         if not 0 <= self.group < 1 << 32:
             raise ValueError(f"group={self.group} is not an index of a group")
-        if set(map(len, self.names)) - {NAME_BYTES}:
-            wrong = next(name for name in self.names if len(name) != NAME_BYTES)
-            raise ValueError(f"name {wrong!r} has {len(wrong)} bytes; names have {NAME_BYTES}")
+        if set(map(len, self.names)) - {HASH_BYTES}:
+            wrong = next(name for name in self.names if len(name) != HASH_BYTES)
+            raise ValueError(f"name {wrong!r} has {len(wrong)} bytes; names have {HASH_BYTES}")
 
     def __len__(self) -> int:
         return len(self.names)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from .codec import Codec
-from .files import aligned_bytes
+from .disk.files import aligned_bytes
+from .encoding.codec import Codec
 
 __all__ = ["Tools", "Workers"]
 

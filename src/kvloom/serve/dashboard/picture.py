@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import asdict
 
-from kvloom.core.survey import Survey
-from kvloom.serve.stats import lower_tiers
+from kvloom.core.inspect.pool_map import PoolMap
+from kvloom.serve.worker.stats import lower_tiers
 
 if TYPE_CHECKING:
     from kvloom.engine.engine import Engine
@@ -23,7 +23,7 @@ class Picture:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._survey = Survey(engine.cache)
+        self._survey = PoolMap(engine.cache)
 
     def json(self) -> bytes:
         """What a viewer is shown; milliseconds, however large the pool."""
@@ -35,7 +35,7 @@ class Picture:
 
     def _tiers(self) -> list[dict[str, Any]]:
         """Tiers from the nearest down."""
-        lower = self._engine.lower
+        lower = self._engine.offload
         if lower is None:
             return []
         host, *below = map(asdict, lower_tiers(lower))

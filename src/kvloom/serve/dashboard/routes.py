@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from kvloom.serve.errors import not_found
-from kvloom.serve.service import Service
+from kvloom.serve.api.errors import not_found
+from kvloom.serve.api.service import Service
 
 from .watch import Watch
 

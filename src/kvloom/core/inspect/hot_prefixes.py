@@ -1,0 +1,103 @@
+"""The prefix tree's hottest branches, found by a walk that can be left and taken up again.
+
+Hits never grow on the way down (who hits a run has hit all above it), so that what is hot hangs together. Reads only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvloom.core.eviction.tenants import Account
+from kvloom.core.kv_cache import KVCache
+from kvloom.core.prefix.node import Node, Root
+
+__all__ = ["HotPrefixes"]
+
+Heat = tuple[int, float, int]
+TURNS = 16
+"""Looks within which every branch's place on the map is looked up again, though nothing seems to have changed."""
+
+
+class HotPrefixes:
+    """Up to `most` branches of one cache's tree. A pass sees every node once; its best are told until the next is over."""
+
+    def __init__(self, cache: KVCache, most: int) -> None:
+        self._cache, self._most = cache, most
+        self._todo: list[Node] = []
+        self._best: list[tuple[Heat, Node]] = []  # of the pass under way: a heap, the coldest first
+        self._hot: list[Node] = []
+        self._places: dict[int, tuple[int, int, list[int]]] = {}
+        self._looks = 0
+        self._whole = 0.0  # when a pass was last over
+
+    def walk(self, until: float) -> Iterator[Node]:
+        """The nodes that a pass comes to, until it is over or the thread has spent its time (thread_time)."""
+        if not self._todo:
+            self._todo, self._best = list(self._cache.tree.roots.values()), []
+        while self._todo:
+            node = self._todo.pop()
+            if node.parent is not None:  # neither a root, nor gone since it was put here
+                yield node
+                one = (node.hits, node.last_used, node.serial), node
+                if len(self._best) < self._most:
+                    heapq.heappush(self._best, one)
+                elif one[0] > self._best[0][0]:
+                    heapq.heapreplace(self._best, one)
+            self._todo += node.children.values()
+            if time.thread_time() > until and self._todo:
+                return
+        self._hot = self._sorted()
+        self._whole = self._cache.clock.now()
+
+    def report(
+        self, where: Callable[[Node], list[int]], tenant: Callable[[Account], int]
+    ) -> dict[str, Any]:  # fmt: skip
+        """The branches, each after the one it hangs from."""
+        now = self._cache.clock.now()
+        self._looks += 1
+        chosen: dict[int, Node] = {}
+        for node in self._hot or self._sorted():
+            path = []
+            current: Node | None = node
+            while current is not None and current.parent is not None and current.serial not in chosen:
+                path.append(current)
+                current = current.parent
+            if isinstance(current, Root) or (current is not None and current.serial in chosen):
+                if len(chosen) + len(path) <= self._most:
+                    chosen.update((one.serial, one) for one in reversed(path))
+        self._places = {serial: place for serial, place in self._places.items() if serial in chosen}
+        return {
+            "nodes": self._cache.tree.nodes,
+            "roots": len(self._cache.tree.roots),
+            "age": round(now - self._whole, 1) if self._whole else None,
+            "branches": [self._branch(node, now, where, tenant) for node in chosen.values()],
+        }
+
+    def _sorted(self) -> list[Node]:
+        return [node for _, node in sorted(self._best, key=lambda one: one[0], reverse=True)]
+
+    def _branch(
+        self, node: Node, now: float, where: Callable[[Node], list[int]], tenant: Callable[[Account], int]
+    ) -> dict[str, Any]:
+        assert node.parent is not None
+        place = self._places.get(node.serial)
+        if place is None or place[:2] != (node.start, node.count) or (node.serial + self._looks) % TURNS == 0:
+            place = self._places[node.serial] = node.start, node.count, where(node)
+        return {
+            "id": f"{node.serial:06x}",
+            "parent": None if isinstance(node.parent, Root) else f"{node.parent.serial:06x}",
+            "tenant": tenant(node.root.account),
+            "depth": node.start,
+            "tokens": node.tokens,
+            "hits": node.hits,
+            "age": round(now - node.created, 1),
+            "idle": round(now - node.last_used, 1),
+            "users": node.locks,
+            "children": len(node.children),
+            "snapshots": len(node.checkpoints),
+            "bytes": node.bytes,
+            "cells": place[2],
+        }

@@ -1,0 +1,218 @@
+"""Calibration: prompts are run, the sizes of keys and values are noted, and static scales come out.
+
+    calibrate(model, prompts, dtype="fp8") → Calibration      .save("scales.safetensors")      Engine(kv_scales="scales.safetensors")
+
+The model runs as it always does, in its own dtype on pages of its own dtype; what it writes to them is looked at on the way.
+Prompts are token ids; `texts_of` is for whoever has files of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvloom.core.layout.layer_spec import QUANTISED
+from kvloom.core.layout.pool_layout import PoolLayout
+from kvloom.kernels.reference import largest
+from kvloom.kernels.views import TORCH_DTYPES
+from kvloom.models.pages import Pages
+from kvloom.models.scales import Scales, write_scales
+
+from .engine import Engine
+from .request import SamplingParams
+
+__all__ = ["Calibration", "calibrate", "texts_of"]
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Scales for `dtype`, made from the sizes of `tokens` tokens. `sizes` are what the scales have room for: by layer and by
+    field, the largest value of each head."""
+
+    model: str
+    dtype: str
+    percentile: float
+    prompts: int
+    tokens: int
+    sizes: Scales
+
+    @property
+    def scales(self) -> Scales:
+        """A head that was always zero gets room for 1."""
+        most = largest(TORCH_DTYPES[self.dtype])
+        assert most is not None
+        return {
+            layer: {name: torch.where(x > 0, x, 1.0) / most for name, x in fields.items()}
+            for layer, fields in self.sizes.items()
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the scales, with what is known of them as metadata."""
+        about = {
+            "format": "kvloom scales",
+            "model": self.model,
+            "dtype": self.dtype,
+            "percentile": f"{self.percentile:g}",
+            "prompts": str(self.prompts),
+            "tokens": str(self.tokens),
+        }
+        write_scales(path, self.scales, about)
+
+
+class _Recorder(Pages):
+    """Pages that note the largest value of every token and head written to them. Sizes of all tokens are kept (4 bytes each for
+    K and V of every head and layer) only where a percentile needs them."""
+
+    def __init__(self, layout: PoolLayout, buffer: torch.Tensor, every: bool) -> None:
+        super().__init__(layout, buffer)
+        self._every = every
+        self._names = {int(name.split(".")[1]): name for group in layout.of("token") for name in group.layers}
+        self._latents = {
+            name
+            for group in layout.of("token")
+            if group.spec.fields[0].name == "latent"
+            for name in group.layers
+        }
+        self._seen: dict[str, dict[str, list[torch.Tensor]]] = {}
+        self._counted: dict[str, int] = {}
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *how: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        layer = self._names[layer_idx]
+        k, v = (x[0].float().abs().amax(-1) for x in (key, value))  # [heads, tokens]
+        fields = (
+            {"latent_scale": torch.maximum(k, v)} if layer in self._latents else {"k_scale": k, "v_scale": v}
+        )
+        self._counted[layer] = self._counted.get(layer, 0) + k.shape[1]
+        for name, sizes in fields.items():
+            seen = self._seen.setdefault(layer, {}).setdefault(name, [])
+            if self._every:
+                seen.append(sizes.cpu())
+            else:
+                top = sizes.amax(1)
+                seen[:] = [torch.maximum(seen[0], top) if seen else top]
+        return super().attend(layer_idx, query, key, value, *how, **named)
+
+    def singles(self, layer_idx: int) -> None:
+        """No step goes past `attend`."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that every layer has written."""
+        return max(self._counted.values(), default=0)
+
+    def sizes(self, percentile: float) -> Scales:
+        """What was noted, as one size for each head."""
+        return {
+            layer: {name: self._size(f"{layer}: {name}", seen, percentile) for name, seen in fields.items()}
+            for layer, fields in self._seen.items()
+        }
+
+    def _size(self, what: str, seen: list[torch.Tensor], percentile: float) -> torch.Tensor:
+        if self._every:
+            found = torch.from_numpy(np.percentile(torch.cat(seen, 1).numpy(), percentile, axis=1)).float()
+        else:
+            found = seen[0].cpu()
+        if not bool(found.isfinite().all()):
+            raise ValueError(
+                f"{what}: the model computes values that are not finite; there is no scale for them"
+            )
+        return found
+
+
+def calibrate(
+    model: Any,
+    prompts: Iterable[Sequence[int]],
+    dtype: str = "fp8",
+    percentile: float = 100.0,
+    context: int = 2048,
+    pool_bytes: int = 1 << 30,
+    progress: Callable[[int, int], None] | None = None,
+) -> Calibration:
+    """Run `prompts` and make scales for `dtype` that have room for the largest value of each layer and head, or for that of
+    `percentile` per cent of tokens: what is larger will be clamped. Longer prompts run in pieces of `context` tokens. The model is installed on our pages, and can be used on.
+    `progress` is told how many pieces of how many are done. Raises ValueError for what cannot be run, before anything is."""
+    if dtype not in QUANTISED:
+        raise ValueError(f"scales are for int8 and fp8, not for {dtype!r}")
+    if not 0 < percentile <= 100:
+        raise ValueError(f"a percentile lies in (0, 100], got {percentile}")
+    if context < 1:
+        raise ValueError(f"pieces of {context} tokens; at least 1 is needed")
+    engine = Engine(model, pool_bytes, graphs=False)
+    if not engine.layout.of("token"):
+        raise ValueError(f"{type(model).__name__} keeps states alone: there are no keys and values to scale")
+    most = context if engine.limit is None else min(context, engine.limit - 1)
+    given = [list(prompt) for prompt in prompts]
+    pieces = [piece for prompt in given for piece in _pieces(prompt, most)]
+    if not pieces:
+        raise ValueError("there is nothing to calibrate on: give some prompts")
+    recorder = _Recorder(engine.layout, engine.buffer, every=percentile < 100)
+    engine.runner.pages = recorder
+    params = SamplingParams(max_tokens=1, temperature=0)
+    requests = [engine.add(piece, params) for piece in pieces]
+    while engine.busy:
+        engine.step()
+        if progress is not None:
+            progress(sum(request.finish_reason is not None for request in requests), len(requests))
+    short = [len(request.prompt) for request in requests if request.finish_reason == "no_room"]
+    if short:
+        raise ValueError(
+            f"a pool of {pool_bytes:,} bytes has no room for a prompt of {max(short)} tokens: enlarge it"
+        )
+    name = str(getattr(model.config, "_name_or_path", "") or model.config.model_type)
+    return Calibration(name, dtype, percentile, len(given), recorder.tokens, recorder.sizes(percentile))
+
+
+def texts_of(arguments: Iterable[str]) -> Iterator[Prompt]:
+    """Prompts from a command's arguments. One that names a file is that file: of .jsonl a prompt each line (a text, token ids, or
+    an object with one of them as "prompt" or "text"), of others the whole text. Anything else is a prompt itself."""
+    for argument in arguments:
+        path = Path(argument)
+        named = len(argument) < 4096 and "\n" not in argument
+        if named and path.is_file():
+            text = path.read_text(encoding="utf-8")
+            yield from _lines(text, argument) if path.suffix == ".jsonl" else [text]
+        elif named and path.suffix in (".txt", ".jsonl", ".md", ".py"):
+            raise ValueError(f"there is no file {argument!r} with prompts")
+        else:
+            yield argument
+
+
+def _pieces(tokens: list[int], most: int) -> list[list[int]]:
+    return [tokens[at : at + most] for at in range(0, len(tokens), most)]
+
+
+def _lines(text: str, source: str) -> Iterator[Prompt]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{source}, line {number}: {error}") from error
+        if isinstance(found, dict):
+            found = found.get("prompt", found.get("text"))
+        if isinstance(found, str) or (
+            isinstance(found, list) and found and all(type(token) is int for token in found)
+        ):
+            yield found
+        else:
+            raise ValueError(
+                f"{source}, line {number}: a text or a list of token ids is needed, got {line[:60]!r}"
+            )

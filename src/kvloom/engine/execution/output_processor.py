@@ -1,0 +1,91 @@
+"""What a step's tokens mean to the requests that get them: an end, a stop text, a grammar's refusal, the next depth of beams.
+
+The scheduler hears of each end, and of the beams that go on. Knows no model and no device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvloom.engine.request import Finish, Request
+from kvloom.engine.sampling.beam_search import BeamSearch
+from kvloom.engine.sampling.detokenizer import TextStream
+from kvloom.engine.sampling.logprobs import TokenLogprobs
+from kvloom.engine.scheduling.scheduler import Scheduled, Scheduler
+
+from .inflight_step import InflightStep
+
+__all__ = ["OutputProcessor", "eos_tokens"]
+
+
+def eos_tokens(model: Any) -> frozenset[int]:
+    """The tokens that end a text, as a model says."""
+    given = getattr(model.generation_config, "eos_token_id", None)
+    return frozenset([given] if isinstance(given, int) else given or ())
+
+
+class OutputProcessor:
+    """Takes in tokens; `eos` are those that end a text."""
+
+    def __init__(self, scheduler: Scheduler, eos: frozenset[int]) -> None:
+        self.scheduler, self.eos = scheduler, eos
+
+    def process(self, flight: InflightStep, after: list[Scheduled]) -> list[Request]:
+        """Take in a step's tokens; `after` is the work of the step that was launched since. Waits until they are here."""
+        tokens, told = flight.results()
+        open_ = [(i, request) for i, request in enumerate(flight.requests) if request.finish_reason is None]
+        self.scheduler.commit_tokens(flight.requests, tokens, after)
+        for place, request in open_:
+            if request.beams is not None:
+                if request.beams.offer(request, told[place]):
+                    self._advance(request.beams)
+            else:
+                self._accept(request, told.get(place))
+        return [request for _, request in open_]
+
+    def _accept(self, request: Request, told: TokenLogprobs | None) -> None:
+        """Take in a request's new token, and end it where that is its last."""
+        token, params = request.tokens[-1], request.params
+        ends = token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
+        if ends:
+            request.stop_reason = token if token in params.stop_token_ids else None
+        if request.structure is not None and not ends and not request.structure.advance(token):
+            request.tokens.pop()  # nothing was allowed, so that anything came
+            self._finish(request, "grammar")
+            return
+        if told is not None:
+            request.cumulative_logprob += told[token].logprob
+            if params.logprobs is not None:
+                request.logprobs.append(told)
+        if request.text is not None and self._reads(request, request.text, token, ends):
+            request.stop_reason, ends = request.text.stopped, True
+        elif request.structure is not None:
+            ends = ends or request.structure.done
+        if ends or len(request.tokens) >= request.limit:
+            self._finish(request, "stop" if ends else "length")
+
+    @staticmethod
+    def _reads(request: Request, text: TextStream, token: int, ends: bool) -> bool:
+        """Make a token's text; whether a stop text ends there. That of a token that ends it all is made where it is wanted."""
+        if not ends:
+            return text.add(token, request.output_count >= request.params.min_tokens)
+        if request.params.include_stop_str_in_output:
+            text.add(token, may_stop=False)
+        return False
+
+    def _advance(self, beams: BeamSearch[Request]) -> None:
+        """All beams of a depth are there: let the best go on, or end the search."""
+        successors = beams.decide()
+        if successors:
+            beams.live = self.scheduler.advance_beams(beams.slots, successors)
+            return
+        beams.finish()
+        for slot in beams.slots:
+            slot.beams = None  # each ends in its own way
+        for slot, why in zip(beams.slots, beams.endings, strict=True):
+            self._finish(slot, why)
+
+    def _finish(self, request: Request, why: Finish) -> None:
+        self.scheduler.finish(request, why)
+        if request.text is not None:
+            request.text.finish(request.output_count >= request.params.min_tokens)

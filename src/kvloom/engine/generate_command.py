@@ -1,0 +1,186 @@
+"""`kvloom generate`: from what was asked on the command line to answers on it. Decides nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvloom.arguments import (
+    BATCH_INVARIANT,
+    DEVICE,
+    DTYPE,
+    KV_DTYPE,
+    KV_SCALES,
+    LOAD_FORMAT,
+    LOAD_FORMATS,
+    MODEL,
+    POOL,
+    THREADS,
+    TIER,
+    device,
+    dtype,
+    number,
+    size,
+    token_ids,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from .llm import LLM
+    from .sampling.params import SamplingParams
+
+__all__ = ["arguments", "run"]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL)
+    add("prompts", nargs="*", metavar="PROMPT", help="texts to go on from")
+    add(
+        "--tokens",
+        action="append",
+        default=[],
+        metavar="IDS",
+        help='a prompt as token ids, "5 6 7"; repeatable',
+    )
+    add("--max-tokens", type=whole(1), default=64, metavar="N", help="new tokens at most (default: 64)")
+    add(
+        "--temperature",
+        type=number(0),
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token (default: 0)",
+    )
+    add(
+        "--top-p",
+        type=number(0, 1, above=True),
+        default=1.0,
+        metavar="P",
+        help="draw from the likeliest share of P (default: 1)",
+    )
+    add("--seed", type=int, metavar="N", help="draw the same tokens again")
+    add("--n", type=whole(1), default=1, metavar="N", help="answers to each prompt (default: 1)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end where this text comes; repeatable",
+    )
+    add(
+        "--logprobs",
+        type=whole(0),
+        metavar="N",
+        help="tell log-probabilities, of N more tokens each; implies --json",
+    )
+    add(
+        "--prompt-logprobs",
+        type=whole(0),
+        metavar="N",
+        help="the same of the prompt's tokens; implies --json",
+    )
+    add(
+        "--json-schema",
+        metavar="SCHEMA",
+        help="the answer is JSON of this form: a schema, or the name of a file that has one",
+    )
+    add("--stream", action="store_true", help="print text as it comes (one prompt, one answer)")
+    add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
+    add("--kv-dtype", metavar="D", help=KV_DTYPE)
+    add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
+    add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
+    add("--device", type=device, metavar="D", help=DEVICE)
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help=LOAD_FORMAT)
+    add("--pool", type=size, metavar="SIZE", help=POOL)
+    add("--tier", action="append", default=[], metavar="TIER", help=TIER)
+    add("--threads", type=whole(1), metavar="N", help=THREADS)
+    add("--json", action="store_true", help="print results as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from kvloom.models.catalog import folder_of
+
+    from .preflight import check_engine
+    from .sampling.params import SamplingParams
+
+    prompts = [*args.prompts, *map(token_ids, args.tokens)]
+    if not prompts:
+        raise ValueError("nothing to go on from: give a PROMPT or --tokens")
+    args.json |= args.logprobs is not None or args.prompt_logprobs is not None
+    if args.stream and (len(prompts) > 1 or args.n > 1 or args.json):
+        raise ValueError(
+            "--stream prints the text of one answer to one prompt, without --json, --logprobs or --prompt-logprobs"
+        )
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        n=args.n,
+        stop=args.stop,
+        logprobs=args.logprobs,
+        prompt_logprobs=args.prompt_logprobs,
+        json_schema=_schema(args.json_schema),
+    )
+    check_engine(
+        folder_of(args.model),
+        load_format=args.load_format,
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        kv_scales=args.kv_scales,
+        pool_bytes=args.pool,
+        tiers=args.tier,
+        device=args.device,
+    )
+    from .llm import LLM
+
+    llm = LLM(
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
+        pool_bytes=args.pool,
+        kv_dtype=args.kv_dtype,
+        kv_scales=args.kv_scales,
+        batch_invariant=args.batch_invariant,
+        load_format=args.load_format,
+        threads=args.threads,
+        progress=sys.stderr.isatty(),
+        tiers=args.tier,
+    )
+    try:
+        return _told(args, llm, prompts, params)
+    finally:
+        llm.close()
+
+
+def _told(args: argparse.Namespace, llm: LLM, prompts: list[str | list[int]], params: SamplingParams) -> int:
+    from dataclasses import asdict
+
+    def shown(text: str, token_ids: list[int]) -> str:
+        return text if llm.tokenizer is not None else " ".join(map(str, token_ids))
+
+    if args.stream:
+        for delta in llm.stream(prompts, params):
+            print(
+                shown(delta.text, delta.token_ids), end="" if llm.tokenizer is not None else " ", flush=True
+            )
+        print()
+        return 0
+    results = llm.generate(prompts, params, progress=sys.stderr.isatty())
+    if args.json:
+        print(json.dumps([asdict(result) for result in results], indent=2))
+        return 0
+    for result in results:
+        for done in result.outputs:
+            print(shown(done.text, done.token_ids))
+    return 0
+
+
+def _schema(given: str | None) -> str | None:
+    """A JSON schema, or that of a file."""
+    if given is None or given.lstrip().startswith(("{", "true", "false")):
+        return given
+    return Path(given).read_text(encoding="utf-8")

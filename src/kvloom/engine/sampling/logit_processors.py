@@ -1,0 +1,113 @@
+"""What changes logits before a token is chosen: penalties, biases, bans and the mask of a grammar.
+
+All are sparse: flat positions and values made on the host, sent without waiting, scattered on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .params import SamplingParams
+
+__all__ = ["TokenCounts", "add_bias", "apply_grammar_mask", "apply_penalties", "mask_tokens", "to_device"]
+
+Ints = npt.NDArray[np.int64]
+
+
+class TokenCounts:
+    """The different tokens of a request from the `start`th on and how often each is in its output. `update` costs in
+    proportion to the tokens that are new since the last time."""
+
+    __slots__ = ("_counts", "_ids", "_place", "_seen", "_size")
+
+    def __init__(self, start: int = 0) -> None:
+        self._place: dict[int, int] = {}
+        self._ids: Ints = np.empty(64, dtype=np.int64)
+        self._counts = np.zeros(64, dtype=np.float32)
+        self._seen, self._size = start, 0
+
+    def update(self, tokens: Sequence[int], prompt: int) -> None:
+        """Take in what is new of `tokens`, whose first `prompt` are not counted."""
+        for i in range(self._seen, len(tokens)):
+            token = tokens[i]
+            place = self._place.setdefault(token, self._size)
+            if place == self._size:
+                self._add(token)
+            if i >= prompt:
+                self._counts[place] += 1
+        self._seen = len(tokens)
+
+    @property
+    def ids(self) -> Ints:
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        return self._counts[: self._size]
+
+    def _add(self, token: int) -> None:
+        if self._size == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[self._size] = token
+        self._size += 1
+
+
+def apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
+    """Lower, in place, the logits of tokens a request has: by `repetition_penalty` those of prompt and output, by the
+    presence and frequency penalties those of the output."""
+    vocabulary = logits.shape[1]
+    places = np.concatenate([tally.ids + row * vocabulary for row, _, tally in rows])
+    lowered = np.concatenate(
+        [
+            params.presence_penalty * (tally.counts > 0) + params.frequency_penalty * tally.counts
+            for _, params, tally in rows
+        ]
+    )
+    factor = np.concatenate([np.full(len(t.ids), params.repetition_penalty) for _, params, t in rows])
+    where = to_device(places, logits.device)
+    values = to_device(np.stack([factor, lowered]).astype(np.float32), logits.device)
+    flat = logits.view(-1)
+    now = flat[where]
+    now = torch.where(now > 0, now / values[0], now * values[0]) - values[1]
+    flat.index_copy_(0, where, now)
+
+
+def add_bias(logits: torch.Tensor, where: torch.Tensor, values: torch.Tensor) -> None:
+    """Add values, in place, at flat positions, each of which is there once."""
+    logits.view(-1).index_add_(0, where, values)
+
+
+def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
+    """Make, in place, some tokens of some rows impossible."""
+    vocabulary = logits.shape[1]
+    places = [row * vocabulary + token for row, tokens in rows for token in tokens if token < vocabulary]
+    if places:
+        logits.view(-1).index_fill_(0, to_device(np.array(places), logits.device), -torch.inf)
+
+
+def apply_grammar_mask(logits: torch.Tensor, rows: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
+    """Keep, in place, only the tokens of `rows` whose bit is set: `bits` ([rows, words]) has 32 tokens a word, and none of
+    those beyond its end may come."""
+    device, vocabulary = logits.device, logits.shape[1]
+    words = -(-vocabulary // 32)
+    fitted = np.zeros((len(rows), words), dtype=np.int32)
+    fitted[:, : bits.shape[1]] = bits[:, :words]
+    sent = to_device(fitted, device)
+    bit = torch.arange(32, device=device, dtype=torch.int32)
+    allowed = ((sent[:, :, None] >> bit) & 1).view(len(rows), words * 32)[:, :vocabulary]
+    if len(rows) == len(logits):
+        logits.masked_fill_(allowed == 0, -torch.inf)
+        return
+    where = to_device(np.array(rows), device)
+    logits.index_copy_(0, where, logits.index_select(0, where).masked_fill_(allowed == 0, -torch.inf))
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """An array on the device; on its way when this returns, through pinned memory if the device is a GPU."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

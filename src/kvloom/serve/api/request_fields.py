@@ -1,0 +1,350 @@
+"""What a request's JSON may hold, and what it means for sampling. Types are checked by msgspec, values by SamplingParams.
+
+Fields of OpenAI's interface keep its names; beside them stand those that other servers of the field have (top_k, min_p,
+ignore_eos, …) and those of the cache (tenant, priority, ttl, store, read, session_id). Fields that are not known are ignored,
+as clients send many; those that are known and would change the answer, but cannot be had here, are refused (REFUSED says why).
+docs/server.md lists all three kinds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvloom.engine.sampling.params import SamplingParams
+
+from .errors import ApiError, bad_request
+
+__all__ = [
+    "REFUSED",
+    "ChatFields",
+    "CompletionFields",
+    "Fields",
+    "StreamOptions",
+    "explained",
+    "read_fields",
+    "sampling",
+]
+
+MOST_STOPS = 16
+LONGEST_STOP = 256
+MOST_LOGPROBS = 20
+MOST_BEST_OF = 32
+LONGEST_FORM = 1 << 16
+INTEGERS = range(-(1 << 63), 1 << 63)
+MOST_TOP_K = (1 << 31) - 1
+
+_FIELD = re.compile(r"`\$\.([A-Za-z_]\w*)")
+_WORD = re.compile(r"[a-z_]+")
+
+
+REFUSED: dict[str, str] = {
+    "allowed_token_ids": "use logit_bias, regex or grammar",
+    "audio": "answers are text",
+    "bad_words": "use logit_bias or stop",
+    "chat_template": "a template is code: the server's is set by --chat-template",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "kv_transfer_params": "pages are not handed over by requests",
+    "logits_processors": "code is not taken from requests",
+    "prompt_embeds": "prompts are text or token ids",
+    "return_tokens_as_token_ids": "use return_token_ids",
+    "suffix": "the model writes forward only",
+    "use_beam_search": "use n, or best_of",
+    "web_search_options": "nothing is searched",
+}
+"""Fields that clients know from elsewhere and that cannot be had here, with what can."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Schema(msgspec.Struct, frozen=True):
+    schema: dict[str, Any] | bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: str
+    json_schema: Schema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """The form of an answer as other servers write it."""
+
+    json: dict[str, Any] | bool | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints take. Those of REFUSED are here to be seen."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    tenant: str | None = None
+    priority: int | None = None
+    ttl: float | None = None
+    store: bool | None = None
+    read: bool | None = None
+    session_id: str | None = None
+    end_session: bool | None = None
+    cache_salt: str | None = None
+    lossy: bool | None = None
+    allowed_token_ids: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    chat_template: Any = None
+    function_call: Any = None
+    functions: Any = None
+    kv_transfer_params: Any = None
+    logits_processors: Any = None
+    prompt_embeds: Any = None
+    return_tokens_as_token_ids: Any = None
+    suffix: Any = None
+    use_beam_search: Any = None
+    web_search_options: Any = None
+
+
+class CompletionFields(Fields, frozen=True, kw_only=True):
+    prompt: str | list[int | str | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+
+class ChatFields(Fields, frozen=True, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    modalities: list[str] | None = None
+
+
+Some = TypeVar("Some", bound=msgspec.Struct)
+
+
+def read_fields(body: bytes, kind: type[Some]) -> Some:
+    """A body's fields. Raises ApiError, with the field's name where one is wrong."""
+    if not body.strip():
+        raise bad_request("the body is empty; it must be a JSON object")
+    try:
+        fields = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        said = str(error)
+        at = _FIELD.search(said)
+        missing = re.search(r"required field `(\w+)`", said)
+        name = missing[1] if missing else at[1] if at else None
+        raise bad_request(f"{name}: {said}" if name and not missing else said, name) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"the body is not JSON: {error}") from None
+    if isinstance(fields, Fields):
+        _check(fields)
+    return fields
+
+
+def _check(fields: Fields) -> None:
+    """Raise ApiError for what SamplingParams does not look at."""
+    for name, instead in REFUSED.items():
+        value = getattr(fields, name)
+        if value is not None and value is not False and value not in ("", [], {}):
+            raise bad_request(f"{name} cannot be had here: {instead}", name)
+    for name in ("seed", "priority"):
+        value = getattr(fields, name)
+        if value is not None and value not in INTEGERS:
+            raise bad_request(f"{name} {value} does not fit 64 bits", name)
+    if fields.top_k is not None and fields.top_k > MOST_TOP_K:
+        raise bad_request(f"top_k {fields.top_k} is beyond any vocabulary; 0 keeps every token", "top_k")
+    if fields.ttl is not None and not 0 < fields.ttl < math.inf:
+        raise bad_request(f"ttl {fields.ttl} must be a positive number of seconds", "ttl")
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
+        raise bad_request(
+            f"stop may be {MOST_STOPS} texts of {LONGEST_STOP} characters; {len(stops)} were given", "stop"
+        )
+    if fields.end_session and fields.session_id is None:
+        raise bad_request("end_session says that a session is over: name it in session_id", "end_session")
+    for name in ("tenant", "session_id", "cache_salt"):
+        if len(getattr(fields, name) or "") > LONGEST_STOP:
+            raise bad_request(f"{name} is longer than {LONGEST_STOP} characters", name)
+    for name in ("regex", "grammar"):
+        if len(getattr(fields, name) or "") > LONGEST_FORM:
+            raise bad_request(f"{name} is longer than {LONGEST_FORM:,} characters", name)
+    if fields.truncate_prompt_tokens is not None and fields.truncate_prompt_tokens < -1:
+        raise bad_request(
+            f"truncate_prompt_tokens {fields.truncate_prompt_tokens} must be a number of tokens to keep, or -1 for as many as fit",
+            "truncate_prompt_tokens",
+        )
+    if not 0 <= (fields.prompt_logprobs or 0) <= MOST_LOGPROBS:
+        raise bad_request(
+            f"prompt_logprobs {fields.prompt_logprobs} must lie in 0 to {MOST_LOGPROBS}", "prompt_logprobs"
+        )
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise bad_request("prompt_logprobs are told whole: leave stream out", "prompt_logprobs")
+    if fields.stream_options is not None and not fields.stream:
+        raise bad_request("stream_options go with stream: true", "stream_options")
+    if isinstance(fields, CompletionFields):
+        _check_completion(fields)
+    elif isinstance(fields, ChatFields):
+        _check_chat(fields)
+
+
+def _check_completion(fields: CompletionFields) -> None:
+    if fields.echo and fields.logprobs is not None and fields.stream:
+        raise bad_request("echo with logprobs is told whole: leave stream out", "echo")
+    if not 0 <= (fields.logprobs or 0) <= MOST_LOGPROBS:
+        raise bad_request(f"logprobs {fields.logprobs} must lie in 0 to {MOST_LOGPROBS}", "logprobs")
+    n, best_of = fields.n or 1, fields.best_of
+    if best_of is not None and best_of > MOST_BEST_OF:
+        raise bad_request(f"best_of {best_of} must lie in n to {MOST_BEST_OF}", "best_of")
+    if best_of is not None and best_of > n and fields.stream:
+        raise bad_request("best_of picks answers at the end, so there is nothing to stream", "best_of")
+
+
+def _check_chat(fields: ChatFields) -> None:
+    if any(kind != "text" for kind in fields.modalities or ()):
+        raise bad_request(
+            f"modalities {fields.modalities} cannot be had here: answers are text", "modalities"
+        )
+    if fields.tool_choice not in (None, "auto", "none"):
+        raise bad_request(
+            "tool_choice may be auto or none here: tools are shown to the model, and what it writes is not held to them",
+            "tool_choice",
+        )
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise bad_request("top_logprobs go with logprobs: true", "top_logprobs")
+    if not 0 <= (fields.top_logprobs or 0) <= MOST_LOGPROBS:
+        raise bad_request(
+            f"top_logprobs {fields.top_logprobs} must lie in 0 to {MOST_LOGPROBS}", "top_logprobs"
+        )
+    if fields.max_tokens is not None and fields.max_completion_tokens not in (None, fields.max_tokens):
+        raise bad_request("max_tokens and max_completion_tokens are the same thing: give one", "max_tokens")
+
+
+def sampling(fields: CompletionFields | ChatFields, max_tokens: int, vocabulary: int) -> SamplingParams:
+    """How the tokens are chosen. Raises ApiError where a value makes no sense."""
+    given: dict[str, Any] = {
+        name: value
+        for name in (
+            "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
+            "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "regex", "grammar",
+            "include_stop_str_in_output", "skip_special_tokens", "best_of",
+        )
+        if (value := getattr(fields, name, None)) is not None
+    }  # fmt: skip
+    if isinstance(fields, ChatFields):
+        given["logprobs"] = (fields.top_logprobs or 0) if fields.logprobs else None
+    else:
+        given["logprobs"] = fields.logprobs
+    echoed = isinstance(fields, CompletionFields) and fields.echo and fields.logprobs is not None
+    asked = (fields.prompt_logprobs, fields.logprobs if echoed else None)
+    given["prompt_logprobs"] = max((int(most) for most in asked if most is not None), default=None)
+    if given.get("top_k") == -1:  # as others write "all"
+        given["top_k"] = 0
+    for name in ("logit_bias", "stop_token_ids"):
+        beyond = next((token for token in getattr(fields, name) or () if token >= vocabulary), None)
+        if beyond is not None:
+            raise bad_request(f"{name}: token {beyond} is none of the model's {vocabulary}", name)
+    given["json_schema"] = _schema(fields.response_format)
+    for name, form in _structured(fields.structured_outputs):
+        if given.get(name) is not None:
+            raise bad_request(
+                f"structured_outputs: {name} was asked for before; give one form", "structured_outputs"
+            )
+        given[name] = form
+    try:
+        return SamplingParams(max_tokens=max_tokens, **given)
+    except ValueError as error:
+        raise explained(str(error)) from None
+
+
+def _schema(wanted: ResponseFormat | None) -> str | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return '{"type": "object"}'
+    if wanted.type != "json_schema":
+        raise bad_request(
+            f"response_format: type {wanted.type!r} is not one of text, json_object, json_schema",
+            "response_format",
+        )
+    schema = None if wanted.json_schema is None else wanted.json_schema.schema
+    if schema is None:
+        raise bad_request("response_format: json_schema needs a json_schema with a schema", "response_format")
+    text = msgspec.json.encode(schema).decode()
+    if len(text) > LONGEST_FORM:
+        raise bad_request(
+            f"response_format: the schema is longer than {LONGEST_FORM:,} characters", "response_format"
+        )
+    return text
+
+
+def _structured(wanted: StructuredOutputs | None) -> list[tuple[str, str]]:
+    """What SamplingParams calls the forms of structured_outputs."""
+    if wanted is None:
+        return []
+    found = [(name, form) for name in ("regex", "grammar") if (form := getattr(wanted, name)) is not None]
+    if wanted.json is not None:
+        text = wanted.json if isinstance(wanted.json, str) else msgspec.json.encode(wanted.json).decode()
+        found.append(("json_schema", text))
+    if wanted.json_object:
+        found.append(("json_schema", '{"type": "object"}'))
+    if wanted.choice is not None:
+        if not wanted.choice:
+            raise bad_request("structured_outputs: choice needs at least one text", "structured_outputs")
+        found.append(("regex", "|".join(re.escape(text) for text in wanted.choice)))
+    if len(found) > 1 or any(len(form) > LONGEST_FORM for _, form in found):
+        raise bad_request(
+            f"structured_outputs may have one form, of {LONGEST_FORM:,} characters at most",
+            "structured_outputs",
+        )
+    return found
+
+
+def explained(said: str) -> ApiError:
+    """What SamplingParams or the engine said, which begins with the name of what is wrong."""
+    word = _WORD.match(said)
+    name = "" if word is None else word[0]
+    if name == "json_schema":
+        name = "response_format"
+    known = name in {*ChatFields.__struct_fields__, *CompletionFields.__struct_fields__}
+    return bad_request(said, name if known else None)

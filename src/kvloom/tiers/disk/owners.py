@@ -1,0 +1,100 @@
+"""Whose segments a disk tier has: how large each owner's are, which is written to, and which leaves next.
+
+Pages of tenants without a share lie together in everybody's segments; a tenant with one has segments of its own, so that its
+limit is kept by removing files of its own. Knows segments, no files. The appending thread's, but for `used`.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping
+
+from kvloom.tiers.shares import Account, Share, Shares
+
+from .files import BLOCK
+from .segment import NOBODY, Segment, owner_of
+
+__all__ = ["Owner", "Owners"]
+
+_MOST_PIECES, _LEAST_PIECES, _ALL_PIECES = 16, 4, 256
+"""Segments that a share is cut into, and all of them together: each is an open file."""
+_PIECE_BYTES = 64 << 20
+"""A share's segments have this size or more where four of them fit."""
+
+
+class Owner(Account):
+    """`name` is what its segments say of it; `current` is written to. `used` are bytes of files."""
+
+    __slots__ = ("current", "name", "segment_bytes")
+
+    def __init__(self, name: bytes, share: Share, capacity: int, segment_bytes: int) -> None:
+        super().__init__(share, capacity)
+        self.name, self.segment_bytes = name, segment_bytes
+        self.current: Segment | None = None
+
+    def require(self, segment_bytes: int) -> None:
+        """OSError where the share does not hold three such segments: one to write, one to come, one to read."""
+        if 3 * segment_bytes > self.most:
+            raise OSError(
+                errno.EDQUOT, f"a share of {self.most} bytes does not hold three segments of {segment_bytes}"
+            )
+
+
+class Owners:
+    """`segments` is the shelf's own table, by number."""
+
+    def __init__(self, segments: Mapping[int, Segment], capacity: int, segment_bytes: int) -> None:
+        self._segments, self._capacity, self._segment_bytes = segments, capacity, segment_bytes
+        self.everybody = Owner(NOBODY, Share(), capacity, segment_bytes)
+        self._own: dict[bytes, Owner] = {}
+
+    def __iter__(self) -> Iterator[Owner]:
+        yield self.everybody
+        yield from self._own.values()
+
+    def share_out(self, shares: Shares) -> None:
+        """Owners as shares say, each with segments of its share's size."""
+        pieces = max(_LEAST_PIECES, min(_MOST_PIECES, _ALL_PIECES // max(1, len(shares))))
+        for tenant, share in shares.items():
+            owner = Owner(owner_of(tenant), share, self._capacity, self._segment_bytes)
+            part = min(owner.most, owner.sure or owner.most)
+            piece = max(part // pieces, min(_PIECE_BYTES, part // 4)) // BLOCK * BLOCK
+            owner.segment_bytes = max(2 * BLOCK, min(piece, self._segment_bytes))
+            if tenant:
+                self._own[owner.name] = owner
+            else:
+                owner.current, self.everybody = self.everybody.current, owner
+
+    def of_tenant(self, tenant: str) -> Owner:
+        return self._own.get(owner_of(tenant), self.everybody) if self._own else self.everybody
+
+    def of(self, segment: Segment) -> Owner:
+        return self._own.get(segment.owner, self.everybody)
+
+    def used(self, owner: Owner) -> int:
+        """Bytes of an owner's files. O(segments)."""
+        owner.used = sum(segment.size for segment in self._segments.values() if self.of(segment) is owner)
+        return owner.used
+
+    def last_of(self, owner: Owner) -> Segment | None:
+        """The newest segment that says it is an owner's."""
+        own = (segment for segment in self._segments.values() if segment.owner == owner.name)
+        return max(own, key=lambda segment: segment.number, default=None)
+
+    def victim(self, owner: Owner, own: bool, oldest: bool) -> Segment | None:
+        """The segment that leaves so that `owner` gets room: the oldest, or the one least recently used, of its own and of
+        those who have more than is sure to be theirs; where none of them has any, of all. One that is written to is the last
+        choice, and the owner's current never leaves. O(segments)."""
+        spare = {one.name for one in self if one is owner or self.used(one) > one.sure}
+
+        def order(segment: Segment) -> tuple[bool, bool, int]:
+            whose = self.of(segment)
+            last = segment.number if oldest else segment.last_used
+            return whose.name not in spare, segment is whose.current, last
+
+        may = (
+            segment
+            for segment in self._segments.values()
+            if segment is not owner.current and (not own or self.of(segment) is owner)
+        )
+        return min(may, key=order, default=None)

@@ -1,0 +1,251 @@
+"""How pages come off the disk: by several threads, a quarter of a megabyte at a time, each checked as soon as it has come.
+
+    many pages     a job has whole pages; neighbours on the disk that land in place come together
+    few pages      each is cut into several jobs, so that all threads have work
+
+Who asks only cuts jobs; the thread that has one sees what it takes, so the disk begins at once. A page is OK when its last read is;
+one bad read settles it. Knows records and memory, not what they are for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvloom.tiers.encoding.checksums import read_step
+from kvloom.tiers.encoding.codec import Codec, unseal
+from kvloom.tiers.tier import Ranges
+from kvloom.tiers.transfer import Outcome, Transfer, explain
+from kvloom.tiers.workers import Tools, Workers
+
+from .files import BLOCK, Files, aligned
+from .segment import Record, Segment
+from .segment_store import Shelf
+
+__all__ = ["Fetcher"]
+
+_MOST_BYTES = 2 << 20  # of one job
+
+
+class Fetcher:
+    """`pending` is the bytes of pages that wait or are being read."""
+
+    def __init__(
+        self, name: str, files: Files, shelf: Shelf, make_codec: Callable[[], Codec], readers: int
+    ) -> None:
+        self._name, self._files, self._shelf, self._make_codec = name, files, shelf, make_codec
+        self._lock = threading.Lock()
+        self.pending = 0
+        self._readers = readers
+        self._workers: Workers[_Job] = Workers(readers, "kvloom-disk-read", self._reader)
+
+    def submit(
+        self,
+        transfer: Transfer,
+        found: list[tuple[int, Record]],
+        into: Ranges,
+        part: tuple[int, int],
+        tenant: str,
+    ) -> None:
+        """Brings bytes `part` of records of one form, each with its place in the transfer. The shelf counts a reader of every
+        record's segment already; it is let go here."""
+        size = part[1] - part[0]
+        with self._lock:
+            self.pending += len(found) * size
+        call = _Call(transfer, into, part, tenant)
+        at, left = 0, len(found) * size
+        step = read_step(found[0][1].head.run_bytes) if found else 1
+        while at < len(found):
+            # Less and less, so that all threads end together.
+            share = max(1, min(left // (2 * self._readers), _MOST_BYTES) // step) * step
+            if share < size and call.straight(found[at][1]):
+                count, some = _Count(-(-size // share)), found[at : at + 1]
+                for low in range(part[0], part[1], share):
+                    self._workers.submit(_Job(call, some, (low, min(low + share, part[1])), count))
+            else:
+                some = found[at : at + max(1, share // size)]
+                self._workers.submit(_Job(call, some, part))
+            at, left = at + len(some), left - len(some) * size
+
+    def close(self, timeout: float) -> bool:
+        """Ends after what was submitted; False if it has not within `timeout` seconds."""
+        return self._workers.close(timeout)
+
+    def _reader(self) -> Callable[[_Job], None]:
+        tools = Tools(self._make_codec())
+
+        def run(job: _Job) -> None:
+            transfer, found = job.call.transfer, job.found
+            try:
+                if transfer.enter():
+                    try:
+                        for piece in self._pieces(job):
+                            if piece.in_place:
+                                self._in_place(job, piece)
+                            else:
+                                self._through_scratch(job, piece, tools)
+                    finally:
+                        transfer.leave()
+            except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
+                transfer.settle([index for index, _ in found], Outcome.FAILED, f"{self._name}: {error}")
+            finally:
+                with self._lock:
+                    self.pending -= len(found) * (job.part[1] - job.part[0])
+                    ended = job.count is None or job.count.let_go()
+                if ended:
+                    for segment, readers in Counter([record.segment for _, record in found]).items():
+                        self._shelf.let_go(segment, readers)
+
+        return run
+
+    def _pieces(self, job: _Job) -> list[_Piece]:
+        """Pieces of the disk that together are a job's records, in its order."""
+        call, found, size = job.call, job.found, job.part[1] - job.part[0]
+        starts, offsets = call.starts, [record.offset for _, record in found]
+        if offsets != sorted(offsets):
+            found = sorted(found, key=_place)
+        pieces: list[_Piece] = []
+        segment, end = None, -1  # what the next record may follow
+        for index, record in found:
+            if record.offset == end and record.segment is segment and record.head.stored is None:
+                pieces[-1].items.append((index, record, starts[index]))
+                end += size
+                continue
+            segment, straight = record.segment, call.straight(record)
+            pieces.append(_Piece(segment, [(index, record, starts[index])], straight))
+            # A part of a page has no neighbour: the next is further on.
+            end = record.offset + size if straight else -1
+        return pieces
+
+    def _in_place(self, job: _Job, piece: _Piece) -> None:
+        (start, stop), pages, items = job.part, job.call.view, piece.items
+        size, run_bytes = stop - start, items[0][1].head.run_bytes
+        low = items[0][2]
+        spans, end = [], low  # neighbours in the caller's memory come together
+        for _, _, at in items:
+            if at != end:
+                spans.append((low, end))
+                low = end = at
+            end += size
+        spans.append((low, end))
+        came, sums, offset = 0, b"", items[0][1].offset + start
+        for low, end in spans:
+            room = pages[low + start : end + start]
+            got, found = self._files.read_checked(piece.segment.fd, room, offset + came, run_bytes)
+            came, sums = came + got, sums + found
+            if got < end - low:
+                break
+        wanted = slice(start // run_bytes * 8, stop // run_bytes * 8)
+        if came == len(items) * size and sums == b"".join([r.head.checks[wanted] for _, r, _ in items]):
+            good = [index for index, _, _ in items]
+        else:
+            good = self._sort_out(job, piece, came, sums, wanted)
+        if job.count is not None and good:
+            with self._lock:
+                if not job.count.came():
+                    return
+        if len(good) == len(items):
+            job.read_well([record for _, record, _ in items])
+        job.call.transfer.settle(good, Outcome.OK)  # together: one by one costs as much as the checksums
+
+    def _sort_out(self, job: _Job, piece: _Piece, came: int, sums: bytes, wanted: slice) -> list[int]:
+        """Settles the bad ones of a read; returns those that are good."""
+        size, each = job.part[1] - job.part[0], wanted.stop - wanted.start
+        good = []
+        for number, (index, record, _) in enumerate(piece.items):
+            if came < (number + 1) * size:
+                self._bad(job, index, record, Outcome.SHORT)
+            elif sums[number * each : (number + 1) * each] != record.head.checks[wanted]:
+                self._bad(job, index, record, Outcome.CORRUPT)
+            else:
+                good.append(index)
+        return good
+
+    def _through_scratch(self, job: _Job, piece: _Piece, tools: Tools) -> None:
+        (start, stop), pages = job.part, job.call.view
+        for index, record, at in piece.items:
+            head = record.head
+            first, last = start // head.run_bytes, stop // head.run_bytes
+            low, high = head.span(first, last)
+            base = low // BLOCK * BLOCK
+            room = tools.room(aligned(high - base))[: aligned(high - base)]
+            got = self._files.read(piece.segment.fd, [room], record.offset + base)
+            body = room[low - base : max(low - base, min(got, high - base))]
+            outcome = unseal(head, body, first, pages[at + start : at + stop], tools.codec, job.call.tenant)
+            if outcome == Outcome.OK:
+                job.read_well([record])
+                job.call.transfer.settle(index, outcome)
+            else:
+                self._bad(job, index, record, outcome)
+
+    def _bad(self, job: _Job, index: int, record: Record, outcome: Outcome) -> None:
+        self._shelf.forget(record.head.key, record)  # it will not get better
+        job.call.transfer.settle(index, outcome, f"{self._name}: {explain(outcome)}")
+
+
+def _place(item: tuple[int, Record]) -> tuple[int, int]:
+    return item[1].segment.number, item[1].offset
+
+
+class _Count:
+    """The reads of one page. Under the fetcher's lock."""
+
+    __slots__ = ("_good", "_left")
+
+    def __init__(self, reads: int) -> None:
+        self._left = self._good = reads
+
+    def came(self) -> bool:
+        """One is good; are all?"""
+        self._good -= 1
+        return self._good == 0
+
+    def let_go(self) -> bool:
+        """One is over; are all?"""
+        self._left -= 1
+        return self._left == 0
+
+
+class _Call:
+    """What the jobs of one `submit` share."""
+
+    __slots__ = ("_aligned", "part", "starts", "tenant", "transfer", "view")
+
+    def __init__(self, transfer: Transfer, into: Ranges, part: tuple[int, int], tenant: str) -> None:
+        self.transfer, self.part, self.tenant = transfer, part, tenant
+        self.view, self.starts = into.view, into.starts.tolist()
+        blocks = not (part[0] % BLOCK or part[1] % BLOCK)
+        self._aligned = blocks and not ((into.starts + into.address) % BLOCK).any()
+
+    def straight(self, record: Record) -> bool:
+        """Can it be read to where it goes? O_DIRECT takes whole blocks only; the pages of a call all begin on one, or count as
+        if none did."""
+        return record.head.stored is None and (self._aligned or not record.segment.direct)
+
+
+@dataclass(slots=True)
+class _Job:
+    """Bytes `part` of some records, each with its place in the transfer; `count` where there are more of the same page."""
+
+    call: _Call
+    found: list[tuple[int, Record]]
+    part: tuple[int, int]
+    count: _Count | None = None
+
+    def read_well(self, records: list[Record]) -> None:
+        """All reads of them were good: of whole pages they are sure."""
+        size = self.call.part[1] - self.call.part[0]
+        for record in records:
+            if not record.sure:
+                record.sure = size == record.head.runs * record.head.run_bytes
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Records that follow each other on the disk, each with where its page begins: read together."""
+
+    segment: Segment
+    items: list[tuple[int, Record, int]]
+    in_place: bool

@@ -1,0 +1,370 @@
+"""A disk tier's segments and the index over them: what is where, what comes back after a crash, what leaves.
+
+One thread appends (frames, new segments, eviction); any thread looks up. Room for the next segment is made as soon
+as one is begun, so the capacity is never passed. A tenant with a share has segments of its own, so that what leaves for its
+pages is its own, or nobody's sure part. Knows no transfers and no callers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvloom.tiers.shares import Shares
+
+from .files import BLOCK, Files, aligned_bytes
+from .owners import Owner, Owners
+from .recovery import recover
+from .segment import Frame, Record, Segment
+from .tombstones import Dropped, Gone
+
+__all__ = ["Shelf", "ShelfConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfConfig:
+    """`evict` chooses the segment that leaves; `carry` lets its pages that were read since they were written move on,
+    up to half a segment."""
+
+    capacity: int
+    segment_bytes: int
+    direct: bool = True
+    evict: Literal["oldest", "least-used"] = "least-used"
+    carry: bool = True
+
+
+class Shelf:
+    """`lock` guards the index and the segments' counts. Opening reads every head there is."""
+
+    def __init__(self, files: Files, config: ShelfConfig) -> None:
+        self._files, self._config = files, config
+        self.lock = threading.Lock()
+        self.index: dict[bytes, Record] = {}
+        self.evicted = 0
+        self.notes: dict[str, None] = {}  # what a person should know, each once
+        self._segments: dict[int, Segment] = {}
+        self._owners = Owners(self._segments, config.capacity, config.segment_bytes)
+        self._foreign: dict[int, int] = {}  # other versions' files: never read, the first to leave
+        self._dropped = Dropped(files)
+        self._dirty: set[Segment] = set()
+        self._unsure: OSError | None = None  # a sync that failed while carrying: the next caller is told
+        self._gave_way = False  # a segment left because the disk was full, and no new one could be made since
+        self._ticks = 0
+        self._next = 0
+        try:
+            self._recover()
+        except BaseException:
+            self._close_files()
+            raise
+
+    # --- any thread
+
+    @property
+    def segment_bytes(self) -> int:
+        return self._config.segment_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """What the files take."""
+        return sum(segment.size for segment in self._segments.values()) + sum(self._foreign.values())
+
+    def segment_bytes_for(self, tenant: str) -> int:
+        """How large a segment is that a tenant's pages go to."""
+        return self._owners.of_tenant(tenant).segment_bytes
+
+    def kept_for(self, tenant: str) -> int:
+        """What the files of a tenant's pages take."""
+        with self.lock:
+            return self._owners.used(self._owners.of_tenant(tenant))
+
+    def touch(self, records: Sequence[Record]) -> None:
+        """Reads of them begin. The caller holds the lock, and lets go of the segments afterwards."""
+        self._ticks += 1
+        for record in records:
+            record.used += 1
+        for segment, readers in Counter([record.segment for record in records]).items():
+            segment.last_used = self._ticks
+            segment.readers += readers
+
+    def let_go(self, segment: Segment, readers: int) -> None:
+        with self.lock:
+            segment.readers -= readers
+            fd = segment.retire()
+        if fd >= 0:
+            self._files.close(fd)
+
+    def forget(self, key: bytes, record: Record) -> None:
+        """This copy is not to be served any more."""
+        with self.lock:
+            if self.index.get(key) is record:
+                del self.index[key]
+                record.segment.keys.discard(key)
+
+    def take(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
+        """Forgets keys; returns where they were, for `write_dropped`."""
+        gone = []
+        with self.lock:
+            for key in keys:
+                record = self.index.pop(key, None)
+                if record is not None:
+                    record.segment.keys.discard(key)
+                    gone.append((key, record.segment.number, record.offset))
+        return gone
+
+    def publish(self, records: Iterable[Record]) -> None:
+        """From here on they are found, unless their segment has left already."""
+        with self.lock:
+            for record in records:
+                if record.segment.removed:
+                    self.evicted += 1
+                    continue
+                key = record.head.key
+                before = self.index.get(key)
+                if before is not None:
+                    before.segment.keys.discard(key)
+                    record.used += before.used
+                self.index[key] = record
+                record.segment.keys.add(key)
+
+    # --- the appending thread
+
+    def share_out(self, shares: Shares) -> None:
+        """Who has a share has segments of its own from here on, and those that were its own before. Before the first frame."""
+        self._owners.share_out(shares)
+        for owner in self._owners:
+            if owner.current is None:
+                self._reopen_last(owner)
+            self._make_room(owner, carry=False)
+
+    def append(self, frame: Frame, tenant: str = "") -> None:
+        """Writes a frame. Its records are not found before `publish`. OSError: nothing was kept."""
+        need = frame.span
+        if need > self._config.segment_bytes - BLOCK:
+            raise OSError(errno.EFBIG, f"{need} bytes do not fit a segment of {self._config.segment_bytes}")
+        owner = self._owners.of_tenant(tenant)
+        if owner.current is None or not owner.current.fits(frame):
+            self._widen(owner, need + BLOCK)
+            self._roll(owner)
+        segment = owner.current
+        if segment is None:
+            raise OSError(errno.EIO, "the new segment failed while pages were carried over to it")
+        self._append(owner, segment, frame)
+
+    def _append(self, owner: Owner, segment: Segment, frame: Frame) -> None:
+        try:
+            segment.append(frame)
+        except OSError:
+            owner.current = None
+            with contextlib.suppress(OSError):
+                segment.seal()  # what the failed write left there is no frame
+            raise
+        self._dirty.add(segment)
+
+    def sync(self) -> None:
+        """Everything appended so far survives a loss of power. OSError: something since the last call may not."""
+        error, self._unsure = self._unsure or self._sync(), None
+        if error is not None:
+            raise error
+
+    def _sync(self) -> OSError | None:
+        dirty, self._dirty = self._dirty, set()
+        try:
+            for segment in dirty:
+                segment.sync()
+        except OSError as error:
+            for owner in self._owners:
+                if owner.current in dirty:
+                    owner.current = None
+            return error
+        return None
+
+    def write_dropped(self, gone: Gone) -> None:
+        """Keeps dropped objects from coming back with the next opening."""
+        self._dropped.add(gone)
+
+    def close(self) -> None:
+        """Seals and closes every file."""
+        with self.lock:
+            self.index.clear()
+        for segment in self._segments.values():
+            try:
+                segment.seal()
+            except OSError as error:
+                self.notes[f"a segment could not be cut to its length: {error.strerror}"] = None
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for segment in self._segments.values():
+            segment.removed = True  # from this process: who still reads closes it
+            self.let_go(segment, 0)
+
+    # --- making room
+
+    def _widen(self, owner: Owner, need: int) -> None:
+        """An owner's segments take its largest page. OSError: its share does not hold three such."""
+        if need > owner.segment_bytes:
+            owner.require(need)
+            owner.segment_bytes = need
+            self._make_room(owner, carry=False)
+
+    def _roll(self, owner: Owner) -> None:
+        """A new current segment, and room for the one after it."""
+        owner.require(owner.segment_bytes)
+        before, owner.current = owner.current, None
+        if before is not None:
+            before.last_used = max(before.last_used, self._ticks)  # being written to is use, too
+            before.seal()
+        try:
+            segment = self._create(owner)
+        except OSError as error:
+            # Someone else filled the disk: with one segment less of ours it may do, but they do not all go for it.
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not full or self._gave_way or not self._evict_one(owner, carry=False):
+                raise
+            self._gave_way = True
+            segment = self._create(owner)
+        self._gave_way = False
+        if segment.direct != self._config.direct:
+            self.notes["the file system has no O_DIRECT: reads and writes go through the page cache"] = None
+        with self.lock:
+            self._segments[segment.number] = segment
+        owner.current = segment
+        self._make_room(owner, self._config.carry)
+
+    def _make_room(self, owner: Owner, carry: bool) -> None:
+        """Room for the next segment, so that beginning it passes neither the capacity nor the owner's share."""
+        most = self._config.capacity - self._config.segment_bytes
+        while self.file_bytes > most and self._evict_one(owner, carry):
+            pass
+        most = owner.most - owner.segment_bytes
+        while self._owners.used(owner) > most and self._evict_one(owner, carry, own=True):
+            pass
+
+    def _create(self, owner: Owner) -> Segment:
+        number, self._next = self._next, self._next + 1
+        segment = Segment.create(self._files, number, owner.segment_bytes, self._config.direct, owner.name)
+        try:
+            self._files.sync_directory()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._remove(segment)
+            raise
+        return segment
+
+    def _evict_one(self, owner: Owner, carry: bool, own: bool = False) -> bool:
+        """One file leaves, of the owner's `own` or of anybody's who spares it; False if there is none that may."""
+        if self._foreign and not own:
+            number = min(self._foreign)
+            with self.lock:
+                del self._foreign[number]
+            self._files.remove(Segment.file_name(number))
+            return True
+        victim = self._owners.victim(owner, own, self._config.evict == "oldest")
+        if victim is None:
+            return False
+        whose = self._owners.of(victim)
+        if victim is whose.current:
+            whose.current = None
+        elif carry:
+            self._carry(victim, whose)
+        with self.lock:
+            for key in victim.keys:
+                del self.index[key]
+            self.evicted += len(victim.keys)
+            victim.keys.clear()
+            victim.removed = True
+            del self._segments[victim.number]
+        self._dirty.discard(victim)
+        self._remove(victim)
+        return True
+
+    def _remove(self, segment: Segment) -> None:
+        """The file of a segment that is in no index any more."""
+        try:
+            segment.remove()
+        finally:
+            segment.removed = True
+            self.let_go(segment, 0)
+
+    def _carry(self, victim: Segment, whose: Owner) -> None:
+        """Moves what was used to its owner's current segment, most used first. A page that cannot move is left to go."""
+        with self.lock:
+            used = [record for key in victim.keys if (record := self.index[key]).used]
+        used.sort(key=lambda record: -record.used)
+        left = whose.segment_bytes // 2
+        moved: list[tuple[Record, Record]] = []
+        try:
+            for record in used:
+                left -= record.span
+                current = whose.current
+                frame = Frame([record.head], [aligned_bytes(record.span)], record.span)
+                if left < 0 or current is None or not current.fits(frame):
+                    break
+                if self._files.read(victim.fd, frame.bodies, record.offset) == record.span:
+                    self._append(whose, current, frame)
+                    moved += zip([record], frame.records(), strict=True)
+            self._unsure = self._sync()  # before the file goes that has them now
+            if self._unsure is not None:
+                raise self._unsure
+            self._moved(moved)
+        except OSError as error:
+            self.notes[f"pages could not be carried over: {error.strerror}"] = None
+
+    def _moved(self, moved: Sequence[tuple[Record, Record]]) -> None:
+        """Each is found where it is now. What was dropped while it was carried stays dropped."""
+        gone = []
+        with self.lock:
+            for before, now in moved:
+                key, found = now.head.key, self.index.get(now.head.key)
+                if found is before:
+                    before.segment.keys.discard(key)
+                    now.sure = before.sure
+                    self.index[key] = now  # used 0 times: again, to be carried again
+                    now.segment.keys.add(key)
+                elif found is None:
+                    gone.append((key, now.segment.number, now.offset))
+        if gone:
+            self._dropped.add(gone)
+
+    # --- opening
+
+    def _recover(self) -> None:
+        dead = self._dropped.read()
+        found = recover(self._files, self._config.direct, dead, self._segments, self.notes)
+        self._foreign = found.foreign
+        # No number twice, nor one that the list of what was dropped still names: what is written there would count as dropped.
+        self._next = self._ticks = 1 + max([-1, *found.numbers, *(number for number, _ in dead.values())])
+        for record in found.records:
+            if record.sure or record.head.key not in self.index:
+                self.publish([record])
+        everybody = self._owners.everybody
+        self._reopen_last(everybody)
+        for number, segment in list(self._segments.items()):
+            if segment is everybody.current:
+                continue
+            if not segment.keys and number not in found.unread:
+                del self._segments[number]
+                self._remove(segment)
+            else:
+                segment.seal()
+        alive = {key: place for key, place in dead.items() if key in found.still}
+        if len(alive) < len(dead) and not found.unread and not self._foreign:
+            self._dropped.rewrite(alive)
+        self._make_room(everybody, carry=False)
+
+    def _reopen_last(self, owner: Owner) -> None:
+        """An owner goes on in the last of its segments, if half of that is free."""
+        last = self._owners.last_of(owner)
+        if last is None or last.end >= owner.segment_bytes // 2:
+            return
+        try:
+            last.reopen(owner.segment_bytes)
+        except OSError:
+            last.seal()  # a full disk: it can still be read
+        else:
+            owner.current = last

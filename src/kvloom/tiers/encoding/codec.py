@@ -1,0 +1,287 @@
+"""Bytes that leave the process: a head that says what they are, a checksum a layer run, perhaps compressed or encrypted.
+
+    head   "KVLP"  version u16  method u8  cipher u8       little endian; version 2 where there is a cipher, else 1
+           name 16  group u32  form 16
+           runs u32  run_bytes u32  0 u32
+           runs x checksum u64                             xxh3 of the run as the engine knows it; encrypted: as stored
+           runs x stored length u32                        only where compressed or encrypted
+           salt 16                                         only where encrypted
+           checksum u64                                    xxh3 of the head up to here
+    body   the runs, one after the other: compressed unless that saved nothing, then encrypted (16 bytes more)
+
+What does not check out is an Outcome, never an exception and never bytes. Knows no files and no stores.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+from kvloom.tiers.tier import KEY_BYTES, MOST_RUNS, Form, TierError
+from kvloom.tiers.transfer import Outcome
+
+from .checksums import checksum, checksums, copy_checked
+from .encryption import SALT_BYTES, TAG_BYTES, Keyring, NoKeyError
+
+__all__ = [
+    "VERSION",
+    "Codec",
+    "Compression",
+    "Head",
+    "make_codec",
+    "most_bytes",
+    "parse_head",
+    "plain_head_bytes",
+    "plain_heads",
+    "seal",
+    "unseal",
+]
+
+VERSION = 1
+_ENCRYPTED_VERSION = 2  # an older reader would take an encrypted page for a plain one
+_MAGIC = b"KVLP"
+_FIXED = struct.Struct(f"<4sHBB{KEY_BYTES}sIII")
+_CHECK = struct.Struct("<Q")
+Compression = Literal["none", "lz4", "zstd"]
+_METHODS: tuple[Compression, ...] = ("none", "lz4", "zstd")
+Bytes = memoryview | bytes
+
+
+class Head(NamedTuple):
+    """What a head says. `stored` is the length of each run's bytes in the body, None where they are as they were;
+    `salt` is there where they are encrypted."""
+
+    key: bytes
+    method: int
+    run_bytes: int
+    checks: bytes
+    stored: tuple[int, ...] | None = None
+    salt: bytes = b""
+
+    @property
+    def runs(self) -> int:
+        return len(self.checks) // 8
+
+    @property
+    def body_bytes(self) -> int:
+        return len(self.checks) // 8 * self.run_bytes if self.stored is None else sum(self.stored)
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Where runs [first, last) lie in the body."""
+        if self.stored is None:
+            return first * self.run_bytes, last * self.run_bytes
+        edges = [0, *accumulate(self.stored)]
+        return edges[first], edges[last]
+
+    def pack(self) -> bytes:
+        version = _ENCRYPTED_VERSION if self.salt else VERSION
+        fixed = _FIXED.pack(
+            _MAGIC, version, self.method, bool(self.salt), self.key, len(self.checks) // 8, self.run_bytes, 0
+        )
+        head = fixed + self.checks
+        if self.stored is not None:
+            head += struct.pack(f"<{len(self.stored)}I", *self.stored) + self.salt
+        return head + _CHECK.pack(checksum(head))
+
+
+def plain_head_bytes(form: Form) -> int:
+    """The length of a head whose runs are as they were."""
+    return _FIXED.size + 8 * form.runs + _CHECK.size
+
+
+def most_bytes(form: Form) -> int:
+    """What a sealed page takes at most, its head included."""
+    return (
+        _FIXED.size + (12 + TAG_BYTES) * form.runs + SALT_BYTES + _CHECK.size + form.page_bytes
+    )  # a run that compression does not shrink stays as it was
+
+
+def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
+    """The head at the beginning of `data` and its length, or what is wrong with it."""
+    if len(data) < _FIXED.size:
+        return Outcome.SHORT
+    magic, version, method, cipher, key, runs, run_bytes, _ = _FIXED.unpack_from(data)
+    if magic != _MAGIC:
+        return Outcome.CORRUPT
+    if version not in (VERSION, _ENCRYPTED_VERSION):
+        return Outcome.VERSION
+    if not 0 < runs <= MOST_RUNS or method >= len(_METHODS) or cipher != version - VERSION:
+        return Outcome.CORRUPT
+    lengths = _FIXED.size + runs * 8
+    salted = lengths + (runs * 4 if method or cipher else 0)
+    end = salted + (SALT_BYTES if cipher else 0)
+    if len(data) < end + _CHECK.size:
+        return Outcome.SHORT
+    if _CHECK.unpack_from(data, end)[0] != checksum(data[:end]):
+        return Outcome.CORRUPT
+    checks = bytes(data[_FIXED.size : lengths])
+    stored = struct.unpack_from(f"<{runs}I", data, lengths) if salted > lengths else None
+    return Head(key, method, run_bytes, checks, stored, bytes(data[salted:end])), end + _CHECK.size
+
+
+class Codec:
+    """Packs and unpacks single runs. One instance a thread: the libraries' contexts are not shared.
+
+    With `keys` everything it seals is encrypted."""
+
+    def __init__(self, method: int, keys: Keyring | None = None) -> None:
+        self.method, self.keys = method, keys
+        self._zstd_out: Any = None
+        self._zstd_in: Any = None
+
+    @property
+    def plain(self) -> bool:
+        """Are bodies the pages' very bytes?"""
+        return self.method == 0 and self.keys is None
+
+    def pack(self, run: memoryview) -> Bytes:
+        """The run compressed, or as it was when that saves nothing."""
+        if self.method == 0:
+            return run
+        if self.method == 1:
+            packed = _library("lz4.block").compress(run, store_size=False)
+        else:
+            if self._zstd_out is None:
+                self._zstd_out = _library("zstandard").ZstdCompressor(level=1)
+            packed = self._zstd_out.compress(run)
+        return packed if len(packed) < len(run) else run
+
+    def unpack(self, method: int, packed: memoryview, into: memoryview) -> bool:
+        """Exactly `into`'s bytes, or False. Never more: a length in damaged bytes is not believed."""
+        try:
+            if method == 1:
+                plain = _library("lz4.block").decompress(packed, uncompressed_size=len(into))
+                if len(plain) != len(into):
+                    return False
+                into[:] = plain
+                return True
+            zstd = _library("zstandard")
+            if self._zstd_in is None:
+                self._zstd_in = zstd.ZstdDecompressor(max_window_size=1 << 27)
+            with self._zstd_in.stream_reader(packed) as reader:
+                done = 0
+                while done < len(into):
+                    got = reader.readinto(into[done:])
+                    if not got:
+                        return False
+                    done += got
+                return True
+        except TierError:
+            raise
+        except Exception:  # noqa: BLE001  each library has its own; whatever it says, the bytes are bad
+            return False
+
+
+def _library(module: str) -> Any:
+    """Packages are looked for when they are needed: a tier without compression needs none for it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise TierError(f"the package of {module!r} is missing: pip install 'kvloom[tiers]'") from error
+
+
+def make_codec(compression: Compression = "none", keys: Keyring | None = None) -> Codec:
+    """A codec that writes with `compression` and reads any; with `keys`, encrypted. A TierError where the package is
+    missing."""
+    if compression not in _METHODS:
+        raise ValueError(f"compression={compression!r} is none of {_METHODS}")
+    checksum(b"")
+    if compression != "none":
+        _library({"lz4": "lz4.block", "zstd": "zstandard"}[compression])
+    return Codec(_METHODS.index(compression), keys)
+
+
+def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[Head]:
+    """The heads of plain pages that lie one after the other: `seal` of each, in one go."""
+    sums, each = checksums(pages, form.run_bytes), 8 * form.runs
+    return [
+        Head(key, 0, form.run_bytes, sums[number * each : (number + 1) * each])
+        for number, key in enumerate(keys)
+    ]
+
+
+def seal(
+    key: bytes, form: Form, page: memoryview, codec: Codec, tenant: str = ""
+) -> tuple[Head, list[Bytes]]:
+    """The head of a page and its body in pieces; of a plain codec the one piece is the caller's memory.
+
+    NoKeyError where it is to be encrypted and the tenant has no key."""
+    step = form.run_bytes
+    if codec.plain:
+        return Head(key, 0, step, checksums(page, step)), [page]
+    pieces = [codec.pack(page[at : at + step]) for at in range(0, form.page_bytes, step)]
+    if codec.keys is None:
+        return Head(key, codec.method, step, checksums(page, step), tuple(map(len, pieces))), pieces
+    salt = os.urandom(SALT_BYTES)
+    cipher = codec.keys.page_cipher(tenant, salt)
+    context = _context(key, codec.method, step)
+    pieces = [codec.keys.encrypt(cipher, number, piece, context) for number, piece in enumerate(pieces)]
+    checks = struct.pack(f"<{len(pieces)}Q", *map(checksum, pieces))
+    return Head(key, codec.method, step, checks, tuple(map(len, pieces)), salt), pieces
+
+
+def _context(key: bytes, method: int, run_bytes: int) -> bytes:
+    """What an encrypted run is bound to, beside its number and its page's salt."""
+    return key + bytes([method]) + run_bytes.to_bytes(4, "little")
+
+
+def unseal(
+    head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str = ""
+) -> Outcome:
+    """Runs from `first` on, as many as `into` holds, from `body`, which begins with them. `body` may be `into`
+    itself where nothing is compressed. Anything but OK: `into` means nothing."""
+    step = head.run_bytes
+    last = first + len(into) // step
+    low, high = head.span(first, last)
+    if len(body) < high - low:
+        return Outcome.SHORT
+    if head.salt:
+        return _unlock(head, body, first, into, codec, tenant)
+    if head.stored is None and body is not into:
+        sums = copy_checked(into, body[: high - low], step, arrived=True)
+        return Outcome.OK if sums == head.checks[first * 8 : last * 8] else Outcome.CORRUPT
+    if head.stored is not None:
+        at = 0
+        for number, length in enumerate(head.stored[first:last]):
+            run = into[number * step : (number + 1) * step]
+            if not _unpack(head, body[at : at + length], run, codec):
+                return Outcome.CORRUPT
+            at += length
+    return Outcome.OK if checksums(into, step) == head.checks[first * 8 : last * 8] else Outcome.CORRUPT
+
+
+def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bool:
+    if len(packed) == len(run):
+        run[:] = packed
+        return True
+    return codec.unpack(head.method, packed, run)
+
+
+def _unlock(head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str) -> Outcome:
+    """`unseal` of encrypted runs. Damage is told from a wrong key: the checksums are of the bytes as stored."""
+    assert head.stored is not None
+    if codec.keys is None:
+        return Outcome.LOCKED
+    try:
+        cipher = codec.keys.page_cipher(tenant, head.salt)
+    except NoKeyError:
+        return Outcome.LOCKED
+    context = _context(head.key, head.method, head.run_bytes)
+    at, step = 0, head.run_bytes
+    for number in range(first, first + len(into) // step):
+        length = head.stored[number]
+        sealed = body[at : at + length]
+        if checksum(sealed) != int.from_bytes(head.checks[number * 8 : number * 8 + 8], "little"):
+            return Outcome.CORRUPT
+        packed = codec.keys.decrypt(cipher, number, sealed, context)
+        if packed is None:
+            return Outcome.LOCKED
+        run = into[(number - first) * step : (number - first + 1) * step]
+        if not _unpack(head, memoryview(packed), run, codec):
+            return Outcome.CORRUPT
+        at += length
+    return Outcome.OK

@@ -1,0 +1,185 @@
+"""Tiers and disks that go wrong on purpose: for the tests of whatever stands on a tier.
+
+`FaultyTier` wraps any tier: slow, failing, full, hung, and tampering with the medium (bits flipped, another page's
+bytes). `FaultyFiles` stands below a disk tier and makes the operating system's calls go wrong. Not for serving.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .disk.files import Files
+from .tier import Objects, Ranges, Tier
+from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
+from .workers import Workers
+
+__all__ = ["Faults", "FaultyFiles", "FaultyTier"]
+
+
+@dataclass
+class Faults:
+    """What goes wrong now; set and unset while running. `hung` calls wait for `release()`.
+
+    `tamper` is called with the objects of every read before it starts, to damage what the medium holds.
+    `calls` names the file operations concerned (`FaultyFiles`); `error` is their errno. `rate`: reads come at so many bytes a
+    second, whoever asks, the next `burst` bytes of them at once.
+    """
+
+    slow: float = 0.0
+    rate: float = 0.0
+    burst: int = 0
+    failing: bool = False
+    full: bool = False
+    hung: bool = False
+    flip: bool = False
+    short: bool = False
+    tamper: Callable[[Objects], None] | None = None
+    calls: frozenset[str] = frozenset({"read", "write", "sync", "open", "allocate"})
+    error: int = errno.EIO
+    _released: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _due: float = 0.0
+
+    def release(self) -> None:
+        """What hangs goes on, and nothing hangs any more."""
+        self.hung = False
+        self._released.set()
+
+    def delay(self) -> None:
+        if self.slow:
+            threading.Event().wait(self.slow)
+        if self.hung:
+            self._released.wait()
+
+    def pace(self, size: int) -> None:
+        """Wait as long as a medium of `rate` needs for so many bytes, behind those that were asked for before."""
+        if not self.rate:
+            return
+        with self._lock:
+            at_once = min(size, self.burst)
+            self.burst -= at_once
+            self._due = due = max(self._due, time.monotonic()) + (size - at_once) / self.rate
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+class FaultyTier(Tier):
+    """`inner` with `faults`. Its reads and writes run in threads of its own, so that a slow one holds nobody up."""
+
+    def __init__(self, inner: Tier, faults: Faults) -> None:
+        self.inner, self.faults = inner, faults
+        self._tally = Tally()
+        self._workers: Workers[Callable[[], None]] = Workers(4, "kvloom-faulty", lambda: lambda job: job())
+
+    @property
+    def name(self) -> str:
+        return f"faulty {self.inner.name}"
+
+    @property
+    def capacity(self) -> int:
+        return self.inner.capacity
+
+    def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
+        return self.inner.lookup(objects)
+
+    def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
+        into.check(objects, writable=True)
+        if self.faults.failing:
+            return failed_transfer(len(objects), self._tally, "read", Outcome.FAILED, "injected")
+
+        def start() -> Transfer:
+            if self.faults.tamper is not None:
+                self.faults.tamper(objects)
+            return self.inner.read(objects, into, part)
+
+        return self._later("read", objects, start)
+
+    def write(self, objects: Objects, source: Ranges) -> Transfer:
+        source.check(objects, writable=False)
+        if self.faults.failing or self.faults.full:
+            outcome = Outcome.FULL if self.faults.full else Outcome.FAILED
+            return failed_transfer(len(objects), self._tally, "write", outcome, "injected")
+        return self._later("write", objects, lambda: self.inner.write(objects, source))
+
+    def _later(self, verb: str, objects: Objects, start: Callable[[], Transfer]) -> Transfer:
+        transfer = Transfer(len(objects), self._tally, verb, objects.form.page_bytes)
+
+        def job() -> None:
+            if not transfer.enter():
+                return
+            try:
+                self.faults.delay()
+                if verb == "read":
+                    self.faults.pace(len(objects) * objects.form.page_bytes)
+                inner = start()
+                inner.wait_quiet(60)
+                for outcome in np.unique(inner.results).tolist():
+                    transfer.settle(np.flatnonzero(inner.results == outcome), Outcome(outcome), inner.reason)
+            except Exception as error:  # noqa: BLE001
+                transfer.settle_rest(Outcome.FAILED, str(error))
+            finally:
+                transfer.leave()
+
+        self._workers.submit(job)
+        return transfer
+
+    def drop(self, objects: Objects) -> int:
+        return self.inner.drop(objects)
+
+    def stats(self) -> TierStats:
+        """The inner tier's contents; counts as its users saw them."""
+        inner = self.inner.stats()
+        return self._tally.stats(inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes)
+
+    def close(self) -> None:
+        self.faults.release()
+        self._workers.close(5)
+        self.inner.close()
+
+
+class FaultyFiles(Files):
+    """File operations with `faults`; reads may also flip a bit or come short."""
+
+    def __init__(self, directory: int, faults: Faults) -> None:
+        super().__init__(directory)
+        self.faults = faults
+
+    def _strike(self, call: str) -> None:
+        if call not in self.faults.calls:
+            return
+        self.faults.delay()
+        if self.faults.failing:
+            raise OSError(self.faults.error, os.strerror(self.faults.error))
+        if self.faults.full and call in ("write", "allocate"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open(self, name: str, create: bool, direct: bool) -> int:
+        self._strike("open")
+        return super().open(name, create, direct)
+
+    def allocate(self, fd: int, size: int) -> None:
+        self._strike("allocate")
+        super().allocate(fd, size)
+
+    def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
+        self._strike("read")
+        got = super().read(fd, into, offset)
+        if self.faults.flip and got:
+            into[0][len(into[0]) // 2] ^= 4
+        return got // 2 if self.faults.short else got
+
+    def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
+        self._strike("write")
+        super().write(fd, pieces, offset)
+
+    def sync(self, fd: int) -> None:
+        self._strike("sync")
+        super().sync(fd)

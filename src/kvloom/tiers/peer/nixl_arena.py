@@ -1,0 +1,124 @@
+"""A peer's arena by NIXL: RDMA between hosts where UCX finds it, shared memory or TCP where not.
+
+The server only registers its arena and says where it is; the client reads and writes by itself, through a registered buffer,
+between `HOLD` and `RELEASE` (or `RESERVE` and `COMMIT`). What is a lease, and what is in it, `peer.py` knows.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.tiers.disk.files import aligned_bytes
+from kvloom.tiers.remote.nixl import make_agent
+
+__all__ = ["NixlArena", "NixlReach"]
+
+_BUFFER_BYTES = 8 << 20
+_BUSY_SECONDS, _IDLE_SECONDS = 50e-6, 0.02
+_LOST: list[memoryview] = []  # buffers that a transfer which was given up may still write to
+
+
+class NixlArena:
+    """The server's side. Keeps the arena registered until `close`. Where there is no RDMA a transfer needs this side, too: a
+    thread of ours lets it go on, often while anyone has pages of the arena and now and then while nobody has."""
+
+    def __init__(self, arena: npt.NDArray[np.uint8]) -> None:
+        agent, address = make_agent("UCX"), _address(arena)
+        registered = agent.register_memory([(address, len(arena), 0, "")], "DRAM")
+        metadata = base64.b64encode(agent.get_agent_metadata()).decode()
+        self.about = {"nixl": metadata, "base": address}
+        self._arena = arena
+        self._leases, self._ended = 0, False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(
+            target=self._go_on, args=(agent, registered), name="kvloom-nixl", daemon=True
+        )
+        self._thread.start()
+
+    def count(self, change: int) -> None:
+        """So many more leases of pages are out, or fewer."""
+        with self._changed:
+            self._leases += change
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Transfers under way fail."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _go_on(self, agent: Any, registered: Any) -> None:
+        while not self._ended:
+            agent.get_new_notifs()  # nobody sends any: it is the call by which an agent works
+            if self._leases:
+                time.sleep(_BUSY_SECONDS)
+                continue
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self._leases > 0, _IDLE_SECONDS)
+        agent.deregister_memory(registered)
+
+
+class NixlReach:
+    """The client's side: one for each connection. Whatever it raises means that the connection is gone."""
+
+    def __init__(self, about: dict[str, Any], timeout: float) -> None:
+        self._agent, self._base, self._timeout = make_agent("UCX"), int(about["base"]), timeout
+        self._remote = self._agent.add_remote_agent(base64.b64decode(about["nixl"]))
+        self._buffer = aligned_bytes(0)
+        self._registered: Any = None
+
+    def room(self, page_bytes: int) -> int:
+        """How many pages go at once; at least one."""
+        if len(self._buffer) < max(page_bytes, _BUFFER_BYTES):
+            self._deregister()
+            self._buffer = aligned_bytes(max(page_bytes, _BUFFER_BYTES))
+            memory = [(_address(np.frombuffer(self._buffer, np.uint8)), len(self._buffer), 0, "")]
+            self._registered = self._agent.register_memory(memory, "DRAM")
+        return len(self._buffer) // page_bytes
+
+    def page(self, number: int, page_bytes: int) -> memoryview:
+        """A place in the buffer."""
+        return self._buffer[number * page_bytes : (number + 1) * page_bytes]
+
+    def move(self, verb: str, offsets: Sequence[int], page_bytes: int, start: int, stop: int) -> None:
+        """READ or WRITE of bytes [start, stop) of pages of the arena, to or from the same bytes of the buffer's pages."""
+        base, size = _address(np.frombuffer(self._buffer, np.uint8)), stop - start
+        ours = [(base + number * page_bytes + start, size, 0) for number in range(len(offsets))]
+        theirs = [(self._base + offset + start, size, 0) for offset in offsets]
+        agent = self._agent
+        handle = agent.initialize_xfer(
+            verb, agent.get_xfer_descs(ours, "DRAM"), agent.get_xfer_descs(theirs, "DRAM"), self._remote
+        )
+        deadline, pause = time.monotonic() + self._timeout, 20e-6
+        state = agent.transfer(handle)
+        while state not in ("DONE", "ERR"):
+            if time.monotonic() > deadline:
+                _LOST.append(self._buffer)
+                raise TimeoutError(f"NIXL: no end within {self._timeout} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 200e-6)
+            state = agent.check_xfer_state(handle)
+        agent.release_xfer_handle(handle)
+        if state == "ERR":
+            raise ConnectionError("NIXL: the transfer failed")
+
+    def close(self) -> None:
+        self._deregister()
+        self._agent.remove_remote_agent(self._remote)
+
+    def _deregister(self) -> None:
+        registered, self._registered = self._registered, None
+        if registered is not None:
+            self._agent.deregister_memory(registered)
+
+
+def _address(array: npt.NDArray[np.uint8]) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -1,0 +1,274 @@
+"""Mooncake Store as a tier: `mooncake://master:50051?capacity=64GiB&segment=16GiB`.
+
+One client for a tier (mooncake_client.py). Pages go straight between their memory, which is registered, and the store; heads, and
+what is short, compressed or encrypted, pass through a registered buffer that every thread has. The store neither counts for us nor
+tells what it evicted, so `capacity` bounds what this process put there. An empty or negative answer is a miss, and a length is never
+believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.tiers.disk.files import aligned, aligned_bytes
+from kvloom.tiers.options import Options
+from kvloom.tiers.transfer import Outcome
+
+from .bounded_calls import Bounded
+from .mooncake_client import LOST, Client, MooncakeConfig, address_of, library
+from .remote_tier import RemoteConfig, RemoteTier, StoreError, Usage
+from .store_tier import Counted, Place, Store, Want, store_tier
+
+__all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "opener"]
+
+_NO_ROOM, _TOO_LONG, _ABSENT = -200, -600, -704
+_BATCH_BYTES = 16 << 20  # a tenth faster than half of it, and no slower than twice
+_LEAST_PIECE = 256 << 10  # a value in two places is two requests: what is shorter is sooner copied
+
+
+class MooncakeStore(Store):
+    """One thread's way to the store: calls that are bounded in time, and a buffer that is registered."""
+
+    def __init__(self, client: Client, counted: Counted, timeout: float, what: str) -> None:
+        self._shared, self._client, self._counted = client, client.get(), counted
+        self._bounded = Bounded(timeout, what)
+        self._room = aligned_bytes(0)
+        self._address = 0
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        names = [key.hex() for key in keys]
+        found = self._call(lambda: self._client.batch_is_exist(names))
+        self._checked(found, len(keys))
+        if any(code < 0 for code in found):
+            raise StoreError(f"the master does not answer: code {min(found)}")
+        return [code == 1 for code in found]
+
+    def lend(self, memory: npt.NDArray[np.uint8]) -> None:
+        if self._shared.wants(memory):
+            self._call(lambda: self._shared.lend(self._client, memory))
+
+    def get(self, wants: Sequence[Want], place: Place) -> list[int]:
+        """A key that is in a batch twice is asked for once: the client would fill one of its places only."""
+        self._counted.touch(list(dict.fromkeys(want.key for want in wants)))
+        lengths = self._straight(wants, place) if len(set(wants)) == len(wants) else [0] * len(wants)
+        left = [number for number, length in enumerate(lengths) if not length]
+        if not left:
+            return lengths
+        places = {want: number for number, want in enumerate(dict.fromkeys(wants[n] for n in left))}
+        distinct = list(places)
+        sizes = [want.stop - want.start if want.stop else want.most for want in distinct]
+        begins = [0, *accumulate(aligned(size) for size in sizes)]
+        self._stage(begins[-1])
+        got = self._fetch(distinct, begins, sizes)
+        for number in left:
+            want = wants[number]
+            at, length = begins[places[want]], got[places[want]]
+            lengths[number] = length if length > 0 else -1
+            for piece in (place(number, length) or ()) if length > 0 else ():
+                piece[:] = self._room[at : at + len(piece)]
+                at += len(piece)
+        return lengths
+
+    def _straight(self, wants: Sequence[Want], place: Place) -> list[int]:
+        """Values of the likely length straight to where they go: their lengths, -1 for what is not there, 0 for what must be
+        fetched through the buffer."""
+        lengths = [0] * len(wants)
+        pieces = {n: place(n, want.likely) or () for n, want in enumerate(wants) if want.likely}
+        targets = {number: self._laid(here) for number, here in pieces.items()}
+        direct = [number for number, laid in targets.items() if any(address for address, _ in laid)]
+        if not direct:
+            return lengths
+        self._stage(sum(aligned(size) for n in direct for address, size in targets[n] if not address))
+        at, small = 0, []  # what is not lent comes through the buffer
+        buffers: list[list[int]] = []
+        for number in direct:
+            buffers.append([])
+            for piece, (address, size) in zip(pieces[number], targets[number], strict=True):
+                if not address:
+                    address = self._address + at
+                    small.append((number, piece, at))
+                    at += aligned(size)
+                buffers[-1].append(address)
+        names = [wants[number].key.hex() for number in direct]
+        rooms = [[size for _, size in targets[number]] for number in direct]
+
+        def fetch() -> Any:
+            with self._shared.in_turn("get"):
+                return self._client.batch_get_into_multi_buffers(names, buffers, rooms)
+
+        got = self._call(fetch, lent=True)
+        self._checked(got, len(direct))
+        for number, length in zip(direct, got, strict=True):
+            likely = wants[number].likely
+            lengths[number] = -1 if length == _ABSENT else likely if length == likely else 0
+        for number, piece, begin in small:
+            if lengths[number] > 0:
+                piece[:] = self._room[begin : begin + len(piece)]
+        return lengths
+
+    def _laid(self, pieces: Sequence[Any]) -> list[tuple[int, int]]:
+        """Address and length of each piece; address 0 where it is not lent."""
+        views = [memoryview(piece) for piece in pieces]
+        return [(self._shared.address(view) if len(view) >= _LEAST_PIECE else 0, len(view)) for view in views]
+
+    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
+        values = dict(items)
+        laid = {key: self._laid(pieces) for key, pieces in items}
+        sizes = {key: sum(size for _, size in parts) for key, parts in laid.items()}
+        self._evict(self._counted.reserve(sizes))
+        self._stage(sum(aligned(s) for parts in laid.values() for address, s in parts if not address))
+        at, buffers, lengths = 0, [], []
+        for key, parts in laid.items():
+            pointers: list[int] = []
+            rooms: list[int] = []
+            for piece, (address, size) in zip(values[key], parts, strict=True):
+                if address:
+                    pointers.append(address)
+                    rooms.append(size)
+                    continue
+                self._room[at : at + size] = memoryview(piece)
+                if pointers and pointers[-1] + rooms[-1] == self._address + at:
+                    rooms[-1] += size
+                else:
+                    pointers.append(self._address + at)
+                    rooms.append(size)
+                at += size
+            at = aligned(at)
+            buffers.append(pointers)
+            lengths.append(rooms)
+        names, lent = [key.hex() for key in laid], any(len(each) > 1 for each in buffers)
+
+        def send() -> Any:
+            with self._shared.in_turn("put"):
+                return self._client.batch_put_from_multi_buffers(names, buffers, lengths)
+
+        codes = self._call(send, lent=lent)
+        self._checked(codes, len(names))
+        self._counted.forget([key for key, code in zip(laid, codes, strict=True) if code])
+        outcome = {
+            key: Outcome.OK if code == 0 else Outcome.FULL if code == _NO_ROOM else Outcome.FAILED
+            for key, code in zip(laid, codes, strict=True)
+        }
+        return [outcome[key] for key, _ in items]
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        names = [key.hex() for key in dict.fromkeys(keys)]
+        codes = self._call(lambda: self._client.batch_remove(names, True))
+        self._checked(codes, len(names))
+        self._counted.forget(keys)
+        return sum(code == 0 for code in codes)
+
+    def usage(self) -> Usage:
+        return self._counted.usage()
+
+    def close(self) -> None:
+        if self._address:
+            try:
+                self._call(lambda: self._client.unregister_buffer(self._address))
+            except TimeoutError:
+                LOST.append(self._room)  # a call that hangs may still write there
+        self._address = 0
+        self._bounded.close()
+
+    # --- inside
+
+    def _call(self, function: Any, lent: bool = False) -> Any:
+        return self._bounded.call(partial(self._shared.run, function), lent=lent)
+
+    @staticmethod
+    def _checked(answers: Any, count: int) -> None:
+        if len(answers) != count:
+            raise StoreError(f"{len(answers)} answers for {count} keys")
+
+    def _evict(self, gone: list[bytes]) -> None:
+        if gone:
+            names = [key.hex() for key in gone]
+            self._call(lambda: self._client.batch_remove(names, True))
+
+    def _stage(self, size: int) -> None:
+        """A registered buffer of that size. One that was given up to a hung call is never used again: its connection is."""
+        if size <= len(self._room) and self._address:
+            return
+        room = aligned_bytes(max(size, 1 << 20))
+        address = address_of(np.frombuffer(room, np.uint8))
+        old = self._address
+        if self._call(lambda: self._client.register_buffer(address, len(room))):
+            raise StoreError(f"a buffer of {len(room)} bytes could not be registered")
+        if old:
+            self._call(lambda: self._client.unregister_buffer(old))
+        self._room, self._address = room, address
+
+    def _fetch(self, wants: Sequence[Want], begins: list[int], sizes: list[int]) -> list[int]:
+        """The length of each want in its place of the buffer; what is not there is not positive."""
+        lengths = [-1] * len(wants)
+        whole = [number for number, want in enumerate(wants) if not want.stop]
+        parts = [number for number, want in enumerate(wants) if want.stop]
+        if whole:
+            names = [wants[number].key.hex() for number in whole]
+            pointers = [self._address + begins[number] for number in whole]
+            rooms = [sizes[number] for number in whole]
+            got = self._call(lambda: self._client.batch_get_into(names, pointers, rooms))
+            self._checked(got, len(whole))
+            for number, room, length in zip(whole, rooms, got, strict=True):
+                # Longer than any value of ours: damaged, and told as such.
+                lengths[number] = room + 1 if length == _TOO_LONG else min(length, room + 1)
+        for number in parts:
+            want, size = wants[number], sizes[number]
+            name = want.key.hex()
+            length = self._range(name, begins[number], want.start, size)
+            if length == _TOO_LONG:
+                size = min(size, self._size(name) - want.start)
+                length = self._range(name, begins[number], want.start, size) if size > 0 else -1
+            lengths[number] = length if length == size else -1
+        return lengths
+
+    def _size(self, name: str) -> int:
+        return int(self._call(lambda: self._client.get_size(name)))
+
+    def _range(self, name: str, to: int, start: int, size: int) -> int:
+        answer = self._call(
+            lambda: self._client.get_into_ranges([self._address], [[name]], [[[to]]], [[[start]]], [[[size]]])
+        )
+        return int(answer[0][0][0])
+
+
+def open_mooncake(mooncake: MooncakeConfig, config: RemoteConfig) -> RemoteTier:
+    """A TierError when the package is missing, or the master cannot be reached."""
+    library()
+    config = replace(config, batch_bytes=max(config.batch_bytes, _BATCH_BYTES))
+    client, counted = Client(mooncake, config.timeout), Counted(config.capacity)
+    return store_tier(
+        str(mooncake),
+        config,
+        lambda: MooncakeStore(client, counted, config.timeout, str(mooncake)),
+        client.close,
+    )
+
+
+def opener(text: str) -> Callable[[], RemoteTier]:
+    """`mooncake://master:port?capacity=64GiB&segment=16GiB&local=10.0.0.7&protocol=rdma&devices=mlx5_0`."""
+    url = urlsplit(text)
+    options = Options(text, url.query)
+    try:
+        port = url.port or 50051
+    except ValueError as error:
+        raise ValueError(f"{options.told}: {error}") from None
+    if url.hostname is None:
+        raise ValueError(f"{options.told}: where is its master? Write mooncake://host:port?capacity=64GiB")
+    mooncake = MooncakeConfig(
+        master=f"{url.hostname}:{port}",
+        segment=options.size("segment", 0),
+        local=options.text("local", "127.0.0.1"),
+        metadata=options.text("metadata", "P2PHANDSHAKE"),
+        protocol=options.text("protocol", "tcp"),
+        devices=options.text("devices", ""),
+    )
+    return partial(open_mooncake, mooncake, options.remote())

@@ -1,0 +1,170 @@
+"""NIXL as a disk tier's way to its files: `nixl:///nvme/kv?capacity=1TiB&backend=POSIX`.
+
+The tier is the disk tier: the same segments, index, checksums and crash safety. Only pages travel by NIXL (POSIX, or GDS and
+GDS_MT where those plug-ins load); headers and everything at a file's end go by plain calls. Knows no formats.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from itertools import count
+from typing import Any, Literal, get_args
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from kvloom.tiers.disk.disk_tier import DiskConfig, DiskTier
+from kvloom.tiers.disk.files import Files
+from kvloom.tiers.encoding.checksums import checksums
+from kvloom.tiers.options import Options
+from kvloom.tiers.tier import TierError
+
+__all__ = ["Backend", "NixlFiles", "finish_each", "make_agent", "open_nixl", "opener"]
+
+Backend = Literal["POSIX", "GDS", "GDS_MT"]
+_LEAST_BYTES = 64 << 10  # below that a plain call is sooner done than described
+_numbers = count()
+
+
+def make_agent(backend: str, parameters: dict[str, str] | None = None) -> Any:
+    """An agent with one backend; for one thread at a time. A TierError where NIXL or the plug-in is missing. It has no
+    thread of NIXL's own, which would keep a core busy for as long as it lives: transfers go on while they are asked about."""
+    os.environ.setdefault("UCX_MODULES", "^ib")  # with it loaded and unused, the process crashes at its end
+    logging.getLogger("nixl").setLevel(logging.ERROR)
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    try:
+        api = import_module("nixl._api")
+    except ImportError as error:
+        raise TierError(
+            f"NIXL cannot be loaded ({error}): pip install --no-deps nixl nixl-cu12 (a plain install brings CUDA along)"
+        ) from error
+    try:
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        agent = api.nixl_agent(f"kvloom-{os.getpid()}-{next(_numbers)}", config)
+        agent.create_backend(backend, parameters or {})
+    except Exception as error:
+        raise TierError(f"NIXL's plug-in {backend} does not load here: {error!r}") from error
+    return agent
+
+
+class NixlFiles(Files):
+    """File calls of which the long ones go by NIXL. Every thread has an agent of its own."""
+
+    def __init__(self, directory: int, backend: Backend = "POSIX") -> None:
+        super().__init__(directory)
+        self._backend = backend
+        self._local = threading.local()
+        self.moved = 0  # bytes that went by NIXL
+        self._agent()  # what is missing is said now
+
+    def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
+        size = sum(map(len, into))
+        if size < _LEAST_BYTES or offset + size > os.fstat(fd).st_size:
+            return super().read(fd, into, offset)
+        self._move("READ", fd, into, offset)
+        return size
+
+    def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
+        """In one call: a NIXL transfer costs more to describe than its bytes gain by being checked early."""
+        return self.read(fd, [into], offset), checksums(into, run_bytes)
+
+    def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
+        if sum(map(len, pieces)) < _LEAST_BYTES:
+            super().write(fd, pieces, offset)
+        else:
+            self._move("WRITE", fd, pieces, offset)
+
+    def _agent(self) -> Any:
+        if not hasattr(self._local, "agent"):
+            self._local.agent = make_agent(self._backend)
+        return self._local.agent
+
+    def _move(self, verb: str, fd: int, pieces: Sequence[Any], offset: int) -> None:
+        """All of it, or an OSError."""
+        agent = self._agent()
+        memory, places, registered = [], [], []
+        at = offset
+        for piece in pieces:
+            address = int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0])
+            memory.append((address, len(piece), 0))
+            places.append((at, len(piece), fd))
+            at += len(piece)
+        try:
+            registered.append(agent.register_memory([(*place, "") for place in memory], "DRAM"))
+            registered.append(agent.register_memory([(offset, at - offset, fd, "")], "FILE"))
+            handle = agent.initialize_xfer(
+                verb,
+                agent.get_xfer_descs(memory, "DRAM"),
+                agent.get_xfer_descs(places, "FILE"),
+                agent.name,
+            )
+            try:
+                _finish(agent, handle)
+            finally:
+                agent.release_xfer_handle(handle)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(errno.EIO, f"NIXL: {error!r}") from error
+        finally:
+            for each in registered:
+                agent.deregister_memory(each)
+        self.moved += at - offset
+
+
+def _finish(agent: Any, handle: Any) -> None:
+    """Waits for a transfer; an OSError if it fails."""
+    if not all(finish_each(agent, [handle])):
+        raise OSError(errno.EIO, "NIXL: the transfer failed")
+
+
+def finish_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
+    """Waits until every one of some transfers is over; which did not fail. (Of one transfer in many parts a backend may tell that
+    a part failed while it still moves others.)"""
+
+    def state(verb: Callable[[Any], str], handle: Any) -> str:
+        try:
+            return verb(handle)
+        except Exception:  # noqa: BLE001  told as what it is: it is over
+            return "ERR"
+
+    states = [state(agent.transfer, handle) for handle in handles]
+    going, pause = list(range(len(handles))), 20e-6
+    while going := [number for number in going if states[number] not in ("DONE", "ERR")]:
+        time.sleep(pause)
+        pause = min(2 * pause, 100e-6)
+        for number in going:
+            states[number] = state(agent.check_xfer_state, handles[number])
+    return [state == "DONE" for state in states]
+
+
+def open_nixl(config: DiskConfig, backend: Backend = "POSIX") -> DiskTier:
+    """A disk tier whose pages travel by NIXL. A TierError where it is missing."""
+    _check(backend)
+    make_agent(backend)
+    return DiskTier(config, lambda directory: NixlFiles(directory, backend))
+
+
+def opener(text: str) -> Callable[[], DiskTier]:
+    """`nixl:///path?capacity=1TiB&backend=POSIX&durable=process&compression=lz4&readers=4`."""
+    url = urlsplit(text)
+    options = Options(text, url.query)
+    path = unquote(url.path)
+    if not path.startswith("/") or url.netloc:
+        raise ValueError(f"{options.told}: write nixl:///directory?capacity=1TiB")
+    backend: Any = options.text("backend", "POSIX")
+    config = options.disk(path)
+    _check(backend)
+    return partial(open_nixl, config, backend)
+
+
+def _check(backend: str) -> None:
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend={backend!r} is none of {', '.join(get_args(Backend))}")

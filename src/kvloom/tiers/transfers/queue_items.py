@@ -1,0 +1,58 @@
+"""What a lane is asked for: lookups, loads, and the pieces that loads and stores are cut into. Data; it computes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.tiers.host.lease import Lease
+from kvloom.tiers.tier import Objects
+from kvloom.tiers.transfer import Transfer
+
+__all__ = ["Load", "Lookup", "Piece"]
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Lookup:
+    """Which of many objects a tier has; `found` when `done`, nothing of what was not answered in time."""
+
+    def __init__(self, objects: list[Objects]) -> None:
+        self.objects = objects
+        self.found: list[Mask] = [np.zeros(len(o), bool) for o in objects]
+        self.done = False
+
+
+class Load:
+    """Objects of one form on their way into host memory; `came` when `done`."""
+
+    def __init__(self, objects: Objects, deadline: float) -> None:
+        self.objects, self.deadline = objects, deadline
+        self.came: Mask = np.zeros(len(objects), bool)
+        self.left = len(objects)
+        self.given_up = False
+
+    @property
+    def done(self) -> bool:
+        return self.left == 0 or self.given_up
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Part of a load, or of a store, with the places it has in the arena while it is under way."""
+
+    objects: Objects
+    size: int
+    load: Load | None
+    at: npt.NDArray[np.int64] | None = None  # its place in the load
+    lease: Lease | None = None
+    index: npt.NDArray[np.int64] | None = None  # which of its objects are asked of the tier
+    transfer: Transfer | None = None
+    began: float = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.load is not None and self.load.given_up

@@ -1,0 +1,201 @@
+"""The mover: what goes up into host memory and down from it, and when. One lane a tier, nearest tier first.
+
+    find(objects)   which of them are in host memory or below         (lookups, answered in bounded time)
+    fetch(objects)  those below come into host memory                 (promotion; nearest deadline first)
+    kept(objects)   pages came into host memory from above: the tiers below get copies as their policies say
+
+A caller polls what it got and never waits for a tier; `wait` sleeps until something was done. A failed, late or hung tier
+is an answer "no", counted in `faults`. Knows names and bytes: not prompts, kinds or devices.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.tiers.host.host_tier import HostTier
+from kvloom.tiers.registry import Place
+from kvloom.tiers.tier import Objects
+
+from .circuit_breaker import Faults
+from .queue_items import Load, Lookup
+from .tier_queue import Lane, LaneConfig
+
+__all__ = ["Fetch", "Finding", "Mover", "MoverConfig"]
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class MoverConfig:
+    """A lookup may take `lookup_seconds`. Tiers that are written "back" get what is oldest in host memory when that is
+    fuller than `full`."""
+
+    lookup_seconds: float = 0.25
+    full: float = 0.85
+    lane: LaneConfig = field(default_factory=LaneConfig)
+
+
+class Finding:
+    """Where many objects are; `found` (here or below) once `done`."""
+
+    def __init__(self, mover: Mover, objects: Sequence[Objects]) -> None:
+        self.objects = list(objects)
+        self.here: list[Mask] = [mover.host.lookup(o) for o in self.objects]
+        self.found: list[Mask] = [mask.copy() for mask in self.here]
+        self.below: dict[bytes, int] = {}
+        """key → which lane has it, of those that are not in host memory."""
+        self._mover = mover
+        self._deadline = time.monotonic() + mover.config.lookup_seconds
+        self._asked: list[tuple[int, list[npt.NDArray[np.int64]], Lookup]] = []
+        missing = [np.flatnonzero(~mask) for mask in self.here]
+        if any(at.size for at in missing):
+            some = [
+                Objects([o.names[i] for i in at.tolist()], o.group, o.form, o.tenant)
+                for o, at in zip(self.objects, missing, strict=True)
+            ]
+            for number, lane in enumerate(mover.lanes):
+                lookup = Lookup(some)
+                if lane.look_up(lookup):
+                    self._asked.append((number, missing, lookup))
+
+    @property
+    def done(self) -> bool:
+        """Whether every lane has answered; one that does not in time has nothing."""
+        if not self._asked:
+            return True
+        late = time.monotonic() >= self._deadline
+        if not late and not all(lookup.done for _, _, lookup in self._asked):
+            return False
+        for number, missing, lookup in self._asked:
+            if not lookup.done:
+                self._mover.lanes[number].failed_to_answer("lookup")
+                continue
+            for place, (at, objects, here) in enumerate(
+                zip(missing, lookup.objects, lookup.found, strict=True)
+            ):
+                for i in np.flatnonzero(here).tolist():
+                    self.below.setdefault(objects.keys[i], number)
+                self.found[place][at] |= here
+        self._asked = []
+        return True
+
+
+class Fetch:
+    """Objects on their way into host memory. `came[i]`: is each of `objects[i]` there now? Valid when `done`."""
+
+    def __init__(
+        self, mover: Mover, objects: Sequence[Objects], below: dict[bytes, int], deadline: float
+    ) -> None:
+        self.deadline = deadline
+        self._loads: list[tuple[Lane, Load]] = []
+        self.bytes = 0
+        for one in objects:
+            by_lane: dict[int, list[int]] = {}
+            for i, key in enumerate(one.keys):
+                if key in below:
+                    by_lane.setdefault(below[key], []).append(i)
+            for number, at in by_lane.items():
+                part = Objects([one.names[i] for i in at], one.group, one.form, one.tenant)
+                self.bytes += len(part) * one.form.page_bytes
+                self._loads.append((mover.lanes[number], Load(part, deadline)))
+        for lane, load in self._loads:
+            lane.load(load)
+
+    @property
+    def done(self) -> bool:
+        """Whether all has come, or will not; what is late is given up."""
+        if all(load.done for _, load in self._loads):
+            return True
+        if time.monotonic() < self.deadline:
+            return False
+        self.cancel()
+        return True
+
+    @property
+    def came(self) -> int:
+        """Objects that came."""
+        return sum(int(load.came.sum()) for _, load in self._loads)
+
+    @property
+    def asked(self) -> int:
+        return sum(len(load.objects) for _, load in self._loads)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more. What has come stays in host memory."""
+        for lane, load in self._loads:
+            if not load.done:
+                lane.give_up(load)
+
+
+class Mover:
+    """`host` is where everything passes; `places` the tiers below it, nearest first. One thread calls; lanes have their own."""
+
+    def __init__(self, host: HostTier, places: Sequence[Place], config: MoverConfig | None = None) -> None:
+        self.host, self.places, self.config = host, tuple(places), config or MoverConfig()
+        self.faults = Faults()
+        self._changed = threading.Event()
+        self.lanes = [
+            Lane(place.tier, host, self.faults, self.config.lane, self._changed.set) for place in self.places
+        ]
+        self._dirty: list[OrderedDict[bytes, Objects]] = [OrderedDict() for _ in self.places]
+        self._looked = 0.0
+
+    def find(self, objects: Sequence[Objects]) -> Finding:
+        """Look many objects up, in host memory at once and below it by and by."""
+        return Finding(self, objects)
+
+    def fetch(self, objects: Sequence[Objects], below: dict[bytes, int], deadline: float) -> Fetch:
+        """Bring objects into host memory from the lanes that `below` (of a Finding) names, until `deadline`."""
+        return Fetch(self, objects, below, deadline)
+
+    def kept(self, objects: Objects, used: bool) -> None:
+        """Objects came into host memory from above, `used` before or not: whoever below wants them gets them."""
+        for place, lane, dirty in zip(self.places, self.lanes, self._dirty, strict=True):
+            if place.lossy and objects.form.exact:
+                continue  # nobody who wants them exact would find them there
+            if place.write == "through" or (place.write == "second-use" and used):
+                lane.store(objects)
+            elif place.write == "back":
+                for name, key in zip(objects.names, objects.keys, strict=True):
+                    if key not in dirty:
+                        dirty[key] = Objects([name], objects.group, objects.form, objects.tenant)
+        self._write_back(time.monotonic())
+
+    def _write_back(self, now: float) -> None:
+        """Where host memory is nearly full, store what came there first."""
+        if not any(self._dirty) or now - self._looked < 0.05:
+            return
+        self._looked = now
+        stats = self.host.stats()
+        over = stats.bytes - self.config.full * stats.capacity
+        for lane, dirty in zip(self.lanes, self._dirty, strict=True):
+            left = over - lane.waiting_stores
+            while left > 0 and dirty:
+                _, objects = dirty.popitem(last=False)
+                lane.store(objects)
+                left -= objects.form.page_bytes
+
+    def wait(self, timeout: float) -> None:
+        """Sleep until a lane did something, `timeout` seconds at the most."""
+        self._changed.wait(timeout)
+        self._changed.clear()
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Store what is still to be stored, within `timeout`, and close every tier."""
+        for lane, dirty in zip(self.lanes, self._dirty, strict=True):
+            for objects in dirty.values():
+                lane.store(objects)
+            dirty.clear()
+        deadline = time.monotonic() + timeout
+        for lane in self.lanes:
+            lane.close(max(0.1, deadline - time.monotonic()))
+        for place in self.places:
+            place.tier.close()
+        self.host.close()

@@ -1,0 +1,82 @@
+"""A tier that could not be opened: it is tried again, less and less often, and is itself as soon as it can be.
+
+Until then it has nothing and keeps nothing; what is asked of it fails at once, and says why. Knows only how to open the tier.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.tiers.tier import Objects, Ranges, Tier
+from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
+
+__all__ = ["AwayTier"]
+
+log = logging.getLogger("kvloom.tiers")
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Seconds before it is tried again: each time in vain doubles them."""
+
+
+class AwayTier(Tier):
+    """`opened` opens it, or raises a TierError; `why` is what it said the first time."""
+
+    def __init__(self, name: str, opened: Callable[[], Tier], why: str) -> None:
+        self._name, self._opened, self._why = name, opened, why
+        self._inner: Tier | None = None
+        self._tally = Tally()
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        threading.Thread(target=self._try, name=f"kvloom-away-{name}", daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capacity(self) -> int:
+        return 0 if self._inner is None else self._inner.capacity
+
+    def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
+        return np.zeros(len(objects), np.bool_) if self._inner is None else self._inner.lookup(objects)
+
+    def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
+        return self._fail(objects, "read") if self._inner is None else self._inner.read(objects, into, part)
+
+    def write(self, objects: Objects, source: Ranges) -> Transfer:
+        return self._fail(objects, "write") if self._inner is None else self._inner.write(objects, source)
+
+    def drop(self, objects: Objects) -> int:
+        return 0 if self._inner is None else self._inner.drop(objects)
+
+    def stats(self) -> TierStats:
+        return self._tally.stats(0, 0, 0, 0) if self._inner is None else self._inner.stats()
+
+    def close(self) -> None:
+        with self._lock:  # or it would be opened now, and stay open
+            self._ended.set()
+        if self._inner is not None:
+            self._inner.close()
+
+    def _fail(self, objects: Objects, verb: str) -> Transfer:
+        return failed_transfer(len(objects), self._tally, verb, Outcome.FAILED, self._why)
+
+    def _try(self) -> None:
+        pause = FIRST_PAUSE
+        while not self._ended.wait(pause):
+            try:
+                tier = self._opened()
+            except Exception as error:  # noqa: BLE001  whatever it is, it is tried again
+                self._why = str(error)
+            else:
+                with self._lock:
+                    if not self._ended.is_set():
+                        self._inner = tier
+                        log.warning("tier %s is there now", self._name)
+                        return
+                tier.close()
+                return
+            pause = min(2 * pause, LONGEST_PAUSE)
