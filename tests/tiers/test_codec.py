@@ -95,7 +95,7 @@ def test_runs_in_another_order_are_seen() -> None:
 
 def test_another_version_is_told_from_damage() -> None:
     packed = bytearray(sealed("none")[0].pack())
-    packed[4:6] = struct.pack("<H", VERSION + 2)
+    packed[4:6] = struct.pack("<H", VERSION + 3)
     assert parse_head(memoryview(packed)) == Outcome.VERSION
 
 
