@@ -327,3 +327,15 @@ def test_a_form_too_large_for_the_store_is_refused(tier: RemoteTier) -> None:
     big = Form("f", "x", CAPACITY, CAPACITY)
     with pytest.raises(ValueError, match="does not fit redis://"):
         tier.write(objects([1], big), memory(1, CAPACITY))
+
+
+def test_counts_that_a_server_makes_up_stay_within_64_bits(port: int) -> None:
+    with_counts = client(port)
+    with_counts.ask("FLUSHALL")
+    with_counts.ask("HSET", "kvloom/1:counts", "bytes", "9" * 40, "evicted", "-5")
+    tier = another(port)
+    assert tier.stats().bytes == (1 << 63) - 1
+    assert tier.stats().evicted == 0
+    tier.close()
+    with_counts.ask("FLUSHALL")
+    with_counts.close()
