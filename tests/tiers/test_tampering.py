@@ -312,6 +312,20 @@ def test_authentication_needs_no_package_and_encryption_names_it(
     tier.close()
 
 
+@pytest.mark.server
+def test_a_process_without_the_package_removes_no_encrypted_page_of_others(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = keys_file(tmp_path)
+    with redis(port, f"&keys={path}") as (tier, _):
+        assert put(tier, PAGES).ok.all()
+        monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+        other = open_tier(f"redis://127.0.0.1:{port}/0?capacity=16MiB&keys={path}&protect=authenticate")
+        assert (get(other, PAGES).results == Outcome.VERSION).all()
+        other.close()
+        assert get(tier, PAGES).ok.all()
+
+
 class TestAuthenticatedDisk(TierConformance):
     def make(self, folder: Path) -> Harness:
         config = DiskConfig(

@@ -295,6 +295,8 @@ def _unlock(head: Head, body: memoryview, first: int, into: memoryview, codec: C
         cipher = codec.keys.page_cipher(tenant, head.salt, kind)
     except NoKeyError:
         return Outcome.LOCKED
+    except TierError:
+        return Outcome.VERSION  # a good page, for a process that has the package
     context = _context(head.key, head.method, head.runs, head.run_bytes, head.cipher)
     at, step = 0, head.run_bytes
     for number in range(first, first + len(into) // step):

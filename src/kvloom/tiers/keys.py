@@ -134,12 +134,12 @@ class Keyring:
             ) from None
 
     def page_cipher(self, tenant: str, salt: bytes, protect: Protect = "encrypt") -> PageCipher:
-        """Returns the cipher of one page. NoKeyError: the tenant has no key, or the package for it is missing."""
+        """Returns the cipher of one page. NoKeyError: the tenant has no key. TierError: the package for it is missing."""
         key = self._tenant_key(tenant)
         if protect == "authenticate":
             return _Mac(_derived(salt, key, _PERSON_MAC))
         if self._aes is None:
-            raise NoKeyError("the package 'cryptography' is missing: pip install 'kvloom[encryption]'")
+            raise TierError("the package 'cryptography' is missing: pip install 'kvloom[encryption]'")
         return _Aes(self._aes(_derived(salt, key, _PERSON)), self._invalid)
 
     def rename(self, objects: Objects) -> Objects:

@@ -26,7 +26,7 @@ __all__ = ["PREFIX", "Counted", "Place", "Store", "Want", "store_tier"]
 PREFIX = b"kvloom/1/"
 _FORGET = (Outcome.CORRUPT, Outcome.SHORT)  # it will not get better: room for a good copy
 _FORGET_KEYED = (*_FORGET, Outcome.LAYOUT, Outcome.LOCKED, Outcome.UNTRUSTED)
-"""With keys a page's name is derived from its key and layout: a page that does not fit them is nobody else's good one."""
+"""With keys a stored name is derived from tenant, block hash and layout: a page that does not fit them is good for no reader."""
 
 Place = Callable[[int, int], Sequence[memoryview] | None]
 """(which, length) -> where that many bytes go, in order; None: they are not wanted."""
