@@ -20,6 +20,7 @@ from kvloom.core.sizes import parse_size
 
 from .disk.disk_tier import DiskConfig, DiskTier
 from .encoding.codec import Compression
+from .encoding.encryption import Protect
 from .encoding.lossy import Coding, LossyTier
 from .host.host_tier import HostConfig, HostTier
 from .shares import Shares, Sharing
@@ -199,7 +200,7 @@ def _host(text: str) -> Opener:
 
 
 def _disk(text: str) -> Opener:
-    plain, options = options_of(text, ("durable", "compression", "evict", "keys"))
+    plain, options = options_of(text, ("durable", "compression", "evict", "keys", "protect"))
     path, colon, size = plain.removeprefix("disk:").rpartition(":")
     if not colon or not path:
         raise ValueError(f"tier {text!r}: write it like disk:/path:1TiB")
@@ -213,6 +214,7 @@ def _disk(text: str) -> Opener:
             durable=cast(Literal["power", "process"], durable),
             compression=cast(Compression, compression),
             keys=options.get("keys"),
+            protect=cast(Protect | None, options.get("protect")),
             evict=cast(Literal["oldest", "least-used"], evict),
         )
     except ValueError as error:
