@@ -27,7 +27,7 @@ class Node(Entry):
         "end",
         "grown",
         "hashes",
-        "is_offloaded",
+        "offloaded_tokens",
         "locks",
         "pages",
         "parent",
@@ -56,7 +56,7 @@ class Node(Entry):
         self.hashes: list[bytes] = []  # of the grains that end in it, as far as anyone asked
         self.locks = 0
         self.unneeded_windows = 0
-        self.is_offloaded = 0  # tokens whose pages were offered to whoever keeps copies below
+        self.offloaded_tokens = 0  # tokens whose pages were offered to whoever keeps copies below
         self.grown = 0  # after how many marks of theirs it got its last pages
         self.settled = start  # where it ended at that mark
 

@@ -91,10 +91,10 @@ class OffloadSource:
         current: Node | None = node
         while current is not None and current.parent is not None:
             base = current.start // self.block
-            if current.is_offloaded < current.end:
-                first = max(current.is_offloaded, current.start) // self.block - base
+            if current.offloaded_tokens < current.end:
+                first = max(current.offloaded_tokens, current.start) // self.block - base
                 self._collect(current, first, current.count, leaving=False)
-                current.is_offloaded = current.end
+                current.offloaded_tokens = current.end
             for checkpoint in current.checkpoints:
                 if not checkpoint.is_offloaded:
                     checkpoint.is_offloaded = True

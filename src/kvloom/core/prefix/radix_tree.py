@@ -288,7 +288,7 @@ class RadixTree(Checkpoints):
             next(self._serials), node.created, node.start, node.text[:offset], node.pages[:upper_rows].copy()
         )
         upper.parent, upper.root, upper.row_bytes = node.parent, node.root, node.row_bytes
-        for name in ("last_used", "hits", "priority", "expires", "ended", "value", "offered", "grown"):
+        for name in ("last_used", "hits", "priority", "expires", "ended", "value", "offloaded_tokens", "grown"):
             setattr(upper, name, getattr(node, name))
         upper.settled, node.settled = min(node.settled, at), max(node.settled, at)
         if node.history is not None:
@@ -334,7 +334,7 @@ class RadixTree(Checkpoints):
             self.publisher.dropped(node, max(end, start), why)
         if self.offload_source is not None:
             self.offload_source.on_trim(node, end)
-            node.is_offloaded = min(node.is_offloaded, end)
+            node.offloaded_tokens = min(node.offloaded_tokens, end)
         keep = 0 if end <= start else (end - 1) // block - start // block + 1
         gone = node.pages[keep : node.count]
         node.root.account.used -= self.pages.drop_cached(gone)

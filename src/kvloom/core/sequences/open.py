@@ -124,7 +124,7 @@ class Opener(SequenceOps):
             node = passed if passed.end <= boundary else self.tree.split(passed, boundary)
             node.hits += 1
             if node.hits == 1:
-                node.is_offloaded = 0  # it was used again: whoever waits for that hears of it once more
+                node.offloaded_tokens = 0  # it was used again: whoever waits for that hears of it once more
             node.ended = False
             if match.control.retain:
                 self._raise_priority(node, match.control, now)
