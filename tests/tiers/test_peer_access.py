@@ -298,6 +298,18 @@ def test_a_stored_page_is_neither_overwritten_nor_dropped_by_others() -> None:
         owner.close()
 
 
+def test_a_place_that_was_not_written_shows_no_page_that_was_there_before() -> None:
+    with served() as server:
+        filled_by_peer(server, range(64))  # all of the tier
+        with guest(server) as other:
+            lease = other._ask(asked(Verb.RESERVE, range(100, 104)))
+            assert lease.payload[:4] == bytes([Outcome.PENDING] * 4)
+            other._ask(Message(Verb.COMMIT, a=lease.a, b=1, payload=bytes(4 * 8 * PAGE // RUN)))
+            answer = other._ask(asked(Verb.READ, range(100, 104), a=0, b=PAGE))
+            assert answer.payload[:4] == bytes([Outcome.OK] * 4)
+            assert not any(other._channel.take(4 * PAGE))
+
+
 def test_places_that_are_never_filled_do_not_push_out_all_pages() -> None:
     with served(16 * MIB, MIB) as server:
         filled_by_peer(server, range(200))
@@ -323,7 +335,10 @@ def test_one_connection_has_few_leases_and_bounded_bytes() -> None:
             assert held.count(Outcome.OK) == 2 * MIB // PAGE, "an eighth of the tier"
             with pytest.raises(PeerError, match="4 leases of one connection: release some"):
                 other._ask(asked(Verb.HOLD, range(1)))
-        with guest(server) as other, pytest.raises(PeerError, match="9000 objects in one lease"):
+        with (
+            guest(server) as other,
+            pytest.raises(PeerError, match="9000 objects in leases of one connection"),
+        ):
             other._ask(asked(Verb.HOLD, range(9000)))
 
 

@@ -159,6 +159,7 @@ def _open_own(name: str, flags: int, directory: int, owners: frozenset[int]) -> 
     if why:
         os.close(fd)
         raise NotOursError(name, f"{why}: remove it, or give another directory")
+    os.set_blocking(fd, True)
     return fd
 
 

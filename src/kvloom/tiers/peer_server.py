@@ -41,7 +41,7 @@ _NAME_BYTES = 16
 _MOST_LEASES, _MOST_LEASED = (
     4,
     8192,
-)  # of one connection, and objects of one lease; a client has one of 4096 at most
+)  # of one connection, and their objects; a client has one lease of 4096 at most
 _MOST_LEASE_BYTES = 64 << 20
 _LEAST_PAGE, _LEAST_RUN = 512, 64  # smaller ones cost more bookkeeping than bytes
 
@@ -229,7 +229,10 @@ class PeerServer:
 
     def _serve(self, guest: Guest, local: bool, user: int) -> None:
         channel = guest.channel
-        requests = _Requests(self._tier, guest, self._about, self._config.read_only, self._nixl, self._lends)
+        maps = self._nixl is not None or (local and user in (os.geteuid(), 0))
+        requests = _Requests(
+            self._tier, guest, self._about, self._config.read_only, self._nixl, self._lends, maps
+        )
         try:
             allowed = not local or user in self._users
             # By a Unix socket the system says who it is: there the hello proves nothing.
@@ -293,9 +296,11 @@ class _Requests:
         read_only: bool,
         nixl: NixlArena | None,
         lends: _Lends,
+        maps: bool,
     ) -> None:
+        """`maps`: this client may read all of the arena anyway."""
         self._tier, self._guest, self._channel, self._where = tier, guest, guest.channel, about
-        self._read_only, self._nixl, self._lends = read_only, nixl, lends
+        self._read_only, self._nixl, self._lends, self._maps = read_only, nixl, lends, maps
         self._writer = lends.writer(os.urandom(16))
         self.leases: dict[int, _Lent] = {}
         self._next = 1
@@ -341,8 +346,9 @@ class _Requests:
         self, message: Message, budget: Budget, take: Callable[[Objects], Lease]
     ) -> tuple[int, Lease, list[int]]:
         """A lease of as many objects as the limits allow: its number, the lease, results of the others (BUSY)."""
-        if message.count > _MOST_LEASED:
-            raise ValueError(f"{message.count} objects in one lease: the limit is {_MOST_LEASED}")
+        objects = message.count + sum(len(lent.lease.offsets) for lent in self.leases.values())
+        if objects > _MOST_LEASED:
+            raise ValueError(f"{objects} objects in leases of one connection: the limit is {_MOST_LEASED}")
         if len(self.leases) >= _MOST_LEASES:
             raise ValueError(
                 f"{len(self.leases)} leases of one connection: release some, the limit is {_MOST_LEASES}"
@@ -417,6 +423,9 @@ class _Requests:
 
     def _reserve(self, message: Message) -> None:
         number, lease, busy = self._lend(message, self._lends.reserved, self._places)
+        if not self._maps:  # else a client that writes nothing would read what an evicted page left there
+            for at, stop in _joined(lease.offsets[lease.offsets >= 0].tolist(), message.page_bytes):
+                self._tier.arena[at:stop] = 0
         payload = _results(lease, busy) + _offsets(lease, busy)
         self._channel.send(Message(Verb.RESERVE, message.count, a=number, payload=payload))
 
