@@ -42,7 +42,6 @@ class Files:
 
     def __init__(self, directory: int) -> None:
         self.directory = directory
-        self._owners = _owners_of(directory)
 
     def names(self) -> list[str]:
         return os.listdir(self.directory)  # noqa: PTH208  of the directory held open, not of a path
@@ -55,7 +54,7 @@ class Files:
         the file keeps its bytes, where it is of another kind or owner."""
         flags = os.O_CREAT | os.O_EXCL if create else 0
         flags |= getattr(os, "O_DIRECT", 0) if direct else 0
-        return _open_own(name, flags, self.directory, self._owners)
+        return _open_own(name, flags, self.directory)
 
     def remove(self, name: str) -> None:
         os.unlink(name, dir_fd=self.directory)
@@ -138,7 +137,7 @@ def _owners_of(directory: int) -> frozenset[int]:
     return frozenset((us,) if us else (us, os.fstat(directory).st_uid))
 
 
-def _open_own(name: str, flags: int, directory: int, owners: frozenset[int]) -> int:
+def _open_own(name: str, flags: int, directory: int) -> int:
     """Opens a regular file for reading and writing and verifies it before any byte changes."""
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -152,7 +151,7 @@ def _open_own(name: str, flags: int, directory: int, owners: frozenset[int]) -> 
     found, why = os.fstat(fd), ""
     if not stat.S_ISREG(found.st_mode):
         why = "is no regular file"
-    elif found.st_uid not in owners:
+    elif found.st_uid not in _owners_of(directory):
         why = f"belongs to user {found.st_uid}, not to user {os.geteuid()}"
     elif found.st_nlink > 1:
         why = f"has {found.st_nlink} hard links, and a tier's file has one"
@@ -219,7 +218,7 @@ def _lock(path: Path, directory: int) -> int:
     """Locks a verified directory; returns the lock's descriptor."""
     _check_directory(path, directory)
     try:
-        lock = _open_own("lock", os.O_CREAT, directory, _owners_of(directory))
+        lock = _open_own("lock", os.O_CREAT, directory)
     except NotOursError as error:
         raise TierError(f"the disk tier does not use {path}: {error.strerror}") from error
     except OSError as error:
