@@ -63,7 +63,7 @@ TIER = (
     "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
 )
 GRAMMAR_SECONDS = "CPU time that one grammar may take to compile, and again for each step (default: 2)"
-GRAMMAR_MEMORY = "memory that one grammar may take; all together may take four times that (default: 256MiB)"
+GRAMMAR_MEMORY = "memory that one grammar may take; all together may take eight times that (default: 256MiB)"
 MOST = 10**12
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BAD_INPUT = 2

@@ -44,10 +44,15 @@ SLOW_COMPILES = 4
 """Compilations that may go on so; one more is refused."""
 LATE_SECONDS = 0.1
 """After so long a mask is computed at the lowest priority."""
-MOST_GRAMMARS = 256
+PROCESS_BYTES = 4 << 20
+"""What a process takes beside its grammar."""
+MOST_GRAMMARS = 512
 """Processes at once. Those without a request end first, the least recently used one first."""
-TOTAL_MEMORY = 4
+UNUSED_SECONDS = 1.0
+"""How long a grammar without a request is spared: whoever asked for it may be about to start."""
+TOTAL_MEMORY = 8
 """All grammars together may take so many times the memory of one."""
+QUEUE_SECONDS = 30.0
 START_SECONDS = 120.0
 MOST_REFUSED = 1024
 """Grammars that failed and are refused at once when they come again."""
@@ -175,13 +180,15 @@ class Grammar:
         self.busy = False
         """Whether it failed because others took what it needed: it may be tried again."""
         self.users = 0
-        self.bytes = 0
+        self.bytes = PROCESS_BYTES
         self.link: socket.socket | None = None
         self.buffer, self.unsent = bytearray(), bytearray()
         self.sent: deque[tuple[float, list[GrammarState]]] = deque()
         """Frames that are not answered: when they went, and whose masks they asked for."""
         self.late = False
         self.key = -1
+        self.queued = self.wanted = time.monotonic()
+        """When it was asked for first, and last, or became ready."""
         self._operations: list[list[Any]] = []
         self._asking: list[GrammarState] = []
         self._dropped: list[int] = []
@@ -282,7 +289,7 @@ class Grammar:
 
     def _take(self, told: dict[str, Any], data: npt.NDArray[np.int32]) -> None:
         _, asking = self.sent.popleft()
-        self.bytes = told["bytes"]
+        self.bytes = PROCESS_BYTES + told["bytes"]
         masks = data.reshape(len(told["about"]), -1) if told["about"] else data
         if not self.ready:
             if told["error"]:
@@ -290,6 +297,7 @@ class Grammar:
                 return
             _, done, accepts = told["about"][0]
             self._first, self.ready = (masks[0], done, accepts), True
+            self.wanted = time.monotonic()
             return
         for state, about, mask in zip(asking, told["about"], masks, strict=True):
             error, done, accepts = about
@@ -338,6 +346,7 @@ class Grammars:
         if found is not None and not found.busy:
             self._known.move_to_end(digest)
             found.check()
+            found.wanted = time.monotonic()
             return found
         if (why := self._refused.get(digest)) is not None:
             self._refused.move_to_end(digest)
@@ -422,12 +431,14 @@ class Grammars:
 
     def _make_place(self) -> bool:
         """End grammars without a request while there are too many processes or too much memory; whether one more may come."""
+        now = time.monotonic()
         used = sum(grammar.bytes for grammar in self._live.values())
         most = TOTAL_MEMORY * self.limits.memory
         for digest, grammar in list(self._known.items()):
             if len(self._live) < MOST_GRAMMARS and used <= most:
                 return True
-            if grammar.ready and not grammar.users and grammar.key in self._live:
+            unused = grammar.ready and not grammar.users and now - grammar.wanted > UNUSED_SECONDS
+            if unused and grammar.key in self._live:
                 used -= grammar.bytes
                 del self._known[digest]
                 self._end(grammar, "ended: no request used it", busy=True)
@@ -438,6 +449,15 @@ class Grammars:
         now = time.monotonic()
         if self._parent is None:
             return
+        for queue in self._queues.values():
+            if now - queue[0].queued > QUEUE_SECONDS:
+                grammar = queue.popleft()
+                self._known.pop(grammar.digest, None)
+                grammar.fail(
+                    f"{grammar.kind}: it waited {QUEUE_SECONDS:g} s for {len(self._live)} other grammars: send it again later",
+                    busy=True,
+                )
+        self._queues = OrderedDict((tenant, queue) for tenant, queue in self._queues.items() if queue)
         if self._parent.words is None:  # the tokenizer loads, and its time does not count
             if now > self._parent.ready_at + START_SECONDS:
                 self._lose_parent(f"the tokenizer for grammars has not loaded within {START_SECONDS:g} s")
@@ -461,7 +481,7 @@ class Grammars:
                 self._lower_priority(grammar)
         if sum(grammar.bytes for grammar in self._live.values()) > TOTAL_MEMORY * self.limits.memory:
             if not self._make_place() and self._live:
-                largest = max(self._live.values(), key=lambda grammar: grammar.bytes)
+                largest = max(self._live.values(), key=lambda grammar: (not grammar.users, grammar.bytes))
                 self._end(
                     largest, f"it takes {largest.bytes:,} bytes, and all grammars more than they may: send it again later", busy=True
                 )  # fmt: skip
@@ -506,11 +526,14 @@ class Grammars:
             if grammar is not None:
                 if grammar.link is not None:
                     grammar.receive()  # what it said last
-                self._lose(grammar, grammar.error.partition(": ")[2] or self._explained(status))
+                killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+                self._lose(grammar, self._explained(status), busy=killed and not grammar.error)
 
     def _explained(self, status: int) -> str:
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
+            if number == signal.SIGKILL:
+                return "the system killed its process, which happens where memory runs out: send it again"
             if number == signal.SIGPROF:
                 return f"it needs more time than a grammar may take; {self._said()}"
             if number in (signal.SIGSEGV, signal.SIGBUS):
@@ -524,6 +547,7 @@ class _Parent:
     def __init__(self, tokenizer: Any, eos: tuple[int, ...], limits: GrammarLimits) -> None:
         ends = eos or (() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),))
         self.words: int | None = None
+        self.pid = 0
         self.ready_at = time.monotonic()
         """When the tokenizer was loaded; until then, when that began."""
         self._buffer = bytearray()
@@ -545,6 +569,7 @@ class _Parent:
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, **QUIET},
             )
+        self.pid = process.pid
         self.close = weakref.finalize(self, _ended, self.control, process)
 
     def fork(self, key: int) -> socket.socket:

@@ -11,6 +11,7 @@ the engine does. Imports neither torch nor numpy: the parent must stay one threa
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -68,6 +69,8 @@ def main(control_fd: int, source_fd: int) -> None:
         return
     words = -(-tokenizer.vocab_size // 32)
     control.sendall(NEWS.pack(b"R", words, 0))
+    gc.collect()
+    gc.freeze()  # children share these pages: the collector must not write to them
     seconds, memory = float(given["seconds"]), int(given["memory"])
     _parent(control, lambda link: _Child(link, tokenizer, words, seconds, memory).serve())
 
@@ -124,6 +127,8 @@ def _parent(control: socket.socket, serve: Callable[[socket.socket], None]) -> N
     except OSError:
         return  # the engine is gone
     finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for pid in pids.values():
             os.kill(pid, signal.SIGKILL)
 
@@ -212,7 +217,8 @@ class _Child:
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
-        limits = LLParserLimits(verbose_errors=False)
+        # The CPU limit is what bounds a mask: objects of several hundred optional properties exceed the library's defaults.
+        limits = LLParserLimits(max_items_in_row=50_000, step_max_items=1_000_000, verbose_errors=False)
         try:
             matcher = LLMatcher(self._tokenizer, makers[kind](text), log_level=0, limits=limits)
         except (ValueError, RecursionError) as error:

@@ -128,8 +128,8 @@ def busy(asked: int, waiting: int, most: int) -> ApiError:
     )
 
 
-def grammars_busy(why: str) -> ApiError:
-    return ApiError(429, why, "response_format", "rate_limit_exceeded", retry_after=1)
+def grammars_busy(why: str, param: str | None) -> ApiError:
+    return ApiError(429, why, param, "rate_limit_exceeded", retry_after=1)
 
 
 def draining() -> ApiError:

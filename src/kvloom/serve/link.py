@@ -259,7 +259,8 @@ class EngineLink:
             mailbox = self._mailboxes.pop(refused.id, None)
             if mailbox is not None:
                 mailbox.open.discard(refused.id)
-                mailbox.fail(grammars_busy(refused.why) if refused.busy else explained(refused.why))
+                error = explained(refused.why)
+                mailbox.fail(grammars_busy(refused.why, error.param) if refused.busy else error)
         if outputs.stats is not None:
             self.stats = outputs.stats
         if outputs.picture is not None:
