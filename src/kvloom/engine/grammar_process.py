@@ -41,6 +41,8 @@ ERROR_CHARACTERS = 2000
 PARALLEL_MASKS = 8
 """From so many masks in one frame on, threads share the work."""
 THREADS = 4
+SHARED_LIMIT = 32
+"""So many states share the CPU limit of one; more get more."""
 JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Where spaces stand in JSON, unless a schema says otherwise: a small model that may put them anywhere puts nothing else."""
 
@@ -56,7 +58,8 @@ def memory_used() -> int:
 
 def main(control_fd: int, source_fd: int) -> None:
     """Load the tokenizer, then fork a child for each grammar until the engine closes its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the engine's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # the engine may drain; when it ends, so does this
+        signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
     with os.fdopen(source_fd, "rb") as file:
         file.seek(0)
@@ -108,7 +111,12 @@ def _parent(control: socket.socket, serve: Callable[[socket.socket], None]) -> N
                     return
                 verb, key = COMMAND.unpack(data)
                 if verb == b"F":
-                    pid = os.fork()
+                    try:
+                        pid = os.fork()
+                    except OSError:  # too many processes: as if the system had killed it
+                        os.close(fds[0])
+                        control.sendall(NEWS.pack(b"E", key, signal.SIGKILL))
+                        continue
                     if not pid:
                         try:
                             signal.set_wakeup_fd(-1)
@@ -165,7 +173,7 @@ class _Child:
         about = [self._about(self._first)] if not error else []
         self._send({"error": error[:ERROR_CHARACTERS], "about": about, "bytes": self._grown()}, masks)
         while not error and (asked := self._receive()) is not None:
-            self._limit(self._seconds)
+            self._limit(self._seconds * max(1.0, len(asked["do"]) / SHARED_LIMIT))
             about, masks = self._operate(asked["do"])
             self._limit(0)
             self._send({"about": about, "bytes": self._grown()}, masks)

@@ -71,11 +71,11 @@ class Landing:
             structure = request.structure
             if structure is not None and not self._ends(request):
                 if structure.advance(request.tokens[-1]):
-                    waiting.append(structure)
+                    if not structure.grammar.late:  # a slow one is not worth the others' time
+                        waiting.append(structure)
                 else:
                     refused.add(id(request))
-        if waiting:
-            collect(waiting, GRAMMAR_SECONDS)
+        collect(waiting, GRAMMAR_SECONDS)
         return refused
 
     def _ends(self, request: Request) -> bool:
