@@ -226,7 +226,7 @@ class _Child:
             "grammar": LLMatcher.grammar_from_lark,
         }
         # The CPU limit is what bounds a mask: objects of several hundred optional properties exceed the library's defaults.
-        limits = LLParserLimits(max_items_in_row=50_000, step_max_items=1_000_000, verbose_errors=False)
+        limits = LLParserLimits(max_items_in_row=10_000, step_max_items=200_000, verbose_errors=False)
         try:
             matcher = LLMatcher(self._tokenizer, makers[kind](text), log_level=0, limits=limits)
         except (ValueError, RecursionError) as error:
