@@ -29,6 +29,22 @@ def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key != name}
 
 
+def nested(levels: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+DEEP: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": nested(500)}}],
+    "documents": [{"title": nested(500)}],
+    "chat_template_kwargs": {"more": nested(500)},
+    "messages": [{"role": "user", "content": "hi", "more": nested(500)}],
+    "tool_choice": {"type": nested(500)},
+}
+
+
 WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, b"", 400, None, "empty"),
     (COMPLETIONS, b"  ", 400, None, "empty"),
@@ -83,6 +99,15 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, {**GOOD, "regex": "("}, 400, "regex", "regex"),
     (COMPLETIONS, {**GOOD, "stream": True, "regex": "("}, 400, "regex", "regex"),
     (COMPLETIONS, {**GOOD, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, 400, "response_format", "x"),
+    (COMPLETIONS, {**GOOD, "structured_outputs": {"json": "[" * 60_000}}, 400, "response_format", "nested too deeply"),
+    (COMPLETIONS, {**GOOD, "structured_outputs": {"json": {"enum": nested(500)}}}, 400, "structured_outputs", "100 levels"),
+    (COMPLETIONS, {**GOOD, "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": nested(500)}}}}, 400, "response_format", "100 levels"),
+    (COMPLETIONS, {**GOOD, "regex": "(" * 30_000 + "a" + ")" * 30_000}, 400, "regex", "regex"),
+    (COMPLETIONS, {**GOOD, "grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, 400, "grammar", "grammar"),
+    (COMPLETIONS, b'{"prompt": "a", "unknown": ' + b"[" * 60_000 + b"]" * 60_000 + b"}", 400, None, "not JSON"),
+    *[(CHATS, {**CHAT, name: value}, 400, name, "100 levels") for name, value in DEEP.items()],
+    (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 900 + "]" * 900}}]}]}, 400, "messages", "100 levels"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a", "more": nested(500)}]}, 400, "messages", "100 levels"),
     (COMPLETIONS, {**GOOD, "top_k": 10**30}, 400, "top_k", str(10**30)),
     (COMPLETIONS, {**GOOD, "top_k": 2**31}, 400, "top_k", "vocabulary"),
     (COMPLETIONS, {**GOOD, "stop_token_ids": [10**30]}, 400, "stop_token_ids", str(10**30)),

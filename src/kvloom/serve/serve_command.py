@@ -10,6 +10,8 @@ from kvloom.arguments import (
     BATCH_INVARIANT,
     DEVICE,
     DTYPE,
+    GRAMMAR_MEMORY,
+    GRAMMAR_SECONDS,
     KV_DTYPE,
     KV_SCALES,
     LOAD_FORMAT,
@@ -58,6 +60,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     budget = "tokens of prompts computed in one step (default: what suits the device)"
     add("--token-budget", type=whole(1), metavar="N", help=budget)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
+    add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=GRAMMAR_SECONDS)
+    add("--grammar-memory", type=size, default="256MiB", metavar="SIZE", help=GRAMMAR_MEMORY)
     connections = "connections that may be open at once (default: 4096)"
     add("--max-connections", type=whole(1), default=4096, metavar="N", help=connections)
     add("--max-body", type=size, default="8MiB", metavar="SIZE", help="largest request body (default: 8MiB)")
@@ -85,6 +89,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from kvloom.engine.sampling.grammar import GrammarLimits
     from kvloom.models.catalog import folder_of
     from kvloom.serve.auth.keys import Keys, exposed, read_keys
     from kvloom.serve.auth.limits import Limits
@@ -94,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.no_auth and args.api_keys is not None:
         raise ValueError("--no-auth asks for no key and --api-keys for one: give one of them")
+    GrammarLimits(args.grammar_seconds, args.grammar_memory)
     keys = Keys({}) if args.api_keys is None else read_keys(args.api_keys)
     if args.api_keys is not None and (said := exposed(args.api_keys)) is not None:
         print(f"kvloom serve: warning: {said}", file=sys.stderr)
@@ -116,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
         tiers=tuple(args.tier),
         progress=sys.stderr.isatty(),
         observe=not args.no_metrics,
+        grammar_seconds=args.grammar_seconds,
+        grammar_memory=args.grammar_memory,
     )
     limits = Limits(
         body_bytes=args.max_body,

@@ -19,7 +19,7 @@ import msgspec
 from kvloom.models.catalog import known_models
 
 from .errors import bad_request, too_long
-from .request_fields import ChatFields, CompletionFields
+from .request_fields import ChatFields, CompletionFields, check_levels
 
 __all__ = ["PIECE", "Prompt", "Prompts", "load_tokenizer"]
 
@@ -169,7 +169,7 @@ class Prompts:
                         "continue_final_message": on,
                     },
                 )
-            except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+            except (TemplateError, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
                 raise bad_request(f"the chat template refuses these messages: {error}", "messages") from None
             return Prompt(self._encoded(text, most, "messages", **how), text)
 
@@ -257,6 +257,7 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
                 read = msgspec.json.decode(function["arguments"] or "{}")
             except (msgspec.DecodeError, RecursionError):
                 raise bad_request(f"{where}: the arguments of a tool call must be JSON", "messages") from None
+            check_levels(f"{where}: the arguments of a tool call", read, "messages")
             call = {**call, "function": {**function, "arguments": read}}
         found.append(call)
     return found
