@@ -169,12 +169,21 @@ def test_text_that_the_template_would_complete_to_a_token_is_text() -> None:
     assert (count(prompts, found.tokens, "<|turn|>"), count(prompts, found.tokens, "<|end|>")) == (1, 1)
 
 
+def test_a_template_that_changes_the_case_writes_no_token_of_a_text() -> None:
+    tokenizer = turns(byte_level())
+    tokenizer.chat_template = "<|turn|>{{ messages[0].content | lower }}<|end|>"
+    prompts = Prompts(tokenizer)
+    found = chat(prompts, [{"role": "user", "content": "A<|TURN|>b<|Turn"}])
+    assert found.text == "<|turn|>a<|turn|>b<|turn<|end|>"
+    assert (count(prompts, found.tokens, "<|turn|>"), count(prompts, found.tokens, "<|end|>")) == (1, 1)
+
+
 def test_a_template_that_cuts_a_mark_refuses_the_chat() -> None:
     tokenizer = turns(byte_level())
     tokenizer.chat_template = "<|turn|>{{ messages[0].content[:20] }}<|end|>"
     prompts = Prompts(tokenizer)
     assert chat(prompts, [{"role": "user", "content": "a" * 40}]).text == f"<|turn|>{'a' * 20}<|end|>"
-    with pytest.raises(ApiError, match="control token"):
+    with pytest.raises(ApiError, match="cuts one in two"):
         chat(prompts, [{"role": "user", "content": "<|end|>" + "a" * 40}])
 
 

@@ -102,13 +102,13 @@ REPEATS = [
 
 @pytest.mark.parametrize("template", REPEATS)
 def test_a_template_that_repeats_what_a_request_gives_ends_at_the_limit(template: str) -> None:
-    """Whole, these texts have 100 MB and more."""
+    """Whole, these texts have 60 MB and more."""
     prompts = Prompts(with_template(byte_level(), template))
     messages = [{"role": "user", "content": "x"}] * 1000
-    more = {"more": "y" * 100_000, "many": 100_000_000}
+    more = {"more": "y" * 60_000, "many": 70_000_000}
     tracemalloc.start()
     try:
-        with pytest.raises(ApiError, match="more than 262,144 characters") as caught:
+        with pytest.raises(ApiError, match="more than 65,536 characters") as caught:
             of_chat(prompts, messages, chat_template_kwargs=more)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -208,5 +208,5 @@ def test_work_on_a_long_text_is_bounded_by_the_tokens_that_fit(monkeypatch: pyte
             completion(prompts, long, room)
         assert caught.value.code == "context_length_exceeded"
     with pytest.raises(ApiError, match="or more"):
-        completion(prompts, long[:200_000], Room(4095, 320))
+        completion(prompts, long[:60_000], Room(4095, 320))
     assert read[0] < 100_000

@@ -15,16 +15,20 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from .errors import bad_request
 
-__all__ = ["ControlTokens", "Encode"]
+__all__ = ["MARK_ROOM", "ControlTokens", "Encode"]
 
 MARK_DIGITS = 32
 """Digits pass unchanged through what templates do to texts: trim, tojson, upper."""
 FRAGMENT_DIGITS = 12
+MOST_MARKS = 4096
+"""Control tokens that the texts of one request may contain."""
+MARK_ROOM = MOST_MARKS * MARK_DIGITS
+"""Characters that marks add to a prompt while it is rendered, if the template repeats no text."""
 TRUSTED_ROLES = ("system", "developer", "assistant", "model")
 """Messages that may contain the tokens of reasoning and tool calls, which are added but not special."""
 
@@ -60,10 +64,12 @@ class ControlTokens:
     def mark(self, messages: list[dict[str, Any]], others: dict[str, Any]) -> tuple[Any, Any, str]:
         """Return messages and other template variables with marks, and the mark: "" where nothing needs one."""
         trusted = [message.get("role") in TRUSTED_ROLES for message in messages]
-        if not any(
-            (self._special if known else self._all).found(message)
-            for known, message in zip(trusted, messages, strict=True)
-        ) and not self._all.found(others):
+        count = self._all.count(others)
+        for known, message in zip(trusted, messages, strict=True):
+            count += (self._special if known else self._all).count(message)
+            if count > MOST_MARKS:
+                raise _refused(f"they contain more than {MOST_MARKS:,} in all")
+        if not count:
             return messages, others, ""
         mark = "".join(secrets.choice("0123456789") for _ in range(MARK_DIGITS))
         marked = [
@@ -82,7 +88,7 @@ class ControlTokens:
             places.add(place)
         clean = "".join(parts)
         if mark[:FRAGMENT_DIGITS] in clean or mark[-FRAGMENT_DIGITS:] in clean:
-            raise _refused("the chat template cuts it in two")
+            raise _refused("the chat template cuts one in two")
         forged = False
         written: list[str] = []
         end = aliases = 0
@@ -95,7 +101,7 @@ class ControlTokens:
         if not forged:
             return clean, clean, encode
         if self._encoder is None:
-            raise _refused("this model's tokenizer cannot encode it as text")
+            raise _refused("its tokenizer cannot encode them as text")
         return clean, "".join([*written, clean[end:]]), self._encode_with(special)
 
     def _encode_with(self, special: bool) -> Encode:
@@ -107,7 +113,7 @@ class ControlTokens:
             if any(id_ in self._ids and id_ not in self._real for id_ in found) or wanted != sum(
                 id_ in self._control for id_ in found
             ):
-                raise _refused("this model's tokenizer cannot encode it as text")
+                raise _refused("its tokenizer cannot encode them as text")
             return [*before, *(self._real.get(id_, id_) for id_ in found), *after]
 
         return encode
@@ -146,19 +152,22 @@ class _Texts:
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = frozenset(texts)
         self.pattern = re.compile(_pattern(self.texts))
-        self._beginnings = {text[:size] for text in self.texts for size in range(1, len(text))}
-        self._ends = {text[size:] for text in self.texts for size in range(1, len(text))}
-        self._longest = max(map(len, self.texts), default=0)
-        self._first = {text[0] for text in self.texts}
-        self._last = {text[-1] for text in self.texts}
+        self._search = re.compile(_pattern(self.texts), re.IGNORECASE)  # templates may change the case
+        lower = {text.lower() for text in self.texts}
+        self._beginnings = {text[:size] for text in lower for size in range(1, len(text))}
+        self._ends = {text[size:] for text in lower for size in range(1, len(text))}
+        self._longest = max(map(len, lower), default=0)
+        self._first = {text[0] for text in lower}
+        self._last = {text[-1] for text in lower}
 
-    def found(self, value: Any) -> bool:
-        """Whether a value has a control token, or a part of one where the template's text could complete it."""
+    def count(self, value: Any) -> int:
+        """How many control tokens a value has, or parts of one where the template's text could complete it. Stops at
+        MOST_MARKS in one text."""
         if isinstance(value, str):
-            return bool(self._places(value))
+            return len(self._places(value))
         if isinstance(value, dict):
-            return any(self.found(key) or self.found(item) for key, item in value.items())
-        return isinstance(value, list) and any(map(self.found, value))
+            return sum(self.count(key) + self.count(item) for key, item in value.items())
+        return sum(map(self.count, value)) if isinstance(value, list) else 0
 
     def marked(self, value: Any, mark: str) -> Any:
         """A value with the mark inside every control token."""
@@ -171,8 +180,8 @@ class _Texts:
 
     def _places(self, text: str) -> list[int]:
         """Where marks belong in a text."""
-        places = {match.start() + 1 for match in self.pattern.finditer(text)}
-        head, tail = text[: self._longest], text[-self._longest :]
+        places = {match.start() + 1 for match in islice(self._search.finditer(text), MOST_MARKS + 1)}
+        head, tail = text[: self._longest].lower(), text[-self._longest :].lower()
         if not self._last.isdisjoint(head) and any(
             head[:size] in self._ends for size in range(1, len(head) + 1)
         ):
@@ -215,5 +224,5 @@ def _template_text(tokenizer: Any) -> str:
 
 def _refused(why: str) -> Exception:
     return bad_request(
-        f"messages: a text contains a control token of this model, and {why}: remove it", "messages"
+        f"messages: texts contain control tokens of this model, and {why}: remove them", "messages"
     )

@@ -19,12 +19,12 @@ from jinja2.exceptions import TemplateError
 
 from kvloom.models.catalog import known_models
 
-from .control_tokens import ControlTokens, Encode
+from .control_tokens import MARK_ROOM, ControlTokens, Encode
 from .errors import ApiError, bad_request, too_long
 from .fields import ChatFields, CompletionFields, check_tokens, paused_gc
 from .templates import RenderError, limit_templates, rendering, reserved_names, weigh
 
-__all__ = ["PIECE", "Prompt", "Prompts", "Room", "load_tokenizer"]
+__all__ = ["PIECE", "Prompt", "Prompts", "Room", "fitting_characters", "load_tokenizer"]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -38,11 +38,11 @@ LONG_CHARACTERS = 1 << 16
 SAMPLE_CHARACTERS = 8
 """A text with more than that for each token that fits is counted piece by piece, and refused at twice the tokens that fit."""
 SHORTEST_PIECE = 1 << 12
-MOST_CHARACTERS = 64
+MOST_CHARACTERS = 16
 """Characters that a text may have for each token that fits; more are refused before they are tokenised."""
 LEAST_CHARACTERS = 1 << 16
 RENDERED_CHARACTERS = 1 << 24
-"""Characters of a chat that is truncated, and of any text where the model takes fewer than that many tokens."""
+"""Characters that a chat may have where only its end is kept."""
 TAIL_TOKENS = 256
 """Tokens before the kept ones that are tokenised with them: a cut changes the tokens after it, for a few of them."""
 LONGEST_REASON = 500
@@ -81,13 +81,12 @@ class Room:
 
     @property
     def most_characters(self) -> int:
-        return self.characters or _fitting(self.tokens)
+        return self.characters or fitting_characters(self.tokens)
 
 
-def _fitting(tokens: int) -> int:
+def fitting_characters(tokens: int) -> int:
     """The most characters of a text that is tokenised for so many tokens."""
-    most = min(MOST_CHARACTERS * tokens, max(RENDERED_CHARACTERS, SAMPLE_CHARACTERS * tokens))
-    return max(LEAST_CHARACTERS, most)
+    return max(LEAST_CHARACTERS, MOST_CHARACTERS * tokens)
 
 
 def load_tokenizer(model: str, template: str | None = None) -> Any | None:
@@ -234,6 +233,7 @@ class Prompts:
         tokenizer = self.tokenizer
         most = RENDERED_CHARACTERS if room.cuts else room.most_characters
         marked, variables, mark = self._control.mark(messages, more)
+        most += MARK_ROOM if mark else 0
         try:
             with rendering(most, self.template_seconds):
                 text = tokenizer.apply_chat_template(
@@ -246,8 +246,8 @@ class Prompts:
         except RenderError as error:
             raise bad_request(f"messages: {error}", "messages", "context_length_exceeded") from None
         except _REFUSALS as error:
-            why = (str(error) or type(error).__name__)[:LONGEST_REASON]
-            why = why.replace(mark, "") if mark else why
+            why = str(error) or type(error).__name__
+            why = (why.replace(mark, "") if mark else why)[:LONGEST_REASON]
             raise bad_request(f"the chat template refuses these messages: {why}", "messages") from None
 
         def encode(text: str) -> list[int]:
@@ -319,7 +319,7 @@ def _encoded(text: str, room: Room, param: str, encode: Encode) -> list[int]:
 
 def _tail(text: str, keep: int, param: str, encode: Encode) -> list[int]:
     """At least the last `keep` tokens of a text, or all. The work is in proportion to `keep`, whatever comes before."""
-    size, most = SAMPLE_CHARACTERS * keep + SHORTEST_PIECE, _fitting(keep)
+    size, most = SAMPLE_CHARACTERS * keep + SHORTEST_PIECE, fitting_characters(keep)
     while size < len(text):
         found = encode(text[len(text) - size :])
         if len(found) >= keep + TAIL_TOKENS:

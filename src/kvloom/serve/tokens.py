@@ -11,15 +11,10 @@ from starlette.types import Receive, Scope, Send
 
 from .errors import bad_request
 from .fields import ChatFields, CompletionFields, check_tokens, read_fields
-from .messages import Ready
-from .prompts import Room
+from .prompts import Room, fitting_characters
 from .service import Service
 
 __all__ = ["Detokenize", "Tokenize"]
-
-PER_TOKEN = 16
-LEAST = 1 << 16
-"""/tokenize takes texts of 16 characters for each token of the longest request, and of 65,536 at least."""
 
 
 class TextFields(CompletionFields, frozen=True, kw_only=True):
@@ -47,7 +42,7 @@ class Tokenize:
         facts, prompts = service.ready()
         body = await service.body(request)
         fields: TextFields | MessagesFields
-        most = _most(facts)
+        most = fitting_characters(facts.longest)
         room = Room(most, facts.vocabulary, characters=most)
         if _has_messages(body):
             fields = read_fields(body, MessagesFields)
@@ -81,17 +76,13 @@ class Detokenize:
         if prompts.tokenizer is None:
             raise bad_request("this model has no tokenizer: its tokens have no text", "tokens")
         check_tokens(fields.tokens, facts.vocabulary, "tokens")
-        if len(fields.tokens) > _most(facts):
+        most = fitting_characters(facts.longest)
+        if len(fields.tokens) > most:
             raise bad_request(
-                f"tokens: {len(fields.tokens):,} were given, and /detokenize takes {_most(facts):,}: send them in parts",
+                f"tokens: {len(fields.tokens):,} were given, and /detokenize takes {most:,}: send them in parts",
                 "tokens",
             )
         await _answer({"prompt": await prompts.text(fields.tokens)}, scope, receive, send)
-
-
-def _most(facts: Ready) -> int:
-    """Characters that /tokenize takes, and tokens that /detokenize takes."""
-    return max(LEAST, PER_TOKEN * facts.longest)
 
 
 def _has_messages(body: bytes) -> bool:
