@@ -314,7 +314,7 @@ def test_a_request_that_names_no_model_means_the_one_that_is_served(server: Runn
 
 
 def test_a_long_text_that_is_tokenised_holds_up_no_short_one(server: Running) -> None:
-    long = ["xy " * 20_000] * 16  # each just short enough to be counted to its end, and then refused
+    long = ["xy " * 10_900] * 30  # each just short enough to be counted to its end, and then refused
     with ThreadPoolExecutor(8) as threads:
         waits = [threads.submit(server.send, "POST", COMPLETIONS, {**GOOD, "prompt": long}) for _ in range(8)]
         time.sleep(0.2)
