@@ -77,10 +77,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--silent-seconds", type=number(0), default=30.0, metavar="S", help=silent)
     step = "so is one that stays so long in one step, or says nothing for so long while it loads (default: 600; 0: never)"
     add("--step-seconds", type=number(0), default=600.0, metavar="S", help=step)
+    template = "CPU seconds that the chat template may use for one request (default: 2)"
+    add("--template-seconds", type=number(0, above=True), default=2.0, metavar="S", help=template)
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
     record = "write names, lengths and times of requests (never text) to this new file, for `kvloom replay`"
     add("--record", metavar="FILE", help=record)
     add("--otlp", metavar="URL", help="send traces to this OTLP/HTTP receiver, like http://127.0.0.1:4318")
+    metrics = "whether /metrics needs an API key (default: auto: where other machines can reach it)"
+    add("--metrics-auth", choices=("auto", "key", "open"), default="auto", help=metrics)
     add("--no-metrics", action="store_true", help="count nothing, remember no requests (for measuring)")
     parser.epilog = (
         "Metrics are at /metrics; the package has a Grafana dashboard for them, kvloom/serve/grafana.json "
@@ -132,6 +136,7 @@ def run(args: argparse.Namespace) -> int:
         answers=args.max_running + args.max_queue,
         request_seconds=args.request_seconds,
         read_seconds=args.read_seconds,
+        template_seconds=args.template_seconds,
     )
     template = args.chat_template
     name = args.name or (None if model == args.model else args.model)
@@ -151,5 +156,6 @@ def run(args: argparse.Namespace) -> int:
             writes_code=model != args.model,
             record=args.record,
             otlp=args.otlp,
+            metrics_auth=args.metrics_auth,
         )
     )

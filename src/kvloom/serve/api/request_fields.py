@@ -8,13 +8,17 @@ docs/server.md lists all three kinds.
 
 from __future__ import annotations
 
+import gc
 import math
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 
 from kvloom.engine.sampling.params import SamplingParams
+from kvloom.serve.api.templates import weigh
 
 from .errors import ApiError, bad_request
 
@@ -25,7 +29,9 @@ __all__ = [
     "Fields",
     "StreamOptions",
     "check_levels",
+    "check_tokens",
     "explained",
+    "paused_gc",
     "read_fields",
     "sampling",
 ]
@@ -172,7 +178,12 @@ def read_fields(body: bytes, kind: type[Some]) -> Some:
     if not body.strip():
         raise bad_request("the body is empty; it must be a JSON object")
     try:
-        fields = msgspec.json.decode(body, type=kind)
+        with paused_gc():
+            fields = msgspec.json.decode(body, type=kind)
+            if isinstance(fields, ChatFields):
+                weigh(
+                    [fields.messages, fields.tools, fields.documents, fields.chat_template_kwargs], "messages"
+                )
     except msgspec.ValidationError as error:
         said = str(error)
         at = _FIELD.search(said)
@@ -198,6 +209,33 @@ def check_levels(name: str, value: Any, param: str | None = None) -> None:
                 f"{name} is nested more than {MOST_LEVELS} levels deep: use fewer levels", param or name
             )
         items = [inner for item in items for inner in (item.values() if isinstance(item, dict) else item)]
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Collect no garbage until the block ends. Millions of new lists cost seconds otherwise, and none of them is garbage."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def check_tokens(tokens: Sequence[int], vocabulary: int, param: str) -> None:
+    """Raise ApiError for token ids that the model does not have."""
+    for token in (min(tokens), max(tokens)) if tokens else ():
+        if not 0 <= token < vocabulary:
+            raise bad_request(
+                f"{param}: token {shown(token)} is none of the model's, which go from 0 to {vocabulary - 1}",
+                param,
+            )
+
+
+def shown(number: int) -> str:
+    """A number as an error shows it: Python writes no integers of thousands of digits."""
+    return str(number) if number.bit_length() < 256 else f"of {number.bit_length():,} bits"
 
 
 def _check(fields: Fields) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvloom.tiers.encoding.checksums import checksums
 from kvloom.tiers.encoding.codec import Head, make_codec, unseal
 from kvloom.tiers.shares import Shares
-from kvloom.tiers.tier import Form, Objects, Ranges, Tier, parted
+from kvloom.tiers.tier import Objects, Ranges, Tier, parted
 from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
 
 from .arena import Arena, copy_pages
