@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvloom.core import PagePool, counts, loops, names
+from kvloom.core import PagePool
+from kvloom.core.pool import counts, loops
+from kvloom.core.prefix import block_hash as names
 
 native = pytest.importorskip(
     "kvloom.core._native", reason="built without a C compiler; the plain loops serve alone"

@@ -23,7 +23,7 @@ from . import made_tokenizers as tokenizers
 
 pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 
-from kvloom.engine import grammar as module
+from kvloom.engine.sampling import grammar as module
 from kvloom.engine.sampling.grammar import Grammar, GrammarBusyError, GrammarLimits, Grammars, collect, fill
 
 TOKENIZER = tokenizers.byte_level('"name"', '": "', "true", "false")

@@ -26,7 +26,7 @@ from .test_lower import PATIENT, POOL, QUICK, closed, drawn, served
 
 pytestmark = pytest.mark.server
 MIB = 1 << 20
-UNBROKEN = replace(PATIENT.mover, lane=LaneConfig(breaker=BreakerConfig(failures=1000)))
+UNBROKEN = replace(PATIENT.transfers, lane=LaneConfig(breaker=BreakerConfig(failures=1000)))
 """For faults that must not close a tier: pages are offloaded to it again."""
 
 
@@ -122,11 +122,11 @@ def test_forged_pages_in_a_keyed_store_change_no_token_and_are_counted(protect: 
     with redis_server(tmp_path) as (port, _):
         text = f"redis://127.0.0.1:{port}/0?capacity=64MiB&keys={keys}&protect={protect}"
         for round_ in range(3):
-            engine = Engine(tiny("llama"), POOL, tiers=[text], lower=replace(PATIENT, mover=UNBROKEN))
-            assert engine.lower is not None
+            engine = Engine(tiny("llama"), POOL, tiers=[text], lower=replace(PATIENT, transfers=UNBROKEN))
+            assert engine.offload is not None
             requests = served(engine, prompts)
             assert [request.tokens for request in requests] == wanted
-            found = {key[1:]: n for key, n in engine.lower.mover.faults.counts.items()}
+            found = {key[1:]: n for key, n in engine.offload.transfers.faults.counts.items()}
             assert (found.get(("read", "untrusted"), 0) > 0) == (round_ == 1), "forged pages are counted"
             if round_ == 2:
                 assert all(request.cached_tokens >= 32 for request in requests), "good pages took their place"

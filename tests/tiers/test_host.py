@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome
+from kvloom.tiers.host import arena, residents
 from kvloom.tiers.host.arena import Arena, copy_pages
-from kvloom.tiers.host.host_tier import arena, residents
 from kvloom.tiers.host.residents import Residents
 
 from .conformance import FORM, PAGE, Harness, TierConformance, filled, get, objects, page, put

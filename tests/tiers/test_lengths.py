@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Form, Outcome, append, segment
+from kvloom.tiers import DiskConfig, DiskTier, Form, Outcome
+from kvloom.tiers.disk import segment, writer as append
 from kvloom.tiers.disk.files import BLOCK, SystemFiles, aligned_bytes
 from kvloom.tiers.disk.tombstones import Dropped
 from kvloom.tiers.encoding.codec import Head, make_codec, parse_head, seal

@@ -97,7 +97,7 @@ STRANGER = """
 import os, sys
 import encodings.idna
 from kvloom.tiers.registry import open_tier
-from kvloom.tiers.peer import open_peer
+from kvloom.tiers.peer.peer_tier import open_peer
 from kvloom.tiers.tier import TierError
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 for text in sys.argv[1:]:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from kvloom.tiers.host.host_tier import slots as module
+from kvloom.tiers.host import slots as module
 from kvloom.tiers.host.slots import Recent, Slots
 
 
