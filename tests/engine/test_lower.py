@@ -20,8 +20,8 @@ from kvloom.engine.offload.host_pages import HostPages
 from kvloom.engine.offload.manager import OffloadConfig, OffloadManager
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.tiers import DiskConfig, DiskTier, Objects
-from kvloom.tiers.fault_injection import Faults, FaultyTier
 from kvloom.tiers.registry import Place
+from kvloom.tiers.testing.fault_injection import Faults, FaultyTier
 from kvloom.tiers.transfers import unavailable_tier as away
 from kvloom.tiers.transfers.circuit_breaker import BreakerConfig
 from kvloom.tiers.transfers.tier_queue import LaneConfig

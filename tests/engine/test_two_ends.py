@@ -19,8 +19,8 @@ from kvloom.engine.offload import manager as lower_module
 from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.tiers import DiskConfig, DiskTier, Objects
-from kvloom.tiers.fault_injection import Faults, FaultyTier
 from kvloom.tiers.registry import Place
+from kvloom.tiers.testing.fault_injection import Faults, FaultyTier
 from kvloom.tiers.transfers.tier_queue import LaneConfig
 from kvloom.tiers.transfers.transfer_manager import MoverConfig
 from tests.models.zoo import expected, tiny

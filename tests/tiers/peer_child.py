@@ -9,7 +9,7 @@ from kvloom.tiers import HostConfig, HostTier
 from kvloom.tiers.host.shared_memory import SharedMemory
 from kvloom.tiers.peer.server import PeerConfig, PeerServer
 
-from .conformance import put
+from kvloom.tiers.testing.conformance import put
 
 
 def main() -> None:

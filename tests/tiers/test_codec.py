@@ -21,7 +21,7 @@ from kvloom.tiers.encoding.codec import (
     unseal,
 )
 
-from .conformance import FORM, PAGE, RUN, objects, page
+from kvloom.tiers.testing.conformance import FORM, PAGE, RUN, objects, page
 
 KEY = objects([1]).keys[0]
 METHODS: list[Compression] = ["none", "lz4", "zstd"]

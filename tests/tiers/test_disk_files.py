@@ -11,7 +11,7 @@ import pytest
 
 from kvloom.tiers import TierError
 
-from .conformance import get, put
+from kvloom.tiers.testing.conformance import get, put
 from .test_disk import opened
 
 PRECIOUS = b"a file that no tier may touch\n"

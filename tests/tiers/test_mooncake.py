@@ -18,7 +18,7 @@ from kvloom.tiers.remote.mooncake_client import Client, MooncakeConfig
 from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier, StoreError
 from kvloom.tiers.remote.store_tier import PREFIX, Counted, store_tier
 
-from .conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, never_wrong, objects, put
+from kvloom.tiers.testing.conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, never_wrong, objects, put
 from .servers import mooncake_master, stopped
 
 pytestmark = pytest.mark.server

@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier, HostConfig, HostTier, Objects, TierError
 
-from .conformance import Harness, TierConformance, get, put
+from kvloom.tiers.testing.conformance import Harness, TierConformance, get, put
 from .test_disk import DiskHarness
 from .test_host import HostHarness
 

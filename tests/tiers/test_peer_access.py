@@ -22,15 +22,15 @@ import pytest
 
 from kvloom.tiers import HostConfig, HostTier, Outcome, TierError
 from kvloom.tiers.host.shared_memory import SharedMemory, map_shared
-from kvloom.tiers.peer.local_socket import LocalAddress
 from kvloom.tiers.peer.peer_tier import PeerConnection, open_peer
 from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, greet
 from kvloom.tiers.peer.secret import default_secret, read_secret
 from kvloom.tiers.peer.server import PeerConfig, PeerServer
+from kvloom.tiers.peer.unix_socket import LocalAddress
 from kvloom.tiers.registry import open_tier
 from kvloom.tiers.remote.remote_tier import StoreError
 
-from .conformance import PAGE, RUN, get, objects, put
+from kvloom.tiers.testing.conformance import PAGE, RUN, get, objects, put
 
 MIB = 1 << 20
 SECRET = b"a secret of two peers"

@@ -17,7 +17,7 @@ from kvloom.tiers.remote.redis_protocol import RefusedError, Resp
 from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier
 from kvloom.tiers.remote.store_tier import PREFIX
 
-from .conformance import (
+from kvloom.tiers.testing.conformance import (
     FORM,
     PAGE,
     RUN,

@@ -16,7 +16,7 @@ from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier
 from kvloom.tiers.remote.s3 import Bucket, open_s3
 from kvloom.tiers.remote.store_tier import PREFIX, Want
 
-from .conformance import Harness, TierConformance, get, objects, put
+from kvloom.tiers.testing.conformance import Harness, TierConformance, get, objects, put
 from .servers import s3_server, slow_gets, stopped
 
 pytestmark = pytest.mark.server

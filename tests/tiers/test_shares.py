@@ -14,9 +14,9 @@ from kvloom.core import Tenant
 from kvloom.core.prefix.block_hash import HASH_BYTES
 from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Outcome, Ranges, TierError
 from kvloom.tiers.disk.files import Files
-from kvloom.tiers.fault_injection import Faults, FaultyFiles
 from kvloom.tiers.registry import open_place
 from kvloom.tiers.shares import Share, Shares, Sharing, shares_of
+from kvloom.tiers.testing.fault_injection import Faults, FaultyFiles
 
 MIB = 1 << 20
 PAGE = 16 << 10

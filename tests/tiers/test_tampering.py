@@ -22,7 +22,7 @@ from kvloom.tiers.remote.redis_protocol import Resp
 from kvloom.tiers.remote.remote_tier import RemoteTier
 from kvloom.tiers.remote.store_tier import PREFIX
 
-from .conformance import (
+from kvloom.tiers.testing.conformance import (
     FORM,
     PAGE,
     RUN,

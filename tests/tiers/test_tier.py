@@ -13,7 +13,7 @@ import pytest
 from kvloom.tiers import Form, Objects, Outcome, Ranges, Transfer
 from kvloom.tiers.transfer import Tally
 
-from .conformance import FORM, name
+from kvloom.tiers.testing.conformance import FORM, name
 
 
 def test_every_field_of_a_form_is_in_its_fingerprint() -> None:
@@ -53,7 +53,7 @@ def test_ranges_take_any_contiguous_memory() -> None:
 
 
 def test_tiers_load_neither_torch_nor_what_they_may_not_need() -> None:
-    code = "import sys, kvloom.tiers, kvloom.tiers.fault_injection; print(sorted({'torch', 'xxhash', 'lz4'} & set(sys.modules)))"
+    code = "import sys, kvloom.tiers, kvloom.tiers.testing.fault_injection; print(sorted({'torch', 'xxhash', 'lz4'} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"
 

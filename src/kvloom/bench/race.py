@@ -27,8 +27,8 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import SamplingParams
 from kvloom.tiers import DiskConfig, DiskTier
-from kvloom.tiers.fault_injection import Faults, FaultyTier
 from kvloom.tiers.registry import Place
+from kvloom.tiers.testing.fault_injection import Faults, FaultyTier
 from kvloom.tiers.transfers.tier_queue import LaneConfig
 from kvloom.tiers.transfers.transfer_manager import MoverConfig
 

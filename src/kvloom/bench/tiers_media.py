@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvloom.tiers import Form, Objects
 from kvloom.tiers.disk.files import Files, aligned_bytes
-from kvloom.tiers.remote.sockets import Bytestream
+from kvloom.tiers.remote.byte_stream import Bytestream
 
 __all__ = ["FILE_ROUNDS", "WAIT_SECONDS", "Memory", "Side", "address", "memcpy", "raw", "tcp"]
 
@@ -32,7 +32,7 @@ _CONNECTIONS = 2
 FILE_ROUNDS = 4  # rounds that one file holds, the tier's and the raw one
 _FAR_SIDE = """
 import socket, sys, threading
-from kvloom.tiers.remote.sockets import Bytestream
+from kvloom.tiers.remote.byte_stream import Bytestream
 part = int(sys.argv[1]) // int(sys.argv[2])
 def serve(stream):
     memory, verb = memoryview(bytearray(part)), memoryview(bytearray(1))

@@ -21,8 +21,8 @@ from kvloom.core.sizes import parse_size
 from .disk.disk_tier import DiskConfig, DiskTier
 from .encoding.codec import Compression
 from .encoding.encryption import Protect
-from .encoding.lossy import Coding, LossyTier
 from .host.host_tier import HostConfig, HostTier
+from .lossy_tier import Coding, LossyTier
 from .shares import Shares, Sharing
 from .tier import Tier, TierError
 

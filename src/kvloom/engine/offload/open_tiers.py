@@ -14,8 +14,8 @@ import torch
 
 from kvloom.core import KVCache, PoolLayout
 from kvloom.tiers import HostTier, TierError
-from kvloom.tiers.encoding.lossy import LossyTier, lossy_form
 from kvloom.tiers.host.shared_memory import SharedMemory
+from kvloom.tiers.lossy_tier import LossyTier, lossy_form
 from kvloom.tiers.peer.secret import read_secret
 from kvloom.tiers.peer.server import PeerConfig, PeerServer
 from kvloom.tiers.registry import (

@@ -30,9 +30,9 @@ from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, parted
 from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, explain, failed_transfer
 
 from .files import BLOCK, Files, SystemFiles, aligned, lock_directory
-from .reader import Fetcher
+from .segment_reader import Fetcher
 from .segment_store import Shelf, ShelfConfig
-from .writer import Appender
+from .segment_writer import Appender
 
 __all__ = ["DiskConfig", "DiskTier"]
 

@@ -18,9 +18,9 @@ from typing import Literal
 from kvloom.tiers.shares import Shares
 
 from .files import BLOCK, Files, aligned_bytes
-from .owners import Owner, Owners
 from .recovery import recover
 from .segment import Frame, Record, Segment
+from .segment_owners import Owner, Owners
 from .tombstones import Dropped, Gone
 
 __all__ = ["Shelf", "ShelfConfig"]

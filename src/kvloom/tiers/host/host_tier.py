@@ -22,8 +22,8 @@ from kvloom.tiers.tier import Objects, Ranges, Tier, parted
 from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
 
 from .arena import Arena, copy_pages
+from .host_index import Residents
 from .lease import Lease
-from .residents import Residents
 from .slots import Index
 
 __all__ = ["HostConfig", "HostTier"]

@@ -25,8 +25,8 @@ from kvloom.tiers.encoding.checksums import checksums, copy_checked
 from kvloom.tiers.encoding.codec import Head, unseal
 from kvloom.tiers.host.shared_memory import map_shared
 from kvloom.tiers.options import Options
-from kvloom.tiers.peer.local_socket import LocalAddress, connect_local, connect_near
 from kvloom.tiers.peer.secret import default_secret, read_secret
+from kvloom.tiers.peer.unix_socket import LocalAddress, connect_local, connect_near
 from kvloom.tiers.remote.remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage
 from kvloom.tiers.tier import TierError
 from kvloom.tiers.transfer import Outcome

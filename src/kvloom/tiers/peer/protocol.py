@@ -20,7 +20,7 @@ from enum import IntEnum
 from hashlib import blake2b
 from typing import Any
 
-from kvloom.tiers.remote.sockets import Bytestream
+from kvloom.tiers.remote.byte_stream import Bytestream
 
 __all__ = [
     "MOST_OBJECTS",

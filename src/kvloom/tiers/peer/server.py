@@ -28,8 +28,8 @@ from kvloom.tiers.host.host_tier import HostTier
 from kvloom.tiers.host.lease import Lease
 from kvloom.tiers.host.shared_memory import SharedMemory
 from kvloom.tiers.peer.connections import Budget, Guest, Guests
-from kvloom.tiers.peer.local_socket import LocalListener, listen_local, listen_near, user_of
 from kvloom.tiers.peer.secret import LEAST_SECRET, default_secret
+from kvloom.tiers.peer.unix_socket import LocalListener, listen_local, listen_near, user_of
 from kvloom.tiers.tier import KEY_BYTES, Form, Objects
 from kvloom.tiers.transfer import Outcome
 

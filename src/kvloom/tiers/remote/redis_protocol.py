@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .sockets import Bytestream
+from .byte_stream import Bytestream
 
 __all__ = ["RefusedError", "Resp"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvloom.tiers.encoding import checksums as checks
-from kvloom.tiers.remote.sockets import Bytestream
+from kvloom.tiers.remote.byte_stream import Bytestream
 
 from .test_checks import plain
 

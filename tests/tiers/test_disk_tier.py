@@ -19,9 +19,9 @@ import pytest
 from kvloom.tiers import DiskConfig, DiskTier, Form, Objects, Outcome, TierError
 from kvloom.tiers.disk.files import Files
 from kvloom.tiers.disk.segment import Record
-from kvloom.tiers.fault_injection import Faults, FaultyFiles
+from kvloom.tiers.testing.fault_injection import Faults, FaultyFiles
 
-from .conformance import (
+from kvloom.tiers.testing.conformance import (
     FORM,
     PAGE,
     Harness,

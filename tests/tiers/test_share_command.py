@@ -14,7 +14,7 @@ import pytest
 from kvloom.cli import main
 from kvloom.tiers.registry import open_tier
 
-from .conformance import get, put
+from kvloom.tiers.testing.conformance import get, put
 
 
 def test_memory_is_shared_with_who_has_the_secret_until_it_is_ended(tmp_path: Path) -> None:

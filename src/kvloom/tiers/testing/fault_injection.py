@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .disk.files import Files
-from .tier import Objects, Ranges, Tier
-from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
-from .workers import Workers
+from kvloom.tiers.disk.files import Files
+from kvloom.tiers.tier import Objects, Ranges, Tier
+from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
+from kvloom.tiers.workers import Workers
 
 __all__ = ["Faults", "FaultyFiles", "FaultyTier"]
 

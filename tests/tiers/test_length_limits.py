@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier, Form, Outcome
-from kvloom.tiers.disk import segment, writer as append
+from kvloom.tiers.disk import segment, segment_writer as append
 from kvloom.tiers.disk.files import BLOCK, SystemFiles, aligned_bytes
 from kvloom.tiers.disk.tombstones import Dropped
 from kvloom.tiers.encoding.codec import Head, make_codec, parse_head, seal
 from kvloom.tiers.remote.redis_protocol import Resp
 
-from .conformance import FORM, RUN, get, objects, page, put
+from kvloom.tiers.testing.conformance import FORM, RUN, get, objects, page, put
 
 MIB = 1 << 20
 

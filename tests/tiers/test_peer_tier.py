@@ -27,7 +27,7 @@ from kvloom.tiers.registry import open_tier
 from kvloom.tiers.remote.remote_tier import RemoteConfig
 from kvloom.tiers.tier import KEY_BYTES, Objects
 
-from .conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, objects, open_files, put
+from kvloom.tiers.testing.conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, objects, open_files, put
 from .servers import running, stopped
 from .test_host import HostHarness
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Ranges, Tier
-from kvloom.tiers.fault_injection import Faults, FaultyTier
 from kvloom.tiers.registry import Place, Write
+from kvloom.tiers.testing.fault_injection import Faults, FaultyTier
 from kvloom.tiers.transfer import TierStats, Transfer
 from kvloom.tiers.transfers.circuit_breaker import Breaker, BreakerConfig, Faults as FaultLog
 from kvloom.tiers.transfers.tier_queue import LaneConfig

@@ -11,7 +11,7 @@ from kvloom.tiers import DiskConfig, DiskTier, Objects, Outcome, TierError
 from kvloom.tiers.encoding.codec import Compression, Head, make_codec, most_bytes, parse_head, seal, unseal
 from kvloom.tiers.encoding.encryption import Keyring, NoKeyError
 
-from .conformance import FORM, PAGE, RUN, Harness, TierConformance, filled, memory, never_wrong, objects, page
+from kvloom.tiers.testing.conformance import FORM, PAGE, RUN, Harness, TierConformance, filled, memory, never_wrong, objects, page
 from .test_disk import DiskHarness
 
 pytest.importorskip("cryptography", reason="pip install cryptography")

@@ -12,7 +12,7 @@ import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier
 
-from .conformance import get, objects
+from kvloom.tiers.testing.conformance import get, objects
 from .crash_child import SETTINGS
 
 ROOT = Path(__file__).parents[2]

@@ -10,13 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Outcome, Ranges, Transfer
-from kvloom.tiers.encoding import lossy
-from kvloom.tiers.encoding.lossy import Coding, LossyTier, _fp8_values, _to_fp8, decode, encode, lossy_form
-from kvloom.tiers.fault_injection import Faults, FaultyFiles, FaultyTier
+from kvloom.tiers import (
+    DiskConfig,
+    DiskTier,
+    Form,
+    HostConfig,
+    HostTier,
+    Objects,
+    Outcome,
+    Ranges,
+    Transfer,
+    lossy_tier as lossy,
+)
+from kvloom.tiers.lossy_tier import Coding, LossyTier, _fp8_values, _to_fp8, decode, encode, lossy_form
+from kvloom.tiers.testing.fault_injection import Faults, FaultyFiles, FaultyTier
 from kvloom.tiers.transfer import Tally
 
-from .conformance import name
+from kvloom.tiers.testing.conformance import name
 
 torch = pytest.importorskip("torch")
 MIB = 1 << 20

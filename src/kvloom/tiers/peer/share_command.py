@@ -11,12 +11,12 @@ import signal
 from pathlib import Path
 
 from kvloom.core.sizes import format_bytes, parse_size
+from kvloom.tiers.host.host_tier import HostConfig, HostTier
+from kvloom.tiers.host.shared_memory import SharedMemory
 
-from .host.host_tier import HostConfig, HostTier
-from .host.shared_memory import SharedMemory
-from .peer.nixl_arena import NixlArena
-from .peer.secret import read_secret
-from .peer.server import PeerConfig, PeerServer
+from .nixl_arena import NixlArena
+from .secret import read_secret
+from .server import PeerConfig, PeerServer
 
 __all__ = ["arguments", "run"]
 

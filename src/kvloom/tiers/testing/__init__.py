@@ -1,0 +1,3 @@
+"""TODO: map of this folder."""
+
+__all__: list[str] = []
