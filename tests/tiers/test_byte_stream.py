@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvloom.tiers.encoding import checksums as checks
-from kvloom.tiers.remote.byte_stream import Bytestream
+from kvloom.tiers.remote.byte_stream import ByteStream
 
 from .test_checks import plain
 
@@ -22,19 +22,19 @@ SIZE = 130 * RUN  # more than goes at once, either way
 @pytest.fixture(params=["native", "plain"])
 def pair(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Bytestream, Bytestream]]:
+) -> Iterator[tuple[ByteStream, ByteStream]]:
     if request.param == "plain":
         monkeypatch.setattr(checks, "_native", None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far = server.accept()[0]
-    ends = Bytestream(near, 20.0), Bytestream(far, 20.0)
+    ends = ByteStream(near, 20.0), ByteStream(far, 20.0)
     yield ends
     for end in ends:
         end.close()
 
 
-def test_what_is_sent_arrives_and_both_sides_have_its_checksums(pair: tuple[Bytestream, Bytestream]) -> None:
+def test_what_is_sent_arrives_and_both_sides_have_its_checksums(pair: tuple[ByteStream, ByteStream]) -> None:
     near, far = pair
     data, into = os.urandom(SIZE), bytearray(SIZE)
     sent: list[bytes] = []
@@ -46,7 +46,7 @@ def test_what_is_sent_arrives_and_both_sides_have_its_checksums(pair: tuple[Byte
     assert sent == [came] == [plain(data, RUN)]
 
 
-def test_whoever_closes_in_the_middle_is_seen_by_the_other(pair: tuple[Bytestream, Bytestream]) -> None:
+def test_whoever_closes_in_the_middle_is_seen_by_the_other(pair: tuple[ByteStream, ByteStream]) -> None:
     near, far = pair
     far.send([bytes(RUN + 1)])
     far.close()
@@ -58,10 +58,10 @@ def test_whoever_closes_in_the_middle_is_seen_by_the_other(pair: tuple[Bytestrea
 
 @pytest.mark.parametrize("trickle", [False, True])
 def test_a_silent_or_a_slow_other_side_costs_a_bounded_wait(
-    pair: tuple[Bytestream, Bytestream], trickle: bool
+    pair: tuple[ByteStream, ByteStream], trickle: bool
 ) -> None:
     near, far = pair
-    short = Bytestream(near.socket, 0.2)
+    short = ByteStream(near.socket, 0.2)
     over = threading.Event()
 
     def drip() -> None:

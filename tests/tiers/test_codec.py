@@ -14,7 +14,7 @@ from kvloom.tiers.encoding.codec import (
     Compression,
     Head,
     checksum,
-    checksums,
+    run_checksums,
     make_codec,
     parse_head,
     seal,
@@ -116,7 +116,7 @@ def test_the_format_on_the_disk_does_not_change_unnoticed() -> None:
 def test_a_compressed_run_that_claims_to_be_huge_takes_no_memory() -> None:
     zstandard = pytest.importorskip("zstandard")
     bomb = zstandard.ZstdCompressor().compress(bytes(200 << 20))
-    head = Head(KEY, 2, RUN, checksums(memoryview(bytes(RUN)), RUN)[:8], (len(bomb),))
+    head = Head(KEY, 2, RUN, run_checksums(memoryview(bytes(RUN)), RUN)[:8], (len(bomb),))
     out = memoryview(bytearray(RUN))
     assert unseal(head, memoryview(bomb), 0, out, make_codec()) == Outcome.CORRUPT
     assert make_codec().unpack(1, memoryview(bomb), out) is False

@@ -29,7 +29,7 @@ from kvloom.tiers.testing.conformance import (
     filled,
     get,
     memory,
-    never_wrong,
+    check_bytes,
     objects,
     open_files,
     put,
@@ -417,7 +417,7 @@ def test_a_large_page_is_ok_only_when_all_of_it_has_come(tmp_path: Path, shift: 
     got = memory(1, form.page_bytes, shift)
     transfer = tier.read(objects([1], form), got)
     assert transfer.wait(20)
-    assert never_wrong(transfer, [1], got, form.page_bytes) == 1
+    assert check_bytes(transfer, [1], got, form.page_bytes) == 1
     tier.close()
 
 
@@ -494,7 +494,7 @@ def test_a_page_that_is_being_read_survives_the_end_of_its_segment(tmp_path: Pat
     assert not tier.lookup(objects(range(4))).any()
     faults.release()
     assert transfer.wait(10)
-    assert never_wrong(transfer, range(4), got) == 4
+    assert check_bytes(transfer, range(4), got) == 4
     tier.close()
 
 
@@ -595,7 +595,7 @@ def test_a_hung_disk_costs_bounded_waits_bounded_memory_and_a_bounded_close(tmp_
     with pytest.raises(TierError, match="in use"):
         opened(tmp_path)  # the hung calls may still write there
     faults.release()
-    assert all(transfer.wait_quiet(5) for transfer in reads + writes)
+    assert all(transfer.wait_released(5) for transfer in reads + writes)
 
 
 def test_what_a_hung_disk_had_not_begun_when_it_was_closed_is_never_written(tmp_path: Path) -> None:
@@ -606,13 +606,13 @@ def test_what_a_hung_disk_had_not_begun_when_it_was_closed_is_never_written(tmp_
     sources = [filled([number]) for number in range(1, 12)]
     writes = [tier.write(objects([number]), source) for number, source in enumerate(sources, 1)]
     tier.close()
-    quiet = [number for number, write in enumerate(writes, 1) if write.quiet]
+    quiet = [number for number, write in enumerate(writes, 1) if write.released]
     assert quiet
     assert all(write.failed for write in writes)
     for number in quiet:
         sources[number - 1].bytes[:] = 7  # it is the caller's again
     faults.release()
-    assert all(write.wait_quiet(5) for write in writes)
+    assert all(write.wait_released(5) for write in writes)
     assert tier._appender.close(5)
     shutil.copytree(tmp_path / "kv", tmp_path / "copy")  # the lock stays with who hung
     again = opened(tmp_path / "copy")
@@ -629,7 +629,7 @@ def test_cancelled_reads_that_had_not_begun_touch_nothing(tmp_path: Path) -> Non
     first, second = memory(1), memory(1)
     one, two = tier.read(objects([0]), first), tier.read(objects([1]), second)
     deadline = time.monotonic() + 5
-    while one._inside == 0 and time.monotonic() < deadline:
+    while one._accesses == 0 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert two.cancel(), "quiet at once"
     second.bytes[:] = 7
@@ -637,7 +637,7 @@ def test_cancelled_reads_that_had_not_begun_touch_nothing(tmp_path: Path) -> Non
     assert one.wait(5)
     tier.close()
     assert (second.bytes == 7).all()
-    assert never_wrong(one, [0], first) == 1
+    assert check_bytes(one, [0], first) == 1
 
 
 # --- directories

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier, Objects, Outcome, TierError
-from kvloom.tiers.encoding.codec import Compression, Head, make_codec, most_bytes, parse_head, seal, unseal
+from kvloom.tiers.encoding.codec import Compression, Head, make_codec, max_sealed_bytes, parse_head, seal, unseal
 from kvloom.tiers.encoding.encryption import Keyring, NoKeyError
 
-from kvloom.tiers.testing.conformance import FORM, PAGE, RUN, Harness, TierConformance, filled, memory, never_wrong, objects, page
+from kvloom.tiers.testing.conformance import FORM, PAGE, RUN, Harness, TierConformance, filled, memory, check_bytes, objects, page
 from .test_disk import DiskHarness
 
 pytest.importorskip("cryptography", reason="pip install cryptography")
@@ -38,7 +38,7 @@ def opened(head: Head, body: bytes, keys: Keyring | None = OURS, tenant: str = "
 def test_a_page_opens_whole_and_in_runs_and_nothing_of_it_is_in_the_clear(compression: Compression) -> None:
     head, body = sealed(compression)
     assert parse_head(memoryview(head.pack() + body)) == (head, len(head.pack()))
-    assert len(head.pack()) + len(body) <= most_bytes(FORM)
+    assert len(head.pack()) + len(body) <= max_sealed_bytes(FORM)
     assert opened(head, body) == Outcome.OK
     assert page(1)[:32].tobytes() not in body
     assert page(1)[-32:].tobytes() not in body
@@ -80,7 +80,7 @@ def test_damage_is_told_from_a_wrong_key_and_a_page_does_not_open_under_another_
     assert opened(head._replace(key=objects([1], OTHER).keys[0]), body) == Outcome.LOCKED, "another layout"
     step = RUN + 16
     swapped = body[step : 2 * step] + body[:step] + body[2 * step :]
-    checks = head.checks[8:16] + head.checks[:8] + head.checks[16:]
+    checks = head.checksums[8:16] + head.checksums[:8] + head.checksums[16:]
     assert opened(head._replace(checks=checks), swapped) == Outcome.LOCKED, "runs have their places"
 
 
@@ -130,7 +130,7 @@ class TestEncryptedDisk(TierConformance):
 
 
 def test_a_disk_with_another_key_is_a_miss_and_is_written_anew(tmp_path: Path) -> None:
-    wanted = Objects(objects(range(3)).names, 0, FORM, tenant="acme")
+    wanted = Objects(objects(range(3)).block_hashes, 0, FORM, tenant="acme")
 
     def tier(byte: str) -> DiskTier:
         return DiskTier(
@@ -150,10 +150,10 @@ def test_a_disk_with_another_key_is_a_miss_and_is_written_anew(tmp_path: Path) -
     assert second.write(wanted, filled(range(3))).wait(20)
     transfer = second.read(wanted, got := memory(3))
     assert transfer.wait(20)
-    assert never_wrong(transfer, range(3), got) == 3
+    assert check_bytes(transfer, range(3), got) == 3
     second.close()
     first = tier("01")
     transfer = first.read(wanted, got := memory(3))
     assert transfer.wait(20)
-    assert never_wrong(transfer, range(3), got) == 3, "pages of the first key are not lost"
+    assert check_bytes(transfer, range(3), got) == 3, "pages of the first key are not lost"
     first.close()

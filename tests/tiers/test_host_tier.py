@@ -14,7 +14,7 @@ import pytest
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome
 from kvloom.tiers.host import arena, host_index as residents
 from kvloom.tiers.host.arena import Arena, copy_pages
-from kvloom.tiers.host.host_index import Residents
+from kvloom.tiers.host.host_index import HostIndex
 
 from kvloom.tiers.testing.conformance import FORM, PAGE, Harness, TierConformance, filled, get, objects, page, put
 
@@ -59,13 +59,13 @@ def test_the_least_recently_used_leaves_first() -> None:
 def test_what_is_held_does_not_leave_and_a_tier_full_of_it_says_so() -> None:
     tier = plain(4)
     put(tier, range(4))
-    lease = tier.hold(objects(range(3)))
+    lease = tier.acquire(objects(range(3)))
     assert put(tier, [7, 8]).results.tolist() == [Outcome.OK, Outcome.FULL], (
         "a batch does not push itself out"
     )
     assert put(tier, [8]).ok.all()
     assert tier.lookup(objects([0, 1, 2, 3, 7, 8])).tolist() == [True, True, True, False, False, True]
-    with_all = tier.hold(objects([8]))
+    with_all = tier.acquire(objects([8]))
     transfer = put(tier, [20])
     assert transfer.results.tolist() == [Outcome.FULL]
     assert "held" in transfer.reason
@@ -79,8 +79,8 @@ def test_a_large_batch_for_a_tier_full_of_held_pages_looks_at_them_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = []
-    victim = Residents._victim
-    monkeypatch.setattr(Residents, "_victim", lambda *args: looked.append(1) or victim(*args))
+    victim = HostIndex._victim
+    monkeypatch.setattr(HostIndex, "_victim", lambda *args: looked.append(1) or victim(*args))
     tier = plain(300)
     first = tier.reserve(objects(range(300)))
     second = tier.reserve(objects(range(300, 700)))
@@ -95,7 +95,7 @@ def test_more_held_pages_than_are_looked_at_keep_nobody_out(monkeypatch: pytest.
     monkeypatch.setattr(residents, "_MOST_TRIES", 8)
     tier = plain(64)
     put(tier, range(64))
-    lease = tier.hold(objects(range(40)))
+    lease = tier.acquire(objects(range(40)))
     put(tier, range(40, 64))  # there already: used after what is held
     assert put(tier, range(100, 104)).ok.all()
     assert tier.lookup(objects(range(40))).all()
@@ -116,13 +116,13 @@ def test_pages_of_a_batch_used_at_once_may_leave_one_by_one() -> None:
 def test_a_batch_is_placed_among_held_pages_by_those_that_may_leave() -> None:
     tier = plain(64)
     put(tier, range(64))
-    lease = tier.hold(objects(range(0, 64, 2)))  # every other
+    lease = tier.acquire(objects(range(0, 64, 2)))  # every other
     offsets = lease.offsets.copy()
     assert put(tier, range(100, 132)).ok.all()
     assert tier.lookup(objects(range(64))).tolist() == [True, False] * 32
     assert put(tier, [200]).ok.all(), "what came before may leave"
     lease.release()
-    again = tier.hold(objects(range(0, 64, 2)))
+    again = tier.acquire(objects(range(0, 64, 2)))
     assert (again.offsets == offsets).all()
     again.release()
 
@@ -161,7 +161,7 @@ def test_an_object_that_is_in_a_batch_twice_has_one_place() -> None:
     assert twice.results.tolist() == [Outcome.PENDING, Outcome.PENDING, Outcome.OK]
     assert twice.offsets[2] == -1
     twice.release()
-    both = tier.hold(objects([1, 1, 2]))
+    both = tier.acquire(objects([1, 1, 2]))
     assert both.offsets[0] == both.offsets[1]
     assert tier.drop(objects([1])) == 1
     both.release()
@@ -172,7 +172,7 @@ def test_an_object_that_is_in_a_batch_twice_has_one_place() -> None:
 def test_a_page_dropped_while_held_keeps_its_bytes_until_let_go() -> None:
     tier = plain(2)
     put(tier, [0, 1])
-    lease = tier.hold(objects([0]))
+    lease = tier.acquire(objects([0]))
     assert tier.drop(objects([0])) == 1
     put(tier, [2, 3])
     at = int(lease.offsets[0])
@@ -234,13 +234,13 @@ def test_another_size_takes_whole_slabs_of_the_least_used() -> None:
 
 def test_an_arena_gives_every_page_once_and_takes_it_back() -> None:
     arena = Arena(4 * MIB, MIB)
-    pages = [*arena.take(300_000, 5), *arena.take(300_000, 9)]
+    pages = [*arena.allocate(300_000, 5), *arena.allocate(300_000, 9)]
     assert len(set(pages)) == len(pages) == 12
-    assert arena.take(300_000, 1) == arena.take(4096, 1) == []
+    assert arena.allocate(300_000, 1) == arena.allocate(4096, 1) == []
     for offset in pages[3:6]:
-        arena.give(300_000, offset)
-    assert arena.take(4096, 1000) == list(range(MIB, 2 * MIB, 4096)), "an empty slab is anyone's"
-    assert arena.take(4096, 1) == []
+        arena.free(300_000, offset)
+    assert arena.allocate(4096, 1000) == list(range(MIB, 2 * MIB, 4096)), "an empty slab is anyone's"
+    assert arena.allocate(4096, 1) == []
     assert arena.used_bytes() == 9 * 300_000 + 256 * 4096
 
 

@@ -24,9 +24,9 @@ from kvloom.tiers import (
 )
 from kvloom.tiers.lossy_tier import Coding, LossyTier, _fp8_values, _to_fp8, decode, encode, lossy_form
 from kvloom.tiers.testing.fault_injection import Faults, FaultyFiles, FaultyTier
-from kvloom.tiers.transfer import Tally
+from kvloom.tiers.transfer import TransferCounts
 
-from kvloom.tiers.testing.conformance import name
+from kvloom.tiers.testing.conformance import block_hash
 
 torch = pytest.importorskip("torch")
 MIB = 1 << 20
@@ -89,7 +89,7 @@ def test_zeros_and_what_is_not_finite_do_no_harm() -> None:
 def test_what_is_kept_is_half_of_it_and_asked_for_in_so_many_words(tmp_path: Path, coding: Coding) -> None:
     inner = DiskTier(DiskConfig(tmp_path, 8 * MIB, segment_bytes=MIB, compression="lz4"))
     tier = LossyTier(inner, coding)
-    names = [name(n) for n in range(6)]
+    names = [block_hash(n) for n in range(6)]
     pages = values(6 * 16384, "bf16")
     source = Ranges(pages, np.arange(6) * 32768)
     exact, allowed = Objects(names, 0, FORM), Objects(names, 0, ALLOWED)
@@ -138,7 +138,7 @@ def test_what_is_kept_is_half_of_it_and_asked_for_in_so_many_words(tmp_path: Pat
 def test_what_goes_wrong_below_is_passed_on() -> None:
     faults = Faults()
     tier = LossyTier(FaultyTier(HostTier(HostConfig(MIB, slab_bytes=65536)), faults), "int8")
-    names, pages = [name(1)], values(16384, "bf16")
+    names, pages = [block_hash(1)], values(16384, "bf16")
     faults.full = True
     transfer = tier.write(Objects(names, 0, FORM), Ranges(pages, [0]))
     assert transfer.wait(20)
@@ -160,7 +160,7 @@ def test_what_comes_after_it_was_given_up_does_not_pass_for_decoded(monkeypatch:
     inner, transfers = HostTier(HostConfig(8 << 20)), list[Transfer]()
 
     def read(asked: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
-        transfers.append(Transfer(len(asked), Tally(), "read", 1))
+        transfers.append(Transfer(len(asked), TransferCounts(), "read", 1))
         transfers[0].settle([0], Outcome.OK)
         return transfers[0]
 

@@ -12,13 +12,13 @@ import pytest
 from kvloom.tiers import Objects, Outcome, TierError
 from kvloom.tiers.registry import open_tier
 from kvloom.tiers.remote import mooncake, mooncake_client
-from kvloom.tiers.remote.bounded_calls import Bounded, StillRunningError
+from kvloom.tiers.remote.bounded_calls import BoundedCalls, StillRunningError
 from kvloom.tiers.remote.mooncake import MooncakeStore, open_mooncake
-from kvloom.tiers.remote.mooncake_client import Client, MooncakeConfig
+from kvloom.tiers.remote.mooncake_client import MooncakeClient, MooncakeConfig
 from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier, StoreError
-from kvloom.tiers.remote.store_tier import PREFIX, Counted, store_tier
+from kvloom.tiers.remote.store_tier import PREFIX, CapacityTracker, store_tier
 
-from kvloom.tiers.testing.conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, never_wrong, objects, put
+from kvloom.tiers.testing.conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, check_bytes, objects, put
 from .servers import mooncake_master, stopped
 
 pytestmark = pytest.mark.server
@@ -65,21 +65,21 @@ def opened(port: int, **options: object) -> RemoteTier:
 
 
 @pytest.fixture(scope="module")
-def client(port: int) -> Iterator[Client]:
+def client(port: int) -> Iterator[MooncakeClient]:
     """One for many tiers: the end of each takes seconds."""
-    client = Client(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 5.0)
+    client = MooncakeClient(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 5.0)
     yield client
     client.close()
 
 
 class TestMooncake(TierConformance):
     @pytest.fixture(autouse=True)
-    def server(self, client: Client) -> None:
+    def server(self, client: MooncakeClient) -> None:
         client.get().remove_all(True)
         self.client = client
 
     def make(self, folder: Path) -> Harness:
-        counted = Counted(CAPACITY)
+        counted = CapacityTracker(CAPACITY)
         config = RemoteConfig(CAPACITY, timeout=5.0)
         return MooncakeHarness(
             store_tier("mooncake", config, lambda: MooncakeStore(self.client, counted, 5.0, "mooncake"))
@@ -114,7 +114,7 @@ def test_another_process_of_the_fleet_reads_what_one_wrote(tier: RemoteTier, por
         for transfer in parts:
             assert transfer.wait(20)
             assert transfer.ok.all()
-        assert never_wrong(parts[-1], range(6), got) == 6
+        assert check_bytes(parts[-1], range(6), got) == 6
     packed.close()
 
 
@@ -154,7 +154,7 @@ def test_a_master_that_dies_costs_misses_and_a_bounded_wait_and_comes_back(tmp_p
 def test_a_client_that_a_call_is_in_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_client, "_LAST_SECONDS", 0.1)
     with mooncake_master(tmp_path) as (port, _):
-        client = Client(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 0.1)
+        client = MooncakeClient(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 0.1)
         library, inside, gate = client.get(), threading.Event(), threading.Event()
         waiting = threading.Thread(target=lambda: client.run(lambda: (inside.set(), gate.wait(20))))
         waiting.start()
@@ -179,7 +179,7 @@ def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
             transfer = tier.read(objects(range(2)), memory(2))
             assert transfer.wait(8)
             assert (transfer.results == Outcome.FAILED).all()
-            assert transfer.quiet, "the caller's memory was never lent"
+            assert transfer.released, "the caller's memory was never lent"
             assert "did not answer within 0.5 s" in transfer.reason
             assert time.monotonic() - began < 10
         tier.close()
@@ -198,8 +198,8 @@ def test_a_page_that_was_lent_to_a_call_that_hangs_is_not_quiet_before_its_end(
             transfer = tier.read(objects(range(32)), into)
             assert transfer.wait(5)
             assert (transfer.results == Outcome.FAILED).all()
-            assert not transfer.quiet, "the store may still write there"
-        assert transfer.wait_quiet(40)
+            assert not transfer.released, "the store may still write there"
+        assert transfer.wait_released(40)
         tier.close()
 
 
@@ -237,29 +237,29 @@ def test_an_absent_master_is_said_when_opening() -> None:
 
 
 def test_what_this_process_put_is_counted_least_recently_used_first() -> None:
-    counted = Counted(100)
+    counted = CapacityTracker(100)
     assert counted.reserve({b"a": 40, b"b": 40}) == []
     counted.touch([b"a", b"x"])
     assert counted.reserve({b"c": 40}) == [b"b"]
     assert counted.reserve({b"a": 30}) == []
-    counted.forget([b"c", b"y"])
+    counted.remove([b"c", b"y"])
     assert counted.usage().bytes == 30
     assert (counted.usage().objects, counted.usage().evicted) == (1, 1)
 
 
 def test_a_call_that_hangs_is_given_up_and_its_answer_ignored() -> None:
-    bounded = Bounded(0.05, "the sea")
+    bounded = BoundedCalls(0.05, "the sea")
     assert bounded.call(lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
         bounded.call(lambda: 1 // 0)
     over = threading.Event()
     with pytest.raises(StillRunningError, match="the sea did not answer") as hung:
-        bounded.call(lambda: time.sleep(0.3), lent=True)
-    assert Bounded._stuck == 1
-    assert hung.value.lent
-    hung.value.when_over(over.set)
+        bounded.call(lambda: time.sleep(0.3), uses_caller_memory=True)
+    assert BoundedCalls._stuck == 1
+    assert hung.value.uses_caller_memory
+    hung.value.on_finished(over.set)
     assert over.wait(10)
-    assert Bounded._stuck == 0
+    assert BoundedCalls._stuck == 0
     again: list[int] = []
-    hung.value.when_over(lambda: again.append(1))
+    hung.value.on_finished(lambda: again.append(1))
     assert again == [1]

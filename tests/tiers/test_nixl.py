@@ -91,8 +91,8 @@ class TestPeerByNixl(TierConformance):
     @pytest.fixture(autouse=True)
     def server(self, shared: tuple[HostTier, PeerServer]) -> None:
         self.host, self.peer = shared
-        for key, slot in list(self.host._residents.entries.items()):
-            self.host._residents.forget(key, slot)
+        for key, slot in list(self.host.index.entries.items()):
+            self.host.index.remove(key, slot)
 
     def make(self, folder: Path) -> Harness:
         config = RemoteConfig(1, readers=1, writers=1, timeout=10)

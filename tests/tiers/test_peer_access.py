@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import HostConfig, HostTier, Outcome, TierError
-from kvloom.tiers.host.shared_memory import SharedMemory, map_shared
+from kvloom.tiers.host.shared_memory import SharedMemory, map_shared_memory
 from kvloom.tiers.peer.peer_tier import PeerConnection, open_peer
-from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, greet
+from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, client_handshake
 from kvloom.tiers.peer.secret import default_secret, read_secret
 from kvloom.tiers.peer.server import PeerConfig, PeerServer
-from kvloom.tiers.peer.unix_socket import LocalAddress
+from kvloom.tiers.peer.unix_socket import UnixAddress
 from kvloom.tiers.registry import open_tier
 from kvloom.tiers.remote.remote_tier import StoreError
 
@@ -195,7 +195,7 @@ def test_a_server_of_another_user_is_not_believed(tmp_path: Path) -> None:
         process.stdout.readline()
         try:
             with pytest.raises(StoreError, match=r"user 65534 serves there, not user 0: give \?uid=65534"):
-                PeerConnection(LocalAddress(str(where)), b"", 2.0)
+                PeerConnection(UnixAddress(str(where)), b"", 2.0)
         finally:
             process.kill()
 
@@ -203,19 +203,19 @@ def test_a_server_of_another_user_is_not_believed(tmp_path: Path) -> None:
 def test_only_users_that_the_system_names_use_a_socket(tmp_path: Path) -> None:
     where = tmp_path / "here.sock"
     with served(local=where) as server:
-        connection = PeerConnection(LocalAddress(str(where)), b"", 5.0)
+        connection = PeerConnection(UnixAddress(str(where)), b"", 5.0)
         assert connection.exists(objects(range(2)).keys) == [False, False]
         connection.close()
         server._users = frozenset({NOBODY})
         with pytest.raises(PeerError, match="does not serve this user"):
-            PeerConnection(LocalAddress(str(where)), b"", 5.0)
+            PeerConnection(UnixAddress(str(where)), b"", 5.0)
     assert not where.exists()
     where.write_text("a file")
     with pytest.raises(OSError, match="is no socket"), served(local=where):
         pass
     assert where.read_text() == "a file"
     with pytest.raises(ValueError, match="give its path, too"):
-        PeerConfig(users=(1001,))
+        PeerConfig(allowed_uids=(1001,))
 
 
 @pytest.mark.parametrize(("mode", "said"), [(0o644, "mode 644"), (0o620, "mode 620"), (0o604, "chmod 600")])
@@ -253,7 +253,7 @@ def test_a_state_directory_of_another_user_holds_no_secret(
 @pytest.mark.parametrize(
     ("page", "run"), [(32 * PAGE, RUN), (4 * PAGE, 4 * PAGE), (PAGE // 2, RUN), (PAGE, 2 * RUN)]
 )
-@pytest.mark.parametrize("verb", [Verb.READ, Verb.HOLD])
+@pytest.mark.parametrize("verb", [Verb.READ, Verb.ACQUIRE])
 def test_a_page_is_read_with_the_size_that_is_stored(verb: Verb, page: int, run: int) -> None:
     with served(64 * MIB, 2 * MIB) as server:
         filled_by_peer(server, range(2))
@@ -274,7 +274,7 @@ def test_a_wrong_run_size_leaves_no_wrong_checksums() -> None:
     with served() as server:
         assert put(server._tier, range(3)).ok.all()  # by the server itself: without checksums so far
         with guest(server) as other:
-            other._ask(asked(Verb.HOLD, range(3), PAGE, PAGE))
+            other._ask(asked(Verb.ACQUIRE, range(3), PAGE, PAGE))
         tier = open_peer(server.address, SECRET, "connection")
         assert get(tier, range(3)).ok.all()
         tier.close()
@@ -289,7 +289,7 @@ def test_a_stored_page_is_neither_overwritten_nor_dropped_by_others() -> None:
             assert answer.payload[:4] == bytes([Outcome.OK] * 4), "there already: no place to write to"
             assert other.remove(objects(range(4)).keys) == 0
         assert get(owner, range(4)).ok.all()
-        at = int(server._tier._slots.offset[server._tier._residents.entries[objects([1]).keys[0]]])
+        at = int(server._tier._slots.offset[server._tier.index.entries[objects([1]).keys[0]]])
         server._tier.arena[at] ^= 1
         with guest(server) as other:
             assert other.remove(objects(range(4)).keys) == 1, "a damaged page may go, whoever reports it"
@@ -307,7 +307,7 @@ def test_a_place_that_was_not_written_shows_no_page_that_was_there_before() -> N
             other._ask(Message(Verb.COMMIT, a=lease.a, b=1, payload=bytes(4 * 8 * PAGE // RUN)))
             answer = other._ask(asked(Verb.READ, range(100, 104), a=0, b=PAGE))
             assert answer.payload[:4] == bytes([Outcome.OK] * 4)
-            assert not any(other._channel.take(4 * PAGE))
+            assert not any(other._channel.receive_bytes(4 * PAGE))
 
 
 def test_places_that_are_never_filled_do_not_push_out_all_pages() -> None:
@@ -331,15 +331,15 @@ def test_one_connection_has_few_leases_and_bounded_bytes() -> None:
         with guest(server) as other:
             held: list[int] = []
             for first in range(0, 200, 50):
-                held += other._ask(asked(Verb.HOLD, range(first, first + 50))).payload[:50]
+                held += other._ask(asked(Verb.ACQUIRE, range(first, first + 50))).payload[:50]
             assert held.count(Outcome.OK) == 2 * MIB // PAGE, "an eighth of the tier"
             with pytest.raises(PeerError, match="4 leases of one connection: release some"):
-                other._ask(asked(Verb.HOLD, range(1)))
+                other._ask(asked(Verb.ACQUIRE, range(1)))
         with (
             guest(server) as other,
             pytest.raises(PeerError, match="9000 objects in leases of one connection"),
         ):
-            other._ask(asked(Verb.HOLD, range(9000)))
+            other._ask(asked(Verb.ACQUIRE, range(9000)))
 
 
 def test_a_lease_that_is_not_released_ends_with_its_connection() -> None:
@@ -366,9 +366,9 @@ def test_a_message_that_was_changed_on_its_way_is_refused() -> None:
     with served() as server:
         for change in (b"x", b""):  # another payload; the same message a second time
             channel = Channel(socket.create_connection(server.address, 5), 5)
-            greet(channel, SECRET)
+            client_handshake(channel, SECRET)
             sent: list[bytes] = []
-            push, channel.push = channel.push, lambda pieces, sent=sent: sent.extend(pieces)  # type: ignore[method-assign, misc, assignment]
+            push, channel.send_bytes = channel.send_bytes, lambda pieces, sent=sent: sent.extend(pieces)  # type: ignore[method-assign, misc, assignment]
             channel.send(Message(Verb.LOOKUP, 1, 1, 1, payload=objects([1]).keys[0]))
             message = sent[0]
             if change:
@@ -446,9 +446,9 @@ def test_memory_that_its_owner_could_cut_short_is_not_mapped() -> None:
     try:
         os.ftruncate(fd, MIB)
         path = f"/proc/{os.getpid()}/fd/{fd}"
-        assert map_shared(path, token, MIB) is None
+        assert map_shared_memory(path, token, MIB) is None
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        mapped = map_shared(path, token, MIB)
+        mapped = map_shared_memory(path, token, MIB)
         assert mapped is not None
         assert int(np.asarray(mapped[:10]).sum()) == 0
     finally:

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import Form, HostConfig, HostTier, Outcome, Ranges, TierError
-from kvloom.tiers.host.shared_memory import SharedMemory, map_shared
+from kvloom.tiers.host.shared_memory import SharedMemory, map_shared_memory
 from kvloom.tiers.peer.peer_tier import PeerConnection, open_peer
-from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, greet
+from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, client_handshake
 from kvloom.tiers.peer.server import PeerConfig, PeerServer
 from kvloom.tiers.registry import open_tier
 from kvloom.tiers.remote.remote_tier import RemoteConfig
@@ -135,7 +135,7 @@ def test_a_guest_that_goes_leaves_nothing_held_and_nothing_half_written(served: 
     put(served.host, range(2))
     guest = PeerConnection(served.server.address, SECRET, 2.0)
     keys = objects(range(4)).keys
-    guest._ask(Message(Verb.HOLD, 2, PAGE, RUN, payload=b"".join(keys[:2])))
+    guest._ask(Message(Verb.ACQUIRE, 2, PAGE, RUN, payload=b"".join(keys[:2])))
     guest._ask(Message(Verb.RESERVE, 2, PAGE, RUN, payload=b"".join(keys[2:])))
     assert served.host.stats().bytes == 4 * PAGE
     guest.close()
@@ -150,7 +150,7 @@ def test_a_guest_that_goes_leaves_nothing_held_and_nothing_half_written(served: 
 def test_what_a_peer_holds_does_not_leave_meanwhile(served: PeerHarness) -> None:
     put(served.host, range(4))
     guest = PeerConnection(served.server.address, SECRET, 2.0)
-    answer = guest._ask(Message(Verb.HOLD, 4, PAGE, RUN, payload=b"".join(objects(range(4)).keys)))
+    answer = guest._ask(Message(Verb.ACQUIRE, 4, PAGE, RUN, payload=b"".join(objects(range(4)).keys)))
     for first in range(100, 356, 32):
         put(served.host, range(first, first + 32))
     assert served.host.lookup(objects(range(4))).all()
@@ -166,8 +166,8 @@ def test_what_a_peer_holds_does_not_leave_meanwhile(served: PeerHarness) -> None
     "message",
     [
         Message(Verb.LOOKUP, 2, 1, 1, payload=bytes(KEY_BYTES)),
-        Message(Verb.HOLD, 1, 100, 33, payload=bytes(KEY_BYTES)),
-        Message(Verb.HOLD, 1, 0, 0, payload=bytes(KEY_BYTES)),
+        Message(Verb.ACQUIRE, 1, 100, 33, payload=bytes(KEY_BYTES)),
+        Message(Verb.ACQUIRE, 1, 0, 0, payload=bytes(KEY_BYTES)),
         Message(Verb.RESERVE, 1, 8 * MIB, 8 * MIB, payload=bytes(KEY_BYTES)),
         Message(Verb.READ, 1, PAGE, RUN, a=10, b=PAGE + 1, payload=bytes(KEY_BYTES)),
         Message(Verb.READ, 1, PAGE, RUN, a=10, b=10, payload=bytes(KEY_BYTES)),
@@ -196,7 +196,7 @@ def test_noise_on_the_port_harms_nobody(served: PeerHarness) -> None:
             noise.sendall(random.integers(0, 256, size, dtype=np.uint8).tobytes())
     for _ in range(20):  # past the hello
         channel = Channel(socket.create_connection(served.server.address, 2), 2)
-        greet(channel, SECRET)
+        client_handshake(channel, SECRET)
         header = struct.pack(
             "<4sBBHIIIQQQ",
             b"KVPM",
@@ -208,7 +208,7 @@ def test_noise_on_the_port_harms_nobody(served: PeerHarness) -> None:
             6,
             int(random.integers(0, 300)),
         )
-        channel.push([header, random.integers(0, 256, 300, dtype=np.uint8).tobytes()])
+        channel.send_bytes([header, random.integers(0, 256, 300, dtype=np.uint8).tobytes()])
         channel.close()
     assert put(served.tier, range(3)).ok.all()
     assert get(served.tier, range(3)).ok.all()
@@ -224,11 +224,11 @@ def test_who_does_not_have_the_secret_gets_nothing(served: PeerHarness) -> None:
         time.sleep(0.01)
     assert served.server.refused == 2
     channel = Channel(socket.create_connection(served.server.address, 2), 2)
-    channel.take(40)
-    channel.push([bytes(64), b"".join([b"KVPM", bytes([Verb.DROP])])])
-    assert bytes(channel.take(33)) == bytes(33)
+    channel.receive_bytes(40)
+    channel.send_bytes([bytes(64), b"".join([b"KVPM", bytes([Verb.DROP])])])
+    assert bytes(channel.receive_bytes(33)) == bytes(33)
     with pytest.raises(ConnectionError):
-        channel.take(1)
+        channel.receive_bytes(1)
     channel.close()
 
 
@@ -239,18 +239,18 @@ def test_a_server_that_does_not_have_the_secret_is_not_believed() -> None:
         address = impostor.getsockname()
         channel = Channel(socket.create_connection(address, 2), 2)
         other = Channel(impostor.accept()[0], 2)
-        other.push([struct.pack("<6sH32s", b"KVPEER", WIRE_VERSION, bytes(32)), b"\x01" + bytes(32)])
+        other.send_bytes([struct.pack("<6sH32s", b"KVPEER", WIRE_VERSION, bytes(32)), b"\x01" + bytes(32)])
         with pytest.raises(PeerError, match="does not have the secret"):
-            greet(channel, SECRET)
-        other.push([struct.pack("<6sH32s", b"KVPEER", 9, bytes(32))])
+            client_handshake(channel, SECRET)
+        other.send_bytes([struct.pack("<6sH32s", b"KVPEER", 9, bytes(32))])
         with pytest.raises(PeerError, match=f"version 9, we {WIRE_VERSION}"):
-            greet(channel, SECRET)
-        other.push([struct.pack("<6sH32s", b"KVPEER", 3, bytes(32))])  # whose messages have no tags
+            client_handshake(channel, SECRET)
+        other.send_bytes([struct.pack("<6sH32s", b"KVPEER", 3, bytes(32))])  # whose messages have no tags
         with pytest.raises(PeerError, match=f"version 3, we {WIRE_VERSION}: run the same release"):
-            greet(channel, SECRET)
-        other.push([b"HTTP/1.1 400 Bad Request, and so on and so on"])
+            client_handshake(channel, SECRET)
+        other.send_bytes([b"HTTP/1.1 400 Bad Request, and so on and so on"])
         with pytest.raises(PeerError, match="no peer of kvloom"):
-            greet(channel, SECRET)
+            client_handshake(channel, SECRET)
         channel.close()
         other.close()
     harness.server.close()
@@ -258,7 +258,7 @@ def test_a_server_that_does_not_have_the_secret_is_not_believed() -> None:
 
 def test_more_connections_than_allowed_are_turned_away() -> None:
     tier = HostTier(HostConfig(MIB, slab_bytes=PAGE))
-    server = PeerServer(tier, PeerConfig(connections=1))
+    server = PeerServer(tier, PeerConfig(max_connections=1))
     first = PeerConnection(server.address, b"", 2.0)
     with pytest.raises((OSError, PeerError)):
         PeerConnection(server.address, b"", 2.0)
@@ -287,16 +287,16 @@ def test_a_page_larger_than_the_peers_slab_is_refused(served: PeerHarness) -> No
 
 def test_memory_of_nobody_is_not_mapped(tmp_path: Path) -> None:
     mine = SharedMemory(8192)
-    mapped = map_shared(mine.path, mine.token, 8192)
+    mapped = map_shared_memory(mine.path, mine.token, 8192)
     assert mapped is not None
     mapped[5] = 7
     assert mine.buffer[5] == 7
-    assert map_shared(mine.path, "0" * 32, 8192) is None
-    assert map_shared(mine.path, mine.token, 4096) is None
-    assert map_shared(mine.path, mine.token, 8192) is mapped, "once for all connections"
+    assert map_shared_memory(mine.path, "0" * 32, 8192) is None
+    assert map_shared_memory(mine.path, mine.token, 4096) is None
+    assert map_shared_memory(mine.path, mine.token, 8192) is mapped, "once for all connections"
     other = SharedMemory(8192)
-    assert map_shared("/proc/1/fd/99999", other.token, 8192) is None
-    assert map_shared("/etc/passwd", other.token, 8192) is None
+    assert map_shared_memory("/proc/1/fd/99999", other.token, 8192) is None
+    assert map_shared_memory("/etc/passwd", other.token, 8192) is None
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_a_peer_may_have_more_objects_than_a_message() -> None:
 def test_memory_that_is_offered_to_read_cannot_be_written_by_others() -> None:
     offered = SharedMemory(1 << 20, read_only=True)
     offered.buffer[:4] = b"mine"
-    mapped = map_shared(offered.path, offered.token, offered.size)
+    mapped = map_shared_memory(offered.path, offered.token, offered.size)
     assert mapped is not None
     assert not mapped.flags.writeable
     offered.buffer[4:8] = b"more"

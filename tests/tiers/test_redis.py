@@ -13,7 +13,7 @@ import pytest
 from kvloom.tiers import Form, Objects, Outcome, TierError
 from kvloom.tiers.registry import open_tier
 from kvloom.tiers.remote.redis import RedisAddress, RedisStore, open_redis
-from kvloom.tiers.remote.redis_protocol import RefusedError, Resp
+from kvloom.tiers.remote.redis_protocol import RedisReplyError, RespConnection
 from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier
 from kvloom.tiers.remote.store_tier import PREFIX
 
@@ -26,7 +26,7 @@ from kvloom.tiers.testing.conformance import (
     filled,
     get,
     memory,
-    never_wrong,
+    check_bytes,
     objects,
     page,
     put,
@@ -45,27 +45,27 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 class RedisHarness(Harness):
-    client: Resp
+    client: RespConnection
 
     def values(self, wanted: Objects) -> list[tuple[bytes, bytearray]]:
         keys = self.tier._stored(wanted).keys
-        found = [(PREFIX + key, self.client.ask("GET", PREFIX + key)) for key in keys]
+        found = [(PREFIX + key, self.client.call("GET", PREFIX + key)) for key in keys]
         return [(key, bytearray(value)) for key, value in found if value]
 
     def flip(self, wanted: Objects) -> None:
         for key, value in self.values(wanted):
             value[len(value) * 2 // 3] ^= 8
-            self.client.ask("SET", key, bytes(value))
+            self.client.call("SET", key, bytes(value))
 
     def swap(self, first: Objects, second: Objects) -> None:
         ((a, one),), ((b, two),) = self.values(first), self.values(second)
-        self.client.ask("SET", a, bytes(two))
-        self.client.ask("SET", b, bytes(one))
+        self.client.call("SET", a, bytes(two))
+        self.client.call("SET", b, bytes(one))
 
 
-def client(port: int) -> Resp:
+def client(port: int) -> RespConnection:
     """A connection that takes whole pages as answers."""
-    return Resp(("127.0.0.1", port), 5, most=4 * MIB)
+    return RespConnection(("127.0.0.1", port), 5, most=4 * MIB)
 
 
 def harness_of(port: int, **options: object) -> RedisHarness:
@@ -79,7 +79,7 @@ class RedisConformance(TierConformance):
 
     @pytest.fixture(autouse=True)
     def server(self, port: int) -> None:
-        Resp(("127.0.0.1", port), 5).ask("FLUSHALL")
+        RespConnection(("127.0.0.1", port), 5).call("FLUSHALL")
         self.port = port
 
     def make(self, folder: Path) -> Harness:
@@ -104,7 +104,7 @@ class TestEncrypted(RedisConformance):
 
 @pytest.fixture
 def tier(port: int) -> Iterator[RemoteTier]:
-    Resp(("127.0.0.1", port), 5).ask("FLUSHALL")
+    RespConnection(("127.0.0.1", port), 5).call("FLUSHALL")
     tier = open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY))
     yield tier
     tier.close()
@@ -125,7 +125,7 @@ def test_another_server_reads_what_one_wrote_however_it_was_packed(tier: RemoteT
         for transfer in parts:
             assert transfer.wait(20)
             assert transfer.ok.all()
-        assert never_wrong(parts[-1], range(6), got) == 6
+        assert check_bytes(parts[-1], range(6), got) == 6
     packed.close()
     again.close()
 
@@ -137,7 +137,7 @@ def test_all_who_share_a_server_share_its_capacity(tier: RemoteTier, port: int) 
     assert tier.stats().bytes == other.stats().bytes <= CAPACITY
     assert tier.stats().objects == other.stats().objects > 100
     memory_used = int(
-        Resp(("127.0.0.1", port), 5).ask("INFO", "memory").split(b"used_memory_dataset:")[1].split(b"\r")[0]
+        RespConnection(("127.0.0.1", port), 5).call("INFO", "memory").split(b"used_memory_dataset:")[1].split(b"\r")[0]
     )
     assert memory_used < 2 * CAPACITY, "what left the count has left the server"
     other.close()
@@ -158,10 +158,10 @@ def test_a_value_reserved_and_never_filled_is_not_there_and_can_be_written(
 ) -> None:
     store = RedisStore(RedisAddress(port=port), CAPACITY, 2.0)
     key = PREFIX + objects([1]).keys[0]
-    store._resp.ask(
+    store._resp.call(
         "EVALSHA", store._reserve, 3, "kvloom/1:used", "kvloom/1:sizes", "kvloom/1:counts", CAPACITY, key, 100
     )
-    assert store._resp.ask("EXISTS", key) == 1
+    assert store._resp.call("EXISTS", key) == 1
     assert not tier.lookup(objects([1])).any()
     assert get(tier, [1]).results.tolist() == [Outcome.MISSING]
     assert put(tier, [1]).ok.all()
@@ -173,7 +173,7 @@ def test_a_value_reserved_and_never_filled_is_not_there_and_can_be_written(
 def test_what_is_pushed_out_before_it_is_filled_is_not_stored(tier: RemoteTier, port: int) -> None:
     tiny = RedisStore(RedisAddress(port=port), 1000, 2.0)
     assert tiny.put([(PREFIX + b"x", [bytes(2000)])]) == [Outcome.FULL]
-    assert tiny._resp.ask("EXISTS", PREFIX + b"x") == 0
+    assert tiny._resp.call("EXISTS", PREFIX + b"x") == 0
     assert tiny.usage().bytes == 0
     tiny.close()
 
@@ -273,15 +273,15 @@ def test_an_address_that_makes_no_sense_is_refused(text: str, message: str) -> N
 
 
 def test_pages_of_another_key_have_other_names_and_are_not_lost(port: int, tmp_path: Path) -> None:
-    Resp(("127.0.0.1", port), 5).ask("FLUSHALL")
+    RespConnection(("127.0.0.1", port), 5).call("FLUSHALL")
     for name, byte in (("one", "01"), ("two", "02")):
         (tmp_path / name).write_text('{"acme": "' + byte * 32 + '"}')
         (tmp_path / name).chmod(0o600)
     mine, theirs = another(port, keys=tmp_path / "one"), another(port, keys=tmp_path / "two")
-    wanted = Objects(objects(range(3)).names, 0, FORM, tenant="acme")
+    wanted = Objects(objects(range(3)).block_hashes, 0, FORM, tenant="acme")
     assert mine.write(wanted, filled(range(3))).wait(20)
     assert mine.lookup(wanted).all()
-    raw = client(port).ask("GET", PREFIX + mine._stored(wanted).keys[0])
+    raw = client(port).call("GET", PREFIX + mine._stored(wanted).keys[0])
     assert page(0)[:64].tobytes() not in raw, "nothing in the clear"
     assert not theirs.lookup(wanted).any()
     for _ in range(2):
@@ -290,8 +290,8 @@ def test_pages_of_another_key_have_other_names_and_are_not_lost(port: int, tmp_p
         assert (transfer.results == Outcome.MISSING).all()
     transfer = mine.read(wanted, got := memory(3))
     assert transfer.wait(20)
-    assert never_wrong(transfer, range(3), got) == 3
-    nobody = Objects(objects(range(3, 5)).names, 0, FORM, tenant="other")
+    assert check_bytes(transfer, range(3), got) == 3
+    nobody = Objects(objects(range(3, 5)).block_hashes, 0, FORM, tenant="other")
     transfer = mine.write(nobody, filled(range(3, 5)))
     assert transfer.wait(20)
     assert (transfer.results == Outcome.FAILED).all()
@@ -307,19 +307,19 @@ def test_pages_of_another_key_have_other_names_and_are_not_lost(port: int, tmp_p
 
 def test_what_is_no_answer_ends_the_connection_and_nothing_else(port: int) -> None:
     resp = client(port)
-    with pytest.raises(RefusedError, match="unknown command"):
-        resp.ask("NOSUCH")
-    assert resp.ask("PING") == b"PONG"
+    with pytest.raises(RedisReplyError, match="unknown command"):
+        resp.call("NOSUCH")
+    assert resp.call("PING") == b"PONG"
     big = np.arange(300_000, dtype=np.uint32).tobytes()
-    assert resp.ask("SET", "kvloom-test", [big[:10], memoryview(big)[10:]]) == b"OK"
-    assert resp.ask("GET", "kvloom-test") == big
+    assert resp.call("SET", "kvloom-test", [big[:10], memoryview(big)[10:]]) == b"OK"
+    assert resp.call("GET", "kvloom-test") == big
     resp.send([("GET", "kvloom-test"), ("PING",)])
-    assert resp.long_answer(lambda length: None) == len(big)
-    assert resp.answer() == b"PONG"
+    assert resp.read_value_into(lambda length: None) == len(big)
+    assert resp.read_reply() == b"PONG"
     resp.send([("PING",)])
     with pytest.raises(ValueError, match="not a string"):
-        resp.long_answer(lambda length: None)
-    resp.ask("DEL", "kvloom-test")
+        resp.read_value_into(lambda length: None)
+    resp.call("DEL", "kvloom-test")
     resp.close()
 
 
@@ -331,11 +331,11 @@ def test_a_form_too_large_for_the_store_is_refused(tier: RemoteTier) -> None:
 
 def test_counts_that_a_server_makes_up_stay_within_64_bits(port: int) -> None:
     with_counts = client(port)
-    with_counts.ask("FLUSHALL")
-    with_counts.ask("HSET", "kvloom/1:counts", "bytes", "9" * 40, "evicted", "-5")
+    with_counts.call("FLUSHALL")
+    with_counts.call("HSET", "kvloom/1:counts", "bytes", "9" * 40, "evicted", "-5")
     tier = another(port)
     assert tier.stats().bytes == (1 << 63) - 1
     assert tier.stats().evicted == 0
     tier.close()
-    with_counts.ask("FLUSHALL")
+    with_counts.call("FLUSHALL")
     with_counts.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.tiers import DiskTier, HostTier, TierError
-from kvloom.tiers.registry import SCHEMES, check_tiers, open_place, open_tier, taken_write
+from kvloom.tiers.registry import SCHEMES, check_tiers, open_with_policy, open_tier, split_write_policy
 
 
 def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_refused_with_the_value_and_the_way_out(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        open_place(text)
+        open_with_policy(text)
     with pytest.raises(ValueError, match=said):
         check_tiers([text])
 
@@ -98,17 +98,17 @@ def test_texts_are_checked_and_nothing_is_opened(tmp_path: Path) -> None:
 
 
 def test_when_pages_are_written_is_said_with_the_tier(tmp_path: Path) -> None:
-    assert open_place("host:64MiB").write == "back"
-    assert open_place("host:64MiB?write=through").write == "through"
-    assert taken_write("host:64MiB?share=7373") == ("host:64MiB?share=7373", "through")
-    assert taken_write("host:64MiB?share=7373&write=back") == ("host:64MiB?share=7373", "back")
-    assert taken_write("int8:host:64MiB")[1] == "through"
-    assert open_place("host:64MiB?write=back&checked=1").write == "back"
-    place = open_place(f"disk:{tmp_path}:1GiB?durable=process&write=second-use")
-    assert place.write == "second-use"
+    assert open_with_policy("host:64MiB").write_policy == "back"
+    assert open_with_policy("host:64MiB?write=through").write_policy == "through"
+    assert split_write_policy("host:64MiB?share=7373") == ("host:64MiB?share=7373", "through")
+    assert split_write_policy("host:64MiB?share=7373&write=back") == ("host:64MiB?share=7373", "back")
+    assert split_write_policy("int8:host:64MiB")[1] == "through"
+    assert open_with_policy("host:64MiB?write=back&checked=1").write_policy == "back"
+    place = open_with_policy(f"disk:{tmp_path}:1GiB?durable=process&write=second-use")
+    assert place.write_policy == "second-use"
     place.tier.close()
-    place = open_place(f"disk:{tmp_path}:1GiB")
-    assert place.write == "through"
+    place = open_with_policy(f"disk:{tmp_path}:1GiB")
+    assert place.write_policy == "through"
     place.tier.close()
 
 

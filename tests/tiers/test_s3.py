@@ -13,8 +13,8 @@ from kvloom.tiers import Objects, TierError
 from kvloom.tiers.registry import open_tier
 from kvloom.tiers.remote import s3
 from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier
-from kvloom.tiers.remote.s3 import Bucket, open_s3
-from kvloom.tiers.remote.store_tier import PREFIX, Want
+from kvloom.tiers.remote.s3 import S3Bucket, open_s3
+from kvloom.tiers.remote.store_tier import PREFIX, ValueRange
 
 from kvloom.tiers.testing.conformance import Harness, TierConformance, get, objects, put
 from .servers import s3_server, slow_gets, stopped
@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def opened(url: str, **options: Any) -> RemoteTier:
     config = RemoteConfig(CAPACITY, **{"timeout": 5.0, **options})
-    return open_s3(Bucket("kvpages", "ours/", url), config)
+    return open_s3(S3Bucket("kvpages", "ours/", url), config)
 
 
 class S3Harness(Harness):
@@ -86,7 +86,7 @@ class TestS3(TierConformance):
 def test_two_servers_share_a_bucket_and_a_prefix_keeps_others_apart(server: Any) -> None:
     url, *_ = server
     one, two = opened(url), opened(url, compression="lz4")
-    other = open_s3(Bucket("kvpages", "theirs/", url), RemoteConfig(CAPACITY, timeout=5.0))
+    other = open_s3(S3Bucket("kvpages", "theirs/", url), RemoteConfig(CAPACITY, timeout=5.0))
     assert put(one, range(3)).ok.all()
     assert put(two, range(3, 6)).ok.all()
     for reader in (one, two):
@@ -144,7 +144,7 @@ def test_values_of_any_length_come_whatever_length_was_likely(
             came[number] = bytearray(length)
             return [memoryview(came[number])[: length // 2], memoryview(came[number])[length // 2 :]]
 
-        got = store.get([Want(key, most=5000, likely=likely) for key in keys], place)
+        got = store.get([ValueRange(key, max_bytes=5000, expected_bytes=likely) for key in keys], place)
         assert got == [len(value) if value else -1 for value in values]
         assert came == {i: value for i, value in enumerate(values) if value}
     tier.close()
@@ -170,7 +170,7 @@ def test_what_comes_late_beside_one_that_is_missing_is_in_nobody_elses_place(ser
                 came[asked[number]] = bytearray(length)
                 return [memoryview(came[asked[number]])]
 
-            got = store.get([Want(name, most=6000, likely=5000) for name in asked], place)
+            got = store.get([ValueRange(name, max_bytes=6000, expected_bytes=5000) for name in asked], place)
             assert got == [-1 if name == b"gone" else 5000 for name in asked]
             assert came == {name: name * 1250 for name in asked if name != b"gone"}
         assert not any(waits.values())

@@ -15,10 +15,10 @@ from kvloom.tiers import DiskConfig, DiskTier, Objects, Outcome, TierError
 from kvloom.tiers.disk.files import aligned, aligned_bytes
 from kvloom.tiers.disk.segment import Frame
 from kvloom.tiers.encoding.checksums import checksum
-from kvloom.tiers.encoding.codec import OLD_CIPHER, Head, make_codec, parse_head, seal, unseal
+from kvloom.tiers.encoding.codec import LEGACY_CIPHER, Head, make_codec, parse_head, seal, unseal
 from kvloom.tiers.encoding.encryption import SALT_BYTES, Keyring, Protect
 from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote.redis_protocol import Resp
+from kvloom.tiers.remote.redis_protocol import RespConnection
 from kvloom.tiers.remote.remote_tier import RemoteTier
 from kvloom.tiers.remote.store_tier import PREFIX
 
@@ -31,8 +31,8 @@ from kvloom.tiers.testing.conformance import (
     filled,
     get,
     memory,
-    name,
-    never_wrong,
+    block_hash,
+    check_bytes,
     objects,
     page,
     put,
@@ -67,9 +67,9 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 @contextmanager
-def redis(port: int, options: str = "") -> Iterator[tuple[RemoteTier, Resp]]:
-    client = Resp(("127.0.0.1", port), 5, most=4 * MIB)
-    client.ask("FLUSHALL")
+def redis(port: int, options: str = "") -> Iterator[tuple[RemoteTier, RespConnection]]:
+    client = RespConnection(("127.0.0.1", port), 5, most=4 * MIB)
+    client.call("FLUSHALL")
     tier = open_tier(f"redis://127.0.0.1:{port}/0?capacity=16MiB{options}")
     assert isinstance(tier, RemoteTier)
     yield tier, client
@@ -96,8 +96,8 @@ def test_a_plain_page_in_redis_is_refused_counted_and_replaced(
 ) -> None:
     with redis(port, f"&keys={keys_file(tmp_path)}&protect={protect}") as (tier, client):
         assert put(tier, PAGES).ok.all()
-        for key in client.ask("KEYS", PREFIX + b"*"):
-            client.ask("SET", key, forged(client.ask("GET", key)))
+        for key in client.call("KEYS", PREFIX + b"*"):
+            client.call("SET", key, forged(client.call("GET", key)))
         transfer = tier.read(objects(PAGES), memory(6), part)
         assert transfer.wait(20)
         assert (transfer.results == Outcome.UNTRUSTED).all()
@@ -136,7 +136,7 @@ def test_a_codec_with_keys_opens_no_plain_page_compressed_or_not() -> None:
         body, out = memoryview(b"".join(map(bytes, pieces))), memoryview(bytearray(PAGE))
         assert unseal(head, body, 0, out, make_codec("none")) == Outcome.OK
         assert unseal(head, body, 0, out, ours) == Outcome.UNTRUSTED
-        salted = head._replace(salt=bytes(SALT_BYTES), stored=head.stored or (RUN,) * FORM.runs, cipher=3)
+        salted = head._replace(salt=bytes(SALT_BYTES), stored=head.stored_lengths or (RUN,) * FORM.runs, cipher=3)
         assert unseal(salted, body, 0, out, ours) != Outcome.OK, "nor one that claims to be sealed"
 
 
@@ -164,17 +164,17 @@ def test_a_valid_page_under_another_name_or_tenant_does_not_open(
 ) -> None:
     options = f"&keys={keys_file(tmp_path)}&protect={protect}&compression={compression}"
     with redis(port, options) as (tier, client):
-        theirs = Objects([name(1)], 0, FORM, tenant="other")
+        theirs = Objects([block_hash(1)], 0, FORM, tenant="other")
         assert put(tier, range(2)).ok.all()
         assert tier.write(theirs, filled([7])).wait(20)
         here = [*tier._stored(objects(range(2))).keys, *tier._stored(theirs).keys]
         assert len(set(here)) == 3, "tenants' names differ"
-        values = [client.ask("GET", PREFIX + key) for key in here]
+        values = [client.call("GET", PREFIX + key) for key in here]
         for source, target in ((1, 0), (2, 1)):
             parsed = parse_head(memoryview(values[source]))
             assert not isinstance(parsed, Outcome)
             head = parsed[0]._replace(key=here[target])
-            client.ask("SET", PREFIX + here[target], head.pack() + values[source][parsed[1] :])
+            client.call("SET", PREFIX + here[target], head.pack() + values[source][parsed[1] :])
         assert (get(tier, range(2)).results == Outcome.LOCKED).all()
         assert not tier.lookup(objects(range(2))).any(), "a good copy has a place again"
 
@@ -187,9 +187,9 @@ def test_every_field_of_a_sealed_page_is_bound(protect: Protect) -> None:
     body = b"".join(map(bytes, pieces))
 
     def outcome(head: Head, body: bytes) -> Outcome:
-        assert head.stored is not None
+        assert head.stored_lengths is not None
         at, sums = 0, []
-        for length in head.stored:
+        for length in head.stored_lengths:
             sums.append(checksum(body[at : at + length]))
             at += length
         head = head._replace(checks=struct.pack(f"<{len(sums)}Q", *sums))
@@ -208,12 +208,12 @@ def test_every_field_of_a_sealed_page_is_bound(protect: Protect) -> None:
         {"method": 2},
         {"salt": other.salt},
         {"cipher": 5 - head.cipher},
-        {"cipher": OLD_CIPHER},
+        {"cipher": LEGACY_CIPHER},
     ):
         assert outcome(head._replace(**changed), body) != Outcome.OK, changed
-    assert head.stored is not None
+    assert head.stored_lengths is not None
     assert (
-        outcome(head._replace(stored=(head.stored[0] - 1, head.stored[1] + 1, *head.stored[2:])), body) != 1
+        outcome(head._replace(stored=(head.stored_lengths[0] - 1, head.stored_lengths[1] + 1, *head.stored_lengths[2:])), body) != 1
     )
     assert outcome(head, b"".join([*map(bytes, pieces[1:]), bytes(pieces[0])])) != Outcome.OK
 
@@ -228,7 +228,7 @@ def test_a_reader_of_a_store_cannot_confirm_a_guessed_block_hash(
 ) -> None:
     """Nothing that is stored, not even an index, has the block hash or the layout's fingerprint in it."""
     options = f"&keys={keys_file(tmp_path)}&protect={protect}"
-    guesses = [n for number in PAGES for n in (name(number), name(number).hex().encode())]
+    guesses = [n for number in PAGES for n in (block_hash(number), block_hash(number).hex().encode())]
     guesses.append(FORM.fingerprint)
     tier = disk(tmp_path, options)
     assert put(tier, PAGES).ok.all()
@@ -238,17 +238,17 @@ def test_a_reader_of_a_store_cannot_confirm_a_guessed_block_hash(
     with redis(port, options) as (remote, client):
         assert put(remote, PAGES).ok.all()
         assert remote.lookup(objects(PAGES)).all()
-        names = client.ask("KEYS", "*")
-        pages = [client.ask("GET", key) for key in names if key.startswith(PREFIX)]
+        names = client.call("KEYS", "*")
+        pages = [client.call("GET", key) for key in names if key.startswith(PREFIX)]
         assert len(pages) == 6
-        indexes = client.ask("ZRANGE", b"kvloom/1:used", 0, -1) + client.ask("HKEYS", b"kvloom/1:sizes")
+        indexes = client.call("ZRANGE", b"kvloom/1:used", 0, -1) + client.call("HKEYS", b"kvloom/1:sizes")
     for stored in (*files, *names, *pages, *indexes):
         assert not any(guess in stored for guess in guesses)
 
 
 def test_stored_names_differ_by_key_and_tenant_and_are_stable() -> None:
     def names(ring: dict[str, bytes], tenant: str) -> list[bytes]:
-        return Keyring(ring).rename(Objects([name(1)], 0, FORM, tenant)).keys
+        return Keyring(ring).with_stored_keys(Objects([block_hash(1)], 0, FORM, tenant)).keys
 
     assert names(RING, "a") == names(RING, "a")
     rings = [RING, {"*": b"c" * 32}, {"a": b"\xab" * 32, "*": b"c" * 32}, {"a": b"d" * 32, "*": b"c" * 32}]
@@ -271,7 +271,7 @@ def test_encrypted_pages_of_the_format_before_are_read_from_the_disk(tmp_path: P
         context = key + b"\0" + RUN.to_bytes(4, "little")
         runs = [cipher.encrypt(at // RUN, data[at : at + RUN], context) for at in range(0, PAGE, RUN)]
         checks = struct.pack(f"<{len(runs)}Q", *map(checksum, runs))
-        head = Head(key, 0, RUN, checks, tuple(map(len, runs)), salt, OLD_CIPHER)
+        head = Head(key, 0, RUN, checks, tuple(map(len, runs)), salt, LEGACY_CIPHER)
         assert head.pack()[4:8] == b"\x02\x00\x00\x01"
         body = aligned_bytes(head.body_bytes)
         body[: head.body_bytes] = b"".join(runs)
@@ -286,7 +286,7 @@ def test_encrypted_pages_of_the_format_before_are_read_from_the_disk(tmp_path: P
     assert tier.lookup(wanted).all()
     transfer = tier.read(wanted, got := memory(2))
     assert transfer.wait(20)
-    assert never_wrong(transfer, [1, 2], got) == 2
+    assert check_bytes(transfer, [1, 2], got) == 2
     assert put(tier, [1]).ok.all()
     assert tier._stored(wanted).keys[0] in tier._shelf.index
     assert get(tier, [1, 2]).ok.all()

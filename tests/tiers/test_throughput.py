@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.tiers.transfers.throughput import Rate
+from kvloom.tiers.transfers.throughput import Throughput
 
 
 def test_a_tiers_speed_is_that_of_all_its_pieces_however_they_end() -> None:
     """Sixteen at a time that end together are not one slow one and fifteen that took no time."""
-    rate, now = Rate(), 1000.0
+    rate, now = Throughput(), 1000.0
     for _ in range(8):
         began, now = now, now + 0.16
         for _ in range(16):
-            rate.saw(1_000_000, began, now)
-        assert rate.speed == pytest.approx(100e6, rel=0.01)
+            rate.record(1_000_000, began, now)
+        assert rate.bytes_per_second == pytest.approx(100e6, rel=0.01)
     for _ in range(100):  # it becomes ten times slower, and is believed within a second
-        rate.saw(100_000, now, now + 0.01)
+        rate.record(100_000, now, now + 0.01)
         now += 0.01
-    assert rate.speed == pytest.approx(10e6, rel=0.3)
-    rate.doubt()
-    assert rate.speed > 10.9e6
+    assert rate.bytes_per_second == pytest.approx(10e6, rel=0.3)
+    rate.raise_estimate()
+    assert rate.bytes_per_second > 10.9e6
 
 
 def test_a_tier_that_hung_once_is_not_slow_for_long() -> None:
-    rate, now = Rate(), 1000.0
+    rate, now = Throughput(), 1000.0
     for _ in range(50):
-        rate.saw(1_000_000, now, now + 0.01)
+        rate.record(1_000_000, now, now + 0.01)
         now += 0.01
-    rate.saw(1_000_000, now, now + 60.0)
+    rate.record(1_000_000, now, now + 60.0)
     now += 60.0
     for _ in range(100):
-        rate.saw(1_000_000, now, now + 0.01)
+        rate.record(1_000_000, now, now + 0.01)
         now += 0.01
-    assert rate.speed == pytest.approx(100e6, rel=0.1)
+    assert rate.bytes_per_second == pytest.approx(100e6, rel=0.1)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvloom.tiers import Form, Objects
 from kvloom.tiers.disk.files import Files, aligned_bytes
-from kvloom.tiers.remote.byte_stream import Bytestream
+from kvloom.tiers.remote.byte_stream import ByteStream
 
 __all__ = ["FILE_ROUNDS", "WAIT_SECONDS", "Memory", "Side", "address", "memcpy", "raw", "tcp"]
 
@@ -152,7 +152,7 @@ def tcp(memory: Memory) -> tuple[Side, Callable[[], None]]:
     assert process.stdout is not None
     port, part = int(process.stdout.readline()), memory.total // _CONNECTIONS
     streams = [
-        Bytestream(socket.create_connection(("127.0.0.1", port)), WAIT_SECONDS) for _ in range(_CONNECTIONS)
+        ByteStream(socket.create_connection(("127.0.0.1", port)), WAIT_SECONDS) for _ in range(_CONNECTIONS)
     ]
     pool = ThreadPoolExecutor(_CONNECTIONS)
 

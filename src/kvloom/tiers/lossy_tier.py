@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.tiers.disk.files import aligned_bytes
-from kvloom.tiers.shares import Shares, Sharing
-from kvloom.tiers.tier import Form, Objects, Ranges, Tier, parted
-from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
+from kvloom.tiers.shares import Shares, SupportsShares
+from kvloom.tiers.tier import Form, Objects, Ranges, Tier, part_range
+from kvloom.tiers.transfer import Outcome, TransferCounts, TierStats, Transfer, failed_transfer
 from kvloom.tiers.workers import Workers
 
 __all__ = ["Coding", "LossyTier", "decode", "encode", "lossy_form"]
@@ -124,7 +124,7 @@ class LossyTier(Tier):
         if coding not in get_args(Coding):
             raise ValueError(f"coding={coding!r} is none of {get_args(Coding)}")
         self._inner, self.coding = inner, coding
-        self._tally = Tally()
+        self._tally = TransferCounts()
         self._closed = False
         self._workers: Workers[Callable[[], None]] = Workers(
             threads, "kvloom-lossy", lambda: lambda job: job()
@@ -138,17 +138,17 @@ class LossyTier(Tier):
     def capacity(self) -> int:
         return self._inner.capacity
 
-    def share_out(self, shares: Shares) -> None:
-        if isinstance(self._inner, Sharing):
-            self._inner.share_out(shares)
+    def set_shares(self, shares: Shares) -> None:
+        if isinstance(self._inner, SupportsShares):
+            self._inner.set_shares(shares)
 
-    def kept_for(self, tenant: str) -> int:
-        return self._inner.kept_for(tenant) if isinstance(self._inner, Sharing) else 0
+    def used_by(self, tenant: str) -> int:
+        return self._inner.used_by(tenant) if isinstance(self._inner, SupportsShares) else 0
 
     def _kept(self, objects: Objects) -> Objects:
         """Their representation in the inner tier; the same for the exact form and the one that allows for loss."""
         exact = replace(objects.form, exact=True)
-        return Objects(objects.names, objects.group, lossy_form(exact, self.coding), objects.tenant)
+        return Objects(objects.block_hashes, objects.group, lossy_form(exact, self.coding), objects.tenant)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         """An exact page is never here."""
@@ -158,14 +158,14 @@ class LossyTier(Tier):
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
-        start, stop = parted(objects.form, part)
+        start, stop = part_range(objects.form, part)
         transfer = Transfer(len(objects), self._tally, "read", stop - start)
         if self._closed:
             return failed_transfer(
                 len(objects), self._tally, "read", Outcome.FAILED, f"{self.name} is closed"
             )
         if objects.form.exact:
-            transfer.settle_rest(Outcome.MISSING)
+            transfer.settle_pending(Outcome.MISSING)
             return transfer
         kept = self._kept(objects)
         run, small = objects.form.run_bytes, kept.form.run_bytes
@@ -216,14 +216,14 @@ class LossyTier(Tier):
 
     def _later(self, transfer: Transfer, work: Callable[[], None]) -> Transfer:
         def job() -> None:
-            if not transfer.enter():
+            if not transfer.begin_access():
                 return
             try:
                 work()
             except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
-                transfer.settle_rest(Outcome.FAILED, f"{self.name}: {error}")
+                transfer.settle_pending(Outcome.FAILED, f"{self.name}: {error}")
             finally:
-                transfer.leave()
+                transfer.end_access()
 
         self._workers.submit(job)
         return transfer

@@ -13,7 +13,7 @@ from kvloom.core.sizes import parse_size
 
 from .disk.disk_tier import DiskConfig
 from .encoding.codec import Compression
-from .registry import hidden
+from .registry import redact_url
 from .remote.remote_tier import RemoteConfig
 
 __all__ = ["Options"]
@@ -23,11 +23,11 @@ class Options:
     """`told` is the address without what is secret, for messages."""
 
     def __init__(self, address: str, query: str) -> None:
-        self.told = hidden(address)
+        self.url = redact_url(address)
         try:
             pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
         except ValueError as error:
-            raise ValueError(f"{self.told}: the options are not NAME=VALUE&NAME=VALUE: {error}") from None
+            raise ValueError(f"{self.url}: the options are not NAME=VALUE&NAME=VALUE: {error}") from None
         self._left = dict(pairs)
         self._known: list[str] = []
 
@@ -35,12 +35,12 @@ class Options:
         self._known.append(name)
         return self._left.pop(name, otherwise)
 
-    def given(self, name: str) -> Any:
+    def optional_text(self, name: str) -> Any:
         """Returns an option's text, None where it is not given."""
         self._known.append(name)
         return self._left.pop(name, None)
 
-    def whole(self, name: str, otherwise: int) -> int:
+    def integer(self, name: str, otherwise: int) -> int:
         return int(self._parsed(name, otherwise, int))
 
     def seconds(self, name: str, otherwise: float) -> float:
@@ -49,7 +49,7 @@ class Options:
     def size(self, name: str, otherwise: int | None = None) -> int:
         """A size; without `otherwise` it must be given."""
         if otherwise is None and name not in self._left:
-            raise ValueError(f"{self.told}: how large? Give ?{name}=64GiB")
+            raise ValueError(f"{self.url}: how large? Give ?{name}=64GiB")
         return int(self._parsed(name, otherwise, parse_size))
 
     def compression(self) -> Compression:
@@ -58,7 +58,7 @@ class Options:
             if told == known:
                 found: Compression = known
                 return found
-        raise ValueError(f"{self.told}: compression={told!r} is none of {get_args(Compression)}")
+        raise ValueError(f"{self.url}: compression={told!r} is none of {get_args(Compression)}")
 
     def remote(self) -> RemoteConfig:
         """The options of a store, and no others."""
@@ -66,14 +66,14 @@ class Options:
         config = replace(
             plain,
             compression=self.compression(),
-            keys=self.given("keys"),
-            protect=self.given("protect"),
-            readers=self.whole("readers", plain.readers),
-            writers=self.whole("writers", plain.writers),
+            keys=self.optional_text("keys"),
+            protect=self.optional_text("protect"),
+            readers=self.integer("readers", plain.readers),
+            writers=self.integer("writers", plain.writers),
             timeout=self.seconds("timeout", plain.timeout),
             pending_bytes=self.size("pending", plain.pending_bytes),
         )
-        self.done()
+        self.reject_unknown()
         return config
 
     def disk(self, directory: str) -> DiskConfig:
@@ -86,19 +86,19 @@ class Options:
             durable=durable,
             evict=evict,
             compression=self.compression(),
-            keys=self.given("keys"),
-            protect=self.given("protect"),
-            readers=self.whole("readers", plain.readers),
+            keys=self.optional_text("keys"),
+            protect=self.optional_text("protect"),
+            readers=self.integer("readers", plain.readers),
             pending_bytes=self.size("pending", plain.pending_bytes),
         )
-        self.done()
+        self.reject_unknown()
         return config
 
-    def done(self) -> None:
+    def reject_unknown(self) -> None:
         """A ValueError if something was given that means nothing here."""
         if self._left:
             raise ValueError(
-                f"{self.told}: unknown {', '.join(sorted(self._left))}; known: {', '.join(sorted([*self._known, 'write']))}"
+                f"{self.url}: unknown {', '.join(sorted(self._left))}; known: {', '.join(sorted([*self._known, 'write']))}"
             )
 
     def _parsed(self, name: str, otherwise: Any, parse: Any) -> Any:
@@ -109,4 +109,4 @@ class Options:
         try:
             return parse(value)
         except ValueError as error:
-            raise ValueError(f"{self.told}: {name}={value!r}: {error}") from None
+            raise ValueError(f"{self.url}: {name}={value!r}: {error}") from None

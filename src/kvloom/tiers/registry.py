@@ -23,40 +23,40 @@ from .encoding.codec import Compression
 from .encoding.encryption import Protect
 from .host.host_tier import HostConfig, HostTier
 from .lossy_tier import Coding, LossyTier
-from .shares import Shares, Sharing
+from .shares import Shares, SupportsShares
 from .tier import Tier, TierError
 
 __all__ = [
     "SCHEMES",
-    "HostText",
-    "Place",
-    "Write",
+    "HostURL",
+    "OpenTier",
+    "WritePolicy",
     "check_tiers",
-    "open_place",
+    "open_with_policy",
     "open_tier",
-    "options_of",
-    "short_names",
-    "shown",
-    "taken_write",
+    "split_options",
+    "short_tier_names",
+    "url_label",
+    "split_write_policy",
 ]
 
-Write = Literal["through", "second-use", "back"]
+WritePolicy = Literal["through", "second-use", "back"]
 CODINGS = get_args(Coding)
-WRITES: tuple[Write, ...] = ("through", "second-use", "back")
+WRITE_POLICIES: tuple[WritePolicy, ...] = ("through", "second-use", "back")
 Opener = Callable[[], Tier]
 """Opens the tier of a text that was found to make sense. TierError: it cannot be opened."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OpenTier:
     """A tier, and when pages are written to it: when the sequence that made them ends ("through"), when one ends
     that used them again, or when they have to leave the place above ("back")."""
 
     tier: Tier
-    write: Write = "through"
+    write_policy: WritePolicy = "through"
 
     @property
-    def lossy(self) -> bool:
+    def is_lossy(self) -> bool:
         """Whether it re-encodes pages, and so has nothing for those who want them exact."""
         return isinstance(self.tier, LossyTier)
 
@@ -66,13 +66,13 @@ def scheme_of(text: str) -> str:
     scheme, colon, _ = text.partition(":")
     if not colon or scheme not in SCHEMES:
         raise ValueError(
-            f"tier {hidden(text)!r} is of no known kind; write it like host:64GiB or disk:/path:1TiB, or begin it with one of: "
+            f"tier {redact_url(text)!r} is of no known kind; write it like host:64GiB or disk:/path:1TiB, or begin it with one of: "
             + ", ".join(SCHEMES)
         )
     return scheme
 
 
-def options_of(text: str, known: Iterable[str]) -> tuple[str, dict[str, str]]:
+def split_options(text: str, known: Iterable[str]) -> tuple[str, dict[str, str]]:
     """What stands before the question mark, and the options behind it; a ValueError for one that is not `known`."""
     plain, _, query = text.partition("?")
     try:
@@ -92,24 +92,24 @@ def check_tiers(texts: Iterable[str]) -> None:
     """Raise ValueError where a text makes no sense, or two of them do not go together. Nothing is opened."""
     texts = list(texts)
     for text in texts:
-        rest, _ = taken_write(text)
+        rest, _ = split_write_policy(text)
         SCHEMES[scheme_of(rest)](rest)
     hosts = sum(scheme_of(text) == "host" for text in texts)
     if hosts > 1:
         raise ValueError(f"{hosts} host tiers were asked for: there is one host memory, so give one")
 
 
-def hidden(text: str) -> str:
+def redact_url(text: str) -> str:
     """A text without what is secret."""
     return re.sub(r"//[^?]*@", "//…@", text)
 
 
-def shown(text: str) -> str:
+def url_label(text: str) -> str:
     """A text as it may be told: without options, and without what is secret."""
-    return hidden(text.partition("?")[0])
+    return redact_url(text.partition("?")[0])
 
 
-def short_names(names: Sequence[str]) -> list[str]:
+def short_tier_names(names: Sequence[str]) -> list[str]:
     """Tiers' names without their paths and addresses: disk, disk 2, redis."""
     kinds = [name.partition(":")[0] for name in names]
     before = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
@@ -121,39 +121,39 @@ def open_tier(text: str) -> Tier:
     return SCHEMES[scheme_of(text)](text)()
 
 
-def open_place(text: str, shares: Shares | None = None) -> Place:
+def open_with_policy(text: str, shares: Shares | None = None) -> OpenTier:
     """`open_tier`, with the option that every scheme has: `write=through`, `second-use` or `back`. `shares` hold
     in it where it is a tier that knows them."""
-    rest, write = taken_write(text)
+    rest, write = split_write_policy(text)
     tier = open_tier(rest)
-    if shares and isinstance(tier, Sharing):
+    if shares and isinstance(tier, SupportsShares):
         try:
-            tier.share_out(shares)
+            tier.set_shares(shares)
         except TierError:
             tier.close()
             raise
-    return Place(tier, write)
+    return OpenTier(tier, write)
 
 
-def taken_write(text: str) -> tuple[str, Write]:
+def split_write_policy(text: str) -> tuple[str, WritePolicy]:
     """A text without its option `write`, and that: for host memory that nobody else reads `back` where it is not said, for
     all else `through`."""
     scheme = scheme_of(text)
     if text.count("?") > 1:
         raise ValueError(
-            f"tier {hidden(text)!r}: there is one question mark; write options like ?name=value&name=value"
+            f"tier {redact_url(text)!r}: there is one question mark; write options like ?name=value&name=value"
         )
     found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
     if found is None:
-        own = scheme == "host" and HostText.read(text).share is None
+        own = scheme == "host" and HostURL.parse(text).share is None
         return text, "back" if own else "through"
-    if found[1] not in WRITES:
-        raise ValueError(f"tier {hidden(text)!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
-    return (text[: found.start()] + text[found.end() :]).rstrip("?&"), cast(Write, found[1])
+    if found[1] not in WRITE_POLICIES:
+        raise ValueError(f"tier {redact_url(text)!r}: write={found[1]!r} is none of {', '.join(WRITE_POLICIES)}")
+    return (text[: found.start()] + text[found.end() :]).rstrip("?&"), cast(WritePolicy, found[1])
 
 
 @dataclass(frozen=True, slots=True)
-class HostText:
+class HostURL:
     """What `host:SIZE?…` says: bytes, whether checksums are kept (`checked=1`), and where others may read it (`share=PORT` on
     loopback, `share=HOST:PORT`), with the file of a `secret`."""
 
@@ -163,8 +163,8 @@ class HostText:
     secret: str = ""
 
     @classmethod
-    def read(cls, text: str) -> HostText:
-        plain, options = options_of(text, ("checked", "share", "secret"))
+    def parse(cls, text: str) -> HostURL:
+        plain, options = split_options(text, ("checked", "share", "secret"))
         checked = options.get("checked", "0")
         if checked not in ("0", "1"):
             raise ValueError(f"tier {text!r}: checked={checked!r} must be 0 or 1")
@@ -187,7 +187,7 @@ def _size(size: str, text: str) -> int:
 
 
 def _host(text: str) -> Opener:
-    told = HostText.read(text)
+    told = HostURL.parse(text)
 
     def opened() -> Tier:
         if told.share is not None:
@@ -200,7 +200,7 @@ def _host(text: str) -> Opener:
 
 
 def _disk(text: str) -> Opener:
-    plain, options = options_of(text, ("durable", "compression", "evict", "keys", "protect"))
+    plain, options = split_options(text, ("durable", "compression", "evict", "keys", "protect"))
     path, colon, size = plain.removeprefix("disk:").rpartition(":")
     if not colon or not path:
         raise ValueError(f"tier {text!r}: write it like disk:/path:1TiB")
@@ -239,9 +239,9 @@ def _from(module: str) -> Callable[[str], Opener]:
         try:
             opener: Opener = store.opener(text)
         except ValueError as error:  # which of several, where it does not say so
-            if shown(text) in str(error):
+            if url_label(text) in str(error):
                 raise
-            raise ValueError(f"tier {hidden(text)!r}: {error}") from None
+            raise ValueError(f"tier {redact_url(text)!r}: {error}") from None
         return opener
 
     return read

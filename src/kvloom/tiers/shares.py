@@ -12,15 +12,15 @@ from typing import Protocol, runtime_checkable
 
 from kvloom.core import Tenant
 
-__all__ = ["Account", "Share", "Shares", "Sharing", "shares_of"]
+__all__ = ["Account", "Share", "Shares", "SupportsShares", "tenant_shares"]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """Parts of a tier's capacity, 0 to 1: `most` may be kept; what is within `sure` is not taken for others."""
 
-    most: float = 1.0
-    sure: float = 0.0
+    limit: float = 1.0
+    guaranteed: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("most", "sure"):
@@ -34,32 +34,32 @@ Shares = Mapping[str, Share]
 class Account:
     """One tenant's bytes in one tier. Not thread-safe: its tier's lock guards it."""
 
-    __slots__ = ("most", "sure", "used")
+    __slots__ = ("limit", "guaranteed", "used")
 
     def __init__(self, share: Share, capacity: int) -> None:
-        self.most, self.sure = int(share.most * capacity), int(share.sure * capacity)
+        self.limit, self.guaranteed = int(share.limit * capacity), int(share.guaranteed * capacity)
         self.used = 0
 
     @property
-    def spares(self) -> bool:
+    def is_above_guarantee(self) -> bool:
         """Whether others may take from it."""
-        return self.used > self.sure
+        return self.used > self.guaranteed
 
 
 @runtime_checkable
-class Sharing(Protocol):
+class SupportsShares(Protocol):
     """A tier in which shares hold."""
 
-    def share_out(self, shares: Shares) -> None:
+    def set_shares(self, shares: Shares) -> None:
         """From here on shares hold. Once, before anything is asked of the tier."""
         ...
 
-    def kept_for(self, tenant: str) -> int:
+    def used_by(self, tenant: str) -> int:
         """Bytes kept for a tenant; for one without a share, what all of those have."""
         ...
 
 
-def shares_of(tenants: Iterable[Tenant], pool_bytes: int) -> dict[str, Share]:
+def tenant_shares(tenants: Iterable[Tenant], pool_bytes: int) -> dict[str, Share]:
     """What tenants have of a pool, as parts: a quota of a tenth of the pool is a tenth of every tier. Who has neither quota
     nor weight has no share of its own."""
     tenants = list(tenants)

@@ -22,11 +22,11 @@ from kvloom.core.prefix.block_hash import HASH_BYTES
 
 from .transfer import TierStats, Transfer
 
-__all__ = ["FORM_BYTES", "KEY_BYTES", "MOST_RUNS", "Form", "Objects", "Ranges", "Tier", "TierError", "parted"]
+__all__ = ["FORM_BYTES", "KEY_BYTES", "MAX_RUNS", "Form", "Objects", "Ranges", "Tier", "TierError", "part_range"]
 
 FORM_BYTES = 16
 KEY_BYTES = HASH_BYTES + 4 + FORM_BYTES
-MOST_RUNS = 1 << 16
+MAX_RUNS = 1 << 16
 
 
 class TierError(RuntimeError):
@@ -59,8 +59,8 @@ class Form:
             )
         if self.page_bytes >= 1 << 31:
             raise ValueError(f"page_bytes={self.page_bytes} is beyond 2 GiB: cut the group into more pages")
-        if self.runs > MOST_RUNS:
-            raise ValueError(f"{self.runs} runs a page are beyond {MOST_RUNS}: give larger run_bytes")
+        if self.runs > MAX_RUNS:
+            raise ValueError(f"{self.runs} runs a page are beyond {MAX_RUNS}: give larger run_bytes")
 
     @property
     def runs(self) -> int:
@@ -81,7 +81,7 @@ class Objects:
     `tenant` says whose key encrypts them, where a tier encrypts, and whose share they count for (`shares.py`). It is not part of their keys: a tenant's salt is in
     their names already."""
 
-    names: Sequence[bytes]
+    block_hashes: Sequence[bytes]
     group: int
     form: Form
     tenant: str = ""
@@ -89,22 +89,22 @@ class Objects:
     def __post_init__(self) -> None:
         if not 0 <= self.group < 1 << 32:
             raise ValueError(f"group={self.group} is not an index of a group")
-        if set(map(len, self.names)) - {HASH_BYTES}:
-            wrong = next(name for name in self.names if len(name) != HASH_BYTES)
+        if set(map(len, self.block_hashes)) - {HASH_BYTES}:
+            wrong = next(name for name in self.block_hashes if len(name) != HASH_BYTES)
             raise ValueError(f"name {wrong!r} has {len(wrong)} bytes; names have {HASH_BYTES}")
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.block_hashes)
 
     @cached_property
     def keys(self) -> list[bytes]:
         """One key an object: name, group, fingerprint of the form."""
         tail = self.group.to_bytes(4, "little") + self.form.fingerprint
-        return [name + tail for name in self.names]
+        return [name + tail for name in self.block_hashes]
 
-    def stored_as(self, keys: list[bytes]) -> Objects:
+    def with_keys(self, keys: list[bytes]) -> Objects:
         """Returns the same objects under other `keys`, one for each."""
-        renamed = Objects(self.names, self.group, self.form, self.tenant)
+        renamed = Objects(self.block_hashes, self.group, self.form, self.tenant)
         vars(renamed)["keys"] = keys
         return renamed
 
@@ -199,7 +199,7 @@ class Tier(Protocol):
         ...
 
 
-def parted(form: Form, part: tuple[int, int] | None) -> tuple[int, int]:
+def part_range(form: Form, part: tuple[int, int] | None) -> tuple[int, int]:
     """The byte range of a part, the whole page for None; a ValueError off run borders."""
     if part is None:
         return 0, form.page_bytes

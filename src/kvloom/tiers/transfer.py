@@ -15,7 +15,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Outcome", "Tally", "TierStats", "Transfer", "explain", "failed_transfer"]
+__all__ = ["Outcome", "TransferCounts", "TierStats", "Transfer", "describe_outcome", "failed_transfer"]
 
 
 _SHORT = 64
@@ -50,7 +50,7 @@ _WORDS = {
 }
 
 
-def explain(outcome: Outcome) -> str:
+def describe_outcome(outcome: Outcome) -> str:
     """What was wrong with an object, for a Transfer's reason."""
     return _WORDS.get(outcome, outcome.name.lower())
 
@@ -70,7 +70,7 @@ class TierStats:
     notes: tuple[str, ...] = ()
 
 
-class Tally:
+class TransferCounts:
     """Counts outcomes by verb. Safe from any thread."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Transfer:
         "__weakref__",
         "_cancelled",
         "_changed",
-        "_inside",
+        "_accesses",
         "_left",
         "_object_bytes",
         "_tally",
@@ -128,12 +128,12 @@ class Transfer:
         "results",
     )
 
-    def __init__(self, count: int, tally: Tally, verb: str, object_bytes: int) -> None:
+    def __init__(self, count: int, tally: TransferCounts, verb: str, object_bytes: int) -> None:
         self.results: npt.NDArray[np.uint8] = np.zeros(count, np.uint8)
         self._view = self.results.data
         self.reason = ""
         self._left = count
-        self._inside = 0
+        self._accesses = 0
         self._cancelled = False
         self._changed = threading.Condition()
         self._tally, self._verb, self._object_bytes = tally, verb, object_bytes
@@ -167,37 +167,37 @@ class Transfer:
         return bool((self.results > Outcome.OK).any())
 
     @property
-    def quiet(self) -> bool:
-        return self._left == 0 and self._inside == 0
+    def released(self) -> bool:
+        return self._left == 0 and self._accesses == 0
 
     def wait(self, timeout: float) -> bool:
         """Waits at most `timeout` seconds for `done`, and says whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self._left == 0, timeout)
 
-    def wait_quiet(self, timeout: float) -> bool:
+    def wait_released(self, timeout: float) -> bool:
         """Waits at most `timeout` seconds for `quiet`, and says whether it is."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._left == 0 and self._inside == 0, timeout)
+            return self._changed.wait_for(lambda: self._left == 0 and self._accesses == 0, timeout)
 
     def cancel(self) -> bool:
         """What is still pending becomes LATE; returns `quiet`. While False, the ranges are still in use."""
         with self._changed:
             self._cancelled = True
-        self.settle_rest(Outcome.LATE)
-        return self.quiet
+        self.settle_pending(Outcome.LATE)
+        return self.released
 
-    def when_quiet(self, call: Callable[[], None]) -> None:
+    def on_released(self, call: Callable[[], None]) -> None:
         """Has `call()` called once when it is `quiet`: at once, or from the tier's thread, so it must be short."""
         with self._changed:
-            if self._left or self._inside:
+            if self._left or self._accesses:
                 self._watchers.append(call)
                 return
         call()
 
     def _tell(self) -> None:
         with self._changed:
-            if self._left or self._inside or not self._watchers:
+            if self._left or self._accesses or not self._watchers:
                 return
             watchers, self._watchers = self._watchers, []
         for call in watchers:
@@ -205,17 +205,17 @@ class Transfer:
 
     # --- the tier's side
 
-    def enter(self) -> bool:
+    def begin_access(self) -> bool:
         """The tier is about to touch ranges. False: it must not, the caller has gone, or every outcome is told already."""
         with self._changed:
             if self._cancelled or not self._left:
                 return False
-            self._inside += 1
+            self._accesses += 1
             return True
 
-    def leave(self) -> None:
+    def end_access(self) -> None:
         with self._changed:
-            self._inside -= 1
+            self._accesses -= 1
             self._changed.notify_all()
         self._tell()
 
@@ -248,12 +248,12 @@ class Transfer:
         self.results[index] = outcome
         return len(index)
 
-    def settle_rest(self, outcome: Outcome, reason: str = "") -> None:
+    def settle_pending(self, outcome: Outcome, reason: str = "") -> None:
         self.settle(np.flatnonzero(self.results == Outcome.PENDING), outcome, reason)
 
 
-def failed_transfer(count: int, tally: Tally, verb: str, outcome: Outcome, reason: str) -> Transfer:
+def failed_transfer(count: int, tally: TransferCounts, verb: str, outcome: Outcome, reason: str) -> Transfer:
     """A Transfer that is over before it began."""
     transfer = Transfer(count, tally, verb, 0)
-    transfer.settle_rest(outcome, reason)
+    transfer.settle_pending(outcome, reason)
     return transfer

@@ -24,7 +24,7 @@ class Tools:
         self.codec = codec
         self._room = aligned_bytes(0)
 
-    def room(self, size: int) -> memoryview:
+    def scratch(self, size: int) -> memoryview:
         """At least `size` aligned bytes, good until the next call."""
         if len(self._room) < size:
             self._room = aligned_bytes(size)

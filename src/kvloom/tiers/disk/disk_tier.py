@@ -23,16 +23,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core.sizes import format_bytes
-from kvloom.tiers.encoding.codec import OLD_CIPHER, Compression, make_codec, most_bytes
+from kvloom.tiers.encoding.codec import LEGACY_CIPHER, Compression, make_codec, max_sealed_bytes
 from kvloom.tiers.encoding.encryption import NoKeyError, Protect, check_protect, read_keys
 from kvloom.tiers.shares import Shares
-from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, parted
-from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, explain, failed_transfer
+from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, part_range
+from kvloom.tiers.transfer import Outcome, TransferCounts, TierStats, Transfer, describe_outcome, failed_transfer
 
 from .files import BLOCK, Files, SystemFiles, aligned, lock_directory
-from .segment_reader import Fetcher
-from .segment_store import Shelf, ShelfConfig
-from .segment_writer import Appender
+from .segment_reader import SegmentReader
+from .segment_store import SegmentStore, SegmentStoreConfig
+from .segment_writer import SegmentWriter
 
 __all__ = ["DiskConfig", "DiskTier"]
 
@@ -58,7 +58,7 @@ class DiskConfig:
     )
     protect: Protect | None = None  # with keys: "encrypt" unless given
     evict: Literal["oldest", "least-used"] = "least-used"
-    carry: bool = True
+    copy_forward: bool = True
     direct: bool = True
     readers: int = 16
     pending_bytes: int = 1 << 30
@@ -77,15 +77,15 @@ class DiskConfig:
             raise ValueError(
                 f"readers={self.readers} and pending_bytes={self.pending_bytes} must be positive"
             )
-        if self.segment < 2 * BLOCK or self.capacity < 3 * self.segment:
+        if self.effective_segment_bytes < 2 * BLOCK or self.capacity < 3 * self.effective_segment_bytes:
             raise ValueError(
-                f"capacity={self.capacity} bytes does not hold three segments of {max(self.segment, 2 * BLOCK)}: one to "
+                f"capacity={self.capacity} bytes does not hold three segments of {max(self.effective_segment_bytes, 2 * BLOCK)}: one to "
                 "write, one to come, one to read. Give more"
                 + (", or smaller segment_bytes" if self.segment_bytes else "")
             )
 
     @property
-    def segment(self) -> int:
+    def effective_segment_bytes(self) -> int:
         chosen = self.segment_bytes or max(self.capacity // 64, min(64 << 20, self.capacity // 4))
         return chosen // BLOCK * BLOCK
 
@@ -106,9 +106,9 @@ class DiskTier(Tier):
         self._directory, self._lock_file = lock_directory(self._path)
         try:
             self._files = files(self._directory)
-            self._shelf = Shelf(
+            self._shelf = SegmentStore(
                 self._files,
-                ShelfConfig(config.capacity, config.segment, config.direct, config.evict, config.carry),
+                SegmentStoreConfig(config.capacity, config.effective_segment_bytes, config.direct, config.evict, config.copy_forward),
             )
         except BaseException as error:
             self._unlock()
@@ -116,12 +116,12 @@ class DiskTier(Tier):
                 raise
             raise TierError(f"the disk tier cannot read {self._path}: {error.strerror or error}") from error
         self._warn_of_room()
-        self._tally = Tally()
+        self._tally = TransferCounts()
         self._closed = False
         self._counts = threading.Lock()
         self._open: weakref.WeakSet[Transfer] = weakref.WeakSet()
-        self._appender = Appender(self._shelf, self._make_codec(), config.durable == "power")
-        self._fetcher = Fetcher(self.name, self._files, self._shelf, self._make_codec, config.readers)
+        self._appender = SegmentWriter(self._shelf, self._make_codec(), config.durable == "power")
+        self._fetcher = SegmentReader(self.name, self._files, self._shelf, self._make_codec, config.readers)
 
     def _warn_of_room(self) -> None:
         """Said now, not when it is full: pages are refused then."""
@@ -147,29 +147,29 @@ class DiskTier(Tier):
     def closed(self) -> bool:
         return self._closed
 
-    def share_out(self, shares: Shares) -> None:
+    def set_shares(self, shares: Shares) -> None:
         """Raises TierError where the disk does not let files go that a share has no room for."""
         try:
-            self._shelf.share_out(shares)
+            self._shelf.set_shares(shares)
         except OSError as error:
             raise TierError(
                 f"the disk tier cannot make room in {self._path}: {error.strerror or error}"
             ) from error
 
-    def kept_for(self, tenant: str) -> int:
-        return self._shelf.kept_for(tenant)
+    def used_by(self, tenant: str) -> int:
+        return self._shelf.used_by(tenant)
 
     def _stored(self, objects: Objects, old: bool = False) -> Objects:
         """Returns objects under the keys that are on the disk; with `old`, an encrypted page of version 2 under its plain key.
         NoKeyError: their tenant has no key."""
         if self._keys is None:
             return objects
-        stored = self._keys.rename(objects)
+        stored = self._keys.with_stored_keys(objects)
         if old:
             index = self._shelf.index
             for at, (plain, key) in enumerate(zip(objects.keys, stored.keys, strict=True)):
                 record = index.get(plain)
-                if record is not None and record.head.cipher == OLD_CIPHER and key not in index:
+                if record is not None and record.head.cipher == LEGACY_CIPHER and key not in index:
                     stored.keys[at] = plain
         return stored
 
@@ -184,7 +184,7 @@ class DiskTier(Tier):
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
-        start, stop = parted(objects.form, part)
+        start, stop = part_range(objects.form, part)
         if self.closed:
             return failed_transfer(
                 len(objects), self._tally, "read", Outcome.FAILED, "the disk tier is closed"
@@ -206,7 +206,7 @@ class DiskTier(Tier):
                 record = get(key)
                 if record is None:
                     missing.append(index)
-                elif record.head.run_bytes != run_bytes or len(record.head.checks) != checks:
+                elif record.head.run_bytes != run_bytes or len(record.head.checksums) != checks:
                     wrong.append(index)
                 elif self._keys is not None and not record.head.cipher:
                     plain.append((index, record))
@@ -215,28 +215,28 @@ class DiskTier(Tier):
                     found.append((index, record))
                 else:
                     busy.append(index)
-            shelf.touch([record for _, record in found])
+            shelf.begin_reads([record for _, record in found])
         transfer.settle(missing, Outcome.MISSING)
         transfer.settle(wrong, Outcome.LAYOUT, "an object's head disagrees with its form")
         for index, record in plain:
-            shelf.forget(record.head.key, record)
-            transfer.settle(index, Outcome.UNTRUSTED, f"{self.name}: {explain(Outcome.UNTRUSTED)}")
+            shelf.remove(record.head.key, record)
+            transfer.settle(index, Outcome.UNTRUSTED, f"{self.name}: {describe_outcome(Outcome.UNTRUSTED)}")
         transfer.settle(busy, Outcome.BUSY, "too many reads are under way")
         with self._counts:  # close() ends the threads after what was submitted under this lock
             if not (closed := self._closed):
                 self._fetcher.submit(transfer, found, into, (start, stop), objects.tenant)
         if closed:
             for _, record in found:
-                shelf.let_go(record.segment, 1)
-            transfer.settle_rest(Outcome.FAILED, "the disk tier is closed")
+                shelf.release_readers(record.segment, 1)
+            transfer.settle_pending(Outcome.FAILED, "the disk tier is closed")
         return transfer
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         source.check(objects, writable=False)
         size = objects.form.page_bytes
-        if aligned(most_bytes(objects.form)) + 2 * BLOCK > self._config.segment:
+        if aligned(max_sealed_bytes(objects.form)) + 2 * BLOCK > self._config.effective_segment_bytes:
             raise ValueError(
-                f"a page of {size} bytes does not fit a segment of {self._config.segment}: raise segment_bytes"
+                f"a page of {size} bytes does not fit a segment of {self._config.effective_segment_bytes}: raise segment_bytes"
             )
         if self.closed:
             return failed_transfer(
@@ -250,7 +250,7 @@ class DiskTier(Tier):
         transfer = Transfer(len(objects), self._tally, "write", size)
         with self._shelf.lock:
             get = self._shelf.index.get
-            here = np.array([(record := get(key)) is not None and record.sure for key in objects.keys], bool)
+            here = np.array([(record := get(key)) is not None and record.is_verified for key in objects.keys], bool)
         transfer.settle(np.flatnonzero(here), Outcome.OK)
         wanted = np.flatnonzero(~here)
         room = max(0, self._config.pending_bytes - self._appender.pending) // size
@@ -263,7 +263,7 @@ class DiskTier(Tier):
                     self._open.add(transfer)
                     self._appender.submit(transfer, objects, wanted, source)
                     return transfer
-            transfer.settle_rest(Outcome.FAILED, "the disk tier is closed")
+            transfer.settle_pending(Outcome.FAILED, "the disk tier is closed")
         return transfer
 
     def drop(self, objects: Objects) -> int:
@@ -273,10 +273,10 @@ class DiskTier(Tier):
         except NoKeyError:
             return 0
         old = objects.keys if self._keys is not None else []  # of version 2, or from before there were keys
-        gone = self._shelf.take(stored.keys)
-        gone += self._shelf.take([key for key in old if key in self._shelf.index])
+        gone = self._shelf.remove_keys(stored.keys)
+        gone += self._shelf.remove_keys([key for key in old if key in self._shelf.index])
         if gone:
-            self._appender.submit_dropped(gone)
+            self._appender.submit_tombstones(gone)
         return len(gone)
 
     def stats(self) -> TierStats:
@@ -296,7 +296,7 @@ class DiskTier(Tier):
         with self._counts:
             left = list(self._open)
         for transfer in left:
-            transfer.settle_rest(Outcome.FAILED, "the disk tier was closed")
+            transfer.settle_pending(Outcome.FAILED, "the disk tier was closed")
         if quiet:  # else a call hangs in a thread that uses them: they go with the process
             self._shelf.close()
             self._unlock()

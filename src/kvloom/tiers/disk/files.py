@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvloom.tiers.encoding.checksums import checksums, read_checked, read_step
+from kvloom.tiers.encoding.checksums import run_checksums, read_checked, read_step
 from kvloom.tiers.tier import TierError
 
-__all__ = ["BLOCK", "Files", "NotOursError", "SystemFiles", "aligned", "aligned_bytes", "lock_directory"]
+__all__ = ["BLOCK", "Files", "UntrustedFileError", "SystemFiles", "aligned", "aligned_bytes", "lock_directory"]
 
 log = logging.getLogger("kvloom.tiers")
 BLOCK = 4096
@@ -43,7 +43,7 @@ class Files:
     def __init__(self, directory: int) -> None:
         self.directory = directory
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         return os.listdir(self.directory)  # noqa: PTH208  of the directory held open, not of a path
 
     def size_of(self, name: str) -> int:
@@ -95,7 +95,7 @@ class Files:
         for at in range(0, len(into), step):
             piece = into[at : at + step]
             got = self.read(fd, [piece], offset + at) if done == at else 0
-            sums.append(checksums(piece, run_bytes))
+            sums.append(run_checksums(piece, run_bytes))
             done += got
         return done, b"".join(sums)
 
@@ -124,7 +124,7 @@ class SystemFiles(Files):
         return read_checked(fd, into, offset, run_bytes) or super().read_checked(fd, into, offset, run_bytes)
 
 
-class NotOursError(OSError):
+class UntrustedFileError(OSError):
     """A file in a tier's directory that this user did not create as a plain file. The tier neither reads nor changes it."""
 
     def __init__(self, name: str, why: str) -> None:
@@ -144,9 +144,9 @@ def _open_own(name: str, flags: int, directory: int) -> int:
         fd = os.open(name, flags, 0o600, dir_fd=directory)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise NotOursError(name, "is a symbolic link: remove it, or give another directory") from None
+            raise UntrustedFileError(name, "is a symbolic link: remove it, or give another directory") from None
         if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV):
-            raise NotOursError(name, "is no regular file: remove it, or give another directory") from None
+            raise UntrustedFileError(name, "is no regular file: remove it, or give another directory") from None
         raise
     found, why = os.fstat(fd), ""
     if not stat.S_ISREG(found.st_mode):
@@ -157,7 +157,7 @@ def _open_own(name: str, flags: int, directory: int) -> int:
         why = f"has {found.st_nlink} hard links, and a tier's file has one"
     if why:
         os.close(fd)
-        raise NotOursError(name, f"{why}: remove it, or give another directory")
+        raise UntrustedFileError(name, f"{why}: remove it, or give another directory")
     os.set_blocking(fd, True)
     return fd
 
@@ -219,7 +219,7 @@ def _lock(path: Path, directory: int) -> int:
     _check_directory(path, directory)
     try:
         lock = _open_own("lock", os.O_CREAT, directory)
-    except NotOursError as error:
+    except UntrustedFileError as error:
         raise TierError(f"the disk tier does not use {path}: {error.strerror}") from error
     except OSError as error:
         raise TierError(

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 from kvloom.tiers.transfer import Outcome
 
-from .files import Files, NotOursError
+from .files import Files, UntrustedFileError
 from .segment import Record, Segment
 
-__all__ = ["Found", "recover"]
+__all__ = ["RecoveredSegments", "recover"]
 
 
 @dataclass(slots=True)
-class Found:
+class RecoveredSegments:
     """`foreign` are files of other versions, or that cannot be read, and their sizes; of the segments `unread` nobody knows all
     that they have; `still` was dropped, and is on the disk all the same."""
 
@@ -27,7 +27,7 @@ class Found:
     records: list[Record] = field(default_factory=list)
     foreign: dict[int, int] = field(default_factory=dict)
     unread: set[int] = field(default_factory=set)
-    still: set[bytes] = field(default_factory=set)
+    still_stored: set[bytes] = field(default_factory=set)
 
 
 def recover(
@@ -36,20 +36,20 @@ def recover(
     dead: Mapping[bytes, tuple[int, int]],
     segments: dict[int, Segment],
     notes: dict[str, None],
-) -> Found:
+) -> RecoveredSegments:
     """Opens every segment, into `segments`, and reads its heads; `dead` are the places up to which keys were dropped. OSError: the
     directory cannot be read."""
-    stems = [name[:-4] for name in files.names() if name.endswith(".seg")]
+    stems = [name[:-4] for name in files.list_names() if name.endswith(".seg")]
     numbers = sorted(
         int(s) for s in stems if s.isascii() and s.isdigit() and Segment.file_name(int(s)) == f"{s}.seg"
     )
-    found = Found(numbers)
+    found = RecoveredSegments(numbers)
     last: dict[bytes, list[Record]] = {}  # an owner's newest segment so far
     for number in numbers:
         why = "segments of another version are there: not read, the first to leave"
         try:
             segment: Segment | Outcome = Segment.open(files, number, direct)
-        except NotOursError as error:  # neither read nor removed
+        except UntrustedFileError as error:  # neither read nor removed
             notes[f"a segment is left alone: {error.strerror}"] = None
             continue
         except OSError as error:
@@ -64,14 +64,14 @@ def recover(
             records = _records(segment, dead, found, notes)
             if segment.end < segment.size:
                 for record in (*last.get(segment.owner, ()), *records):
-                    record.sure = False
+                    record.is_verified = False
             last[segment.owner] = records
             found.records += records
     return found
 
 
 def _records(
-    segment: Segment, dead: Mapping[bytes, tuple[int, int]], found: Found, notes: dict[str, None]
+    segment: Segment, dead: Mapping[bytes, tuple[int, int]], found: RecoveredSegments, notes: dict[str, None]
 ) -> list[Record]:
     """Those of one segment that were not dropped."""
     records = []
@@ -81,7 +81,7 @@ def _records(
             if (segment.number, record.offset) > dead.get(key, (-1, -1)):
                 records.append(record)
             else:
-                found.still.add(key)
+                found.still_stored.add(key)
     except OSError as error:  # a bad spot: what came before it is served, and nothing is cut off
         notes[f"a segment can be read in part only: {error.strerror}"] = None
         segment.end = segment.size

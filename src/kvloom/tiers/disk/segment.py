@@ -25,7 +25,7 @@ from kvloom.tiers.transfer import Outcome
 
 from .files import BLOCK, Files, aligned, aligned_bytes
 
-__all__ = ["MOST_HEADS", "NOBODY", "SEGMENT_VERSION", "Frame", "Record", "Segment", "owner_of"]
+__all__ = ["MAX_HEAD_BYTES", "SHARED_OWNER", "SEGMENT_VERSION", "Frame", "Record", "Segment", "tenant_owner"]
 
 SEGMENT_VERSION = 1
 _MAGIC, _FRAME_MAGIC = b"KVLSEG", b"KVLF"
@@ -33,27 +33,27 @@ _HEADER = struct.Struct("<6sH16sQ")
 _FRAME = struct.Struct("<4sHH16sQIIQ")
 _CHECK = struct.Struct("<Q")
 _SCAN_BYTES = 1 << 20
-MOST_HEADS = 32 << 20
+MAX_HEAD_BYTES = 32 << 20
 """Bytes of heads in one frame. A reader sets no more memory aside, whatever a frame says."""
-NOBODY = bytes(16)
+SHARED_OWNER = bytes(16)
 """The owner of segments that hold everybody's pages."""
 _OWNER_AT = _HEADER.size + _CHECK.size
 
 
-def owner_of(tenant: str) -> bytes:
+def tenant_owner(tenant: str) -> bytes:
     """What a segment says of the tenant whose pages it holds."""
-    return blake2b(tenant.encode(), digest_size=16, person=b"kvloom.owner").digest() if tenant else NOBODY
+    return blake2b(tenant.encode(), digest_size=16, person=b"kvloom.owner").digest() if tenant else SHARED_OWNER
 
 
 class Record:
     """One object on the disk: its head is in memory, its body at `offset` of its segment."""
 
-    __slots__ = ("head", "offset", "segment", "sure", "used")
+    __slots__ = ("head", "offset", "segment", "is_verified", "reads")
 
     def __init__(self, segment: Segment, offset: int, head: Head) -> None:
         self.segment, self.offset, self.head = segment, offset, head
-        self.used = 0  # reads since it was written here
-        self.sure = True  # else a process may have ended while it was written
+        self.reads = 0  # reads since it was written here
+        self.is_verified = True  # else a process may have ended while it was written
 
     @property
     def span(self) -> int:
@@ -109,7 +109,7 @@ class Segment:
         identity: bytes,
         direct: bool,
         size: int,
-        owner: bytes = NOBODY,
+        owner: bytes = SHARED_OWNER,
     ) -> None:
         self._files = files
         self.number, self.fd, self.id, self.direct, self.size = number, fd, identity, direct, size
@@ -125,7 +125,7 @@ class Segment:
         return f"{number:012d}.seg"
 
     @classmethod
-    def create(cls, files: Files, number: int, size: int, direct: bool, owner: bytes = NOBODY) -> Segment:
+    def create(cls, files: Files, number: int, size: int, direct: bool, owner: bytes = SHARED_OWNER) -> Segment:
         """A new file with room for `size` bytes; buffered where O_DIRECT is refused. OSError: nothing is left."""
         name = cls.file_name(number)
         try:
@@ -140,7 +140,7 @@ class Segment:
             block = aligned_bytes(BLOCK)
             header = _HEADER.pack(_MAGIC, SEGMENT_VERSION, identity, number)
             header += _CHECK.pack(checksum(header))
-            if owner != NOBODY:
+            if owner != SHARED_OWNER:
                 header += owner + _CHECK.pack(checksum(owner))
             block[: len(header)] = header
             files.write(fd, [block], 0)
@@ -178,9 +178,9 @@ class Segment:
                 elif magic != _MAGIC or told != number or check != checksum(block[: _HEADER.size]):
                     outcome = Outcome.CORRUPT
                 else:
-                    owner = bytes(block[_OWNER_AT : _OWNER_AT + len(NOBODY)])
+                    owner = bytes(block[_OWNER_AT : _OWNER_AT + len(SHARED_OWNER)])
                     (check,) = _CHECK.unpack_from(block, _OWNER_AT + len(owner))
-                    owner = owner if check == checksum(owner) else NOBODY
+                    owner = owner if check == checksum(owner) else SHARED_OWNER
                     return cls(files, number, fd, identity, direct, files.size(fd), owner)
         except OSError:
             files.close(fd)
@@ -216,7 +216,7 @@ class Segment:
         if (magic, version, identity, told) != (_FRAME_MAGIC, SEGMENT_VERSION, self.id, at):
             return None
         used = _FRAME.size + heads_bytes + _CHECK.size
-        if heads_bytes > MOST_HEADS or at + used > aligned(self.size):
+        if heads_bytes > MAX_HEAD_BYTES or at + used > aligned(self.size):
             return None
         if used > BLOCK:
             room = aligned_bytes(used)
@@ -277,7 +277,7 @@ class Segment:
         """The file leaves the directory; the descriptor stays for who is reading."""
         self._files.remove(self.file_name(self.number))
 
-    def retire(self) -> int:
+    def take_closable_fd(self) -> int:
         """The descriptor to close, once the segment is `removed` and nobody reads it; else -1. Under the tier's
         lock; the closing, which may take long where it frees a file, is not."""
         fd = self.fd if self.removed and not self.readers else -1

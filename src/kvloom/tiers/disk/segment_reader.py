@@ -17,23 +17,23 @@ from dataclasses import dataclass
 from kvloom.tiers.encoding.checksums import read_step
 from kvloom.tiers.encoding.codec import Codec, unseal
 from kvloom.tiers.tier import Ranges
-from kvloom.tiers.transfer import Outcome, Transfer, explain
+from kvloom.tiers.transfer import Outcome, Transfer, describe_outcome
 from kvloom.tiers.workers import Tools, Workers
 
 from .files import BLOCK, Files, aligned
 from .segment import Record, Segment
-from .segment_store import Shelf
+from .segment_store import SegmentStore
 
-__all__ = ["Fetcher"]
+__all__ = ["SegmentReader"]
 
 _MOST_BYTES = 2 << 20  # of one job
 
 
-class Fetcher:
+class SegmentReader:
     """`pending` is the bytes of pages that wait or are being read."""
 
     def __init__(
-        self, name: str, files: Files, shelf: Shelf, make_codec: Callable[[], Codec], readers: int
+        self, name: str, files: Files, shelf: SegmentStore, make_codec: Callable[[], Codec], readers: int
     ) -> None:
         self._name, self._files, self._shelf, self._make_codec = name, files, shelf, make_codec
         self._lock = threading.Lock()
@@ -79,7 +79,7 @@ class Fetcher:
         def run(job: _Job) -> None:
             transfer, found = job.call.transfer, job.found
             try:
-                if transfer.enter():
+                if transfer.begin_access():
                     try:
                         for piece in self._pieces(job):
                             if piece.in_place:
@@ -87,7 +87,7 @@ class Fetcher:
                             else:
                                 self._through_scratch(job, piece, tools)
                     finally:
-                        transfer.leave()
+                        transfer.end_access()
             except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
                 transfer.settle([index for index, _ in found], Outcome.FAILED, f"{self._name}: {error}")
             finally:
@@ -96,7 +96,7 @@ class Fetcher:
                     ended = job.count is None or job.count.let_go()
                 if ended:
                     for segment, readers in Counter([record.segment for _, record in found]).items():
-                        self._shelf.let_go(segment, readers)
+                        self._shelf.release_readers(segment, readers)
 
         return run
 
@@ -109,7 +109,7 @@ class Fetcher:
         pieces: list[_Piece] = []
         segment, end = None, -1  # what the next record may follow
         for index, record in found:
-            if record.offset == end and record.segment is segment and record.head.stored is None:
+            if record.offset == end and record.segment is segment and record.head.stored_lengths is None:
                 pieces[-1].items.append((index, record, starts[index]))
                 end += size
                 continue
@@ -138,7 +138,7 @@ class Fetcher:
             if got < end - low:
                 break
         wanted = slice(start // run_bytes * 8, stop // run_bytes * 8)
-        if came == len(items) * size and sums == b"".join([r.head.checks[wanted] for _, r, _ in items]):
+        if came == len(items) * size and sums == b"".join([r.head.checksums[wanted] for _, r, _ in items]):
             good = [index for index, _, _ in items]
         else:
             good = self._sort_out(job, piece, came, sums, wanted)
@@ -157,7 +157,7 @@ class Fetcher:
         for number, (index, record, _) in enumerate(piece.items):
             if came < (number + 1) * size:
                 self._bad(job, index, record, Outcome.SHORT)
-            elif sums[number * each : (number + 1) * each] != record.head.checks[wanted]:
+            elif sums[number * each : (number + 1) * each] != record.head.checksums[wanted]:
                 self._bad(job, index, record, Outcome.CORRUPT)
             else:
                 good.append(index)
@@ -170,7 +170,7 @@ class Fetcher:
             first, last = start // head.run_bytes, stop // head.run_bytes
             low, high = head.span(first, last)
             base = low // BLOCK * BLOCK
-            room = tools.room(aligned(high - base))[: aligned(high - base)]
+            room = tools.scratch(aligned(high - base))[: aligned(high - base)]
             got = self._files.read(piece.segment.fd, [room], record.offset + base)
             body = room[low - base : max(low - base, min(got, high - base))]
             outcome = unseal(head, body, first, pages[at + start : at + stop], tools.codec, job.call.tenant)
@@ -181,8 +181,8 @@ class Fetcher:
                 self._bad(job, index, record, outcome)
 
     def _bad(self, job: _Job, index: int, record: Record, outcome: Outcome) -> None:
-        self._shelf.forget(record.head.key, record)  # it will not get better
-        job.call.transfer.settle(index, outcome, f"{self._name}: {explain(outcome)}")
+        self._shelf.remove(record.head.key, record)  # it will not get better
+        job.call.transfer.settle(index, outcome, f"{self._name}: {describe_outcome(outcome)}")
 
 
 def _place(item: tuple[int, Record]) -> tuple[int, int]:
@@ -222,7 +222,7 @@ class _Call:
     def straight(self, record: Record) -> bool:
         """Can it be read to where it goes? O_DIRECT takes whole blocks only; the pages of a call all begin on one, or count as
         if none did."""
-        return record.head.stored is None and (self._aligned or not record.segment.direct)
+        return record.head.stored_lengths is None and (self._aligned or not record.segment.direct)
 
 
 @dataclass(slots=True)
@@ -238,8 +238,8 @@ class _Job:
         """All reads of them were good: of whole pages they are sure."""
         size = self.call.part[1] - self.call.part[0]
         for record in records:
-            if not record.sure:
-                record.sure = size == record.head.runs * record.head.run_bytes
+            if not record.is_verified:
+                record.is_verified = size == record.head.runs * record.head.run_bytes
 
 
 @dataclass(slots=True)

@@ -20,14 +20,14 @@ from kvloom.tiers.shares import Shares
 from .files import BLOCK, Files, aligned_bytes
 from .recovery import recover
 from .segment import Frame, Record, Segment
-from .segment_owners import Owner, Owners
-from .tombstones import Dropped, Gone
+from .segment_owners import SegmentOwner, SegmentOwners
+from .tombstones import Tombstones, DroppedRecords
 
-__all__ = ["Shelf", "ShelfConfig"]
+__all__ = ["SegmentStore", "SegmentStoreConfig"]
 
 
 @dataclass(frozen=True, slots=True)
-class ShelfConfig:
+class SegmentStoreConfig:
     """`evict` chooses the segment that leaves; `carry` lets its pages that were read since they were written move on,
     up to half a segment."""
 
@@ -35,22 +35,22 @@ class ShelfConfig:
     segment_bytes: int
     direct: bool = True
     evict: Literal["oldest", "least-used"] = "least-used"
-    carry: bool = True
+    copy_forward: bool = True
 
 
-class Shelf:
+class SegmentStore:
     """`lock` guards the index and the segments' counts. Opening reads every head there is."""
 
-    def __init__(self, files: Files, config: ShelfConfig) -> None:
+    def __init__(self, files: Files, config: SegmentStoreConfig) -> None:
         self._files, self._config = files, config
         self.lock = threading.Lock()
         self.index: dict[bytes, Record] = {}
         self.evicted = 0
         self.notes: dict[str, None] = {}  # what a person should know, each once
         self._segments: dict[int, Segment] = {}
-        self._owners = Owners(self._segments, config.capacity, config.segment_bytes)
+        self._owners = SegmentOwners(self._segments, config.capacity, config.segment_bytes)
         self._foreign: dict[int, int] = {}  # other versions' files: never read, the first to leave
-        self._dropped = Dropped(files)
+        self._dropped = Tombstones(files)
         self._dirty: set[Segment] = set()
         self._unsure: OSError | None = None  # a sync that failed while carrying: the next caller is told
         self._gave_way = False  # a segment left because the disk was full, and no new one could be made since
@@ -77,35 +77,35 @@ class Shelf:
         """How large a segment is that a tenant's pages go to."""
         return self._owners.of_tenant(tenant).segment_bytes
 
-    def kept_for(self, tenant: str) -> int:
+    def used_by(self, tenant: str) -> int:
         """What the files of a tenant's pages take."""
         with self.lock:
-            return self._owners.used(self._owners.of_tenant(tenant))
+            return self._owners.used_bytes(self._owners.of_tenant(tenant))
 
-    def touch(self, records: Sequence[Record]) -> None:
+    def begin_reads(self, records: Sequence[Record]) -> None:
         """Reads of them begin. The caller holds the lock, and lets go of the segments afterwards."""
         self._ticks += 1
         for record in records:
-            record.used += 1
+            record.reads += 1
         for segment, readers in Counter([record.segment for record in records]).items():
             segment.last_used = self._ticks
             segment.readers += readers
 
-    def let_go(self, segment: Segment, readers: int) -> None:
+    def release_readers(self, segment: Segment, readers: int) -> None:
         with self.lock:
             segment.readers -= readers
-            fd = segment.retire()
+            fd = segment.take_closable_fd()
         if fd >= 0:
             self._files.close(fd)
 
-    def forget(self, key: bytes, record: Record) -> None:
+    def remove(self, key: bytes, record: Record) -> None:
         """This copy is not to be served any more."""
         with self.lock:
             if self.index.get(key) is record:
                 del self.index[key]
                 record.segment.keys.discard(key)
 
-    def take(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
+    def remove_keys(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
         """Forgets keys; returns where they were, for `write_dropped`."""
         gone = []
         with self.lock:
@@ -127,15 +127,15 @@ class Shelf:
                 before = self.index.get(key)
                 if before is not None:
                     before.segment.keys.discard(key)
-                    record.used += before.used
+                    record.reads += before.reads
                 self.index[key] = record
                 record.segment.keys.add(key)
 
     # --- the appending thread
 
-    def share_out(self, shares: Shares) -> None:
+    def set_shares(self, shares: Shares) -> None:
         """Who has a share has segments of its own from here on, and those that were its own before. Before the first frame."""
-        self._owners.share_out(shares)
+        self._owners.set_shares(shares)
         for owner in self._owners:
             if owner.current is None:
                 self._reopen_last(owner)
@@ -155,7 +155,7 @@ class Shelf:
             raise OSError(errno.EIO, "the new segment failed while pages were carried over to it")
         self._append(owner, segment, frame)
 
-    def _append(self, owner: Owner, segment: Segment, frame: Frame) -> None:
+    def _append(self, owner: SegmentOwner, segment: Segment, frame: Frame) -> None:
         try:
             segment.append(frame)
         except OSError:
@@ -183,7 +183,7 @@ class Shelf:
             return error
         return None
 
-    def write_dropped(self, gone: Gone) -> None:
+    def write_tombstones(self, gone: DroppedRecords) -> None:
         """Keeps dropped objects from coming back with the next opening."""
         self._dropped.add(gone)
 
@@ -201,20 +201,20 @@ class Shelf:
     def _close_files(self) -> None:
         for segment in self._segments.values():
             segment.removed = True  # from this process: who still reads closes it
-            self.let_go(segment, 0)
+            self.release_readers(segment, 0)
 
     # --- making room
 
-    def _widen(self, owner: Owner, need: int) -> None:
+    def _widen(self, owner: SegmentOwner, need: int) -> None:
         """An owner's segments take its largest page. OSError: its share does not hold three such."""
         if need > owner.segment_bytes:
-            owner.require(need)
+            owner.check_limit(need)
             owner.segment_bytes = need
             self._make_room(owner, carry=False)
 
-    def _roll(self, owner: Owner) -> None:
+    def _roll(self, owner: SegmentOwner) -> None:
         """A new current segment, and room for the one after it."""
-        owner.require(owner.segment_bytes)
+        owner.check_limit(owner.segment_bytes)
         before, owner.current = owner.current, None
         if before is not None:
             before.last_used = max(before.last_used, self._ticks)  # being written to is use, too
@@ -234,18 +234,18 @@ class Shelf:
         with self.lock:
             self._segments[segment.number] = segment
         owner.current = segment
-        self._make_room(owner, self._config.carry)
+        self._make_room(owner, self._config.copy_forward)
 
-    def _make_room(self, owner: Owner, carry: bool) -> None:
+    def _make_room(self, owner: SegmentOwner, carry: bool) -> None:
         """Room for the next segment, so that beginning it passes neither the capacity nor the owner's share."""
         most = self._config.capacity - self._config.segment_bytes
         while self.file_bytes > most and self._evict_one(owner, carry):
             pass
-        most = owner.most - owner.segment_bytes
-        while self._owners.used(owner) > most and self._evict_one(owner, carry, own=True):
+        most = owner.limit - owner.segment_bytes
+        while self._owners.used_bytes(owner) > most and self._evict_one(owner, carry, own=True):
             pass
 
-    def _create(self, owner: Owner) -> Segment:
+    def _create(self, owner: SegmentOwner) -> Segment:
         number, self._next = self._next, self._next + 1
         segment = Segment.create(self._files, number, owner.segment_bytes, self._config.direct, owner.name)
         try:
@@ -256,7 +256,7 @@ class Shelf:
             raise
         return segment
 
-    def _evict_one(self, owner: Owner, carry: bool, own: bool = False) -> bool:
+    def _evict_one(self, owner: SegmentOwner, carry: bool, own: bool = False) -> bool:
         """One file leaves, of the owner's `own` or of anybody's who spares it; False if there is none that may."""
         if self._foreign and not own:
             number = min(self._foreign)
@@ -267,7 +267,7 @@ class Shelf:
         victim = self._owners.victim(owner, own, self._config.evict == "oldest")
         if victim is None:
             return False
-        whose = self._owners.of(victim)
+        whose = self._owners.owner_of(victim)
         if victim is whose.current:
             whose.current = None
         elif carry:
@@ -289,13 +289,13 @@ class Shelf:
             segment.remove()
         finally:
             segment.removed = True
-            self.let_go(segment, 0)
+            self.release_readers(segment, 0)
 
-    def _carry(self, victim: Segment, whose: Owner) -> None:
+    def _carry(self, victim: Segment, whose: SegmentOwner) -> None:
         """Moves what was used to its owner's current segment, most used first. A page that cannot move is left to go."""
         with self.lock:
-            used = [record for key in victim.keys if (record := self.index[key]).used]
-        used.sort(key=lambda record: -record.used)
+            used = [record for key in victim.keys if (record := self.index[key]).reads]
+        used.sort(key=lambda record: -record.reads)
         left = whose.segment_bytes // 2
         moved: list[tuple[Record, Record]] = []
         try:
@@ -323,7 +323,7 @@ class Shelf:
                 key, found = now.head.key, self.index.get(now.head.key)
                 if found is before:
                     before.segment.keys.discard(key)
-                    now.sure = before.sure
+                    now.is_verified = before.is_verified
                     self.index[key] = now  # used 0 times: again, to be carried again
                     now.segment.keys.add(key)
                 elif found is None:
@@ -340,9 +340,9 @@ class Shelf:
         # No number twice, nor one that the list of what was dropped still names: what is written there would count as dropped.
         self._next = self._ticks = 1 + max([-1, *found.numbers, *(number for number, _ in dead.values())])
         for record in found.records:
-            if record.sure or record.head.key not in self.index:
+            if record.is_verified or record.head.key not in self.index:
                 self.publish([record])
-        everybody = self._owners.everybody
+        everybody = self._owners.shared
         self._reopen_last(everybody)
         for number, segment in list(self._segments.items()):
             if segment is everybody.current:
@@ -352,14 +352,14 @@ class Shelf:
                 self._remove(segment)
             else:
                 segment.seal()
-        alive = {key: place for key, place in dead.items() if key in found.still}
+        alive = {key: place for key, place in dead.items() if key in found.still_stored}
         if len(alive) < len(dead) and not found.unread and not self._foreign:
             self._dropped.rewrite(alive)
         self._make_room(everybody, carry=False)
 
-    def _reopen_last(self, owner: Owner) -> None:
+    def _reopen_last(self, owner: SegmentOwner) -> None:
         """An owner goes on in the last of its segments, if half of that is free."""
-        last = self._owners.last_of(owner)
+        last = self._owners.newest_segment(owner)
         if last is None or last.end >= owner.segment_bytes // 2:
             return
         try:

@@ -17,16 +17,16 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.encoding.codec import Codec, Head, most_bytes, most_head_bytes, plain_heads, seal
+from kvloom.tiers.encoding.codec import Codec, Head, max_sealed_bytes, max_head_bytes, plain_heads, seal
 from kvloom.tiers.tier import Objects, Ranges
 from kvloom.tiers.transfer import Outcome, Transfer
 
 from .files import BLOCK, aligned, aligned_bytes
-from .segment import MOST_HEADS, Frame
-from .segment_store import Shelf
-from .tombstones import Gone
+from .segment import MAX_HEAD_BYTES, Frame
+from .segment_store import SegmentStore
+from .tombstones import DroppedRecords
 
-__all__ = ["Appender"]
+__all__ = ["SegmentWriter"]
 
 _FRAME_BYTES = 16 << 20  # sealed while the one before is written
 _FIRST_BYTES = 512 << 10  # of a call's first frame, so that the disk begins soon
@@ -56,16 +56,16 @@ class _Sealed:
     scratch: memoryview | None = None
 
 
-class Appender:
+class SegmentWriter:
     """Three daemon threads. `pending` is the bytes of pages that wait or are being written."""
 
-    def __init__(self, shelf: Shelf, codec: Codec, sync: bool) -> None:
+    def __init__(self, shelf: SegmentStore, codec: Codec, sync: bool) -> None:
         self._shelf, self._sync = shelf, sync
         self._codec = codec
         self._lock = threading.Lock()
         self.pending = 0
-        self._asked: queue.SimpleQueue[_Write | Gone | None] = queue.SimpleQueue()
-        self._sealed: queue.Queue[_Sealed | Gone | None] = queue.Queue(_AHEAD)
+        self._asked: queue.SimpleQueue[_Write | DroppedRecords | None] = queue.SimpleQueue()
+        self._sealed: queue.Queue[_Sealed | DroppedRecords | None] = queue.Queue(_AHEAD)
         self._over: queue.SimpleQueue[tuple[list[_Sealed], Outcome, str] | None] = queue.SimpleQueue()
         self._scratch: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._sync_bytes = min(_SYNC_BYTES, shelf.segment_bytes)  # acknowledged before its segment can leave
@@ -86,7 +86,7 @@ class Appender:
         self._add(len(which) * objects.form.page_bytes)
         self._asked.put(_Write(transfer, objects, which, source))
 
-    def submit_dropped(self, gone: Gone) -> None:
+    def submit_tombstones(self, gone: DroppedRecords) -> None:
         self._asked.put(gone)
 
     def close(self, timeout: float) -> bool:
@@ -110,7 +110,7 @@ class Appender:
                 continue
             page = aligned(job.objects.form.page_bytes)
             most = min(_FRAME_BYTES, self._shelf.segment_bytes_for(job.objects.tenant) // 4) // page
-            most = min(most, _FRAME_RECORDS, MOST_HEADS // most_head_bytes(job.objects.form))
+            most = min(most, _FRAME_RECORDS, MAX_HEAD_BYTES // max_head_bytes(job.objects.form))
             at, step = 0, max(1, min(_FIRST_BYTES // page, most))
             while at < len(job.which):
                 if len(job.which) - at < step + step // 4:  # a short last frame takes longer than its bytes
@@ -122,7 +122,7 @@ class Appender:
 
     def _seal(self, job: _Write, which: list[int]) -> None:
         sealed = _Sealed(job.transfer, which, job.objects.form.page_bytes, job.objects.tenant)
-        if not job.transfer.enter():
+        if not job.transfer.begin_access():
             self._add(-len(which) * sealed.page_bytes)
             return
         try:
@@ -136,7 +136,7 @@ class Appender:
         """A frame of the caller's memory; None where the disk does not take that."""
         keys, form, view = job.objects.keys, job.objects.form, job.source.view
         size, starts = form.page_bytes, job.source.starts[sealed.which]
-        if not self._codec.plain or size % BLOCK or ((job.source.address + starts) % BLOCK).any():
+        if not self._codec.is_plain or size % BLOCK or ((job.source.address + starts) % BLOCK).any():
             return None
         heads: list[Head] = []
         bodies: list[memoryview] = []
@@ -149,7 +149,7 @@ class Appender:
 
     def _in_scratch(self, sealed: _Sealed, job: _Write) -> Frame:
         form, pages, starts = job.objects.form, job.source.view, job.source.starts
-        room = self._room(len(sealed.which) * aligned(most_bytes(form)), sealed)
+        room = self._room(len(sealed.which) * aligned(max_sealed_bytes(form)), sealed)
         heads, end = [], 0
         for index in sealed.which:
             at = int(starts[index])
@@ -216,9 +216,9 @@ class Appender:
             outcome, reason = _why(error)
         self._over.put((written, outcome, reason))
 
-    def _drop(self, gone: Gone) -> None:
+    def _drop(self, gone: DroppedRecords) -> None:
         try:
-            self._shelf.write_dropped(gone)
+            self._shelf.write_tombstones(gone)
         except Exception as error:  # noqa: BLE001
             self._shelf.notes[f"dropped objects may come back: {error}"] = None
 
@@ -238,7 +238,7 @@ class Appender:
         if sealed.scratch is not None and self._scratch.qsize() <= _AHEAD:
             self._scratch.put(sealed.scratch)
         sealed.transfer.settle(sealed.which, outcome, reason)
-        sealed.transfer.leave()
+        sealed.transfer.end_access()
         self._add(-len(sealed.which) * sealed.page_bytes)
 
 

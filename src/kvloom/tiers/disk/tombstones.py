@@ -14,22 +14,22 @@ from kvloom.tiers.tier import KEY_BYTES
 
 from .files import Files
 
-__all__ = ["Dropped", "Gone"]
+__all__ = ["Tombstones", "DroppedRecords"]
 
-Gone = Sequence[tuple[bytes, int, int]]
+DroppedRecords = Sequence[tuple[bytes, int, int]]
 """Keys, and the segment and offset where each was."""
 _LINE = struct.Struct(f"<{KEY_BYTES}sQQQ")
 _NAME = "dropped"
 _READ_LINES = 16384  # in memory at once
 
 
-class Dropped:
+class Tombstones:
     """The file of one directory. Every call opens it; OSError: the disk's words."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    def add(self, gone: Gone) -> None:
+    def add(self, gone: DroppedRecords) -> None:
         """These do not come back with the next opening, and the disk has heard of it."""
         lines = []
         for key, number, offset in gone:

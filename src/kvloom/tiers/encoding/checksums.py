@@ -23,7 +23,7 @@ except ImportError:
 
 __all__ = [
     "checksum",
-    "checksums",
+    "run_checksums",
     "copy_checked",
     "read_checked",
     "read_step",
@@ -54,7 +54,7 @@ def checksum(data: memoryview | bytes) -> int:
     return _xxh3(data)
 
 
-def checksums(page: memoryview, run_bytes: int) -> bytes:
+def run_checksums(page: memoryview, run_bytes: int) -> bytes:
     """The checksums of a page's runs, as they stand in a head. The page is whole runs."""
     if _native is not None and run_bytes >= _SHORTEST_RUN:
         found: bytes = _native.checksums(page, run_bytes)
@@ -63,17 +63,17 @@ def checksums(page: memoryview, run_bytes: int) -> bytes:
     return struct.pack(f"<{len(ends)}Q", *(checksum(page[end - run_bytes : end]) for end in ends))
 
 
-def copy_checked(into: memoryview, page: memoryview, run_bytes: int, arrived: bool) -> bytes:
+def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: bool) -> bytes:
     """Copies a page's runs; their checksums, of `into` if `arrived`, else of `page`. Costs little more than the copy: each
     piece is taken while the processor still has it."""
     if _native is not None and run_bytes >= _SHORTEST_RUN:
-        found: bytes = _native.copy(into, page, run_bytes, arrived)
+        found: bytes = _native.copy(into, page, run_bytes, of_target)
         return found
     sums = []
     step = max(run_bytes, _COPY_BYTES // run_bytes * run_bytes)
     for at in range(0, len(page), step):
         into[at : at + step] = page[at : at + step]
-        sums.append(checksums((into if arrived else page)[at : at + step], run_bytes))
+        sums.append(run_checksums((into if of_target else page)[at : at + step], run_bytes))
     return b"".join(sums)
 
 

@@ -24,21 +24,21 @@ from importlib import import_module
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from kvloom.tiers.tier import KEY_BYTES, MOST_RUNS, Form, TierError
+from kvloom.tiers.tier import KEY_BYTES, MAX_RUNS, Form, TierError
 from kvloom.tiers.transfer import Outcome
 
-from .checksums import checksum, checksums, copy_checked
+from .checksums import checksum, run_checksums, copy_checked
 from .encryption import SALT_BYTES, TAG_BYTES, Keyring, NoKeyError, Protect
 
 __all__ = [
-    "OLD_CIPHER",
+    "LEGACY_CIPHER",
     "VERSION",
     "Codec",
     "Compression",
     "Head",
     "make_codec",
-    "most_bytes",
-    "most_head_bytes",
+    "max_sealed_bytes",
+    "max_head_bytes",
     "parse_head",
     "plain_head_bytes",
     "plain_heads",
@@ -47,11 +47,11 @@ __all__ = [
 ]
 
 VERSION = 1
-OLD_CIPHER = 1
+LEGACY_CIPHER = 1
 """The cipher of version 2, whose pages are stored under their plain keys."""
 _MOST_PAGE_BYTES = 1 << 31
 _PROTECTS: dict[Protect, int] = {"encrypt": 2, "authenticate": 3}
-_VERSIONS = {0: VERSION, OLD_CIPHER: 2, **dict.fromkeys(_PROTECTS.values(), 3)}  # by cipher
+_VERSIONS = {0: VERSION, LEGACY_CIPHER: 2, **dict.fromkeys(_PROTECTS.values(), 3)}  # by cipher
 _MAGIC = b"KVLP"
 _FIXED = struct.Struct(f"<4sHBB{KEY_BYTES}sIII")
 _CHECK = struct.Struct("<Q")
@@ -68,32 +68,32 @@ class Head(NamedTuple):
     key: bytes
     method: int
     run_bytes: int
-    checks: bytes
-    stored: tuple[int, ...] | None = None
+    checksums: bytes
+    stored_lengths: tuple[int, ...] | None = None
     salt: bytes = b""
     cipher: int = 0
 
     @property
     def runs(self) -> int:
-        return len(self.checks) // 8
+        return len(self.checksums) // 8
 
     @property
     def body_bytes(self) -> int:
-        return len(self.checks) // 8 * self.run_bytes if self.stored is None else sum(self.stored)
+        return len(self.checksums) // 8 * self.run_bytes if self.stored_lengths is None else sum(self.stored_lengths)
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """Where runs [first, last) lie in the body."""
-        if self.stored is None:
+        if self.stored_lengths is None:
             return first * self.run_bytes, last * self.run_bytes
-        edges = [0, *accumulate(self.stored)]
+        edges = [0, *accumulate(self.stored_lengths)]
         return edges[first], edges[last]
 
     def pack(self) -> bytes:
-        version, runs = _VERSIONS[self.cipher], len(self.checks) // 8
+        version, runs = _VERSIONS[self.cipher], len(self.checksums) // 8
         fixed = _FIXED.pack(_MAGIC, version, self.method, self.cipher, self.key, runs, self.run_bytes, 0)
-        head = fixed + self.checks
-        if self.stored is not None:
-            head += struct.pack(f"<{len(self.stored)}I", *self.stored) + self.salt
+        head = fixed + self.checksums
+        if self.stored_lengths is not None:
+            head += struct.pack(f"<{len(self.stored_lengths)}I", *self.stored_lengths) + self.salt
         return head + _CHECK.pack(checksum(head))
 
 
@@ -102,15 +102,15 @@ def plain_head_bytes(form: Form) -> int:
     return _FIXED.size + 8 * form.runs + _CHECK.size
 
 
-def most_head_bytes(form: Form) -> int:
+def max_head_bytes(form: Form) -> int:
     """The length of the longest head that a page of this form has."""
     return _FIXED.size + 12 * form.runs + SALT_BYTES + _CHECK.size
 
 
-def most_bytes(form: Form) -> int:
+def max_sealed_bytes(form: Form) -> int:
     """What a sealed page takes at most, its head included."""
     # A run that compression does not shrink stays as it was.
-    return most_head_bytes(form) + TAG_BYTES * form.runs + form.page_bytes
+    return max_head_bytes(form) + TAG_BYTES * form.runs + form.page_bytes
 
 
 def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
@@ -122,7 +122,7 @@ def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
         return Outcome.CORRUPT
     if version not in _VERSIONS.values():
         return Outcome.VERSION
-    if not 0 < runs <= MOST_RUNS or method >= len(_METHODS) or _VERSIONS.get(cipher) != version:
+    if not 0 < runs <= MAX_RUNS or method >= len(_METHODS) or _VERSIONS.get(cipher) != version:
         return Outcome.CORRUPT
     if not 0 < runs * run_bytes < _MOST_PAGE_BYTES:
         return Outcome.CORRUPT
@@ -151,7 +151,7 @@ class Codec:
         self._zstd_in: Any = None
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Are bodies the pages' very bytes?"""
         return self.method == 0 and self.keys is None
 
@@ -217,7 +217,7 @@ def make_codec(compression: Compression = "none", keys: Keyring | None = None) -
 
 def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[Head]:
     """The heads of plain pages that lie one after the other: `seal` of each, in one go."""
-    sums, each = checksums(pages, form.run_bytes), 8 * form.runs
+    sums, each = run_checksums(pages, form.run_bytes), 8 * form.runs
     return [
         Head(key, 0, form.run_bytes, sums[number * each : (number + 1) * each])
         for number, key in enumerate(keys)
@@ -231,11 +231,11 @@ def seal(
 
     NoKeyError where it is to be sealed and the tenant has no key."""
     step = form.run_bytes
-    if codec.plain:
-        return Head(key, 0, step, checksums(page, step)), [page]
+    if codec.is_plain:
+        return Head(key, 0, step, run_checksums(page, step)), [page]
     pieces = [codec.pack(page[at : at + step]) for at in range(0, form.page_bytes, step)]
     if codec.keys is None:
-        return Head(key, codec.method, step, checksums(page, step), tuple(map(len, pieces))), pieces
+        return Head(key, codec.method, step, run_checksums(page, step), tuple(map(len, pieces))), pieces
     salt = os.urandom(SALT_BYTES)
     kind, number = codec.keys.protect, _PROTECTS[codec.keys.protect]
     cipher = codec.keys.page_cipher(tenant, salt, kind)
@@ -249,7 +249,7 @@ def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) ->
     """Returns what a sealed run is bound to, beside its number and its page's salt. The key has the block hash and the layout's
     fingerprint in it."""
     bound = key + bytes([method]) + run_bytes.to_bytes(4, "little")
-    return bound if cipher == OLD_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
+    return bound if cipher == LEGACY_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
 
 
 def unseal(
@@ -266,17 +266,17 @@ def unseal(
         return Outcome.UNTRUSTED
     if head.cipher:
         return _unlock(head, body, first, into, codec, tenant)
-    if head.stored is None and body is not into:
-        sums = copy_checked(into, body[: high - low], step, arrived=True)
-        return Outcome.OK if sums == head.checks[first * 8 : last * 8] else Outcome.CORRUPT
-    if head.stored is not None:
+    if head.stored_lengths is None and body is not into:
+        sums = copy_checked(into, body[: high - low], step, of_target=True)
+        return Outcome.OK if sums == head.checksums[first * 8 : last * 8] else Outcome.CORRUPT
+    if head.stored_lengths is not None:
         at = 0
-        for number, length in enumerate(head.stored[first:last]):
+        for number, length in enumerate(head.stored_lengths[first:last]):
             run = into[number * step : (number + 1) * step]
             if not _unpack(head, body[at : at + length], run, codec):
                 return Outcome.CORRUPT
             at += length
-    return Outcome.OK if checksums(into, step) == head.checks[first * 8 : last * 8] else Outcome.CORRUPT
+    return Outcome.OK if run_checksums(into, step) == head.checksums[first * 8 : last * 8] else Outcome.CORRUPT
 
 
 def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bool:
@@ -288,7 +288,7 @@ def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bo
 
 def _unlock(head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str) -> Outcome:
     """`unseal` of sealed runs. Damage is told from a wrong key: the checksums are of the bytes as stored."""
-    assert head.stored is not None
+    assert head.stored_lengths is not None
     if codec.keys is None:
         return Outcome.LOCKED
     try:
@@ -301,9 +301,9 @@ def _unlock(head: Head, body: memoryview, first: int, into: memoryview, codec: C
     context = _context(head.key, head.method, head.runs, head.run_bytes, head.cipher)
     at, step = 0, head.run_bytes
     for number in range(first, first + len(into) // step):
-        length = head.stored[number]
+        length = head.stored_lengths[number]
         sealed = body[at : at + length]
-        if checksum(sealed) != int.from_bytes(head.checks[number * 8 : number * 8 + 8], "little"):
+        if checksum(sealed) != int.from_bytes(head.checksums[number * 8 : number * 8 + 8], "little"):
             return Outcome.CORRUPT
         packed = cipher.decrypt(number, sealed, context)
         if packed is None:

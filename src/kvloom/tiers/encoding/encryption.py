@@ -142,7 +142,7 @@ class Keyring:
             raise TierError("the package 'cryptography' is missing: pip install 'kvloom[encryption]'")
         return _Aes(self._aes(_derived(salt, key, _PERSON)), self._invalid)
 
-    def rename(self, objects: Objects) -> Objects:
+    def with_stored_keys(self, objects: Objects) -> Objects:
         """Returns the same objects under the keys that a tier stores. NoKeyError: the tenant has no key."""
         key = self._tenant_key(objects.tenant)
         keyed = blake2b(digest_size=KEY_BYTES, key=key, person=_PERSON_NAME)
@@ -151,7 +151,7 @@ class Keyring:
             each = keyed.copy()
             each.update(plain)
             stored.append(each.digest())
-        return objects.stored_as(stored)
+        return objects.with_keys(stored)
 
     def _tenant_key(self, tenant: str) -> bytes:
         key = self._keys.get(tenant) if tenant != _OTHERS else None

@@ -64,7 +64,7 @@ class Arena:
     def fits(self, page_bytes: int) -> bool:
         return page_bytes <= self.slab_bytes
 
-    def take(self, page_bytes: int, count: int) -> list[int]:
+    def allocate(self, page_bytes: int, count: int) -> list[int]:
         """The offsets of up to `count` free pages; fewer when there are no more."""
         partial = self._partial.setdefault(page_bytes, {})
         taken: list[int] = []
@@ -92,7 +92,7 @@ class Arena:
             taken += some
         return taken
 
-    def give(self, page_bytes: int, offset: int) -> None:
+    def free(self, page_bytes: int, offset: int) -> None:
         """A page comes back. A slab whose last page comes back can be lent to any size again."""
         slab = offset // self.slab_bytes
         self._used[slab] -= 1
@@ -105,7 +105,7 @@ class Arena:
             self._size[slab] = 0
             heapq.heappush(self._free_slabs, slab)
 
-    def beside(self, offset: int) -> range:
+    def slab_pages(self, offset: int) -> range:
         """All places of the slab that a lent place is in."""
         slab = offset // self.slab_bytes
         base, size = slab * self.slab_bytes, self._size[slab]

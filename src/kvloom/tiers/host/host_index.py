@@ -15,9 +15,9 @@ import numpy as np
 from kvloom.tiers.shares import Account, Share, Shares
 
 from .arena import Arena
-from .slots import Index, Recent, Slots
+from .slots import Index, LruOrder, Slots
 
-__all__ = ["Residents"]
+__all__ = ["HostIndex"]
 
 _MOST_TRIES = 4096  # pages looked at to make room for one, when many are held
 
@@ -29,11 +29,11 @@ class _Account(Account):
 
     def __init__(self, share: Share, capacity: int, slots: Slots) -> None:
         super().__init__(share, capacity)
-        self.order = Recent(slots)
+        self.order = LruOrder(slots)
         self.index = 0
 
 
-class Residents:
+class HostIndex:
     """All that are in one arena."""
 
     def __init__(self, arena: Arena) -> None:
@@ -46,11 +46,11 @@ class Residents:
         self._named: dict[str, _Account] = {}
         self.accounts = [self._others]
         self._ticks = 0
-        self.coming = 0
+        self.loading = 0
         """Entries whose bytes have not come."""
         self.evicted = 0
 
-    def share_out(self, shares: Shares) -> None:
+    def set_shares(self, shares: Shares) -> None:
         if self.entries or self._named:
             raise ValueError("shares are given once, before anything is kept here")
         self._named = {
@@ -61,7 +61,7 @@ class Residents:
         for index, account in enumerate(self.accounts):
             account.index = index
 
-    def kept_for(self, tenant: str) -> int:
+    def used_by(self, tenant: str) -> int:
         return self._of(tenant).used
 
     def _of(self, tenant: str) -> _Account:
@@ -72,25 +72,25 @@ class Residents:
         get = self.entries.get
         return np.array([get(key, -1) for key in keys], np.int64)
 
-    def admit(self, keys: list[bytes], size: int, tenant: str, most: int | None = None) -> Index:
+    def reserve(self, keys: list[bytes], size: int, tenant: str, most: int | None = None) -> Index:
         """Places of `size` bytes for keys that have none, as many as there can be, and `most` at the most; others leave for
         them. The slot that each of `keys` is to be filled in: -1 for one that was there, has no place, or is in the batch a
         second time."""
         account, entries = self._of(tenant), self.entries
         fresh = keys if entries.keys().isdisjoint(keys) else [key for key in keys if key not in entries]
         if len(fresh) < len(keys):  # used now, so the last to leave for the others
-            self.use(np.array([entries[key] for key in keys if key in entries], np.int64))
+            self.touch(np.array([entries[key] for key in keys if key in entries], np.int64))
         once = dict.fromkeys(fresh)
         given = self._places(size, account, len(once) if most is None else min(most, len(once)))
         return self._enter(keys, once, given, account)
 
-    def use(self, slots: Index) -> None:
+    def touch(self, slots: Index) -> None:
         """These are the most recently used now."""
         if len(set(found := slots.tolist())) < len(found):
             slots = np.array(list(dict.fromkeys(found)), np.int64)
         if len(self.accounts) == 1:
             self._ticks += 1
-            self.accounts[0].order.used(slots, self._ticks)
+            self.accounts[0].order.touch(slots, self._ticks)
             return
         owners = self.slots.account[slots]
         for index in dict.fromkeys(owners.tolist()):
@@ -105,10 +105,10 @@ class Residents:
         entered = fresh if len(given) == len(fresh) else list(islice(fresh, len(given)))
         self.entries.update(zip(entered, given, strict=True))
         slots = np.array(given, np.int64)
-        self.slots.begin(slots, entered, account.index)
+        self.slots.assign(slots, entered, account.index)
         self._ticks += 1
-        account.order.used(slots, self._ticks)
-        self.coming += len(given)
+        account.order.touch(slots, self._ticks)
+        self.loading += len(given)
         if len(given) == len(keys):
             return slots
         left = dict(zip(entered, given, strict=True))
@@ -118,8 +118,8 @@ class Residents:
         """Slots for `count` pages of `account`, as many as there can be: free ones, then those of who leaves."""
         slots: list[int] = []
         while (lacking := count - len(slots)) > 0:
-            within = max(0, account.most - account.used) // size
-            more = self.slots.take(self._arena.take(size, min(lacking, within)), size)
+            within = max(0, account.limit - account.used) // size
+            more = self.slots.allocate(self._arena.allocate(size, min(lacking, within)), size)
             more = more or self._take_over(size, account, lacking) or self._make_room(size, account)
             if not more:
                 break
@@ -135,11 +135,11 @@ class Residents:
             return []
         turn = None
         if not self._alone(account, size):  # until it is another's turn, or one of the two is at its limit
-            firsts = [other.order.first() for other in self._losers(account) if other is not source]
+            firsts = [other.order.least_recent() for other in self._losers(account) if other is not source]
             turn = min((int(self.slots.tick[slot]) for slot in firsts if slot is not None), default=None)
-            most = min(most, (account.most - account.used) // size)
+            most = min(most, (account.limit - account.used) // size)
             if source is not account:
-                most = min(most, -(-(source.used - source.sure) // size))
+                most = min(most, -(-(source.used - source.guaranteed) // size))
         for reach in (most, max(most, _MOST_TRIES)):  # further where all of the first are held
             oldest = source.order.oldest(reach)
             other = self.slots.size[oldest] != size
@@ -147,12 +147,12 @@ class Residents:
                 other |= self.slots.tick[oldest] >= turn
             if other.any():
                 oldest = oldest[: int(other.argmax())]
-            idle = np.flatnonzero(self.slots.held[oldest] == 0)[:most]
+            idle = np.flatnonzero(self.slots.refs[oldest] == 0)[:most]
             if idle.size:
                 break
         if idle.size and idle[-1] >= idle.size:
             passed = oldest[: idle[-1]]
-            self.use(passed[self.slots.held[passed] > 0])
+            self.touch(passed[self.slots.refs[passed] > 0])
         slots = oldest[idle]
         taken: list[int] = slots.tolist()
         entries, keys = self.entries, self.slots.keys
@@ -171,50 +171,50 @@ class Residents:
         if not any(self._reach(one, tries) for one in losers):
             return []  # without looking at one after the other
         for _ in range(tries):
-            own = account.used + size > account.most
-            if not own and (taken := self._arena.take(size, 1)):
-                return self.slots.take(taken, size)
+            own = account.used + size > account.limit
+            if not own and (taken := self._arena.allocate(size, 1)):
+                return self.slots.allocate(taken, size)
             source = self._victim(account, size)
             if source is None:
                 return []
-            slot = source.order.first()
+            slot = source.order.least_recent()
             assert slot is not None
             offset = int(self.slots.offset[slot])
             alone = own or self.slots.size[slot] == size
             places = {offset: self.slots.keys[slot]} if alone else self._in_slab(offset)
             if not all(self._may_leave(place, other, account) for place, other in places.items()):
-                self.use(np.array([slot]))  # in use now, so not the least recently used
+                self.touch(np.array([slot]))  # in use now, so not the least recently used
                 continue
             for other in places.values():
-                self.forget(other, self.entries[other])
+                self.remove(other, self.entries[other])
                 self.evicted += 1
-        return self.slots.take(self._arena.take(size, int(account.used + size <= account.most)), size)
+        return self.slots.allocate(self._arena.allocate(size, int(account.used + size <= account.limit)), size)
 
     def _reach(self, account: _Account, tries: int) -> bool:
         """Pass over the oldest that are held, so many at a time: they are in use, so not the least recently used. Whether one
         is left that is not."""
         for _ in range(0, len(self.entries), max(1, tries)):
             oldest = account.order.oldest(tries)
-            if not self.slots.held[oldest].all():
+            if not self.slots.refs[oldest].all():
                 return True
             if len(oldest) < tries:  # these are all
                 return False
-            self.use(oldest)
+            self.touch(oldest)
         return False
 
     def _in_slab(self, offset: int) -> dict[int, bytes]:
         """Who has the places of the slab that this one is in."""
-        at, keys = self.slots.at, self.slots.keys
-        return {place: keys[at[place]] for place in self._arena.beside(offset) if place in at}
+        at, keys = self.slots.slot_at, self.slots.keys
+        return {place: keys[at[place]] for place in self._arena.slab_pages(offset) if place in at}
 
     def _victim(self, account: _Account, size: int) -> _Account | None:
         """Whose page leaves next for one of `size` bytes of `account`: its own where its share is full, else the least
         recently used of its own and of those above what is sure to be theirs. O(accounts)."""
         if self._alone(account, size):
-            return account if size <= account.most and account.order.first() is not None else None
+            return account if size <= account.limit and account.order.least_recent() is not None else None
         best = None
         for one in self._losers(account):
-            slot = one.order.first()
+            slot = one.order.least_recent()
             if slot is not None:
                 tick = int(self.slots.tick[slot])
                 if best is None or tick < best[0]:
@@ -223,27 +223,27 @@ class Residents:
 
     def _losers(self, account: _Account) -> list[_Account]:
         """Whose pages may leave for one of `account`, while that is within its share."""
-        return [one for one in self.accounts if one is account or one.spares]
+        return [one for one in self.accounts if one is account or one.is_above_guarantee]
 
     def _alone(self, account: _Account, size: int) -> bool:
         """Whether only pages of its own may leave for a page of `account`."""
-        return len(self.accounts) == 1 or account.used + size > account.most
+        return len(self.accounts) == 1 or account.used + size > account.limit
 
     def _may_leave(self, offset: int, key: bytes, account: _Account) -> bool:
         """Nobody holds this page, and its owner spares it or has to; one that was dropped while held is under no key, or
         its key is elsewhere now."""
         slot = self.entries.get(key)
-        if slot is None or self.slots.offset[slot] != offset or self.slots.held[slot]:
+        if slot is None or self.slots.offset[slot] != offset or self.slots.refs[slot]:
             return False
         owner = self.accounts[self.slots.account[slot]]
-        return owner is account or owner.spares or account.used + int(self.slots.size[slot]) <= account.sure
+        return owner is account or owner.spares or account.used + int(self.slots.size[slot]) <= account.guaranteed
 
-    def forget(self, key: bytes, slot: int) -> None:
+    def remove(self, key: bytes, slot: int) -> None:
         """Nobody finds this one any more; its place is free when the last has let go of it."""
         del self.entries[key]
         self.slots.tick[slot] = -1
-        if self.slots.held[slot]:
-            self.slots.gone[slot] = True
+        if self.slots.refs[slot]:
+            self.slots.dropped[slot] = True
         else:
             self.free(slot)
 
@@ -251,5 +251,5 @@ class Residents:
         """The place of one that is forgotten and not held is nobody's."""
         offset, size = int(self.slots.offset[slot]), int(self.slots.size[slot])
         self.accounts[self.slots.account[slot]].used -= size
-        self._arena.give(size, offset)
-        self.slots.give(slot)
+        self._arena.free(size, offset)
+        self.slots.free(slot)

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.encoding.checksums import checksums
+from kvloom.tiers.encoding.checksums import run_checksums
 from kvloom.tiers.encoding.codec import Head, make_codec, unseal
 from kvloom.tiers.shares import Shares
-from kvloom.tiers.tier import Objects, Ranges, Tier, parted
-from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
+from kvloom.tiers.tier import Objects, Ranges, Tier, part_range
+from kvloom.tiers.transfer import Outcome, TransferCounts, TierStats, Transfer, failed_transfer
 
 from .arena import Arena, copy_pages
-from .host_index import Residents
+from .host_index import HostIndex
 from .lease import Lease
 from .slots import Index
 
@@ -55,9 +55,9 @@ class HostTier(Tier):
         self._arena = Arena(config.capacity, config.slab_bytes, buffer)
         self._codec = make_codec() if config.checked else None
         self._lock = threading.Lock()
-        self._residents = Residents(self._arena)
-        self._slots = self._residents.slots
-        self._tally = Tally()
+        self.index = HostIndex(self._arena)
+        self._slots = self.index.slots
+        self._tally = TransferCounts()
         self._closed = False
 
     @property
@@ -79,40 +79,40 @@ class HostTier(Tier):
         return self._arena.slab_bytes
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether it has nothing, and nothing is on its way there."""
-        return not self._residents.entries
+        return not self.index.entries
 
-    def share_out(self, shares: Shares) -> None:
+    def set_shares(self, shares: Shares) -> None:
         with self._lock:
-            self._residents.share_out(shares)
+            self.index.set_shares(shares)
 
-    def kept_for(self, tenant: str) -> int:
+    def used_by(self, tenant: str) -> int:
         with self._lock:
-            return self._residents.kept_for(tenant)
+            return self.index.used_by(tenant)
 
     def __contains__(self, key: bytes) -> bool:
         """Whether an object is there, or on its way there."""
-        return key in self._residents.entries
+        return key in self.index.entries
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         with self._lock:
-            slots = self._residents.find(objects.keys)
+            slots = self.index.find(objects.keys)
             there: npt.NDArray[np.bool_] = (slots >= 0) & self._slots.ready[slots]
             return there
 
-    def hold(self, objects: Objects) -> Lease:
+    def acquire(self, objects: Objects) -> Lease:
         """The places of objects that are there, held. Release it when the last copy from them has passed. LAYOUT: the stored page has
         another size than the form says."""
         form = objects.form
         with self._lock:
-            slots, noted = self._residents.find(objects.keys), self._slots
+            slots, noted = self.index.find(objects.keys), self._slots
             found = (slots >= 0) & noted.ready[slots]
             there = found & (noted.size[slots] == form.page_bytes) & (noted.run[slots] == form.run_bytes)
             slots[~there] = -1
             held = slots if there.all() else slots[there]
-            self._residents.use(held)
-            np.add.at(self._slots.held, held, _ONE)  # an object may be in the batch twice
+            self.index.touch(held)
+            np.add.at(self._slots.refs, held, _ONE)  # an object may be in the batch twice
             offsets = self._slots.offset[slots]
         offsets[~there] = -1
         results = np.where(there, _OK, np.where(found, _LAYOUT, _MISSING)).astype(np.uint8)
@@ -128,7 +128,7 @@ class HostTier(Tier):
                 f"a page of {size} bytes does not fit a slab of {self._arena.slab_bytes}: raise HostConfig.slab_bytes"
             )
         with self._lock:
-            slots = self._residents.admit(keys, size, objects.tenant, 0 if self._closed else None)
+            slots = self.index.reserve(keys, size, objects.tenant, 0 if self._closed else None)
             held = slots >= 0
             fresh = slots if held.all() else slots[held]
             self._slots.run[fresh], self._slots.writer[fresh] = objects.form.run_bytes, writer
@@ -138,19 +138,19 @@ class HostTier(Tier):
                 offsets[~held] = -1
                 none = int(Outcome.FAILED if self._closed else Outcome.FULL)
                 others = np.flatnonzero(~held)
-                there = self._residents.entries
+                there = self.index.entries
                 results[others] = [_OK if keys[i] in there else none for i in others.tolist()]
         return Lease(self, objects, slots, offsets, results)
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
-        start, stop = parted(objects.form, part)
+        start, stop = part_range(objects.form, part)
         if self._closed:
             return failed_transfer(
                 len(objects), self._tally, "read", Outcome.FAILED, "the host tier is closed"
             )
         transfer = Transfer(len(objects), self._tally, "read", stop - start)
-        lease = self.hold(objects)
+        lease = self.acquire(objects)
         try:
             found = np.flatnonzero(lease.offsets >= 0)
             copy_pages(
@@ -192,9 +192,9 @@ class HostTier(Tier):
         with self._lock:
             dropped, noted = 0, self._slots
             for key in objects.keys:
-                slot = self._residents.entries.get(key)
+                slot = self.index.entries.get(key)
                 if slot is not None and noted.ready[slot] and writer in (None, int(noted.writer[slot])):
-                    self._residents.forget(key, slot)
+                    self.index.remove(key, slot)
                     dropped += 1
             return dropped
 
@@ -204,36 +204,36 @@ class HostTier(Tier):
         dropped = 0
         for key in keys:
             with self._lock:
-                slot = self._residents.entries.get(key, -1)
-                checks = self._slots.checks.get(slot)
+                slot = self.index.entries.get(key, -1)
+                checks = self._slots.checksums.get(slot)
                 if most_bytes <= 0 or checks is None or not self._slots.ready[slot]:
                     continue
-                self._slots.held[slot] += _ONE
+                self._slots.refs[slot] += _ONE
                 at, size = int(self._slots.offset[slot]), int(self._slots.size[slot])
                 run = int(self._slots.run[slot])
             most_bytes -= size
-            damaged = checksums(self._arena.view[at : at + size], run) != checks
+            damaged = run_checksums(self._arena.view[at : at + size], run) != checks
             with self._lock:
-                self._slots.held[slot] -= _ONE
-                if damaged and self._residents.entries.get(key) == slot:
-                    self._residents.forget(key, slot)
+                self._slots.refs[slot] -= _ONE
+                if damaged and self.index.entries.get(key) == slot:
+                    self.index.remove(key, slot)
                     dropped += 1
-                elif self._slots.gone[slot] and not self._slots.held[slot]:
-                    self._residents.free(slot)
+                elif self._slots.dropped[slot] and not self._slots.refs[slot]:
+                    self.index.free(slot)
         return dropped
 
     def stats(self) -> TierStats:
         with self._lock:
-            ready = len(self._residents.entries) - self._residents.coming
-            return self._tally.stats(ready, self._arena.used_bytes(), self.capacity, self._residents.evicted)
+            ready = len(self.index.entries) - self.index.loading
+            return self._tally.stats(ready, self._arena.used_bytes(), self.capacity, self.index.evicted)
 
     def close(self) -> None:
         """What is held stays readable by its holders until they let go; the memory goes with the last view."""
         with self._lock:
             self._closed = True
-            for key, slot in list(self._residents.entries.items()):
+            for key, slot in list(self.index.entries.items()):
                 if self._slots.ready[slot]:
-                    self._residents.forget(key, slot)
+                    self.index.remove(key, slot)
 
     def _release(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
         if not len(slots):  # it was released before
@@ -248,17 +248,17 @@ class HostTier(Tier):
                 self._checks(slot)
         with self._lock:
             noted = self._slots
-            np.subtract.at(noted.held, held, _ONE)
+            np.subtract.at(noted.refs, held, _ONE)
             coming = ~noted.ready[held]
             if coming.any():  # of a `reserve`, then: none is there twice
-                self._residents.coming -= int(coming.sum())
+                self.index.loading -= int(coming.sum())
                 noted.ready[held] |= came
                 lost = coming & (~came | self._closed)
                 for i in np.flatnonzero(lost).tolist():
-                    self._residents.forget(objects.keys[at[i]], int(held[i]))
+                    self.index.remove(objects.keys[at[i]], int(held[i]))
                 held = held[~lost]
-            for slot in set(held[noted.gone[held] & (noted.held[held] == 0)].tolist()):
-                self._residents.free(slot)
+            for slot in set(held[noted.dropped[held] & (noted.refs[held] == 0)].tolist()):
+                self.index.free(slot)
 
     def _came(self, held: Index) -> bool:
         """The bytes of all that a `reserve` gave are there: the usual end of one, done if it is that. Nobody else has them yet, and
@@ -267,25 +267,25 @@ class HostTier(Tier):
             noted = self._slots
             if self._closed or noted.ready[held].any():
                 return False
-            noted.held[held], noted.ready[held] = 0, True
-            self._residents.coming -= len(held)
+            noted.refs[held], noted.ready[held] = 0, True
+            self.index.loading -= len(held)
             return True
 
     def _checks(self, slot: int) -> bytes:
         """Of a page that is held, and ready or its filler's. Two threads may both make them: they are the same."""
         noted = self._slots
-        checks = noted.checks.get(slot)
+        checks = noted.checksums.get(slot)
         if checks is None:
             offset, size = int(noted.offset[slot]), int(noted.size[slot])
-            checks = checksums(self._arena.view[offset : offset + size], int(noted.run[slot]))
-            self._slots.checks[slot] = checks
+            checks = run_checksums(self._arena.view[offset : offset + size], int(noted.run[slot]))
+            self._slots.checksums[slot] = checks
         return checks
 
     def _compare(self, lease: Lease, objects: Objects, into: Ranges, start: int, stop: int) -> None:
         """Compares what was read with the checksums kept; what differs is corrupt, and dropped."""
         assert self._codec is not None
         form, pages = objects.form, into.view
-        for index, (at, slot) in enumerate(zip(into.starts.tolist(), lease._slots.tolist(), strict=True)):
+        for index, (at, slot) in enumerate(zip(into.starts.tolist(), lease.slots.tolist(), strict=True)):
             if slot < 0:
                 continue
             got = pages[at + start : at + stop]
@@ -294,5 +294,5 @@ class HostTier(Tier):
             if outcome != Outcome.OK:
                 lease.results[index] = outcome
                 with self._lock:
-                    if self._residents.entries.get(objects.keys[index]) == slot:
-                        self._residents.forget(objects.keys[index], slot)
+                    if self.index.entries.get(objects.keys[index]) == slot:
+                        self.index.remove(objects.keys[index], slot)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SharedMemory", "map_shared"]
+__all__ = ["SharedMemory", "map_shared_memory"]
 
 _SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRINK") else 0
@@ -52,7 +52,7 @@ _mapped: weakref.WeakValueDictionary[str, np.ndarray[Any, Any]] = weakref.WeakVa
 _lock = threading.Lock()
 
 
-def map_shared(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
+def map_shared_memory(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
     """Another process's shared memory, mapped once for all who ask; None where it cannot be reached from here (another
     host, user or container)."""
     with _lock:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Index", "Recent", "Slots"]
+__all__ = ["Index", "LruOrder", "Slots"]
 
 Index = npt.NDArray[np.int64]
 _FIRST = 1024
@@ -36,21 +36,21 @@ class Slots:
         self.tick: Index = np.zeros(_FIRST, np.int64)
         """When it was used last; -1 of one that nobody can find any more."""
         self.account: npt.NDArray[np.int32] = np.zeros(_FIRST, np.int32)
-        self.held: npt.NDArray[np.int32] = np.zeros(_FIRST, np.int32)
+        self.refs: npt.NDArray[np.int32] = np.zeros(_FIRST, np.int32)
         """Transfers under way: it can neither be evicted nor its place lent."""
         self.ready: npt.NDArray[np.bool_] = np.zeros(_FIRST, np.bool_)
         """Its bytes have come."""
-        self.gone: npt.NDArray[np.bool_] = np.zeros(_FIRST, np.bool_)
+        self.dropped: npt.NDArray[np.bool_] = np.zeros(_FIRST, np.bool_)
         """Dropped while held: its place comes back with the last hold."""
         self.keys: list[bytes] = [b""] * _FIRST
         """Whose it is, or was last."""
-        self.at: dict[int, int] = {}
+        self.slot_at: dict[int, int] = {}
         """Place in the arena → slot."""
-        self.checks: dict[int, bytes] = {}
+        self.checksums: dict[int, bytes] = {}
         """Checksums of its page, of the slots that have any."""
         self._free = list(range(_FIRST - 1, -1, -1))
 
-    def take(self, offsets: list[int], size: int) -> list[int]:
+    def allocate(self, offsets: list[int], size: int) -> list[int]:
         """A slot for each of these places."""
         count = len(offsets)
         if not count:
@@ -60,22 +60,22 @@ class Slots:
         slots = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
         self.offset[slots], self.size[slots] = offsets, size
-        self.at.update(zip(offsets, slots, strict=True))
+        self.slot_at.update(zip(offsets, slots, strict=True))
         return slots
 
-    def begin(self, slots: Index, keys: Iterable[bytes], account: int) -> None:
+    def assign(self, slots: Index, keys: Iterable[bytes], account: int) -> None:
         """Each is of a new object from now on: held once, by whoever fills it."""
         noted = self.keys
         for slot, key in zip(slots.tolist(), keys, strict=True):
             noted[slot] = key
-        self.account[slots], self.held[slots] = account, 1
-        self.ready[slots] = self.gone[slots] = False
-        if self.checks:
+        self.account[slots], self.refs[slots] = account, 1
+        self.ready[slots] = self.dropped[slots] = False
+        if self.checksums:
             for slot in slots.tolist():
-                self.checks.pop(slot, None)
+                self.checksums.pop(slot, None)
 
-    def give(self, slot: int) -> None:
-        del self.at[int(self.offset[slot])]
+    def free(self, slot: int) -> None:
+        del self.slot_at[int(self.offset[slot])]
         self._free.append(slot)
 
     def _grow(self) -> None:
@@ -88,7 +88,7 @@ class Slots:
         self._free[:0] = range(2 * before - 1, before - 1, -1)
 
 
-class Recent:
+class LruOrder:
     """Slots by their last use, longest ago first: batches of them as they were used. A slot that was used again since, or
     left, is passed over: its tick is another one. A batch costs one append; looking costs O(1) a slot, in the long run."""
 
@@ -99,7 +99,7 @@ class Recent:
         self._batches: deque[tuple[int, Index]] = deque()
         self._queued, self._limit = 0, _SPARE
 
-    def used(self, slots: Index, tick: int) -> None:
+    def touch(self, slots: Index, tick: int) -> None:
         """These (each once) are used now; no other call ever had this tick."""
         if not slots.size:
             return
@@ -116,7 +116,7 @@ class Recent:
         for tick, slots in self._batches:
             yield tick, slots[self._slots.tick[slots] == tick]
 
-    def first(self) -> int | None:
+    def least_recent(self) -> int | None:
         """The slot whose last use was longest ago."""
         while self._batches:
             tick, slots = self._batches[0]
@@ -132,7 +132,7 @@ class Recent:
     def oldest(self, most: int) -> Index:
         """Up to `most` slots, that whose last use was longest ago first."""
         found, count = list[Index](), 0
-        self.first()  # what is at the front and has gone is not looked at twice
+        self.least_recent()  # what is at the front and has gone is not looked at twice
         for _, live in self._live():
             found.append(live)
             count += len(live)

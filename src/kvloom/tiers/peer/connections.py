@@ -15,10 +15,10 @@ from collections.abc import Iterable
 
 from .protocol import Channel
 
-__all__ = ["Budget", "Guest", "Guests"]
+__all__ = ["LeaseBudget", "PeerClient", "PeerClients"]
 
 
-class Guest:
+class PeerClient:
     """One connection. The server ends it after `deadline`, in monotonic seconds."""
 
     def __init__(self, channel: Channel, origin: str, deadline: float) -> None:
@@ -27,18 +27,18 @@ class Guest:
         self.busy = False
 
 
-class Guests:
+class PeerClients:
     """Safe from any thread. Closes no connection: returns those to close."""
 
     def __init__(self, pending: int, admitted: int, idle_seconds: float) -> None:
         self._most_pending, self._most_admitted, self._idle = pending, admitted, idle_seconds
         self._most_of_one = max(1, admitted // 2)
         self._lock = threading.Lock()
-        self._pending: dict[Guest, None] = {}
-        self._admitted: dict[Guest, None] = {}
+        self._pending: dict[PeerClient, None] = {}
+        self._admitted: dict[PeerClient, None] = {}
         self._ended = False
 
-    def arrive(self, guest: Guest) -> list[Guest]:
+    def add(self, guest: PeerClient) -> list[PeerClient]:
         """Enters a connection that has proved nothing yet."""
         with self._lock:
             if self._ended:
@@ -50,7 +50,7 @@ class Guests:
             del self._pending[oldest]
             return [oldest]
 
-    def admit(self, guest: Guest) -> tuple[bool, list[Guest]]:
+    def admit(self, guest: PeerClient) -> tuple[bool, list[PeerClient]]:
         """Whether a connection that proved itself may stay, and an idle one that ends for it."""
         with self._lock:
             if guest not in self._pending:
@@ -71,25 +71,25 @@ class Guests:
             guest.used = time.monotonic()
             return True, ended
 
-    def leave(self, guest: Guest) -> None:
+    def remove(self, guest: PeerClient) -> None:
         with self._lock:
             self._pending.pop(guest, None)
             self._admitted.pop(guest, None)
 
-    def overdue(self) -> list[Guest]:
+    def overdue(self) -> list[PeerClient]:
         """Connections whose deadline has passed."""
         now = time.monotonic()
         with self._lock:
             return [guest for guest in (*self._pending, *self._admitted) if guest.deadline < now]
 
-    def end(self) -> list[Guest]:
+    def end(self) -> list[PeerClient]:
         """All connections; none is entered from now on."""
         with self._lock:
             self._ended = True
             return [*self._pending, *self._admitted]
 
 
-def _oldest(pending: Iterable[Guest]) -> Guest:
+def _oldest(pending: Iterable[PeerClient]) -> PeerClient:
     """The oldest connection of the origin that has the most."""
     pending = list(pending)
     counts = Counter(guest.origin for guest in pending)
@@ -97,7 +97,7 @@ def _oldest(pending: Iterable[Guest]) -> Guest:
     return next(guest for guest in pending if counts[guest.origin] == most)
 
 
-class Budget:
+class LeaseBudget:
     """Bytes that connections may borrow together. Safe from any thread."""
 
     def __init__(self, most: int) -> None:
@@ -111,6 +111,6 @@ class Budget:
             self._left -= taken * size
             return taken
 
-    def give(self, size: int) -> None:
+    def release(self, size: int) -> None:
         with self._lock:
             self._left += size

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvloom.tiers.disk.files import aligned_bytes
 from kvloom.tiers.remote.nixl import make_agent
 
-__all__ = ["NixlArena", "NixlReach"]
+__all__ = ["NixlArena", "NixlClient"]
 
 _BUFFER_BYTES = 8 << 20
 _BUSY_SECONDS, _IDLE_SECONDS = 50e-6, 0.02
@@ -42,7 +42,7 @@ class NixlArena:
         )
         self._thread.start()
 
-    def count(self, change: int) -> None:
+    def change_leases(self, change: int) -> None:
         """So many more leases of pages are out, or fewer."""
         with self._changed:
             self._leases += change
@@ -66,7 +66,7 @@ class NixlArena:
         agent.deregister_memory(registered)
 
 
-class NixlReach:
+class NixlClient:
     """The client's side: one for each connection. Whatever it raises means that the connection is gone."""
 
     def __init__(self, about: dict[str, Any], timeout: float) -> None:
@@ -75,7 +75,7 @@ class NixlReach:
         self._buffer = aligned_bytes(0)
         self._registered: Any = None
 
-    def room(self, page_bytes: int) -> int:
+    def prepare_buffer(self, page_bytes: int) -> int:
         """How many pages go at once; at least one."""
         if len(self._buffer) < max(page_bytes, _BUFFER_BYTES):
             self._deregister()
@@ -84,11 +84,11 @@ class NixlReach:
             self._registered = self._agent.register_memory(memory, "DRAM")
         return len(self._buffer) // page_bytes
 
-    def page(self, number: int, page_bytes: int) -> memoryview:
+    def buffer_page(self, number: int, page_bytes: int) -> memoryview:
         """A place in the buffer."""
         return self._buffer[number * page_bytes : (number + 1) * page_bytes]
 
-    def move(self, verb: str, offsets: Sequence[int], page_bytes: int, start: int, stop: int) -> None:
+    def transfer(self, verb: str, offsets: Sequence[int], page_bytes: int, start: int, stop: int) -> None:
         """READ or WRITE of bytes [start, stop) of pages of the arena, to or from the same bytes of the buffer's pages."""
         base, size = _address(np.frombuffer(self._buffer, np.uint8)), stop - start
         ours = [(base + number * page_bytes + start, size, 0) for number in range(len(offsets))]

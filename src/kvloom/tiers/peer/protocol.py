@@ -20,22 +20,22 @@ from enum import IntEnum
 from hashlib import blake2b
 from typing import Any
 
-from kvloom.tiers.remote.byte_stream import Bytestream
+from kvloom.tiers.remote.byte_stream import ByteStream
 
 __all__ = [
-    "MOST_OBJECTS",
+    "MAX_OBJECTS",
     "WIRE_VERSION",
     "Channel",
     "Message",
     "PeerError",
     "Verb",
     "Verdict",
-    "greet",
-    "welcome",
+    "client_handshake",
+    "server_handshake",
 ]
 
 WIRE_VERSION = 4
-MOST_OBJECTS = 1 << 16
+MAX_OBJECTS = 1 << 16
 _MOST_PAYLOAD = 64 << 20  # of keys, offsets and checksums; pages are not payload
 _HELLO = struct.Struct("<6sH32s")
 _HEADER = struct.Struct("<4sBBHIIIQQQ")
@@ -51,15 +51,15 @@ class Verdict(IntEnum):
     """The server's answer to a hello."""
 
     WRONG_SECRET = 0
-    WELCOME = 1
-    TOO_MANY = 2
+    ACCEPTED = 1
+    TOO_MANY_CONNECTIONS = 2
     WRONG_USER = 3
 
 
 _REFUSALS = {
     Verdict.WRONG_SECRET: "the peer refused our secret: give both sides the same file (`kvloom share --secret FILE`, "
     "`peer://…?secret=FILE`), or run both as one user",
-    Verdict.TOO_MANY: "the peer has as many connections as it allows: end other clients, or raise its limit",
+    Verdict.TOO_MANY_CONNECTIONS: "the peer has as many connections as it allows: end other clients, or raise its limit",
     Verdict.WRONG_USER: "the peer does not serve this user: start it with --allow-uid, or run both as one user",
 }
 
@@ -67,7 +67,7 @@ _REFUSALS = {
 class Verb(IntEnum):
     ABOUT = 1  # owner's token -> slab and capacity in a, b; payload: where the shared memory is, and limits
     LOOKUP = 2  # keys -> a byte each
-    HOLD = 3  # keys -> lease in a; results, offsets, checksums of those found
+    ACQUIRE = 3  # keys -> lease in a; results, offsets, checksums of those found
     RELEASE = 4  # lease in a; no answer
     RESERVE = 5  # keys -> lease in a; results, offsets
     COMMIT = 6  # lease in a, written in b, checksums -> done
@@ -93,11 +93,11 @@ class Channel:
     """One connection; for one thread at a time. `timeout` bounds every exchange (`begin` starts one, of `size` bytes)."""
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:
-        self._stream = Bytestream(connected, timeout)
+        self._stream = ByteStream(connected, timeout)
         self._send_key = self._receive_key = b""
         self._sent = self._received = 0
 
-    def secure(self, send_key: bytes, receive_key: bytes) -> None:
+    def set_keys(self, send_key: bytes, receive_key: bytes) -> None:
         """Tags every message from now on."""
         self._send_key, self._receive_key = send_key, receive_key
 
@@ -123,28 +123,28 @@ class Channel:
         )
         tag = _tag(self._send_key, self._sent, header, message.payload)
         self._sent += 1
-        self.push([header + message.payload + tag, *pieces])
+        self.send_bytes([header + message.payload + tag, *pieces])
 
-    def push(self, pieces: Sequence[Any]) -> None:
+    def send_bytes(self, pieces: Sequence[Any]) -> None:
         self._stream.send(pieces)
 
-    def receive(self, patient: bool = False, most: Callable[[Verb, int], int] | None = None) -> Message:
+    def receive(self, wait: bool = False, max_payload: Callable[[Verb, int], int] | None = None) -> Message:
         """The next message; `patient` waits for its first byte as long as it takes. `most` returns the largest payload for a
         verb and a count."""
-        if patient:
+        if wait:
             self._stream.wait_readable()
             self.begin()
-        data = bytes(self.take(_HEADER.size))
+        data = bytes(self.receive_bytes(_HEADER.size))
         magic, verb, status, _, count, page_bytes, run_bytes, a, b, size = _HEADER.unpack(data)
         if magic != _MAGIC or verb not in Verb.__members__.values():
             raise PeerError("what came is no message of a peer")
-        limit = _MOST_PAYLOAD if most is None else min(_MOST_PAYLOAD, most(Verb(verb), count))
-        if count > MOST_OBJECTS or size > limit:
+        limit = _MOST_PAYLOAD if max_payload is None else min(_MOST_PAYLOAD, max_payload(Verb(verb), count))
+        if count > MAX_OBJECTS or size > limit:
             raise PeerError(
-                f"a message of {count} objects and {size} bytes is beyond the limits of {MOST_OBJECTS} and {limit}"
+                f"a message of {count} objects and {size} bytes is beyond the limits of {MAX_OBJECTS} and {limit}"
             )
-        payload = bytes(self.take(size))
-        tag = bytes(self.take(_TAG_BYTES))
+        payload = bytes(self.receive_bytes(size))
+        tag = bytes(self.receive_bytes(_TAG_BYTES))
         if not hmac.compare_digest(tag, _tag(self._receive_key, self._received, data, payload)):
             raise PeerError("a message was changed on its way: the connection is closed")
         self._received += 1
@@ -153,19 +153,19 @@ class Channel:
             raise PeerError(payload.decode(errors="replace")[:500])
         return message
 
-    def take(self, size: int) -> bytearray:
+    def receive_bytes(self, size: int) -> bytearray:
         data = bytearray(size)
-        self.fill(memoryview(data))
+        self.receive_into(memoryview(data))
         return data
 
-    def fill(self, into: memoryview) -> None:
+    def receive_into(self, into: memoryview) -> None:
         self._stream.receive(into)
 
-    def fill_checked(self, into: memoryview, run_bytes: int) -> bytes:
+    def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
         """Fills whole runs; their checksums."""
         return self._stream.receive_checked(into, run_bytes)
 
-    def push_checked(self, data: memoryview, run_bytes: int) -> bytes:
+    def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
         """Sends whole runs; their checksums."""
         return self._stream.send_checked(data, run_bytes)
 
@@ -182,37 +182,37 @@ def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
     return hmac.digest(secret, b"kvloom peer %d %b:" % (WIRE_VERSION, role) + server + client, "sha256")
 
 
-def welcome(
-    channel: Channel, secret: bytes, admit: Callable[[], Verdict] = lambda: Verdict.WELCOME
+def server_handshake(
+    channel: Channel, secret: bytes, admit: Callable[[], Verdict] = lambda: Verdict.ACCEPTED
 ) -> Verdict:
     """The server's side of a hello. `admit` decides about a client that has the secret."""
     ours = os.urandom(32)
-    channel.push([_HELLO.pack(_HELLO_MAGIC, WIRE_VERSION, ours)])
-    answer = bytes(channel.take(64))
+    channel.send_bytes([_HELLO.pack(_HELLO_MAGIC, WIRE_VERSION, ours)])
+    answer = bytes(channel.receive_bytes(64))
     theirs, proof = answer[:32], answer[32:]
     good = hmac.compare_digest(proof, _proof(secret, b"client", ours, theirs))
     verdict = admit() if good else Verdict.WRONG_SECRET
     proof = _proof(secret, b"server %d" % verdict, ours, theirs) if good else bytes(32)
-    channel.push([bytes([verdict]) + proof])
-    channel.secure(_proof(secret, b"answers", ours, theirs), _proof(secret, b"requests", ours, theirs))
+    channel.send_bytes([bytes([verdict]) + proof])
+    channel.set_keys(_proof(secret, b"answers", ours, theirs), _proof(secret, b"requests", ours, theirs))
     return verdict
 
 
-def greet(channel: Channel, secret: bytes) -> None:
+def client_handshake(channel: Channel, secret: bytes) -> None:
     """The client's side. A PeerError says what is wrong."""
-    magic, version, theirs = _HELLO.unpack(bytes(channel.take(_HELLO.size)))
+    magic, version, theirs = _HELLO.unpack(bytes(channel.receive_bytes(_HELLO.size)))
     if magic != _HELLO_MAGIC:
         raise PeerError("what answers there is no peer of kvloom")
     if version != WIRE_VERSION:
         raise PeerError(f"the peer speaks version {version}, we {WIRE_VERSION}: run the same release")
     ours = os.urandom(32)
-    channel.push([ours + _proof(secret, b"client", theirs, ours)])
-    answer = bytes(channel.take(33))
+    channel.send_bytes([ours + _proof(secret, b"client", theirs, ours)])
+    answer = bytes(channel.receive_bytes(33))
     verdict = answer[0]
     if verdict == Verdict.WRONG_SECRET:
         raise PeerError(_REFUSALS[Verdict.WRONG_SECRET])
     if not hmac.compare_digest(answer[1:], _proof(secret, b"server %d" % verdict, theirs, ours)):
         raise PeerError("what answers there does not have the secret")
-    if verdict != Verdict.WELCOME:
+    if verdict != Verdict.ACCEPTED:
         raise PeerError(_REFUSALS.get(Verdict(verdict), "the peer refused us"))
-    channel.secure(_proof(secret, b"requests", theirs, ours), _proof(secret, b"answers", theirs, ours))
+    channel.set_keys(_proof(secret, b"requests", theirs, ours), _proof(secret, b"answers", theirs, ours))

@@ -13,9 +13,9 @@ import secrets
 import stat
 from pathlib import Path
 
-__all__ = ["LEAST_SECRET", "default_secret", "open_private", "private_directories", "read_secret"]
+__all__ = ["MIN_SECRET_BYTES", "default_secret", "open_private_directory", "private_directories", "read_secret"]
 
-LEAST_SECRET = 16
+MIN_SECRET_BYTES = 16
 _MOST_SECRET = 4096
 _NAME = "peer-secret"
 
@@ -32,7 +32,7 @@ def private_directories() -> list[Path]:
     return found
 
 
-def open_private(path: Path, create: bool = False) -> int:
+def open_private_directory(path: Path, create: bool = False) -> int:
     """Opens a directory that this user alone may enter; returns its descriptor. OSError where there is none, or where another
     user owns it."""
     if create:
@@ -72,9 +72,9 @@ def read_secret(path: Path | str) -> bytes:
                 f"the secret {path} has mode {stat.S_IMODE(found.st_mode):o}, so other users may know it: "
                 "write a new one, and chmod 600 it"
             )
-    if not LEAST_SECRET <= len(secret) <= _MOST_SECRET:
+    if not MIN_SECRET_BYTES <= len(secret) <= _MOST_SECRET:
         raise ValueError(
-            f"the secret {path} has {len(secret)} bytes: give {LEAST_SECRET} or more, {_MOST_SECRET} at most"
+            f"the secret {path} has {len(secret)} bytes: give {MIN_SECRET_BYTES} or more, {_MOST_SECRET} at most"
         )
     return secret
 
@@ -88,7 +88,7 @@ def default_secret(create: bool = False) -> bytes:
         )
     path = folders[0] / _NAME
     try:
-        directory = open_private(folders[0], create)
+        directory = open_private_directory(folders[0], create)
     except OSError as error:
         if not create and isinstance(error, FileNotFoundError):
             raise ValueError(_absent(path)) from error

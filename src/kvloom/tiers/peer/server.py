@@ -27,16 +27,16 @@ import numpy as np
 from kvloom.tiers.host.host_tier import HostTier
 from kvloom.tiers.host.lease import Lease
 from kvloom.tiers.host.shared_memory import SharedMemory
-from kvloom.tiers.peer.connections import Budget, Guest, Guests
-from kvloom.tiers.peer.secret import LEAST_SECRET, default_secret
-from kvloom.tiers.peer.unix_socket import LocalListener, listen_local, listen_near, user_of
+from kvloom.tiers.peer.connections import LeaseBudget, PeerClient, PeerClients
+from kvloom.tiers.peer.secret import MIN_SECRET_BYTES, default_secret
+from kvloom.tiers.peer.unix_socket import UnixListener, listen_unix, listen_loopback, peer_uid
 from kvloom.tiers.tier import KEY_BYTES, Form, Objects
 from kvloom.tiers.transfer import Outcome
 
 from .nixl_arena import NixlArena
-from .protocol import Channel, Message, PeerError, Verb, Verdict, welcome
+from .protocol import Channel, Message, PeerError, Verb, Verdict, server_handshake
 
-__all__ = ["PeerConfig", "PeerServer", "keyed"]
+__all__ = ["PeerConfig", "PeerServer", "objects_from_keys"]
 
 _NAME_BYTES = 16
 _MOST_LEASES, _MOST_LEASED = (
@@ -63,24 +63,24 @@ class PeerConfig:
     port: int = 0
     secret: bytes = b""
     read_only: bool = False
-    connections: int = 256
+    max_connections: int = 256
     timeout: float = 30.0
-    local: Path | None = None
-    users: tuple[int, ...] = ()
+    unix_socket: Path | None = None
+    allowed_uids: tuple[int, ...] = ()
     handshake_seconds: float = 5.0
     lease_seconds: float = 60.0
     idle_seconds: float = 60.0
-    pending: int = 64
+    max_handshakes: int = 64
 
     def __post_init__(self) -> None:
-        if len(self.secret) < LEAST_SECRET and not _loopback(self.host):
+        if len(self.secret) < MIN_SECRET_BYTES and not _loopback(self.host):
             raise ValueError(
-                f"host={self.host!r} can be reached from elsewhere: give a secret of {LEAST_SECRET} bytes or more "
+                f"host={self.host!r} can be reached from elsewhere: give a secret of {MIN_SECRET_BYTES} bytes or more "
                 f"(this has {len(self.secret)}), or listen on 127.0.0.1"
             )
-        if 0 < len(self.secret) < LEAST_SECRET:
+        if 0 < len(self.secret) < MIN_SECRET_BYTES:
             raise ValueError(
-                f"a secret of {len(self.secret)} bytes is too short: give {LEAST_SECRET} or more"
+                f"a secret of {len(self.secret)} bytes is too short: give {MIN_SECRET_BYTES} or more"
             )
         for field in (
             "connections",
@@ -92,7 +92,7 @@ class PeerConfig:
         ):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be positive")
-        if self.users and self.local is None:
+        if self.allowed_uids and self.unix_socket is None:
             raise ValueError("other users need a socket that they can reach: give its path, too")
 
 
@@ -103,7 +103,7 @@ def _loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def keyed(keys: list[bytes], page_bytes: int, run_bytes: int) -> Objects:
+def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int) -> Objects:
     """Objects of which only the keys are known. A ValueError for keys of several groups or forms."""
     tail = keys[0][_NAME_BYTES:] if keys else bytes(KEY_BYTES - _NAME_BYTES)
     if any(key[_NAME_BYTES:] != tail for key in keys):
@@ -137,18 +137,18 @@ class PeerServer:
         self._memory, self._nixl = memory, nixl  # while guests may use them
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._socket = socket.create_server((config.host, config.port), family=family, backlog=128)
-        self._locals: list[LocalListener] = []
+        self._locals: list[UnixListener] = []
         try:
-            if config.local is not None:
-                self._locals.append(listen_local(config.local, 0o666 if config.users else 0o600))
+            if config.unix_socket is not None:
+                self._locals.append(listen_unix(config.unix_socket, 0o666 if config.allowed_uids else 0o600))
         except BaseException:
             self._socket.close()
             raise
-        near = listen_near(config.host, self.address[1])
+        near = listen_loopback(config.host, self.address[1])
         if near is not None:
             self._locals.append(near)
-        self._users = frozenset((os.geteuid(), 0, *config.users))
-        self._guests = Guests(config.pending, config.connections, config.idle_seconds)
+        self._users = frozenset((os.geteuid(), 0, *config.allowed_uids))
+        self._guests = PeerClients(config.max_handshakes, config.max_connections, config.idle_seconds)
         self._ended = threading.Event()
         self._count = threading.Lock()
         self.refused = 0
@@ -188,22 +188,22 @@ class PeerServer:
                 self._ended.wait(0.05)
                 continue
             try:
-                user = user_of(connected) if local else -1
+                user = peer_uid(connected) if local else -1
                 channel = Channel(connected, self._config.timeout)
             except OSError:  # it has gone already
                 connected.close()
                 continue
             origin = f"user {user}" if local else str(where[0])
-            guest = Guest(channel, origin, time.monotonic() + self._config.handshake_seconds)
-            for ended in self._guests.arrive(guest):
+            guest = PeerClient(channel, origin, time.monotonic() + self._config.handshake_seconds)
+            for ended in self._guests.add(guest):
                 self._refuse(ended)
             try:
                 self._start(self._serve, guest, local, user)
             except RuntimeError:  # the system gives no more threads
-                self._guests.leave(guest)
+                self._guests.remove(guest)
                 self._refuse(guest)
 
-    def _refuse(self, guest: Guest) -> None:
+    def _refuse(self, guest: PeerClient) -> None:
         with self._count:
             self.refused += 1
         guest.channel.close()
@@ -214,9 +214,9 @@ class PeerServer:
         while not self._ended.wait(period):
             for guest in self._guests.overdue():
                 self._refuse(guest)
-                self._guests.leave(guest)
+                self._guests.remove(guest)
 
-    def _admit(self, guest: Guest, allowed: bool) -> Verdict:
+    def _admit(self, guest: PeerClient, allowed: bool) -> Verdict:
         """What becomes of a connection that has the secret, or came by a Unix socket."""
         if not allowed:
             return Verdict.WRONG_USER
@@ -224,11 +224,11 @@ class PeerServer:
         for other in idle:
             other.channel.close()
         if not admitted:
-            return Verdict.TOO_MANY
+            return Verdict.TOO_MANY_CONNECTIONS
         guest.deadline = math.inf
-        return Verdict.WELCOME
+        return Verdict.ACCEPTED
 
-    def _serve(self, guest: Guest, local: bool, user: int) -> None:
+    def _serve(self, guest: PeerClient, local: bool, user: int) -> None:
         channel = guest.channel
         maps = self._nixl is not None or (local and user in (os.geteuid(), 0))
         requests = _Requests(
@@ -238,14 +238,14 @@ class PeerServer:
             allowed = not local or user in self._users
             # By a Unix socket the system says who it is: there the hello proves nothing.
             if (
-                welcome(channel, b"" if local else self._secret, lambda: self._admit(guest, allowed))
-                != Verdict.WELCOME
+                server_handshake(channel, b"" if local else self._secret, lambda: self._admit(guest, allowed))
+                != Verdict.ACCEPTED
             ):
                 with self._count:
                     self.refused += 1
                 return
             while True:
-                message = channel.receive(patient=True, most=requests.most_payload)
+                message = channel.receive(wait=True, max_payload=requests.most_payload)
                 guest.busy = True
                 requests.answer(message)
                 guest.busy, guest.used = bool(requests.leases), time.monotonic()
@@ -257,7 +257,7 @@ class PeerServer:
         finally:
             requests.leave()
             channel.close()
-            self._guests.leave(guest)
+            self._guests.remove(guest)
 
 
 class _Lends:
@@ -268,7 +268,7 @@ class _Lends:
         self.seconds = config.lease_seconds
         self.each = max(tier.slab_bytes, min(_MOST_LEASE_BYTES, tier.capacity // 8))
         self.least_page = min(_LEAST_PAGE, tier.slab_bytes)
-        self.held, self.reserved = (Budget(max(tier.capacity // 2, tier.slab_bytes)) for _ in range(2))
+        self.held, self.reserved = (LeaseBudget(max(tier.capacity // 2, tier.slab_bytes)) for _ in range(2))
         self._key = os.urandom(32)
 
     def writer(self, token: bytes) -> int:
@@ -281,7 +281,7 @@ class _Lent:
     """A lease of a connection: its bytes, of which budget, and when it ends at the latest."""
 
     lease: Lease
-    budget: Budget
+    budget: LeaseBudget
     size: int
     deadline: float
 
@@ -292,7 +292,7 @@ class _Requests:
     def __init__(
         self,
         tier: HostTier,
-        guest: Guest,
+        guest: PeerClient,
         about: dict[str, Any],
         read_only: bool,
         nixl: NixlArena | None,
@@ -308,7 +308,7 @@ class _Requests:
         self._verbs: dict[Verb, Callable[[Message], None]] = {
             Verb.ABOUT: self._about,
             Verb.LOOKUP: self._lookup,
-            Verb.HOLD: self._hold,
+            Verb.ACQUIRE: self._hold,
             Verb.RELEASE: self._release,
             Verb.RESERVE: self._reserve,
             Verb.COMMIT: self._commit,
@@ -329,7 +329,7 @@ class _Requests:
     def most_payload(self, verb: Verb, count: int) -> int:
         """The largest payload of a request: keys, checksums of a lease, or the token of a client."""
         if verb == Verb.COMMIT:
-            return max((lent.lease.check_bytes for lent in self.leases.values()), default=0)
+            return max((lent.lease.checksum_bytes for lent in self.leases.values()), default=0)
         return {Verb.ABOUT: _NAME_BYTES, Verb.USAGE: 0, Verb.RELEASE: 0}.get(verb, count * KEY_BYTES)
 
     @staticmethod
@@ -341,10 +341,10 @@ class _Requests:
 
     def _objects(self, message: Message) -> Objects:
         """The objects whose keys are the payload."""
-        return keyed(self._keys(message), message.page_bytes, message.run_bytes)
+        return objects_from_keys(self._keys(message), message.page_bytes, message.run_bytes)
 
     def _lend(
-        self, message: Message, budget: Budget, take: Callable[[Objects], Lease]
+        self, message: Message, budget: LeaseBudget, take: Callable[[Objects], Lease]
     ) -> tuple[int, Lease, list[int]]:
         """A lease of as many objects as the limits allow: its number, the lease, results of the others (BUSY)."""
         objects = message.count + sum(len(lent.lease.offsets) for lent in self.leases.values())
@@ -355,23 +355,23 @@ class _Requests:
                 f"{len(self.leases)} leases of one connection: release some, the limit is {_MOST_LEASES}"
             )
         keys, size = self._keys(message), message.page_bytes
-        every = keyed(keys, size, message.run_bytes)
+        every = objects_from_keys(keys, size, message.run_bytes)
         if size > self._tier.slab_bytes:
             raise ValueError(f"a page of {size} bytes does not fit a slab of {self._tier.slab_bytes}")
         left = self._lends.each - sum(lent.size for lent in self.leases.values())
         count = budget.take(size, min(len(keys), max(0, left) // size))
         try:
-            lease = take(every if count == len(keys) else keyed(keys[:count], size, message.run_bytes))
+            lease = take(every if count == len(keys) else objects_from_keys(keys[:count], size, message.run_bytes))
         except BaseException:
-            budget.give(count * size)
+            budget.release(count * size)
             raise
         lent = int((lease.offsets >= 0).sum())
-        budget.give((count - lent) * size)  # what is not there is not borrowed
+        budget.release((count - lent) * size)  # what is not there is not borrowed
         number, self._next = self._next, self._next + 1
         self.leases[number] = _Lent(lease, budget, lent * size, time.monotonic() + self._lends.seconds)
         self._set_deadline()
         if self._nixl is not None:
-            self._nixl.count(1)
+            self._nixl.change_leases(1)
         return number, lease, [Outcome.BUSY] * (len(keys) - count)
 
     def _taken(self, number: int) -> Lease:
@@ -379,10 +379,10 @@ class _Requests:
         lent = self.leases.pop(number, None)
         if lent is None:
             raise ValueError(f"there is no lease {number}")
-        lent.budget.give(lent.size)
+        lent.budget.release(lent.size)
         self._set_deadline()
         if self._nixl is not None:
-            self._nixl.count(-1)
+            self._nixl.change_leases(-1)
         return lent.lease
 
     def _set_deadline(self) -> None:
@@ -401,9 +401,9 @@ class _Requests:
         self._channel.send(Message(Verb.LOOKUP, message.count, payload=found.tobytes()))
 
     def _hold(self, message: Message) -> None:
-        number, lease, busy = self._lend(message, self._lends.held, self._tier.hold)
-        payload = _results(lease, busy) + _offsets(lease, busy) + b"".join(lease.checks())
-        self._channel.send(Message(Verb.HOLD, message.count, a=number, payload=payload))
+        number, lease, busy = self._lend(message, self._lends.held, self._tier.acquire)
+        payload = _results(lease, busy) + _offsets(lease, busy) + b"".join(lease.page_checksums())
+        self._channel.send(Message(Verb.ACQUIRE, message.count, a=number, payload=payload))
 
     def _release(self, message: Message) -> None:
         if message.a in self.leases:
@@ -435,7 +435,7 @@ class _Requests:
         written = bool(message.b)
         try:
             if written:
-                lease.keep_checks(message.payload)
+                lease.set_checksums(message.payload)
         except ValueError:
             written = False
             raise
@@ -446,9 +446,9 @@ class _Requests:
     def _read(self, message: Message) -> None:
         if not 0 <= message.a < message.b <= message.page_bytes:
             raise ValueError(f"part {message.a} to {message.b} of a page of {message.page_bytes}")
-        number, lease, busy = self._lend(message, self._lends.held, self._tier.hold)
+        number, lease, busy = self._lend(message, self._lends.held, self._tier.acquire)
         try:
-            payload = _results(lease, busy) + b"".join(lease.checks())
+            payload = _results(lease, busy) + b"".join(lease.page_checksums())
             pieces = [
                 self._tier.arena[at + message.a : at + message.b].data
                 for at in lease.offsets.tolist()
@@ -472,11 +472,11 @@ class _Requests:
                 return
             for at, stop in _joined(places, size):
                 self._channel.begin(stop - at)
-                self._channel.fill(self._tier.arena[at:stop].data)
-            checks = self._channel.receive(most=lambda verb, count: lease.check_bytes)
+                self._channel.receive_into(self._tier.arena[at:stop].data)
+            checks = self._channel.receive(max_payload=lambda verb, count: lease.checksum_bytes)
             if checks.verb != Verb.WRITE:
                 raise ValueError(f"{checks.verb.name} came in place of the pages' checksums")
-            lease.keep_checks(checks.payload)
+            lease.set_checksums(checks.payload)
             written = True
         finally:
             self._taken(number).release(written)

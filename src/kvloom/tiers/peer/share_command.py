@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--allow-uid {args.allow_uid[0]}: other users need a socket they can reach; give --socket PATH"
         )
-    config = PeerConfig(host.strip("[]"), int(port), secret, local=args.socket, users=tuple(args.allow_uid))
+    config = PeerConfig(host.strip("[]"), int(port), secret, unix_socket=args.socket, allowed_uids=tuple(args.allow_uid))
     if not size:
         raise ValueError(f"{args.size} is less than one slab of {slab} bytes: share more, or give --slab")
     try:

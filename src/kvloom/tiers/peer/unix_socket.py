@@ -17,33 +17,33 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 
-from .secret import open_private, private_directories
+from .secret import open_private_directory, private_directories
 
 __all__ = [
-    "LocalAddress",
-    "LocalListener",
-    "connect_local",
-    "connect_near",
-    "listen_local",
-    "listen_near",
-    "user_of",
+    "UnixAddress",
+    "UnixListener",
+    "connect_unix",
+    "connect_loopback",
+    "listen_unix",
+    "listen_loopback",
+    "peer_uid",
 ]
 
 _CREDENTIALS = struct.Struct("3i")
 _NEAR = ("127.0.0.1", "localhost", "0.0.0.0")  # the last serves loopback, too
 
 
-class LocalAddress:
+class UnixAddress:
     """The path of a Unix socket, and the users that may serve there beside this one and root."""
 
     def __init__(self, path: str, users: Iterable[int] = ()) -> None:
-        self.path, self.users = path, frozenset(users)
+        self.path, self.uids = path, frozenset(users)
 
     def __str__(self) -> str:
         return self.path
 
 
-class LocalListener:
+class UnixListener:
     """A Unix socket that listens at a path until `close`, which removes the path."""
 
     def __init__(self, listening: socket.socket, name: str, directory: int | None = None) -> None:
@@ -62,7 +62,7 @@ class LocalListener:
             self._directory = None
 
 
-def user_of(connected: socket.socket) -> int:
+def peer_uid(connected: socket.socket) -> int:
     """The user at the other end of a Unix socket, as the system tells it."""
     _, user, _ = _CREDENTIALS.unpack(
         connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -70,32 +70,32 @@ def user_of(connected: socket.socket) -> int:
     return int(user)
 
 
-def listen_near(host: str, port: int) -> LocalListener | None:
+def listen_loopback(host: str, port: int) -> UnixListener | None:
     """Listens beside a TCP port on loopback, for this user; None where the system or the directories do not allow it."""
     if host not in _NEAR or not hasattr(socket, "SO_PEERCRED"):
         return None
     for folder in private_directories():
         try:
-            directory = open_private(folder, create=True)
+            directory = open_private_directory(folder, create=True)
         except OSError:
             continue
         name = _name(port)
         try:
             with contextlib.suppress(FileNotFoundError):  # the port is ours now: whoever made this has ended
                 os.unlink(name, dir_fd=directory)
-            return LocalListener(_listen(_reached(directory, name), 0o600), name, directory)
+            return UnixListener(_listen(_reached(directory, name), 0o600), name, directory)
         except OSError:
             os.close(directory)
     return None
 
 
-def connect_near(host: str, port: int, timeout: float) -> socket.socket | None:
+def connect_loopback(host: str, port: int, timeout: float) -> socket.socket | None:
     """A connection to the server of this user that listens on a port of loopback; None where there is none by Unix socket."""
     if host not in _NEAR or not hasattr(socket, "SO_PEERCRED"):
         return None
     for folder in private_directories():
         try:
-            directory = open_private(folder)
+            directory = open_private_directory(folder)
         except OSError:
             continue
         try:
@@ -107,7 +107,7 @@ def connect_near(host: str, port: int, timeout: float) -> socket.socket | None:
     return None
 
 
-def listen_local(path: Path, mode: int) -> LocalListener:
+def listen_unix(path: Path, mode: int) -> UnixListener:
     """Listens at a path. OSError where something else is there, or another process listens."""
     if not hasattr(socket, "SO_PEERCRED"):
         raise OSError(95, "this system does not name the user at the other end: leave --socket out")
@@ -121,12 +121,12 @@ def listen_local(path: Path, mode: int) -> LocalListener:
                 path.unlink()
             else:
                 raise FileExistsError(98, "another process listens there")
-    return LocalListener(_listen(str(path), mode), str(path))
+    return UnixListener(_listen(str(path), mode), str(path))
 
 
-def connect_local(address: LocalAddress, timeout: float) -> socket.socket:
+def connect_unix(address: UnixAddress, timeout: float) -> socket.socket:
     """A connection to a path. OSError where nobody listens, or where another user does."""
-    return _connect(address.path, timeout, address.users)
+    return _connect(address.path, timeout, address.uids)
 
 
 def _listen(path: str, mode: int) -> socket.socket:
@@ -146,7 +146,7 @@ def _connect(path: str, timeout: float, users: frozenset[int]) -> socket.socket:
     try:
         connected.settimeout(timeout)
         connected.connect(path)
-        user = user_of(connected)
+        user = peer_uid(connected)
         if user not in (os.geteuid(), 0, *users):
             raise PermissionError(
                 1, f"user {user} serves there, not user {os.geteuid()}: give ?uid={user} if that is meant"

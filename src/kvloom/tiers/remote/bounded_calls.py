@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Bounded", "StillRunningError"]
+__all__ = ["BoundedCalls", "StillRunningError"]
 
 _MOST_STUCK = 16
 
@@ -20,32 +20,32 @@ class StillRunningError(TimeoutError):
 
     def __init__(self, text: str, answer: _Answer, lent: bool) -> None:
         super().__init__(text)
-        self._answer, self.lent = answer, lent
+        self._answer, self.uses_caller_memory = answer, lent
 
-    def when_over(self, call: Callable[[], None]) -> None:
+    def on_finished(self, call: Callable[[], None]) -> None:
         """Has `call()` called once when it is over: at once, or from the call's thread."""
-        with Bounded._lock:
+        with BoundedCalls._lock:
             if not self._answer.come.is_set():
                 self._answer.watchers.append(call)
                 return
         call()
 
 
-class Bounded:
+class BoundedCalls:
     """One thread for the calls of one connection. After a TimeoutError it is of no further use."""
 
     _stuck = 0  # threads of this process that wait for a call that was given up
     _lock = threading.Lock()
 
     def __init__(self, timeout: float, what: str) -> None:
-        if Bounded._stuck >= _MOST_STUCK:
-            raise TimeoutError(f"{Bounded._stuck} calls to {what} hang")
+        if BoundedCalls._stuck >= _MOST_STUCK:
+            raise TimeoutError(f"{BoundedCalls._stuck} calls to {what} hang")
         self._timeout, self._what = timeout, what
         self._ended = False
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], _Answer] | None] = queue.SimpleQueue()
         threading.Thread(target=self._loop, name="kvloom-bounded", daemon=True).start()
 
-    def call(self, function: Callable[[], Any], timeout: float | None = None, lent: bool = False) -> Any:
+    def call(self, function: Callable[[], Any], timeout: float | None = None, uses_caller_memory: bool = False) -> Any:
         """What `function` returns or raises; StillRunningError when it takes too long. `lent` says that it was lent a caller's
         memory."""
         if self._ended:
@@ -54,12 +54,12 @@ class Bounded:
         self._calls.put((function, answer))
         limit = self._timeout if timeout is None else timeout
         if not answer.come.wait(limit):
-            with Bounded._lock:
+            with BoundedCalls._lock:
                 given_up = answer.give_up()
-                Bounded._stuck += given_up
+                BoundedCalls._stuck += given_up
             if given_up:
                 self.close()
-                raise StillRunningError(f"{self._what} did not answer within {limit} s", answer, lent)
+                raise StillRunningError(f"{self._what} did not answer within {limit} s", answer, uses_caller_memory)
         if answer.error is not None:
             raise answer.error
         return answer.value
@@ -75,9 +75,9 @@ class Bounded:
                 answer.value = function()
             except BaseException as error:  # noqa: BLE001  told to who asked
                 answer.error = error
-            with Bounded._lock:
+            with BoundedCalls._lock:
                 answer.come.set()
-                Bounded._stuck -= answer.given_up
+                BoundedCalls._stuck -= answer.given_up
                 watchers, answer.watchers = answer.watchers, []
             for call in watchers:
                 call()

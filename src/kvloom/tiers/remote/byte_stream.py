@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Any
 
-from kvloom.tiers.encoding.checksums import checksums, receive_checked, receive_step, send_checked, send_step
+from kvloom.tiers.encoding.checksums import run_checksums, receive_checked, receive_step, send_checked, send_step
 
-__all__ = ["Bytestream"]
+__all__ = ["ByteStream"]
 
 _MOST_PIECES = 512  # of one call; Linux takes 1024
 _BUFFER_BYTES = 4 << 20  # what a fast network keeps under way
@@ -26,7 +26,7 @@ _NEAR_BYTES = (
 )  # on one host nothing is under way, and what waits in a small buffer the processor still has
 
 
-class Bytestream:
+class ByteStream:
     """For one thread at a time. An exchange begins with `begin` and has `timeout` seconds, and as many more as its bytes take
     on a slow network, within one timeout more. Raises TimeoutError, ConnectionError or another OSError: it is of no further use then."""
 
@@ -113,7 +113,7 @@ class Bytestream:
         parts = []
         for piece in _pieces(into, receive_step(run_bytes)):
             self.receive(piece)
-            parts.append(checksums(piece, run_bytes))
+            parts.append(run_checksums(piece, run_bytes))
         return b"".join(parts)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
@@ -128,7 +128,7 @@ class Bytestream:
                 return sums
         parts = []
         for piece in _pieces(data, send_step(run_bytes)):
-            parts.append(checksums(piece, run_bytes))
+            parts.append(run_checksums(piece, run_bytes))
             self.send([piece])
         return b"".join(parts)
 

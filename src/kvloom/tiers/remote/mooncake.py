@@ -22,12 +22,12 @@ from kvloom.tiers.disk.files import aligned, aligned_bytes
 from kvloom.tiers.options import Options
 from kvloom.tiers.transfer import Outcome
 
-from .bounded_calls import Bounded
-from .mooncake_client import LOST, Client, MooncakeConfig, address_of, library
+from .bounded_calls import BoundedCalls
+from .mooncake_client import ABANDONED_MEMORY, MooncakeClient, MooncakeConfig, address_of, load_library
 from .remote_tier import RemoteConfig, RemoteTier, StoreError, Usage
-from .store_tier import Counted, Place, Store, Want, store_tier
+from .store_tier import CapacityTracker, Destination, Store, ValueRange, store_tier
 
-__all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "opener"]
+__all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "parse_url"]
 
 _NO_ROOM, _TOO_LONG, _ABSENT = -200, -600, -704
 _BATCH_BYTES = 16 << 20  # a tenth faster than half of it, and no slower than twice
@@ -37,9 +37,9 @@ _LEAST_PIECE = 256 << 10  # a value in two places is two requests: what is short
 class MooncakeStore(Store):
     """One thread's way to the store: calls that are bounded in time, and a buffer that is registered."""
 
-    def __init__(self, client: Client, counted: Counted, timeout: float, what: str) -> None:
+    def __init__(self, client: MooncakeClient, counted: CapacityTracker, timeout: float, what: str) -> None:
         self._shared, self._client, self._counted = client, client.get(), counted
-        self._bounded = Bounded(timeout, what)
+        self._bounded = BoundedCalls(timeout, what)
         self._room = aligned_bytes(0)
         self._address = 0
 
@@ -51,11 +51,11 @@ class MooncakeStore(Store):
             raise StoreError(f"the master does not answer: code {min(found)}")
         return [code == 1 for code in found]
 
-    def lend(self, memory: npt.NDArray[np.uint8]) -> None:
-        if self._shared.wants(memory):
-            self._call(lambda: self._shared.lend(self._client, memory))
+    def register_memory(self, memory: npt.NDArray[np.uint8]) -> None:
+        if self._shared.should_register(memory):
+            self._call(lambda: self._shared.register_memory(self._client, memory))
 
-    def get(self, wants: Sequence[Want], place: Place) -> list[int]:
+    def get(self, wants: Sequence[ValueRange], place: Destination) -> list[int]:
         """A key that is in a batch twice is asked for once: the client would fill one of its places only."""
         self._counted.touch(list(dict.fromkeys(want.key for want in wants)))
         lengths = self._straight(wants, place) if len(set(wants)) == len(wants) else [0] * len(wants)
@@ -64,7 +64,7 @@ class MooncakeStore(Store):
             return lengths
         places = {want: number for number, want in enumerate(dict.fromkeys(wants[n] for n in left))}
         distinct = list(places)
-        sizes = [want.stop - want.start if want.stop else want.most for want in distinct]
+        sizes = [want.stop - want.start if want.stop else want.max_bytes for want in distinct]
         begins = [0, *accumulate(aligned(size) for size in sizes)]
         self._stage(begins[-1])
         got = self._fetch(distinct, begins, sizes)
@@ -77,11 +77,11 @@ class MooncakeStore(Store):
                 at += len(piece)
         return lengths
 
-    def _straight(self, wants: Sequence[Want], place: Place) -> list[int]:
+    def _straight(self, wants: Sequence[ValueRange], place: Destination) -> list[int]:
         """Values of the likely length straight to where they go: their lengths, -1 for what is not there, 0 for what must be
         fetched through the buffer."""
         lengths = [0] * len(wants)
-        pieces = {n: place(n, want.likely) or () for n, want in enumerate(wants) if want.likely}
+        pieces = {n: place(n, want.expected_bytes) or () for n, want in enumerate(wants) if want.expected_bytes}
         targets = {number: self._laid(here) for number, here in pieces.items()}
         direct = [number for number, laid in targets.items() if any(address for address, _ in laid)]
         if not direct:
@@ -101,13 +101,13 @@ class MooncakeStore(Store):
         rooms = [[size for _, size in targets[number]] for number in direct]
 
         def fetch() -> Any:
-            with self._shared.in_turn("get"):
+            with self._shared.one_at_a_time("get"):
                 return self._client.batch_get_into_multi_buffers(names, buffers, rooms)
 
         got = self._call(fetch, lent=True)
         self._checked(got, len(direct))
         for number, length in zip(direct, got, strict=True):
-            likely = wants[number].likely
+            likely = wants[number].expected_bytes
             lengths[number] = -1 if length == _ABSENT else likely if length == likely else 0
         for number, piece, begin in small:
             if lengths[number] > 0:
@@ -117,7 +117,7 @@ class MooncakeStore(Store):
     def _laid(self, pieces: Sequence[Any]) -> list[tuple[int, int]]:
         """Address and length of each piece; address 0 where it is not lent."""
         views = [memoryview(piece) for piece in pieces]
-        return [(self._shared.address(view) if len(view) >= _LEAST_PIECE else 0, len(view)) for view in views]
+        return [(self._shared.registered_address(view) if len(view) >= _LEAST_PIECE else 0, len(view)) for view in views]
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
         values = dict(items)
@@ -147,12 +147,12 @@ class MooncakeStore(Store):
         names, lent = [key.hex() for key in laid], any(len(each) > 1 for each in buffers)
 
         def send() -> Any:
-            with self._shared.in_turn("put"):
+            with self._shared.one_at_a_time("put"):
                 return self._client.batch_put_from_multi_buffers(names, buffers, lengths)
 
         codes = self._call(send, lent=lent)
         self._checked(codes, len(names))
-        self._counted.forget([key for key, code in zip(laid, codes, strict=True) if code])
+        self._counted.remove([key for key, code in zip(laid, codes, strict=True) if code])
         outcome = {
             key: Outcome.OK if code == 0 else Outcome.FULL if code == _NO_ROOM else Outcome.FAILED
             for key, code in zip(laid, codes, strict=True)
@@ -163,7 +163,7 @@ class MooncakeStore(Store):
         names = [key.hex() for key in dict.fromkeys(keys)]
         codes = self._call(lambda: self._client.batch_remove(names, True))
         self._checked(codes, len(names))
-        self._counted.forget(keys)
+        self._counted.remove(keys)
         return sum(code == 0 for code in codes)
 
     def usage(self) -> Usage:
@@ -174,14 +174,14 @@ class MooncakeStore(Store):
             try:
                 self._call(lambda: self._client.unregister_buffer(self._address))
             except TimeoutError:
-                LOST.append(self._room)  # a call that hangs may still write there
+                ABANDONED_MEMORY.append(self._room)  # a call that hangs may still write there
         self._address = 0
         self._bounded.close()
 
     # --- inside
 
     def _call(self, function: Any, lent: bool = False) -> Any:
-        return self._bounded.call(partial(self._shared.run, function), lent=lent)
+        return self._bounded.call(partial(self._shared.run, function), uses_caller_memory=lent)
 
     @staticmethod
     def _checked(answers: Any, count: int) -> None:
@@ -206,7 +206,7 @@ class MooncakeStore(Store):
             self._call(lambda: self._client.unregister_buffer(old))
         self._room, self._address = room, address
 
-    def _fetch(self, wants: Sequence[Want], begins: list[int], sizes: list[int]) -> list[int]:
+    def _fetch(self, wants: Sequence[ValueRange], begins: list[int], sizes: list[int]) -> list[int]:
         """The length of each want in its place of the buffer; what is not there is not positive."""
         lengths = [-1] * len(wants)
         whole = [number for number, want in enumerate(wants) if not want.stop]
@@ -242,9 +242,9 @@ class MooncakeStore(Store):
 
 def open_mooncake(mooncake: MooncakeConfig, config: RemoteConfig) -> RemoteTier:
     """A TierError when the package is missing, or the master cannot be reached."""
-    library()
+    load_library()
     config = replace(config, batch_bytes=max(config.batch_bytes, _BATCH_BYTES))
-    client, counted = Client(mooncake, config.timeout), Counted(config.capacity)
+    client, counted = MooncakeClient(mooncake, config.timeout), CapacityTracker(config.capacity)
     return store_tier(
         str(mooncake),
         config,
@@ -253,16 +253,16 @@ def open_mooncake(mooncake: MooncakeConfig, config: RemoteConfig) -> RemoteTier:
     )
 
 
-def opener(text: str) -> Callable[[], RemoteTier]:
+def parse_url(text: str) -> Callable[[], RemoteTier]:
     """`mooncake://master:port?capacity=64GiB&segment=16GiB&local=10.0.0.7&protocol=rdma&devices=mlx5_0`."""
     url = urlsplit(text)
     options = Options(text, url.query)
     try:
         port = url.port or 50051
     except ValueError as error:
-        raise ValueError(f"{options.told}: {error}") from None
+        raise ValueError(f"{options.url}: {error}") from None
     if url.hostname is None:
-        raise ValueError(f"{options.told}: where is its master? Write mooncake://host:port?capacity=64GiB")
+        raise ValueError(f"{options.url}: where is its master? Write mooncake://host:port?capacity=64GiB")
     mooncake = MooncakeConfig(
         master=f"{url.hostname}:{port}",
         segment=options.size("segment", 0),

@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from kvloom.tiers.tier import TierError
 
-from .bounded_calls import Bounded
+from .bounded_calls import BoundedCalls
 from .remote_tier import StoreError
 
-__all__ = ["LOST", "Client", "MooncakeConfig", "address_of", "library"]
+__all__ = ["ABANDONED_MEMORY", "MooncakeClient", "MooncakeConfig", "address_of", "load_library"]
 
-LOST: list[Any] = []  # memory that must outlive who lent it: a call that hangs may still use it
+ABANDONED_MEMORY: list[Any] = []  # memory that must outlive who lent it: a call that hangs may still use it
 _FAILED: list[
     Any
 ] = []  # clients that were never set up, or that a call hangs in: their end would crash the process
@@ -49,7 +49,7 @@ class MooncakeConfig:
         return f"mooncake://{self.master}"
 
 
-class Client:
+class MooncakeClient:
     """The library's client, made once. It finds a restarted master by itself."""
 
     def __init__(self, config: MooncakeConfig, timeout: float) -> None:
@@ -62,7 +62,7 @@ class Client:
         # Registered (address, bytes) -> the memory, which stays while it is.
         self._lent: dict[tuple[int, int], Any] = {}
 
-    def wants(self, memory: npt.NDArray[np.uint8]) -> bool:
+    def should_register(self, memory: npt.NDArray[np.uint8]) -> bool:
         """Is it worth lending, and not lent yet?"""
         region = (address_of(memory), len(memory))
         return (
@@ -71,14 +71,14 @@ class Client:
             and not any(_overlap(region, other) for other in self._lent)
         )
 
-    def lend(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
+    def register_memory(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
         """Registers memory once, until the tier is closed. May take long, and may be refused: then it is not lent."""
         with self._lending:
-            if self.wants(memory) and client.register_buffer(address_of(memory), len(memory)) == 0:
+            if self.should_register(memory) and client.register_buffer(address_of(memory), len(memory)) == 0:
                 self._lent = {**self._lent, (address_of(memory), len(memory)): memory}
 
     @contextmanager
-    def in_turn(self, verb: str) -> Iterator[None]:
+    def one_at_a_time(self, verb: str) -> Iterator[None]:
         """Two batches at once are slower than one after the other: one is checked while the other travels. A TimeoutError for who
         has waited for as long as anyone waits for it: it must not begin any more."""
         if not self._turn[verb].acquire(timeout=self._timeout):
@@ -88,7 +88,7 @@ class Client:
         finally:
             self._turn[verb].release()
 
-    def address(self, piece: memoryview) -> int:
+    def registered_address(self, piece: memoryview) -> int:
         """Where a piece lies, if it is in memory that was lent; else 0."""
         at = address_of(np.frombuffer(piece, np.uint8))
         here = any(low <= at and at + len(piece) <= low + size for low, size in self._lent)
@@ -122,7 +122,7 @@ class Client:
         except OSError as error:
             raise StoreError(f"the master of {self._config} cannot be reached: {error}") from error
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", self._config.local)
-        client = library().MooncakeDistributedStore()
+        client = load_library().MooncakeDistributedStore()
         config = self._config
         buffers = 16 << 20
 
@@ -139,7 +139,7 @@ class Client:
                 )
             )
 
-        bounded = Bounded(_SETUP_SECONDS, str(config))
+        bounded = BoundedCalls(_SETUP_SECONDS, str(config))
         try:
             code = bounded.call(set_up)
         except BaseException:
@@ -162,7 +162,7 @@ class Client:
             lent, self._lent = self._lent, {}
         if not over:
             _FAILED.append(client)
-            LOST.extend(lent.values())
+            ABANDONED_MEMORY.extend(lent.values())
             raise TimeoutError(f"{self._config}: a call hangs, so it is left as it is")
 
         def end() -> None:
@@ -171,11 +171,11 @@ class Client:
             client.close()
 
         if client is not None:
-            bounded = Bounded(_SETUP_SECONDS, str(self._config))
+            bounded = BoundedCalls(_SETUP_SECONDS, str(self._config))
             try:
                 bounded.call(end)
             except TimeoutError:
-                LOST.extend(lent.values())  # a call that hangs may still use it
+                ABANDONED_MEMORY.extend(lent.values())  # a call that hangs may still use it
                 raise
             bounded.close()
 
@@ -188,7 +188,7 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
 
 
-def library() -> Any:
+def load_library() -> Any:
     for variable, level in (("GLOG_minloglevel", "2"), ("MC_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(variable, level)  # it tells every step otherwise
     try:

@@ -22,11 +22,11 @@ import numpy as np
 
 from kvloom.tiers.disk.disk_tier import DiskConfig, DiskTier
 from kvloom.tiers.disk.files import Files
-from kvloom.tiers.encoding.checksums import checksums
+from kvloom.tiers.encoding.checksums import run_checksums
 from kvloom.tiers.options import Options
 from kvloom.tiers.tier import TierError
 
-__all__ = ["Backend", "NixlFiles", "finish_each", "make_agent", "open_nixl", "opener"]
+__all__ = ["Backend", "NixlFiles", "wait_each", "make_agent", "open_nixl", "parse_url"]
 
 Backend = Literal["POSIX", "GDS", "GDS_MT"]
 _LEAST_BYTES = 64 << 10  # below that a plain call is sooner done than described
@@ -73,7 +73,7 @@ class NixlFiles(Files):
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
         """In one call: a NIXL transfer costs more to describe than its bytes gain by being checked early."""
-        return self.read(fd, [into], offset), checksums(into, run_bytes)
+        return self.read(fd, [into], offset), run_checksums(into, run_bytes)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
         if sum(map(len, pieces)) < _LEAST_BYTES:
@@ -121,11 +121,11 @@ class NixlFiles(Files):
 
 def _finish(agent: Any, handle: Any) -> None:
     """Waits for a transfer; an OSError if it fails."""
-    if not all(finish_each(agent, [handle])):
+    if not all(wait_each(agent, [handle])):
         raise OSError(errno.EIO, "NIXL: the transfer failed")
 
 
-def finish_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
+def wait_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
     """Waits until every one of some transfers is over; which did not fail. (Of one transfer in many parts a backend may tell that
     a part failed while it still moves others.)"""
 
@@ -152,13 +152,13 @@ def open_nixl(config: DiskConfig, backend: Backend = "POSIX") -> DiskTier:
     return DiskTier(config, lambda directory: NixlFiles(directory, backend))
 
 
-def opener(text: str) -> Callable[[], DiskTier]:
+def parse_url(text: str) -> Callable[[], DiskTier]:
     """`nixl:///path?capacity=1TiB&backend=POSIX&durable=process&compression=lz4&readers=4`."""
     url = urlsplit(text)
     options = Options(text, url.query)
     path = unquote(url.path)
     if not path.startswith("/") or url.netloc:
-        raise ValueError(f"{options.told}: write nixl:///directory?capacity=1TiB")
+        raise ValueError(f"{options.url}: write nixl:///directory?capacity=1TiB")
     backend: Any = options.text("backend", "POSIX")
     config = options.disk(path)
     _check(backend)

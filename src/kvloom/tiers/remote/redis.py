@@ -19,11 +19,11 @@ from urllib.parse import unquote, urlsplit
 from kvloom.tiers.options import Options
 from kvloom.tiers.transfer import Outcome
 
-from .redis_protocol import RefusedError, Resp
+from .redis_protocol import RedisReplyError, RespConnection
 from .remote_tier import RemoteConfig, RemoteTier, StoreError, Usage
-from .store_tier import Place, Store, Want, store_tier
+from .store_tier import Destination, Store, ValueRange, store_tier
 
-__all__ = ["RedisAddress", "RedisStore", "open_redis", "opener"]
+__all__ = ["RedisAddress", "RedisStore", "open_redis", "parse_url"]
 
 _INDEX, _SIZES, _COUNTS = b"kvloom/1:used", b"kvloom/1:sizes", b"kvloom/1:counts"
 _BATCH_BYTES = 2 << 20  # what a processor's cache holds: 8 MiB at once are up to twice slower
@@ -102,16 +102,16 @@ class RedisStore(Store):
         self._capacity = capacity
         tls = ssl.create_default_context() if address.tls else None
         try:
-            self._resp = Resp(address.socket or (address.host, address.port), timeout, tls)
+            self._resp = RespConnection(address.socket or (address.host, address.port), timeout, tls)
         except OSError as error:
             raise StoreError(f"{address} cannot be reached: {error}") from error
         try:
             if address.password:
-                self._resp.ask("AUTH", *filter(None, (address.user, address.password)))
+                self._resp.call("AUTH", *filter(None, (address.user, address.password)))
             if address.database:
-                self._resp.ask("SELECT", address.database)
+                self._resp.call("SELECT", address.database)
             self._reserve, self._touch, self._remove = (
-                self._resp.ask("SCRIPT", "LOAD", script) for script in (_RESERVE, _TOUCH, _REMOVE)
+                self._resp.call("SCRIPT", "LOAD", script) for script in (_RESERVE, _TOUCH, _REMOVE)
             )
         except BaseException:
             self._resp.close()
@@ -121,7 +121,7 @@ class RedisStore(Store):
         self._resp.send([("STRLEN", key) for key in keys])
         return [bool(length) for length in self._answers(len(keys))]
 
-    def get(self, wants: Sequence[Want], place: Place) -> list[int]:
+    def get(self, wants: Sequence[ValueRange], place: Destination) -> list[int]:
         commands: list[tuple[Any, ...]] = [
             ("GETRANGE", want.key, want.start, want.stop - 1) if want.stop else ("GET", want.key)
             for want in wants
@@ -135,7 +135,7 @@ class RedisStore(Store):
                 return place(number, length) if length else ()
 
             # An empty string: nothing there, or a value that has yet to come.
-            lengths.append(self._resp.long_answer(here) or -1)
+            lengths.append(self._resp.read_value_into(here) or -1)
         self._answers(1)
         return lengths
 
@@ -144,22 +144,22 @@ class RedisStore(Store):
         reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *sizes)
         self._resp.send([reserve, *(("SET", key, list(pieces), "XX") for key, pieces in items)])
         outcomes = []
-        reserved = self._resp.answer()
+        reserved = self._resp.read_reply()
         for _ in items:
-            answer = self._resp.answer()
-            full = isinstance(answer, RefusedError) and answer.args[0].startswith("OOM")
+            answer = self._resp.read_reply()
+            full = isinstance(answer, RedisReplyError) and answer.args[0].startswith("OOM")
             # None: someone pushed it out before it was filled.
             outcomes.append(
                 Outcome.OK if answer == b"OK" else Outcome.FULL if full or answer is None else Outcome.FAILED
             )
-        if isinstance(reserved, RefusedError):
+        if isinstance(reserved, RedisReplyError):
             if not reserved.args[0].startswith("OOM"):
                 raise reserved
             return [Outcome.FULL] * len(items)
         return outcomes
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        return int(self._resp.ask("EVALSHA", self._remove, *_INDEXES, *keys))
+        return int(self._resp.call("EVALSHA", self._remove, *_INDEXES, *keys))
 
     def usage(self) -> Usage:
         self._resp.send([("HLEN", _SIZES), ("HMGET", _COUNTS, "bytes", "evicted")])
@@ -171,9 +171,9 @@ class RedisStore(Store):
         self._resp.close()
 
     def _answers(self, count: int) -> list[Any]:
-        answers = [self._resp.answer() for _ in range(count)]
+        answers = [self._resp.read_reply() for _ in range(count)]
         for answer in answers:
-            if isinstance(answer, RefusedError):
+            if isinstance(answer, RedisReplyError):
                 raise answer
         return answers
 
@@ -184,7 +184,7 @@ def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
     return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout))
 
 
-def opener(text: str) -> Callable[[], RemoteTier]:
+def parse_url(text: str) -> Callable[[], RemoteTier]:
     """`redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`; `rediss://` with TLS; a socket:
     `redis:///path/of/socket?capacity=…&db=0`. The options are those of RemoteConfig."""
     url = urlsplit(text)
@@ -194,12 +194,12 @@ def opener(text: str) -> Callable[[], RemoteTier]:
     try:
         address = replace(address, password=unquote(url.password or ""))
         if url.hostname is None:
-            address = replace(address, socket=path, database=options.whole("db", 0))
+            address = replace(address, socket=path, database=options.integer("db", 0))
         else:
             database = path.strip("/") or "0"
             if not database.isdecimal():
                 raise ValueError(f"{database!r} is no number of a database")
             address = replace(address, host=url.hostname, port=url.port or 6379, database=int(database))
     except ValueError as error:
-        raise ValueError(f"{options.told}: {error}; write redis://host:port/db?capacity=64GiB") from None
+        raise ValueError(f"{options.url}: {error}; write redis://host:port/db?capacity=64GiB") from None
     return partial(open_redis, address, options.remote())

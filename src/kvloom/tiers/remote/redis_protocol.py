@@ -11,9 +11,9 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .byte_stream import Bytestream
+from .byte_stream import ByteStream
 
-__all__ = ["RefusedError", "Resp"]
+__all__ = ["RedisReplyError", "RespConnection"]
 
 _END = b"\r\n"
 _MOST_LINE = 1 << 16
@@ -24,11 +24,11 @@ _MOST_VALUE = 512 << 20  # Redis itself takes no longer one
 _AHEAD = 4096  # bytes read beyond a line: what they are of a long answer is copied, the rest is not
 
 
-class RefusedError(RuntimeError):
+class RedisReplyError(RuntimeError):
     """The server's error answer to one command; the connection is all right."""
 
 
-class Resp:
+class RespConnection:
     """One connection; for one thread at a time. `timeout` bounds every exchange. OSError, TimeoutError, ValueError: it is
     of no further use."""
 
@@ -49,18 +49,18 @@ class Resp:
             connected = socket.create_connection(address, timeout)
             if tls is not None:
                 connected = tls.wrap_socket(connected, server_hostname=address[0])
-        self._stream = Bytestream(connected, timeout, _RECEIVE_BYTES)
+        self._stream = ByteStream(connected, timeout, _RECEIVE_BYTES)
         self._buffer = memoryview(bytearray(_AHEAD))
         self._at = self._end = 0
 
     def close(self) -> None:
         self._stream.close()
 
-    def ask(self, *command: Any) -> Any:
+    def call(self, *command: Any) -> Any:
         """One command and its answer; raises RefusedError."""
         self.send([command])
-        answer = self.answer()
-        if isinstance(answer, RefusedError):
+        answer = self.read_reply()
+        if isinstance(answer, RedisReplyError):
             raise answer
         return answer
 
@@ -84,7 +84,7 @@ class Resp:
 
     # --- answers
 
-    def answer(self, depth: int = 0) -> Any:
+    def read_reply(self, depth: int = 0) -> Any:
         """The next answer: bytes, a number, None, a list, or a RefusedError (not raised: it is one command's). ValueError: it is longer
         than any short answer, so no memory is set aside for it."""
         line = self._line()
@@ -94,7 +94,7 @@ class Resp:
         if kind == b":":
             return int(rest)
         if kind == b"-":
-            return RefusedError(rest.decode(errors="replace"))
+            return RedisReplyError(rest.decode(errors="replace"))
         if kind == b"$":
             length = _bounded("a string of bytes", int(rest), self._most)
             if length < 0:
@@ -106,14 +106,14 @@ class Resp:
         if kind == b"*":
             items = _bounded("an array of items", int(rest), _MOST_ITEMS)
             _bounded("arrays in arrays", depth + 1, _MOST_DEPTH)
-            return None if items < 0 else [self.answer(depth + 1) for _ in range(items)]
+            return None if items < 0 else [self.read_reply(depth + 1) for _ in range(items)]
         raise ValueError(f"not an answer of Redis: {line[:40]!r}")
 
-    def long_answer(self, place: Callable[[int], Sequence[memoryview] | None]) -> int:
+    def read_value_into(self, place: Callable[[int], Sequence[memoryview] | None]) -> int:
         """A string's length, -1 for none; its bytes go where `place(length)` says. RefusedError is raised."""
         line = self._line()
         if line[:1] == b"-":
-            raise RefusedError(line[1:].decode(errors="replace"))
+            raise RedisReplyError(line[1:].decode(errors="replace"))
         if line[:1] != b"$":
             raise ValueError(f"not a string of Redis: {line[:40]!r}")
         length = _bounded("a value of bytes", int(line[1:]), _MOST_VALUE)

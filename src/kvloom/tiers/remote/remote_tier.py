@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from kvloom.tiers.encoding.codec import Compression, make_codec
 from kvloom.tiers.encoding.encryption import NoKeyError, Protect, check_protect, read_keys
-from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, parted
-from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, explain, failed_transfer
+from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, part_range
+from kvloom.tiers.transfer import Outcome, TransferCounts, TierStats, Transfer, describe_outcome, failed_transfer
 from kvloom.tiers.workers import Tools, Workers
 
 from .bounded_calls import StillRunningError
@@ -90,7 +90,7 @@ class RemoteConfig:
         check_protect(self.keys, self.protect)
 
     @property
-    def batch(self) -> int:
+    def effective_batch_bytes(self) -> int:
         """Bytes of one call: all batches that may be under way fit the store at once."""
         return min(self.batch_bytes, self.capacity // (2 * self.writers))
 
@@ -118,14 +118,14 @@ class Link:
             answer = verb(self._store)
         except Exception as error:
             self._why = str(error) or type(error).__name__
-            self.drop()
+            self.disconnect()
             self._pause = min(_MOST_BACKOFF, max(0.1, 2 * self._pause))
             self._until = time.monotonic() + self._pause
             raise StoreError(self._why) from error
         self._pause = 0.0
         return answer
 
-    def drop(self) -> None:
+    def disconnect(self) -> None:
         store, self._store = self._store, None
         if store is not None:
             try:
@@ -135,7 +135,7 @@ class Link:
 
     def close(self) -> None:
         self._closed = True
-        self.drop()
+        self.disconnect()
 
 
 class RemoteTier(Tier):
@@ -148,12 +148,12 @@ class RemoteTier(Tier):
         config: RemoteConfig,
         connect: Callable[[], Connection],
         jobs: tuple[type[Job], type[Job]],
-        largest: int | None = None,
-        at_end: Callable[[], None] | None = None,
+        max_page_bytes: int | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
-        self._name, self._config, self._at_end = name, config, at_end
+        self._name, self._config, self._at_end = name, config, on_close
         self._read_job, self._write_job = jobs
-        self._largest = largest or config.capacity // (2 * config.writers)
+        self._largest = max_page_bytes or config.capacity // (2 * config.writers)
         self._keys = read_keys(config.keys, config.protect)
         self._make_codec = partial(make_codec, config.compression, self._keys)
         self._make_codec()  # a missing package is said now
@@ -165,7 +165,7 @@ class RemoteTier(Tier):
             self._control.close()
             raise TierError(f"the tier {name} cannot be opened: {error}") from error
         self._evicted_before = self._usage.evicted
-        self._tally = Tally()
+        self._tally = TransferCounts()
         self._lock = threading.Lock()
         self._closed = False
         self._links: list[Link] = []
@@ -184,7 +184,7 @@ class RemoteTier(Tier):
 
     def _stored(self, objects: Objects) -> Objects:
         """Returns objects under the keys that the store sees. NoKeyError: their tenant has no key."""
-        return objects if self._keys is None else self._keys.rename(objects)
+        return objects if self._keys is None else self._keys.with_stored_keys(objects)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         nothing = [False] * len(objects)
@@ -197,7 +197,7 @@ class RemoteTier(Tier):
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
-        start, stop = parted(objects.form, part)
+        start, stop = part_range(objects.form, part)
         try:
             objects = self._stored(objects)
         except NoKeyError as error:
@@ -244,7 +244,7 @@ class RemoteTier(Tier):
         with self._lock:
             left = list(self._open)
         for transfer in left:
-            transfer.settle_rest(Outcome.FAILED, f"{self.name} was closed")
+            transfer.settle_pending(Outcome.FAILED, f"{self.name} was closed")
         for link in (self._control, *self._links):
             link.close()
         if self._at_end is not None:
@@ -287,7 +287,7 @@ class RemoteTier(Tier):
                 self._open.add(transfer)
                 self._under_way[verb] += taken * size
                 # A small batch is shared by all threads, too.
-                step = max(1, min(config.batch // size, _MOST_OBJECTS, -(-taken // threads)))
+                step = max(1, min(config.effective_batch_bytes // size, _MOST_OBJECTS, -(-taken // threads)))
                 for at in range(0, taken, step):
                     which = list(range(at, min(at + step, taken)))
                     workers.submit(kind(self.name, verb, transfer, objects, ranges, part, which))
@@ -302,15 +302,15 @@ class RemoteTier(Tier):
         self._links.append(link)
 
         def run(job: Job) -> None:
-            if job.transfer.enter():
-                leave = job.transfer.leave
+            if job.transfer.begin_access():
+                leave = job.transfer.end_access
                 try:
                     job.run(link, tools)
                 except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
                     job.transfer.settle(job.which, Outcome.FAILED, f"{self.name}: {error}")
                     hung = error.__cause__
-                    if isinstance(hung, StillRunningError) and hung.lent:  # it has these pages until it ends
-                        leave = partial(hung.when_over, leave)
+                    if isinstance(hung, StillRunningError) and hung.uses_caller_memory:  # it has these pages until it ends
+                        leave = partial(hung.on_finished, leave)
                 leave()
             with self._lock:
                 self._under_way[job.verb] -= len(job.which) * (job.part[1] - job.part[0])
@@ -361,4 +361,4 @@ class Job(ABC):
         for outcome in set(outcomes.values()):
             which = [index for index, got in outcomes.items() if got == outcome]
             quiet = outcome in (Outcome.OK, Outcome.MISSING)
-            self.transfer.settle(which, outcome, "" if quiet else f"{self.tier}: {explain(outcome)}")
+            self.transfer.settle(which, outcome, "" if quiet else f"{self.tier}: {describe_outcome(outcome)}")

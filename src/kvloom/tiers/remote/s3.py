@@ -25,12 +25,12 @@ from kvloom.tiers.options import Options
 from kvloom.tiers.tier import TierError
 from kvloom.tiers.transfer import Outcome
 
-from .bounded_calls import Bounded
-from .nixl import finish_each, make_agent
+from .bounded_calls import BoundedCalls
+from .nixl import wait_each, make_agent
 from .remote_tier import RemoteConfig, RemoteTier, StoreError, Usage
-from .store_tier import Counted, Place, Store, Want, store_tier
+from .store_tier import CapacityTracker, Destination, Store, ValueRange, store_tier
 
-__all__ = ["Bucket", "S3Store", "open_s3", "opener"]
+__all__ = ["S3Bucket", "S3Store", "open_s3", "parse_url"]
 
 _AT_ONCE = 8  # requests to the store, of each kind
 _MOST_DELETED = 1000  # in one call
@@ -39,7 +39,7 @@ _LATELY = 1.0  # seconds after which a store that was not heard of may be gone
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class S3Bucket:
     """Where a bucket is; without an `endpoint`, at Amazon's."""
 
     name: str
@@ -61,11 +61,11 @@ class S3Store(Store):
     """One thread's way to a bucket: calls that are bounded in time, and a buffer that NIXL knows."""
 
     def __init__(
-        self, bucket: Bucket, client: Any, credentials: Any, counted: Counted, heard: _Heard, timeout: float
+        self, bucket: S3Bucket, client: Any, credentials: Any, counted: CapacityTracker, heard: _Heard, timeout: float
     ) -> None:
         self._bucket, self._client, self._credentials, self._counted = bucket, client, credentials, counted
         self._heard = heard
-        self._bounded = Bounded(timeout, str(bucket))
+        self._bounded = BoundedCalls(timeout, str(bucket))
         self._asking = ThreadPoolExecutor(_AT_ONCE, "kvloom-s3")
         self._room, self._address = memoryview(b""), 0
         self._known: Any = None  # the buffer, as NIXL has it registered
@@ -74,7 +74,7 @@ class S3Store(Store):
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         return [length >= 0 for length in self._call(lambda: self._lengths(keys))]
 
-    def get(self, wants: Sequence[Want], place: Place) -> list[int]:
+    def get(self, wants: Sequence[ValueRange], place: Destination) -> list[int]:
         self._counted.touch(list(dict.fromkeys(want.key for want in wants)))
         return list(self._call(lambda: self._get(wants, place), lent=True))
 
@@ -84,7 +84,7 @@ class S3Store(Store):
         try:
             self._call(lambda: self._put(dict(items), sizes, gone), lent=True)
         except BaseException:
-            self._counted.forget(list(sizes))
+            self._counted.remove(list(sizes))
             raise
         return [Outcome.OK] * len(items)
 
@@ -94,7 +94,7 @@ class S3Store(Store):
             self._delete(there)
             return len(there)
 
-        self._counted.forget(keys)
+        self._counted.remove(keys)
         return int(self._call(remove))
 
     def usage(self) -> Usage:
@@ -107,7 +107,7 @@ class S3Store(Store):
     # --- inside, in the bounded thread
 
     def _call(self, function: Callable[[], Any], lent: bool = False) -> Any:
-        return self._bounded.call(function, lent=lent)
+        return self._bounded.call(function, uses_caller_memory=lent)
 
     def _begin(self) -> Any:
         try:
@@ -153,7 +153,7 @@ class S3Store(Store):
             self._heard.at = time.monotonic()
         return lengths
 
-    def _get(self, wants: Sequence[Want], place: Place) -> list[int]:
+    def _get(self, wants: Sequence[ValueRange], place: Destination) -> list[int]:
         lengths = self._likely(wants, place)
         rest = [number for number in range(len(wants)) if number not in lengths]
         keys = list(dict.fromkeys(wants[number].key for number in rest))
@@ -171,14 +171,14 @@ class S3Store(Store):
             self._hand_over(begin, pieces)
         return [lengths[number] for number in range(len(wants))]
 
-    def _likely(self, wants: Sequence[Want], place: Place) -> dict[int, int]:
+    def _likely(self, wants: Sequence[ValueRange], place: Destination) -> dict[int, int]:
         """Those values that are as long as they likely are, without asking for their lengths first. NIXL does not say how much
         came: so the last byte that should come and some behind it are signed before, and the value ended there if that one
         changed and those did not. (One that is the same by chance is asked for again.) None where the store may be gone: NIXL would
         try on for long."""
         if time.monotonic() - self._heard.at > _LATELY:
             return {}
-        likely = {number: want.likely for number, want in enumerate(wants) if want.likely}
+        likely = {number: want.expected_bytes for number, want in enumerate(wants) if want.expected_bytes}
         sizes = [length + _SIGNED for length in likely.values()]
         sign = urandom(1 + _SIGNED)
         self._stage(sum(map(aligned, sizes)))
@@ -238,7 +238,7 @@ class S3Store(Store):
                     memory = agent.get_xfer_descs([(self._address + begin, place[1], 0)], "DRAM")
                     there = agent.get_xfer_descs([place[:3]], "OBJ")
                     handles.append(agent.initialize_xfer(verb, memory, there, agent.name))
-                done = finish_each(agent, handles)
+                done = wait_each(agent, handles)
             finally:
                 for handle in handles:
                     agent.release_xfer_handle(handle)
@@ -265,7 +265,7 @@ def _begins(sizes: Any) -> list[int]:
     return [0, *accumulate(aligned(size) for size in sizes)][:-1]
 
 
-def _ask(bucket: Bucket, timeout: float) -> tuple[Any, Any]:
+def _ask(bucket: S3Bucket, timeout: float) -> tuple[Any, Any]:
     """A client of the store, for all threads, and the credentials that it found."""
     try:
         boto3, config = import_module("boto3"), import_module("botocore.config")
@@ -285,20 +285,20 @@ def _ask(bucket: Bucket, timeout: float) -> tuple[Any, Any]:
     return client, session.get_credentials()
 
 
-def open_s3(bucket: Bucket, config: RemoteConfig) -> RemoteTier:
+def open_s3(bucket: S3Bucket, config: RemoteConfig) -> RemoteTier:
     """A TierError where NIXL or boto3 is missing, or the bucket cannot be reached."""
-    asked, counted, heard = _ask(bucket, config.timeout), Counted(config.capacity), _Heard()
+    asked, counted, heard = _ask(bucket, config.timeout), CapacityTracker(config.capacity), _Heard()
     return store_tier(str(bucket), config, lambda: S3Store(bucket, *asked, counted, heard, config.timeout))
 
 
-def opener(text: str) -> Callable[[], RemoteTier]:
+def parse_url(text: str) -> Callable[[], RemoteTier]:
     """`s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=…`; the other options are those of RemoteConfig."""
     url = urlsplit(text)
     options = Options(text, url.query)
     if not url.netloc:
-        raise ValueError(f"{options.told}: which bucket? Write s3://bucket/prefix?capacity=1TiB")
+        raise ValueError(f"{options.url}: which bucket? Write s3://bucket/prefix?capacity=1TiB")
     prefix, endpoint = unquote(url.path).strip("/"), options.text("endpoint", "")
     if endpoint and urlsplit(endpoint).scheme not in ("http", "https"):
-        raise ValueError(f"{options.told}: endpoint={endpoint!r} is no URL; write http://host:9000")
-    bucket = Bucket(url.netloc, f"{prefix}/" if prefix else "", endpoint, options.text("region", "us-east-1"))
+        raise ValueError(f"{options.url}: endpoint={endpoint!r} is no URL; write http://host:9000")
+    bucket = S3Bucket(url.netloc, f"{prefix}/" if prefix else "", endpoint, options.text("region", "us-east-1"))
     return partial(open_s3, bucket, options.remote())

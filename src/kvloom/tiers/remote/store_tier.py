@@ -15,44 +15,44 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
 
-from kvloom.tiers.encoding.codec import most_bytes, parse_head, plain_head_bytes, seal, unseal
+from kvloom.tiers.encoding.codec import max_sealed_bytes, parse_head, plain_head_bytes, seal, unseal
 from kvloom.tiers.encoding.encryption import NoKeyError
 from kvloom.tiers.transfer import Outcome
 from kvloom.tiers.workers import Tools
 
 from .remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, Usage
 
-__all__ = ["PREFIX", "Counted", "Place", "Store", "Want", "store_tier"]
+__all__ = ["PREFIX", "CapacityTracker", "Destination", "Store", "ValueRange", "store_tier"]
 
 PREFIX = b"kvloom/1/"
 _FORGET = (Outcome.CORRUPT, Outcome.SHORT)  # it will not get better: room for a good copy
 _FORGET_KEYED = (*_FORGET, Outcome.LAYOUT, Outcome.LOCKED, Outcome.UNTRUSTED)
 """With keys a stored name is derived from tenant, block hash and layout: a page that does not fit them is good for no reader."""
 
-Place = Callable[[int, int], Sequence[memoryview] | None]
+Destination = Callable[[int, int], Sequence[memoryview] | None]
 """(which, length) -> where that many bytes go, in order; None: they are not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class ValueRange:
     """Bytes [start, stop) of a value; `stop` 0 is all of it, `most` bytes if it is one of ours, and `likely` so many. Fewer come
     where the value is shorter."""
 
     key: bytes
     start: int = 0
     stop: int = 0
-    most: int = 0
-    likely: int = 0
+    max_bytes: int = 0
+    expected_bytes: int = 0
 
 
 class Store(Connection, Protocol):
     """A connection to a key-value store."""
 
-    def lend(self, memory: Any) -> None:
+    def register_memory(self, memory: Any) -> None:
         """Pages come from this memory, or go there: a store that moves them by itself gets ready for it. Most need nothing."""
         return
 
-    def get(self, wants: Sequence[Want], place: Place) -> list[int]:
+    def get(self, wants: Sequence[ValueRange], place: Destination) -> list[int]:
         """The length of what came for each, -1 where there is nothing; the bytes are where `place` said. It may ask for the
         likely length first, and again when another came."""
         ...
@@ -62,7 +62,7 @@ class Store(Connection, Protocol):
         ...
 
 
-class Counted:
+class CapacityTracker:
     """What this process has put into a store that does not count by itself: sizes, least recently used first. Safe from
     any thread, and shared by all connections of a tier."""
 
@@ -92,7 +92,7 @@ class Counted:
                 if key in self._sizes:
                     self._sizes.move_to_end(key)
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def remove(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             for key in keys:
                 self._bytes -= self._sizes.pop(key, 0)
@@ -103,10 +103,10 @@ class Counted:
 
 
 def store_tier(
-    name: str, config: RemoteConfig, connect: Callable[[], Store], at_end: Callable[[], None] | None = None
+    name: str, config: RemoteConfig, connect: Callable[[], Store], on_close: Callable[[], None] | None = None
 ) -> RemoteTier:
     """A tier over a store; `at_end` is called when it is closed. A TierError when it cannot be reached."""
-    return RemoteTier(name, config, lambda: _Named(connect()), (_Read, _Write), at_end=at_end)
+    return RemoteTier(name, config, lambda: _Named(connect()), (_Read, _Write), on_close=on_close)
 
 
 class _Named(Connection):
@@ -133,7 +133,7 @@ class _Write(Job):
 
     def run(self, link: Link, tools: Tools) -> None:
         keys = self.keys()
-        if tools.codec.plain:
+        if tools.codec.is_plain:
             link.call(lambda named: named.store.lend(self.ranges.buffer))
         here = link.call(lambda store: store.exists(keys))
         outcomes = {index: Outcome.OK for index, there in zip(self.which, here, strict=True) if there}
@@ -162,7 +162,7 @@ class _Read(Job):
     def run(self, link: Link, tools: Tools) -> None:
         if self.part == (0, self.objects.form.page_bytes):
             outcomes = self._whole(link, tools)
-        elif tools.codec.plain:
+        elif tools.codec.is_plain:
             outcomes = self._plain_parts(link, tools)
         else:
             outcomes = self._parts(link, tools, self.which)
@@ -173,7 +173,7 @@ class _Read(Job):
         self.settle(outcomes)
 
     @staticmethod
-    def _get(link: Link, wants: Sequence[Want], place: Place) -> list[int]:
+    def _get(link: Link, wants: Sequence[ValueRange], place: Destination) -> list[int]:
         lengths: list[int] = link.call(lambda named: named.store.get(wants, place))
         return lengths
 
@@ -206,9 +206,9 @@ class _Read(Job):
     def _whole(self, link: Link, tools: Tools) -> dict[int, Outcome]:
         """One round trip. A plain body goes straight to its page; anything else through scratch memory."""
         form = self.objects.form
-        plain, most = plain_head_bytes(form), most_bytes(form)
+        plain, most = plain_head_bytes(form), max_sealed_bytes(form)
         likely = 0
-        if tools.codec.plain:  # what others wrote is most likely as we write
+        if tools.codec.is_plain:  # what others wrote is most likely as we write
             likely = plain + form.page_bytes
             link.call(lambda named: named.store.lend(self.ranges.buffer))
         heads = memoryview(bytearray(plain * len(self.which)))
@@ -222,7 +222,7 @@ class _Read(Job):
             scratch[number] = memoryview(bytearray(length))
             return (scratch[number],)
 
-        wants = [Want(PREFIX + key, most=most, likely=likely) for key in self.keys()]
+        wants = [ValueRange(PREFIX + key, max_bytes=most, expected_bytes=likely) for key in self.keys()]
         outcomes = {}
         for number, length in enumerate(self._get(link, wants, place)):
             index = self.which[number]
@@ -254,7 +254,7 @@ class _Read(Job):
 
         wants = []
         for key in self.keys():
-            wants += [Want(PREFIX + key, 0, plain), Want(PREFIX + key, plain + start, plain + stop)]
+            wants += [ValueRange(PREFIX + key, 0, plain), ValueRange(PREFIX + key, plain + start, plain + stop)]
         lengths = self._get(link, wants, place)
         outcomes: dict[int, Outcome] = {}
         for number, index in enumerate(self.which):
@@ -272,12 +272,12 @@ class _Read(Job):
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
         """Two round trips: the heads, which say where the runs lie, and the runs."""
         form, (start, stop) = self.objects.form, self.part
-        most = most_bytes(form) - form.page_bytes
+        most = max_sealed_bytes(form) - form.page_bytes
         heads = [memoryview(bytearray(most)) for _ in which]
-        wants = [Want(PREFIX + self.objects.keys[index], 0, most) for index in which]
+        wants = [ValueRange(PREFIX + self.objects.keys[index], 0, most) for index in which]
         lengths = self._get(link, wants, lambda number, length: (heads[number][:length],))
         outcomes: dict[int, Outcome] = {}
-        spans: list[tuple[int, memoryview, Want]] = []
+        spans: list[tuple[int, memoryview, ValueRange]] = []
         for number, index in enumerate(which):
             parsed = parse_head(heads[number][: max(0, lengths[number])])
             if lengths[number] < 0:
@@ -288,11 +288,11 @@ class _Read(Job):
                 outcomes[index] = Outcome.LAYOUT
             else:
                 low, high = parsed[0].span(start // form.run_bytes, stop // form.run_bytes)
-                if high - low > most_bytes(form):
+                if high - low > max_sealed_bytes(form):
                     outcomes[index] = Outcome.CORRUPT
                     continue
                 spans.append(
-                    (index, heads[number], Want(wants[number].key, parsed[1] + low, parsed[1] + high))
+                    (index, heads[number], ValueRange(wants[number].key, parsed[1] + low, parsed[1] + high))
                 )
         bodies = [memoryview(bytearray(want.stop - want.start)) for _, _, want in spans]
         got = self._get(link, [want for _, _, want in spans], lambda i, n: (bodies[i][:n],)) if spans else []
@@ -306,4 +306,4 @@ def _is_plain(head: memoryview) -> bool:
     parsed = parse_head(head)
     if isinstance(parsed, Outcome):
         return parsed != Outcome.SHORT
-    return parsed[0].stored is None
+    return parsed[0].stored_lengths is None

@@ -23,7 +23,7 @@ PAGE, RUN = 64 << 10, 8 << 10
 FORM = Form("bf16", "LKTHD", PAGE, RUN, layout="test")
 
 
-def name(number: int) -> bytes:
+def block_hash(number: int) -> bytes:
     return blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
 
 
@@ -35,7 +35,7 @@ def page(number: int, size: int = PAGE) -> npt.NDArray[np.uint8]:
 
 
 def objects(numbers: range | list[int], form: Form = FORM, group: int = 0) -> Objects:
-    return Objects([name(n) for n in numbers], group, form)
+    return Objects([block_hash(n) for n in numbers], group, form)
 
 
 def memory(pages: int, size: int = PAGE, shift: int = 0) -> Ranges:
@@ -57,7 +57,7 @@ def put(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
     return transfer
 
 
-def never_wrong(transfer: Transfer, numbers: range | list[int], got: Ranges, size: int = PAGE) -> int:
+def check_bytes(transfer: Transfer, numbers: range | list[int], got: Ranges, size: int = PAGE) -> int:
     """Every object that is OK has its own bytes; returns how many are."""
     for at, number, ok in zip(got.starts.tolist(), numbers, transfer.ok.tolist(), strict=True):
         if ok:
@@ -70,7 +70,7 @@ def get(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
     got = memory(len(numbers), form.page_bytes)
     transfer = tier.read(objects(numbers, form), got)
     assert transfer.wait(20)
-    never_wrong(transfer, numbers, got, form.page_bytes)
+    check_bytes(transfer, numbers, got, form.page_bytes)
     return transfer
 
 
@@ -127,7 +127,7 @@ class TierConformance:
         assert transfer.results.tolist() == [Outcome.MISSING, Outcome.OK, Outcome.MISSING, Outcome.OK]
         assert transfer.failed
         assert transfer.done
-        assert transfer.quiet
+        assert transfer.released
 
     def test_an_empty_batch_is_done_at_once(self, tier: Tier) -> None:
         nothing = Objects([], 0, FORM)
@@ -149,7 +149,7 @@ class TierConformance:
         got = memory(4, shift=5)
         transfer = tier.read(objects(numbers), got)
         assert transfer.wait(20)
-        assert never_wrong(transfer, numbers, got) == 4
+        assert check_bytes(transfer, numbers, got) == 4
 
     def test_runs_arrive_in_the_order_asked_for(self, tier: Tier) -> None:
         put(tier, range(3))
@@ -169,7 +169,7 @@ class TierConformance:
         got = Ranges(room.buffer, room.starts[::-1].copy())
         transfer = tier.read(objects(range(6)), got)
         assert transfer.wait(20)
-        assert never_wrong(transfer, range(6), got) == 6
+        assert check_bytes(transfer, range(6), got) == 6
 
     def test_the_same_object_twice_in_a_batch(self, tier: Tier) -> None:
         assert put(tier, [4, 4]).ok.all()
@@ -302,15 +302,15 @@ class TierConformance:
         transfer = faulty.read(objects(range(2)), got)
         assert not transfer.wait(0.05)
         deadline = time.monotonic() + 5
-        while transfer._inside == 0 and time.monotonic() < deadline:
+        while transfer._accesses == 0 and time.monotonic() < deadline:
             time.sleep(0.001)
         assert not transfer.cancel(), "the medium still has the memory"
         assert time.monotonic() - began < 5
         assert transfer.done
         assert (transfer.results == Outcome.LATE).all()
-        assert not transfer.quiet
+        assert not transfer.released
         faults.release()
-        assert transfer.wait_quiet(5)
+        assert transfer.wait_released(5)
         assert (transfer.results == Outcome.LATE).all(), "an outcome stays what it was"
         assert get(faulty, range(2)).ok.all()
         faulty.close()

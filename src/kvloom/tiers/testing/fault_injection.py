@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvloom.tiers.disk.files import Files
 from kvloom.tiers.tier import Objects, Ranges, Tier
-from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
+from kvloom.tiers.transfer import Outcome, TransferCounts, TierStats, Transfer, failed_transfer
 from kvloom.tiers.workers import Workers
 
 __all__ = ["Faults", "FaultyFiles", "FaultyTier"]
@@ -60,7 +60,7 @@ class Faults:
         if self.hung:
             self._released.wait()
 
-    def pace(self, size: int) -> None:
+    def throttle(self, size: int) -> None:
         """Wait as long as a medium of `rate` needs for so many bytes, behind those that were asked for before."""
         if not self.rate:
             return
@@ -76,7 +76,7 @@ class FaultyTier(Tier):
 
     def __init__(self, inner: Tier, faults: Faults) -> None:
         self.inner, self.faults = inner, faults
-        self._tally = Tally()
+        self._tally = TransferCounts()
         self._workers: Workers[Callable[[], None]] = Workers(4, "kvloom-faulty", lambda: lambda job: job())
 
     @property
@@ -113,20 +113,20 @@ class FaultyTier(Tier):
         transfer = Transfer(len(objects), self._tally, verb, objects.form.page_bytes)
 
         def job() -> None:
-            if not transfer.enter():
+            if not transfer.begin_access():
                 return
             try:
                 self.faults.delay()
                 if verb == "read":
-                    self.faults.pace(len(objects) * objects.form.page_bytes)
+                    self.faults.throttle(len(objects) * objects.form.page_bytes)
                 inner = start()
-                inner.wait_quiet(60)
+                inner.wait_released(60)
                 for outcome in np.unique(inner.results).tolist():
                     transfer.settle(np.flatnonzero(inner.results == outcome), Outcome(outcome), inner.reason)
             except Exception as error:  # noqa: BLE001
-                transfer.settle_rest(Outcome.FAILED, str(error))
+                transfer.settle_pending(Outcome.FAILED, str(error))
             finally:
-                transfer.leave()
+                transfer.end_access()
 
         self._workers.submit(job)
         return transfer

@@ -14,37 +14,37 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["Breaker", "BreakerConfig", "Faults"]
+__all__ = ["CircuitBreaker", "CircuitBreakerConfig", "FaultLog"]
 
 log = logging.getLogger("kvloom.tiers")
 
 
 @dataclass(frozen=True, slots=True)
-class BreakerConfig:
+class CircuitBreakerConfig:
     """Opens after `failures` in a row, for `first` seconds; each try that fails doubles that, up to `most`. A try whose
     end nobody hears of within `try_seconds` has failed."""
 
-    failures: int = 3
-    first: float = 0.5
-    most: float = 30.0
-    try_seconds: float = 5.0
+    max_failures: int = 3
+    first_pause: float = 0.5
+    max_pause: float = 30.0
+    probe_seconds: float = 5.0
 
 
-class Breaker:
+class CircuitBreaker:
     """See the module."""
 
-    def __init__(self, config: BreakerConfig) -> None:
+    def __init__(self, config: CircuitBreakerConfig) -> None:
         self._config = config
         self._lock = threading.Lock()
         self._in_a_row = 0
         self._until: float | None = None  # while open: when it may be tried
         self._tried: float | None = None  # since when a try is under way
-        self._pause = config.first
-        self.opened = 0
+        self._pause = config.first_pause
+        self.times_opened = 0
         """How often it opened, or stayed open after a try."""
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self._until is None
 
     @property
@@ -53,12 +53,12 @@ class Breaker:
         with self._lock:
             return "closed" if self._until is None else "open" if self._tried is None else "half-open"
 
-    def allows(self, now: float) -> bool:
+    def allow_request(self, now: float) -> bool:
         """Whether to ask the tier now. Where that is the one try, the next answer is no until its end is told."""
         with self._lock:
             if self._until is None:
                 return True
-            if self._tried is not None and now - self._tried < self._config.try_seconds:
+            if self._tried is not None and now - self._tried < self._config.probe_seconds:
                 return False
             if self._tried is not None:
                 self._stay_open(now)
@@ -68,35 +68,35 @@ class Breaker:
             self._tried = now
             return True
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         with self._lock:
             self._in_a_row, self._until, self._tried = 0, None, None
-            self._pause = self._config.first
+            self._pause = self._config.first_pause
 
-    def undecided(self) -> None:
+    def record_inconclusive(self) -> None:
         """The one try told nothing: another may follow at once."""
         with self._lock:
             self._tried = None
 
-    def failed(self, now: float) -> None:
+    def record_failure(self, now: float) -> None:
         with self._lock:
             self._in_a_row += 1
             if self._tried is not None:
                 self._stay_open(now)
-            elif self._until is None and self._in_a_row >= self._config.failures:
+            elif self._until is None and self._in_a_row >= self._config.max_failures:
                 self._until = now + self._pause
-                self.opened += 1
+                self.times_opened += 1
 
     def _stay_open(self, now: float) -> None:
-        self._pause = min(2 * self._pause, self._config.most)
+        self._pause = min(2 * self._pause, self._config.max_pause)
         self._until, self._tried = now + self._pause, None
-        self.opened += 1
+        self.times_opened += 1
 
 
-class Faults:
+class FaultLog:
     """Counts faults by (tier, what, outcome); of a burst the first is logged, the rest are counted."""
 
-    QUIET = 30.0
+    BURST_GAP = 30.0
     """Seconds without a fault after which the next begins a burst."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Faults:
     def add(self, tier: str, verb: str, outcome: str, count: int, reason: str, now: float) -> None:
         with self._lock:
             self.counts[tier, verb, outcome] += count
-            burst = now - self._last.get(tier, -self.QUIET) < self.QUIET
+            burst = now - self._last.get(tier, -self.BURST_GAP) < self.BURST_GAP
             self._last[tier] = now
             before = self._untold.pop(tier, 0) if not burst else 0
             if burst:

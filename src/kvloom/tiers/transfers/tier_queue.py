@@ -27,11 +27,11 @@ from kvloom.tiers.host.host_tier import HostTier
 from kvloom.tiers.tier import Objects, Ranges, Tier
 from kvloom.tiers.transfer import Outcome, TierStats
 
-from .circuit_breaker import Breaker, BreakerConfig, Faults
-from .queue_items import Load, Lookup, Piece
-from .throughput import Rate
+from .circuit_breaker import CircuitBreaker, CircuitBreakerConfig, FaultLog
+from .queue_items import QueuedLoad, QueuedLookup, TransferBatch
+from .throughput import Throughput
 
-__all__ = ["Lane", "LaneConfig"]
+__all__ = ["TierQueue", "TierQueueConfig"]
 
 Mask = npt.NDArray[np.bool_]
 _HARMLESS = (Outcome.OK, Outcome.MISSING, Outcome.BUSY, Outcome.FULL)
@@ -42,42 +42,42 @@ class _Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneConfig:
+class TierQueueConfig:
     """`budget` bytes may be under way at once; one piece has `piece` bytes at most. A store may take `store_seconds`, and
     `queued` bytes of them may wait: beyond that the oldest are given up."""
 
-    budget: int = 256 << 20
-    piece: int = 16 << 20
-    queued: int = 4 << 30
+    max_inflight_bytes: int = 256 << 20
+    batch_bytes: int = 16 << 20
+    max_queued_bytes: int = 4 << 30
     store_seconds: float = 30.0
-    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    breaker: CircuitBreakerConfig = field(default_factory=CircuitBreakerConfig)
 
 
-class Lane:
+class TierQueue:
     """One tier below host memory. `changed` is called, from any thread, when something was done."""
 
     def __init__(
-        self, tier: Tier, host: HostTier, faults: Faults, config: LaneConfig, changed: Callable[[], None]
+        self, tier: Tier, host: HostTier, faults: FaultLog, config: TierQueueConfig, changed: Callable[[], None]
     ) -> None:
         self.tier, self.host, self.config = tier, host, config
-        self.breaker = Breaker(config.breaker)
+        self.breaker = CircuitBreaker(config.breaker)
         self._faults, self._told = faults, changed
         self._cond = threading.Condition()
         self._stats, self._asked = tier.stats(), False
-        self._lookups: deque[Lookup] = deque()
-        self._loads: list[tuple[float, int, Piece]] = []
-        self._stores: deque[Piece] = deque()
-        self._under_way: list[Piece] = []
-        self._given_up: list[Piece] = []  # late, but the tier still has their places
+        self._lookups: deque[QueuedLookup] = deque()
+        self._loads: list[tuple[float, int, TransferBatch]] = []
+        self._stores: deque[TransferBatch] = deque()
+        self._under_way: list[TransferBatch] = []
+        self._given_up: list[TransferBatch] = []  # late, but the tier still has their places
         self._bytes = {"load": 0, "store": 0}  # under way
         self._queued = {"load": 0, "store": 0}
         self._numbers = count()
         self._busy_since: float | None = None  # the thread is inside a call of the tier
         self._closed = False
-        self.overrun = 0
+        self.skipped_stores = 0
         """Objects that were not stored: too many waited, or they had left host memory by then."""
-        self.latency = 0.001
-        self.rate = Rate()
+        self.lookup_latency = 0.001
+        self.throughput = Throughput()
         """Of loads."""
         self._thread = threading.Thread(target=self._run, name=f"kvloom-lane-{tier.name}", daemon=True)
         self._thread.start()
@@ -85,10 +85,10 @@ class Lane:
     # -- the caller's side ----------------------------------------------------------------------
 
     @property
-    def stuck(self) -> bool:
+    def is_stuck(self) -> bool:
         """Whether the tier has kept its thread for longer than anyone would wait."""
         since = self._busy_since
-        return since is not None and time.monotonic() - since > self.config.breaker.try_seconds
+        return since is not None and time.monotonic() - since > self.config.breaker.probe_seconds
 
     def stats(self) -> TierStats:
         """What the tier told of itself last. It is asked anew in this lane's thread: one that hangs holds up nobody else."""
@@ -97,68 +97,68 @@ class Lane:
             self._cond.notify()
             return self._stats
 
-    def look_up(self, lookup: Lookup) -> bool:
+    def queue_lookup(self, lookup: QueuedLookup) -> bool:
         """Queue a lookup; False where the tier is left alone now."""
         with self._cond:
-            if self._closed or self.stuck or not self.breaker.allows(time.monotonic()):
+            if self._closed or self.is_stuck or not self.breaker.allow_request(time.monotonic()):
                 lookup.done = True
                 return False
             self._lookups.append(lookup)
             self._cond.notify()
         return True
 
-    def load(self, load: Load) -> None:
+    def queue_load(self, load: QueuedLoad) -> None:
         """Queue a load, in pieces, nearest deadline first."""
         size = load.objects.form.page_bytes
-        each = max(1, self.config.piece // size)
+        each = max(1, self.config.batch_bytes // size)
         with self._cond:
             for first in range(0, len(load.objects), each):
                 at = np.arange(first, min(first + each, len(load.objects)))
                 part = _part(load.objects, at)
-                piece = Piece(part, len(at) * size, load, at)
+                piece = TransferBatch(part, len(at) * size, load, at)
                 heapq.heappush(self._loads, (load.deadline, next(self._numbers), piece))
                 self._queued["load"] += piece.size
             self._cond.notify()
 
-    def store(self, objects: Objects) -> None:
+    def queue_store(self, objects: Objects) -> None:
         """Queue a store of what is in host memory. Never waits: where too much is queued the oldest is given up."""
         size = objects.form.page_bytes
-        each = max(1, self.config.piece // size)
+        each = max(1, self.config.batch_bytes // size)
         with self._cond:
             if self._closed:
                 return
             for first in range(0, len(objects), each):
                 part = _part(objects, np.arange(first, min(first + each, len(objects))))
-                self._stores.append(Piece(part, len(part) * size, None))
+                self._stores.append(TransferBatch(part, len(part) * size, None))
                 self._queued["store"] += len(part) * size
-            while self._queued["store"] > self.config.queued and len(self._stores) > 1:
+            while self._queued["store"] > self.config.max_queued_bytes and len(self._stores) > 1:
                 old = self._stores.popleft()
                 self._queued["store"] -= old.size
-                self.overrun += len(old.objects)
+                self.skipped_stores += len(old.objects)
             self._cond.notify()
 
-    def give_up(self, load: Load) -> None:
+    def cancel_load(self, load: QueuedLoad) -> None:
         """Nobody waits for a load any more."""
         with self._cond:
-            load.given_up = True
+            load.is_cancelled = True
             self._cond.notify()
 
-    def ahead(self, deadline: float) -> int:
+    def bytes_ahead(self, deadline: float) -> int:
         """Bytes of loads that come before what is asked for now with that deadline, or together with it."""
         with self._cond:
-            queued = sum(piece.size for ends, _, piece in self._loads if ends <= deadline and not piece.idle)
+            queued = sum(piece.size for ends, _, piece in self._loads if ends <= deadline and not piece.is_cancelled)
             return self._bytes["load"] + queued
 
     @property
-    def waiting_stores(self) -> int:
+    def pending_store_bytes(self) -> int:
         """Bytes that are to be stored or are being stored."""
         return self._queued["store"] + self._bytes["store"]
 
-    def failed_to_answer(self, verb: str) -> None:
+    def record_timeout(self, verb: str) -> None:
         """The caller waited for a lookup in vain."""
         now = time.monotonic()
         self._faults.add(self.tier.name, verb, "late", 1, "no answer in time", now)
-        self.breaker.failed(now)
+        self.breaker.record_failure(now)
 
     def close(self, timeout: float) -> None:
         """Store what is queued, as far as `timeout` allows, and end. The tier is closed by its owner."""
@@ -168,7 +168,7 @@ class Lane:
             self._closed = True
             for _, _, piece in self._loads:
                 assert piece.load is not None
-                piece.load.given_up = True
+                piece.load.is_cancelled = True
             self._cond.notify()
         self._thread.join(max(0.05, deadline - time.monotonic()))
 
@@ -191,25 +191,25 @@ class Lane:
                 if isinstance(job, _Ask):
                     with suppress(Exception):  # it told something before
                         self._stats = self.tier.stats()
-                elif isinstance(job, Lookup):
+                elif isinstance(job, QueuedLookup):
                     self._answer(job)
                 else:
                     self._start(job)
             finally:
                 self._busy_since = None
 
-    def _next(self) -> Lookup | Piece | _Ask | None:
+    def _next(self) -> QueuedLookup | TransferBatch | _Ask | None:
         """What to do next, within the budget: a store only where no load waits."""
         if self._lookups:
             return self._lookups.popleft()
         while self._loads:
             piece = self._loads[0][2]
             assert piece.load is not None
-            if not piece.load.given_up and self._bytes["load"] and not self._fits(piece, self.config.budget):
+            if not piece.load.is_cancelled and self._bytes["load"] and not self._fits(piece, self.config.max_inflight_bytes):
                 return None
             heapq.heappop(self._loads)
             self._queued["load"] -= piece.size
-            if not piece.load.given_up:
+            if not piece.load.is_cancelled:
                 self._bytes["load"] += piece.size
                 return piece
         if self._asked and not self._closed:
@@ -217,14 +217,14 @@ class Lane:
             return _Ask()
         if self._stores and not self._closed:
             piece = self._stores[0]
-            if not self._bytes["store"] or self._fits(piece, self.config.budget // 4):
+            if not self._bytes["store"] or self._fits(piece, self.config.max_inflight_bytes // 4):
                 self._stores.popleft()
                 self._queued["store"] -= piece.size
                 self._bytes["store"] += piece.size
                 return piece
         return None
 
-    def _fits(self, piece: Piece, budget: int) -> bool:
+    def _fits(self, piece: TransferBatch, budget: int) -> bool:
         return sum(self._bytes.values()) + piece.size <= budget
 
     def _patience(self) -> float | None:
@@ -234,10 +234,10 @@ class Lane:
         ends = [self._end_of(piece) for piece in self._under_way]
         return max(0.001, min(ends) - time.monotonic()) if ends else None
 
-    def _end_of(self, piece: Piece) -> float:
-        return piece.began + self.config.store_seconds if piece.load is None else piece.load.deadline
+    def _end_of(self, piece: TransferBatch) -> float:
+        return piece.started_at + self.config.store_seconds if piece.load is None else piece.load.deadline
 
-    def _answer(self, lookup: Lookup) -> None:
+    def _answer(self, lookup: QueuedLookup) -> None:
         began = time.monotonic()
         try:
             found = [np.asarray(self.tier.lookup(objects), bool) for objects in lookup.objects]
@@ -246,47 +246,47 @@ class Lane:
         else:
             lookup.found = found
             if not any(here.any() for here in found):
-                self.breaker.undecided()
-            self.latency += 0.2 * (time.monotonic() - began - self.latency)
+                self.breaker.record_inconclusive()
+            self.lookup_latency += 0.2 * (time.monotonic() - began - self.lookup_latency)
         lookup.done = True
         self._told()
 
-    def _start(self, piece: Piece) -> None:
+    def _start(self, piece: TransferBatch) -> None:
         """Give a piece to the tier."""
-        piece.began = time.monotonic()
+        piece.started_at = time.monotonic()
         store = piece.load is None
-        if store and not self.breaker.allows(piece.began):
+        if store and not self.breaker.allow_request(piece.started_at):
             self._over(piece, np.zeros(len(piece.objects), bool))
-            self.overrun += len(piece.objects)
+            self.skipped_stores += len(piece.objects)
             return
         try:
-            lease = self.host.hold(piece.objects) if store else self.host.reserve(piece.objects)
+            lease = self.host.acquire(piece.objects) if store else self.host.reserve(piece.objects)
         except ValueError as error:  # a page that host memory cannot take
-            self._faults.add("host", "reserve", "failed", len(piece.objects), str(error), piece.began)
+            self._faults.add("host", "reserve", "failed", len(piece.objects), str(error), piece.started_at)
             self._over(piece, np.zeros(len(piece.objects), bool))
             return
         wanted = Outcome.OK if store else Outcome.PENDING
-        piece.lease, piece.index = lease, np.flatnonzero(lease.results == wanted)
+        piece.lease, piece.requested = lease, np.flatnonzero(lease.results == wanted)
         if store:
-            self.overrun += len(piece.objects) - len(piece.index)
-        if not len(piece.index):
+            self.skipped_stores += len(piece.objects) - len(piece.requested)
+        if not len(piece.requested):
             if store:
-                self.breaker.undecided()
+                self.breaker.record_inconclusive()
             lease.release(False)
             self._over(piece, lease.results == Outcome.OK)
             return
-        asked = piece.objects if len(piece.index) == len(piece.objects) else _part(piece.objects, piece.index)
-        ranges = Ranges(self.host.arena, lease.offsets[piece.index])
+        asked = piece.objects if len(piece.requested) == len(piece.objects) else _part(piece.objects, piece.requested)
+        ranges = Ranges(self.host.arena, lease.offsets[piece.requested])
         try:
             transfer = self.tier.write(asked, ranges) if store else self.tier.read(asked, ranges)
         except Exception as error:  # noqa: BLE001  as above
             self._fault("write" if store else "read", "failed", len(asked), str(error))
-            self._finish(piece, np.zeros(len(piece.index), bool))
+            self._finish(piece, np.zeros(len(piece.requested), bool))
             return
         piece.transfer = transfer
         with self._cond:
             self._under_way.append(piece)
-        transfer.when_quiet(self._wake)
+        transfer.on_released(self._wake)
 
     def _wake(self) -> None:
         with self._cond:
@@ -294,10 +294,10 @@ class Lane:
 
     def _sweep(self, now: float) -> None:
         """Take in what is done, give up what is late. Under the lock."""
-        for piece in [p for p in self._under_way if p.transfer is not None and p.transfer.quiet]:
+        for piece in [p for p in self._under_way if p.transfer is not None and p.transfer.released]:
             self._under_way.remove(piece)
             self._settle(piece, now)
-        for piece in [p for p in self._under_way if now >= self._end_of(p) or (p.load and p.load.given_up)]:
+        for piece in [p for p in self._under_way if now >= self._end_of(p) or (p.load and p.load.is_cancelled)]:
             assert piece.transfer is not None
             self._under_way.remove(piece)
             if piece.transfer.cancel():
@@ -308,15 +308,15 @@ class Lane:
             self._given_up.append(piece)
             if piece.load is not None:
                 self._count(piece, np.zeros(len(piece.objects), bool))
-        for piece in [p for p in self._given_up if p.transfer is not None and p.transfer.quiet]:
+        for piece in [p for p in self._given_up if p.transfer is not None and p.transfer.released]:
             self._given_up.remove(piece)
             assert piece.lease is not None and piece.transfer is not None
             if piece.load is not None and piece.transfer.ok.any():
-                self.rate.saw(piece.size, piece.began, now)
+                self.throughput.record(piece.size, piece.started_at, now)
             piece.lease.release(False)
             self._free(piece)
 
-    def _settle(self, piece: Piece, now: float) -> None:
+    def _settle(self, piece: TransferBatch, now: float) -> None:
         transfer = piece.transfer
         assert transfer is not None
         results = transfer.results
@@ -325,7 +325,7 @@ class Lane:
             amount = int((results == outcome).sum())
             name = Outcome(outcome).name.lower()
             if outcome == Outcome.LATE and piece.load is not None:
-                if not piece.load.given_up:  # else it was not the tier that gave up
+                if not piece.load.is_cancelled:  # else it was not the tier that gave up
                     self._late(piece, amount, now)
             elif outcome in _HARMLESS:
                 self._faults.add(self.tier.name, verb, name, amount, transfer.reason, now)
@@ -333,43 +333,43 @@ class Lane:
                 self._fault(verb, name, amount, transfer.reason)
         ok = transfer.ok
         if ok.any():
-            self.breaker.succeeded()
+            self.breaker.record_success()
             if piece.load is not None:
-                self.rate.saw(piece.size, piece.began, now)
+                self.throughput.record(piece.size, piece.started_at, now)
         elif np.isin(results, _HARMLESS).all():
-            self.breaker.undecided()
+            self.breaker.record_inconclusive()
         self._finish(piece, ok)
 
-    def _finish(self, piece: Piece, ok: Mask) -> None:
+    def _finish(self, piece: TransferBatch, ok: Mask) -> None:
         """The tier is done with a piece: its places go back, and who asked hears of it."""
-        assert piece.lease is not None and piece.index is not None
+        assert piece.lease is not None and piece.requested is not None
         came = piece.lease.results == Outcome.OK
-        came[piece.index] = ok
+        came[piece.requested] = ok
         written = np.zeros(len(piece.objects), bool)
-        written[piece.index] = ok
+        written[piece.requested] = ok
         piece.lease.release(True if piece.load is None else written)
         self._over(piece, came)
 
-    def _over(self, piece: Piece, came: Mask) -> None:
+    def _over(self, piece: TransferBatch, came: Mask) -> None:
         with self._cond:
             self._count(piece, came)
             self._free(piece)
 
-    def _free(self, piece: Piece) -> None:
+    def _free(self, piece: TransferBatch) -> None:
         self._bytes["store" if piece.load is None else "load"] -= piece.size
         self._cond.notify_all()
 
-    def _count(self, piece: Piece, came: Mask) -> None:
+    def _count(self, piece: TransferBatch, came: Mask) -> None:
         if piece.load is not None:
-            assert piece.at is not None
-            piece.load.came[piece.at] = came
-            piece.load.left -= len(piece.at)
+            assert piece.positions is not None
+            piece.load.loaded[piece.positions] = came
+            piece.load.remaining -= len(piece.positions)
         self._told()
 
-    def _late(self, piece: Piece, amount: int, now: float) -> None:
+    def _late(self, piece: TransferBatch, amount: int, now: float) -> None:
         """A piece did not come in time: the tier hangs, unless it did others since this one was asked for."""
         verb = "write" if piece.load is None else "read"
-        if self.rate.last > piece.began:
+        if self.throughput.last_end > piece.started_at:
             self._faults.add(self.tier.name, verb, "late", amount, "it is slow", now)
         else:
             self._fault(verb, "late", amount, "it hangs")
@@ -377,8 +377,8 @@ class Lane:
     def _fault(self, verb: str, outcome: str, amount: int, reason: str) -> None:
         now = time.monotonic()
         self._faults.add(self.tier.name, verb, outcome, amount, reason, now)
-        self.breaker.failed(now)
+        self.breaker.record_failure(now)
 
 
 def _part(objects: Objects, at: npt.NDArray[np.int64]) -> Objects:
-    return Objects([objects.names[i] for i in at.tolist()], objects.group, objects.form, objects.tenant)
+    return Objects([objects.block_hashes[i] for i in at.tolist()], objects.group, objects.form, objects.tenant)

@@ -20,49 +20,49 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.tiers.host.host_tier import HostTier
-from kvloom.tiers.registry import Place
+from kvloom.tiers.registry import OpenTier
 from kvloom.tiers.tier import Objects
 
-from .circuit_breaker import Faults
-from .queue_items import Load, Lookup
-from .tier_queue import Lane, LaneConfig
+from .circuit_breaker import FaultLog
+from .queue_items import QueuedLoad, QueuedLookup
+from .tier_queue import TierQueue, TierQueueConfig
 
-__all__ = ["Fetch", "Finding", "Mover", "MoverConfig"]
+__all__ = ["FetchJob", "TierLookup", "TransferManager", "TransferConfig"]
 
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class MoverConfig:
+class TransferConfig:
     """A lookup may take `lookup_seconds`. Tiers that are written "back" get what is oldest in host memory when that is
     fuller than `full`."""
 
     lookup_seconds: float = 0.25
-    full: float = 0.85
-    lane: LaneConfig = field(default_factory=LaneConfig)
+    write_back_threshold: float = 0.85
+    queue: TierQueueConfig = field(default_factory=TierQueueConfig)
 
 
-class Finding:
+class TierLookup:
     """Where many objects are; `found` (here or below) once `done`."""
 
-    def __init__(self, mover: Mover, objects: Sequence[Objects]) -> None:
+    def __init__(self, mover: TransferManager, objects: Sequence[Objects]) -> None:
         self.objects = list(objects)
-        self.here: list[Mask] = [mover.host.lookup(o) for o in self.objects]
-        self.found: list[Mask] = [mask.copy() for mask in self.here]
-        self.below: dict[bytes, int] = {}
+        self.in_host: list[Mask] = [mover.host.lookup(o) for o in self.objects]
+        self.found: list[Mask] = [mask.copy() for mask in self.in_host]
+        self.queue_of: dict[bytes, int] = {}
         """key → which lane has it, of those that are not in host memory."""
         self._mover = mover
         self._deadline = time.monotonic() + mover.config.lookup_seconds
-        self._asked: list[tuple[int, list[npt.NDArray[np.int64]], Lookup]] = []
-        missing = [np.flatnonzero(~mask) for mask in self.here]
+        self._asked: list[tuple[int, list[npt.NDArray[np.int64]], QueuedLookup]] = []
+        missing = [np.flatnonzero(~mask) for mask in self.in_host]
         if any(at.size for at in missing):
             some = [
-                Objects([o.names[i] for i in at.tolist()], o.group, o.form, o.tenant)
+                Objects([o.block_hashes[i] for i in at.tolist()], o.group, o.form, o.tenant)
                 for o, at in zip(self.objects, missing, strict=True)
             ]
-            for number, lane in enumerate(mover.lanes):
-                lookup = Lookup(some)
-                if lane.look_up(lookup):
+            for number, lane in enumerate(mover.queues):
+                lookup = QueuedLookup(some)
+                if lane.queue_lookup(lookup):
                     self._asked.append((number, missing, lookup))
 
     @property
@@ -75,26 +75,26 @@ class Finding:
             return False
         for number, missing, lookup in self._asked:
             if not lookup.done:
-                self._mover.lanes[number].failed_to_answer("lookup")
+                self._mover.queues[number].record_timeout("lookup")
                 continue
             for place, (at, objects, here) in enumerate(
                 zip(missing, lookup.objects, lookup.found, strict=True)
             ):
                 for i in np.flatnonzero(here).tolist():
-                    self.below.setdefault(objects.keys[i], number)
+                    self.queue_of.setdefault(objects.keys[i], number)
                 self.found[place][at] |= here
         self._asked = []
         return True
 
 
-class Fetch:
+class FetchJob:
     """Objects on their way into host memory. `came[i]`: is each of `objects[i]` there now? Valid when `done`."""
 
     def __init__(
-        self, mover: Mover, objects: Sequence[Objects], below: dict[bytes, int], deadline: float
+        self, mover: TransferManager, objects: Sequence[Objects], below: dict[bytes, int], deadline: float
     ) -> None:
         self.deadline = deadline
-        self._loads: list[tuple[Lane, Load]] = []
+        self._loads: list[tuple[TierQueue, QueuedLoad]] = []
         self.bytes = 0
         for one in objects:
             by_lane: dict[int, list[int]] = {}
@@ -102,11 +102,11 @@ class Fetch:
                 if key in below:
                     by_lane.setdefault(below[key], []).append(i)
             for number, at in by_lane.items():
-                part = Objects([one.names[i] for i in at], one.group, one.form, one.tenant)
+                part = Objects([one.block_hashes[i] for i in at], one.group, one.form, one.tenant)
                 self.bytes += len(part) * one.form.page_bytes
-                self._loads.append((mover.lanes[number], Load(part, deadline)))
+                self._loads.append((mover.queues[number], QueuedLoad(part, deadline)))
         for lane, load in self._loads:
-            lane.load(load)
+            lane.queue_load(load)
 
     @property
     def done(self) -> bool:
@@ -119,51 +119,51 @@ class Fetch:
         return True
 
     @property
-    def came(self) -> int:
+    def loaded(self) -> int:
         """Objects that came."""
-        return sum(int(load.came.sum()) for _, load in self._loads)
+        return sum(int(load.loaded.sum()) for _, load in self._loads)
 
     @property
-    def asked(self) -> int:
+    def requested(self) -> int:
         return sum(len(load.objects) for _, load in self._loads)
 
     def cancel(self) -> None:
         """Nobody waits for it any more. What has come stays in host memory."""
         for lane, load in self._loads:
             if not load.done:
-                lane.give_up(load)
+                lane.cancel_load(load)
 
 
-class Mover:
+class TransferManager:
     """`host` is where everything passes; `places` the tiers below it, nearest first. One thread calls; lanes have their own."""
 
-    def __init__(self, host: HostTier, places: Sequence[Place], config: MoverConfig | None = None) -> None:
-        self.host, self.places, self.config = host, tuple(places), config or MoverConfig()
-        self.faults = Faults()
+    def __init__(self, host: HostTier, places: Sequence[OpenTier], config: TransferConfig | None = None) -> None:
+        self.host, self.tiers, self.config = host, tuple(places), config or TransferConfig()
+        self.fault_log = FaultLog()
         self._changed = threading.Event()
-        self.lanes = [
-            Lane(place.tier, host, self.faults, self.config.lane, self._changed.set) for place in self.places
+        self.queues = [
+            TierQueue(place.tier, host, self.fault_log, self.config.queue, self._changed.set) for place in self.tiers
         ]
-        self._dirty: list[OrderedDict[bytes, Objects]] = [OrderedDict() for _ in self.places]
+        self._dirty: list[OrderedDict[bytes, Objects]] = [OrderedDict() for _ in self.tiers]
         self._looked = 0.0
 
-    def find(self, objects: Sequence[Objects]) -> Finding:
+    def lookup(self, objects: Sequence[Objects]) -> TierLookup:
         """Look many objects up, in host memory at once and below it by and by."""
-        return Finding(self, objects)
+        return TierLookup(self, objects)
 
-    def fetch(self, objects: Sequence[Objects], below: dict[bytes, int], deadline: float) -> Fetch:
+    def fetch(self, objects: Sequence[Objects], below: dict[bytes, int], deadline: float) -> FetchJob:
         """Bring objects into host memory from the lanes that `below` (of a Finding) names, until `deadline`."""
-        return Fetch(self, objects, below, deadline)
+        return FetchJob(self, objects, below, deadline)
 
-    def kept(self, objects: Objects, used: bool) -> None:
+    def write_to_tiers(self, objects: Objects, used: bool) -> None:
         """Objects came into host memory from above, `used` before or not: whoever below wants them gets them."""
-        for place, lane, dirty in zip(self.places, self.lanes, self._dirty, strict=True):
-            if place.lossy and objects.form.exact:
+        for place, lane, dirty in zip(self.tiers, self.queues, self._dirty, strict=True):
+            if place.is_lossy and objects.form.exact:
                 continue  # nobody who wants them exact would find them there
-            if place.write == "through" or (place.write == "second-use" and used):
-                lane.store(objects)
-            elif place.write == "back":
-                for name, key in zip(objects.names, objects.keys, strict=True):
+            if place.write_policy == "through" or (place.write_policy == "second-use" and used):
+                lane.queue_store(objects)
+            elif place.write_policy == "back":
+                for name, key in zip(objects.block_hashes, objects.keys, strict=True):
                     if key not in dirty:
                         dirty[key] = Objects([name], objects.group, objects.form, objects.tenant)
         self._write_back(time.monotonic())
@@ -174,12 +174,12 @@ class Mover:
             return
         self._looked = now
         stats = self.host.stats()
-        over = stats.bytes - self.config.full * stats.capacity
-        for lane, dirty in zip(self.lanes, self._dirty, strict=True):
-            left = over - lane.waiting_stores
+        over = stats.bytes - self.config.write_back_threshold * stats.capacity
+        for lane, dirty in zip(self.queues, self._dirty, strict=True):
+            left = over - lane.pending_store_bytes
             while left > 0 and dirty:
                 _, objects = dirty.popitem(last=False)
-                lane.store(objects)
+                lane.queue_store(objects)
                 left -= objects.form.page_bytes
 
     def wait(self, timeout: float) -> None:
@@ -189,13 +189,13 @@ class Mover:
 
     def close(self, timeout: float = 10.0) -> None:
         """Store what is still to be stored, within `timeout`, and close every tier."""
-        for lane, dirty in zip(self.lanes, self._dirty, strict=True):
+        for lane, dirty in zip(self.queues, self._dirty, strict=True):
             for objects in dirty.values():
-                lane.store(objects)
+                lane.queue_store(objects)
             dirty.clear()
         deadline = time.monotonic() + timeout
-        for lane in self.lanes:
+        for lane in self.queues:
             lane.close(max(0.1, deadline - time.monotonic()))
-        for place in self.places:
+        for place in self.tiers:
             place.tier.close()
         self.host.close()

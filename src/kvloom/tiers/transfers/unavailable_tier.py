@@ -13,22 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.tiers.tier import Objects, Ranges, Tier
-from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
+from kvloom.tiers.transfer import Outcome, TransferCounts, TierStats, Transfer, failed_transfer
 
-__all__ = ["AwayTier"]
+__all__ = ["UnavailableTier"]
 
 log = logging.getLogger("kvloom.tiers")
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
 """Seconds before it is tried again: each time in vain doubles them."""
 
 
-class AwayTier(Tier):
+class UnavailableTier(Tier):
     """`opened` opens it, or raises a TierError; `why` is what it said the first time."""
 
     def __init__(self, name: str, opened: Callable[[], Tier], why: str) -> None:
         self._name, self._opened, self._why = name, opened, why
         self._inner: Tier | None = None
-        self._tally = Tally()
+        self._tally = TransferCounts()
         self._lock, self._ended = threading.Lock(), threading.Event()
         threading.Thread(target=self._try, name=f"kvloom-away-{name}", daemon=True).start()
 
@@ -79,4 +79,4 @@ class AwayTier(Tier):
                         return
                 tier.close()
                 return
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE)
