@@ -19,13 +19,14 @@ from kvloom.engine.offload import manager as lower_module
 from kvloom.engine.offload.host_pages import HostPages
 from kvloom.engine.offload.manager import OffloadConfig, OffloadManager
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.tiers import DiskConfig, DiskTier, Objects
-from kvloom.tiers.registry import OpenTier
-from kvloom.tiers.testing.fault_injection import Faults, FaultyTier
-from kvloom.tiers.transfers import unavailable_tier as away
-from kvloom.tiers.transfers.circuit_breaker import CircuitBreakerConfig
-from kvloom.tiers.transfers.tier_queue import TierQueueConfig
-from kvloom.tiers.transfers.transfer_manager import TransferConfig
+from kvloom.tiers import DiskConfig, DiskTier, Objects, OpenTier
+from kvloom.tiers.testing import Faults, FaultyTier
+from kvloom.tiers.transfers import (
+    CircuitBreakerConfig,
+    TierQueueConfig,
+    TransferConfig,
+    unavailable_tier as away,
+)
 from tests.models.zoo import expected, tiny
 
 POOL = 1 << 22
@@ -36,7 +37,10 @@ QUICK = OffloadConfig(
     load="always",
     seconds=(0.2, 0.2),
     transfers=TransferConfig(
-        lookup_seconds=0.2, queue=TierQueueConfig(breaker=CircuitBreakerConfig(first_pause=0.05, max_pause=0.1, probe_seconds=0.3))
+        lookup_seconds=0.2,
+        queue=TierQueueConfig(
+            breaker=CircuitBreakerConfig(first_pause=0.05, max_pause=0.1, probe_seconds=0.3)
+        ),
     ),
 )
 
@@ -257,7 +261,10 @@ def go_wrong(wrong: str, faults: Faults, tier: FaultyTier, path: Path) -> None:
 def stored(engine: Engine) -> None:
     """Wait until nothing is to be stored any more."""
     ends = time.monotonic() + 5
-    while any(lane.pending_store_bytes for lane in lower_of(engine).transfers.queues) and time.monotonic() < ends:
+    while (
+        any(lane.pending_store_bytes for lane in lower_of(engine).transfers.queues)
+        and time.monotonic() < ends
+    ):
         time.sleep(0.01)
 
 
@@ -270,7 +277,9 @@ def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
     wanted = expected(tiny(family), prompts, 8)
     turns = [[*tokens, 5, 6, 7] for tokens in wanted]
     again = expected(tiny(family), turns, 8)
-    engine = Engine(tiny(family), POOL, tiers=[OpenTier(DiskTier(DiskConfig(tmp_path, 64 << 20)))], lower=QUICK)
+    engine = Engine(
+        tiny(family), POOL, tiers=[OpenTier(DiskTier(DiskConfig(tmp_path, 64 << 20)))], lower=QUICK
+    )
     served(engine, prompts)
     closed(engine)
 

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 from kvloom.engine.engine import Engine
 from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import SamplingParams
-from kvloom.tiers.transfers.transfer_manager import TransferConfig
+from kvloom.tiers.transfers import TransferConfig
 
 from .test_invariant_gpu import made
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.engine.engine import Engine
-from kvloom.tiers.peer.server import PeerServer
+from kvloom.tiers.peer import PeerServer
 from tests.models.zoo import expected, tiny
 
 from .test_lower import PATIENT, POOL, closed, drawn, lower_of, served, stored

@@ -12,13 +12,12 @@ import pytest
 
 from kvloom.engine.engine import Engine
 from kvloom.tiers import Form, HostConfig, HostTier, Outcome
-from kvloom.tiers.encoding.codec import make_codec, parse_head, seal
-from kvloom.tiers.host.shared_memory import SharedMemory
-from kvloom.tiers.peer.server import PeerConfig, PeerServer
+from kvloom.tiers.encoding import make_codec, parse_head, seal
+from kvloom.tiers.host import SharedMemory
+from kvloom.tiers.peer import PeerConfig, PeerServer
 from kvloom.tiers.remote.redis_protocol import RespConnection
 from kvloom.tiers.remote.store_tier import PREFIX
-from kvloom.tiers.transfers.circuit_breaker import CircuitBreakerConfig
-from kvloom.tiers.transfers.tier_queue import TierQueueConfig
+from kvloom.tiers.transfers import CircuitBreakerConfig, TierQueueConfig
 from tests.models.zoo import expected, tiny
 from tests.tiers.servers import mooncake_master, redis_server
 
@@ -57,7 +56,8 @@ def nixl_text(folder: Path) -> Iterator[str]:
 def mooncake_text(folder: Path) -> Iterator[str]:
     """What a process put into its own segment goes with it: someone else's has to be there."""
     with mooncake_master(folder) as (port, _):
-        from kvloom.tiers.remote.mooncake_client import MooncakeClient, MooncakeConfig
+        from kvloom.tiers.remote import MooncakeConfig
+        from kvloom.tiers.remote.mooncake_client import MooncakeClient
 
         storage = MooncakeClient(MooncakeConfig(f"127.0.0.1:{port}", segment=128 * MIB), 5.0)
         storage.get()

@@ -18,11 +18,9 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.offload import manager as lower_module
 from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.tiers import DiskConfig, DiskTier, Objects
-from kvloom.tiers.registry import OpenTier
-from kvloom.tiers.testing.fault_injection import Faults, FaultyTier
-from kvloom.tiers.transfers.tier_queue import TierQueueConfig
-from kvloom.tiers.transfers.transfer_manager import TransferConfig
+from kvloom.tiers import DiskConfig, DiskTier, Objects, OpenTier
+from kvloom.tiers.testing import Faults, FaultyTier
+from kvloom.tiers.transfers import TierQueueConfig, TransferConfig
 from tests.models.zoo import expected, tiny
 
 LENGTH = 400

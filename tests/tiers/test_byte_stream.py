@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvloom.tiers.encoding import checksums as checks
-from kvloom.tiers.remote.byte_stream import ByteStream
+from kvloom.tiers.remote import ByteStream
 
 from .test_checks import plain
 

@@ -10,7 +10,8 @@ import pytest
 import xxhash
 from hypothesis import given, settings, strategies as st
 
-from kvloom.tiers.disk.files import Files, SystemFiles, aligned_bytes
+from kvloom.tiers import aligned_bytes
+from kvloom.tiers.disk import Files, SystemFiles
 from kvloom.tiers.encoding import checksums as checks
 
 

@@ -8,19 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from kvloom.tiers import Form, Outcome, TierError
-from kvloom.tiers.encoding.codec import (
-    VERSION,
-    Compression,
-    Head,
-    checksum,
-    run_checksums,
-    make_codec,
-    parse_head,
-    seal,
-    unseal,
-)
-
+from kvloom.tiers import Compression, Form, Outcome, TierError
+from kvloom.tiers.encoding import Head, checksum, make_codec, parse_head, run_checksums, seal, unseal
+from kvloom.tiers.encoding.codec import VERSION
 from kvloom.tiers.testing.conformance import FORM, PAGE, RUN, objects, page
 
 KEY = objects([1]).keys[0]

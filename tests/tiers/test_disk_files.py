@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvloom.tiers import TierError
-
 from kvloom.tiers.testing.conformance import get, put
+
 from .test_disk import opened
 
 PRECIOUS = b"a file that no tier may touch\n"

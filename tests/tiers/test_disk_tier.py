@@ -17,19 +17,18 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier, Form, Objects, Outcome, TierError
-from kvloom.tiers.disk.files import Files
+from kvloom.tiers.disk import Files
 from kvloom.tiers.disk.segment import Record
-from kvloom.tiers.testing.fault_injection import Faults, FaultyFiles
-
+from kvloom.tiers.testing import Faults, FaultyFiles
 from kvloom.tiers.testing.conformance import (
     FORM,
     PAGE,
     Harness,
     TierConformance,
+    check_bytes,
     filled,
     get,
     memory,
-    check_bytes,
     objects,
     open_files,
     put,

@@ -7,11 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Objects, Outcome, TierError
-from kvloom.tiers.encoding.codec import Compression, Head, make_codec, max_sealed_bytes, parse_head, seal, unseal
-from kvloom.tiers.encoding.encryption import Keyring, NoKeyError
+from kvloom.tiers import Compression, DiskConfig, DiskTier, Objects, Outcome, TierError
+from kvloom.tiers.encoding import (
+    Head,
+    Keyring,
+    NoKeyError,
+    make_codec,
+    max_sealed_bytes,
+    parse_head,
+    seal,
+    unseal,
+)
+from kvloom.tiers.testing.conformance import (
+    FORM,
+    PAGE,
+    RUN,
+    Harness,
+    TierConformance,
+    check_bytes,
+    filled,
+    memory,
+    objects,
+    page,
+)
 
-from kvloom.tiers.testing.conformance import FORM, PAGE, RUN, Harness, TierConformance, filled, memory, check_bytes, objects, page
 from .test_disk import DiskHarness
 
 pytest.importorskip("cryptography", reason="pip install cryptography")

@@ -7,7 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvloom.tiers.encoding.formats import Format, Order, PageShape, from_format, to_format
+from kvloom.tiers.encoding import Format, PageShape, from_format, to_format
+from kvloom.tiers.encoding.formats import Order
 
 SIZES = [(1, 1, 1, 1), (3, 5, 7, 11), (2, 16, 8, 64), (5, 1, 3, 2), (1, 17, 1, 9)]
 FORMATS: list[Format] = ["2LTD", "T2D", "2TD", "NHD", "HND"]

@@ -12,11 +12,20 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome
-from kvloom.tiers.host import arena, host_index as residents
-from kvloom.tiers.host.arena import Arena, copy_pages
+from kvloom.tiers.host import arena, copy_pages, host_index as residents
+from kvloom.tiers.host.arena import Arena
 from kvloom.tiers.host.host_index import HostIndex
-
-from kvloom.tiers.testing.conformance import FORM, PAGE, Harness, TierConformance, filled, get, objects, page, put
+from kvloom.tiers.testing.conformance import (
+    FORM,
+    PAGE,
+    Harness,
+    TierConformance,
+    filled,
+    get,
+    objects,
+    page,
+    put,
+)
 
 MIB = 1 << 20
 

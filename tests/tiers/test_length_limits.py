@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Form, Outcome
-from kvloom.tiers.disk import segment, segment_writer as append
-from kvloom.tiers.disk.files import BLOCK, SystemFiles, aligned_bytes
+from kvloom.tiers import DiskConfig, DiskTier, Form, Outcome, aligned_bytes
+from kvloom.tiers.aligned_memory import BLOCK
+from kvloom.tiers.disk import SystemFiles, segment, segment_writer as append
 from kvloom.tiers.disk.tombstones import Tombstones
-from kvloom.tiers.encoding.codec import Head, make_codec, parse_head, seal
+from kvloom.tiers.encoding import Head, make_codec, parse_head, seal
 from kvloom.tiers.remote.redis_protocol import RespConnection
-
 from kvloom.tiers.testing.conformance import FORM, RUN, get, objects, page, put
 
 MIB = 1 << 20

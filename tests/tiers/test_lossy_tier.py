@@ -11,21 +11,24 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import (
+    Coding,
     DiskConfig,
     DiskTier,
     Form,
     HostConfig,
     HostTier,
+    LossyTier,
     Objects,
     Outcome,
     Ranges,
     Transfer,
+    TransferCounts,
+    lossy_form,
     lossy_tier as lossy,
 )
-from kvloom.tiers.lossy_tier import Coding, LossyTier, _fp8_values, _to_fp8, decode, encode, lossy_form
-from kvloom.tiers.testing.fault_injection import Faults, FaultyFiles, FaultyTier
-from kvloom.tiers.transfer import TransferCounts
-
+from kvloom.tiers.encoding import decode, encode
+from kvloom.tiers.lossy_tier import _fp8_values, _to_fp8
+from kvloom.tiers.testing import Faults, FaultyFiles, FaultyTier
 from kvloom.tiers.testing.conformance import block_hash
 
 torch = pytest.importorskip("torch")

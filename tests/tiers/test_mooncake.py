@@ -9,16 +9,35 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import Objects, Outcome, TierError
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote import mooncake, mooncake_client
+from kvloom.tiers import Objects, Outcome, TierError, open_tier
+from kvloom.tiers.remote import (
+    CapacityTracker,
+    MooncakeConfig,
+    RemoteConfig,
+    RemoteTier,
+    StoreError,
+    mooncake,
+    mooncake_client,
+    open_mooncake,
+    store_tier,
+)
 from kvloom.tiers.remote.bounded_calls import BoundedCalls, StillRunningError
-from kvloom.tiers.remote.mooncake import MooncakeStore, open_mooncake
-from kvloom.tiers.remote.mooncake_client import MooncakeClient, MooncakeConfig
-from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier, StoreError
-from kvloom.tiers.remote.store_tier import PREFIX, CapacityTracker, store_tier
+from kvloom.tiers.remote.mooncake import MooncakeStore
+from kvloom.tiers.remote.mooncake_client import MooncakeClient
+from kvloom.tiers.remote.store_tier import PREFIX
+from kvloom.tiers.testing.conformance import (
+    PAGE,
+    RUN,
+    Harness,
+    TierConformance,
+    check_bytes,
+    filled,
+    get,
+    memory,
+    objects,
+    put,
+)
 
-from kvloom.tiers.testing.conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, check_bytes, objects, put
 from .servers import mooncake_master, stopped
 
 pytestmark = pytest.mark.server

@@ -20,16 +20,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom.tiers import HostConfig, HostTier, Outcome, TierError
-from kvloom.tiers.host.shared_memory import SharedMemory, map_shared_memory
-from kvloom.tiers.peer.peer_tier import PeerConnection, open_peer
+from kvloom.tiers import HostConfig, HostTier, Outcome, TierError, open_tier
+from kvloom.tiers.host import SharedMemory, map_shared_memory
+from kvloom.tiers.peer import PeerConfig, PeerConnection, PeerServer, UnixAddress, open_peer, read_secret
 from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, client_handshake
-from kvloom.tiers.peer.secret import default_secret, read_secret
-from kvloom.tiers.peer.server import PeerConfig, PeerServer
-from kvloom.tiers.peer.unix_socket import UnixAddress
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote.remote_tier import StoreError
-
+from kvloom.tiers.peer.secret import default_secret
+from kvloom.tiers.remote import StoreError
 from kvloom.tiers.testing.conformance import PAGE, RUN, get, objects, put
 
 MIB = 1 << 20
@@ -96,9 +92,9 @@ def sharing(*options: str) -> Iterator[dict[str, object]]:
 STRANGER = """
 import os, sys
 import encodings.idna
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.peer.peer_tier import open_peer
-from kvloom.tiers.tier import TierError
+from kvloom.tiers import open_tier
+from kvloom.tiers.peer import open_peer
+from kvloom.tiers import TierError
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 for text in sys.argv[1:]:
     try:

@@ -18,16 +18,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom.tiers import Form, HostConfig, HostTier, Outcome, Ranges, TierError
-from kvloom.tiers.host.shared_memory import SharedMemory, map_shared_memory
-from kvloom.tiers.peer.peer_tier import PeerConnection, open_peer
+from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome, Ranges, TierError, open_tier
+from kvloom.tiers.host import SharedMemory, map_shared_memory
+from kvloom.tiers.peer import PeerConfig, PeerConnection, PeerServer, open_peer
 from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, client_handshake
-from kvloom.tiers.peer.server import PeerConfig, PeerServer
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote.remote_tier import RemoteConfig
-from kvloom.tiers.tier import KEY_BYTES, Objects
+from kvloom.tiers.remote import RemoteConfig
+from kvloom.tiers.testing.conformance import (
+    PAGE,
+    RUN,
+    Harness,
+    TierConformance,
+    filled,
+    get,
+    memory,
+    objects,
+    open_files,
+    put,
+)
+from kvloom.tiers.tier import KEY_BYTES
 
-from kvloom.tiers.testing.conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, objects, open_files, put
 from .servers import running, stopped
 from .test_host import HostHarness
 

@@ -10,27 +10,26 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvloom.tiers import Form, Objects, Outcome, TierError
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote.redis import RedisAddress, RedisStore, open_redis
+from kvloom.tiers import Form, Objects, Outcome, TierError, open_tier
+from kvloom.tiers.remote import RedisAddress, RemoteConfig, RemoteTier, open_redis
+from kvloom.tiers.remote.redis import RedisStore
 from kvloom.tiers.remote.redis_protocol import RedisReplyError, RespConnection
-from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier
 from kvloom.tiers.remote.store_tier import PREFIX
-
 from kvloom.tiers.testing.conformance import (
     FORM,
     PAGE,
     RUN,
     Harness,
     TierConformance,
+    check_bytes,
     filled,
     get,
     memory,
-    check_bytes,
     objects,
     page,
     put,
 )
+
 from .servers import free_port, redis_server, stopped
 
 pytestmark = pytest.mark.server
@@ -137,7 +136,10 @@ def test_all_who_share_a_server_share_its_capacity(tier: RemoteTier, port: int) 
     assert tier.stats().bytes == other.stats().bytes <= CAPACITY
     assert tier.stats().objects == other.stats().objects > 100
     memory_used = int(
-        RespConnection(("127.0.0.1", port), 5).call("INFO", "memory").split(b"used_memory_dataset:")[1].split(b"\r")[0]
+        RespConnection(("127.0.0.1", port), 5)
+        .call("INFO", "memory")
+        .split(b"used_memory_dataset:")[1]
+        .split(b"\r")[0]
     )
     assert memory_used < 2 * CAPACITY, "what left the count has left the server"
     other.close()

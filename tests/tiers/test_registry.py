@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import DiskTier, HostTier, TierError
-from kvloom.tiers.registry import SCHEMES, check_tiers, open_with_policy, open_tier, split_write_policy
+from kvloom.tiers import (
+    DiskTier,
+    HostTier,
+    TierError,
+    check_tiers,
+    open_tier,
+    open_with_policy,
+    split_write_policy,
+)
+from kvloom.tiers.registry import SCHEMES
 
 
 def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:

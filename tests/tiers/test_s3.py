@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvloom.tiers import Objects, TierError
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote import s3
-from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier
-from kvloom.tiers.remote.s3 import S3Bucket, open_s3
-from kvloom.tiers.remote.store_tier import PREFIX, ValueRange
-
+from kvloom.tiers import Objects, TierError, open_tier
+from kvloom.tiers.remote import RemoteConfig, RemoteTier, S3Bucket, ValueRange, open_s3, s3
+from kvloom.tiers.remote.store_tier import PREFIX
 from kvloom.tiers.testing.conformance import Harness, TierConformance, get, objects, put
+
 from .servers import s3_server, slow_gets, stopped
 
 pytestmark = pytest.mark.server

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.cli import main
-from kvloom.tiers.registry import open_tier
-
+from kvloom.tiers import open_tier
 from kvloom.tiers.testing.conformance import get, put
 
 

@@ -12,11 +12,24 @@ import pytest
 
 from kvloom.core import Tenant
 from kvloom.core.prefix.block_hash import HASH_BYTES
-from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Outcome, Ranges, TierError
-from kvloom.tiers.disk.files import Files
-from kvloom.tiers.registry import open_with_policy
-from kvloom.tiers.shares import Share, Shares, SupportsShares, tenant_shares
-from kvloom.tiers.testing.fault_injection import Faults, FaultyFiles
+from kvloom.tiers import (
+    DiskConfig,
+    DiskTier,
+    Form,
+    HostConfig,
+    HostTier,
+    Objects,
+    Outcome,
+    Ranges,
+    Share,
+    Shares,
+    SupportsShares,
+    TierError,
+    open_with_policy,
+    tenant_shares,
+)
+from kvloom.tiers.disk import Files
+from kvloom.tiers.testing import Faults, FaultyFiles
 
 MIB = 1 << 20
 PAGE = 16 << 10

@@ -11,32 +11,40 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Objects, Outcome, TierError
-from kvloom.tiers.disk.files import aligned, aligned_bytes
+from kvloom.tiers import DiskConfig, DiskTier, Objects, Outcome, TierError, aligned_bytes, open_tier
+from kvloom.tiers.aligned_memory import aligned
 from kvloom.tiers.disk.segment import Frame
-from kvloom.tiers.encoding.checksums import checksum
-from kvloom.tiers.encoding.codec import LEGACY_CIPHER, Head, make_codec, parse_head, seal, unseal
-from kvloom.tiers.encoding.encryption import SALT_BYTES, Keyring, Protect
-from kvloom.tiers.registry import open_tier
+from kvloom.tiers.encoding import (
+    LEGACY_CIPHER,
+    Head,
+    Keyring,
+    Protect,
+    checksum,
+    make_codec,
+    parse_head,
+    seal,
+    unseal,
+)
+from kvloom.tiers.encoding.encryption import SALT_BYTES
+from kvloom.tiers.remote import RemoteTier
 from kvloom.tiers.remote.redis_protocol import RespConnection
-from kvloom.tiers.remote.remote_tier import RemoteTier
 from kvloom.tiers.remote.store_tier import PREFIX
-
 from kvloom.tiers.testing.conformance import (
     FORM,
     PAGE,
     RUN,
     Harness,
     TierConformance,
+    block_hash,
+    check_bytes,
     filled,
     get,
     memory,
-    block_hash,
-    check_bytes,
     objects,
     page,
     put,
 )
+
 from .servers import redis_server
 from .test_disk import DiskHarness
 
@@ -136,7 +144,9 @@ def test_a_codec_with_keys_opens_no_plain_page_compressed_or_not() -> None:
         body, out = memoryview(b"".join(map(bytes, pieces))), memoryview(bytearray(PAGE))
         assert unseal(head, body, 0, out, make_codec("none")) == Outcome.OK
         assert unseal(head, body, 0, out, ours) == Outcome.UNTRUSTED
-        salted = head._replace(salt=bytes(SALT_BYTES), stored=head.stored_lengths or (RUN,) * FORM.runs, cipher=3)
+        salted = head._replace(
+            salt=bytes(SALT_BYTES), stored=head.stored_lengths or (RUN,) * FORM.runs, cipher=3
+        )
         assert unseal(salted, body, 0, out, ours) != Outcome.OK, "nor one that claims to be sealed"
 
 
@@ -213,7 +223,13 @@ def test_every_field_of_a_sealed_page_is_bound(protect: Protect) -> None:
         assert outcome(head._replace(**changed), body) != Outcome.OK, changed
     assert head.stored_lengths is not None
     assert (
-        outcome(head._replace(stored=(head.stored_lengths[0] - 1, head.stored_lengths[1] + 1, *head.stored_lengths[2:])), body) != 1
+        outcome(
+            head._replace(
+                stored=(head.stored_lengths[0] - 1, head.stored_lengths[1] + 1, *head.stored_lengths[2:])
+            ),
+            body,
+        )
+        != 1
     )
     assert outcome(head, b"".join([*map(bytes, pieces[1:]), bytes(pieces[0])])) != Outcome.OK
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvloom.tiers.transfers.throughput import Throughput
+from kvloom.tiers.transfers import Throughput
 
 
 def test_a_tiers_speed_is_that_of_all_its_pieces_however_they_end() -> None:

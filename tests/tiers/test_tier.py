@@ -10,9 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvloom.tiers import Form, Objects, Outcome, Ranges, Transfer
-from kvloom.tiers.transfer import TransferCounts
-
+from kvloom.tiers import Form, Objects, Outcome, Ranges, Transfer, TransferCounts
 from kvloom.tiers.testing.conformance import FORM, block_hash
 
 

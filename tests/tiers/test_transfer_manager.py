@@ -11,13 +11,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Ranges, Tier
-from kvloom.tiers.registry import OpenTier, WritePolicy
-from kvloom.tiers.testing.fault_injection import Faults, FaultyTier
-from kvloom.tiers.transfer import TierStats, Transfer
-from kvloom.tiers.transfers.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, FaultLog as FaultLog
-from kvloom.tiers.transfers.tier_queue import TierQueueConfig
-from kvloom.tiers.transfers.transfer_manager import FetchJob, TierLookup, TransferManager, TransferConfig
+from kvloom.tiers import (
+    DiskConfig,
+    DiskTier,
+    Form,
+    HostConfig,
+    HostTier,
+    Objects,
+    OpenTier,
+    Ranges,
+    Tier,
+    TierStats,
+    Transfer,
+    WritePolicy,
+)
+from kvloom.tiers.testing import Faults, FaultyTier
+from kvloom.tiers.transfers import (
+    CircuitBreaker,
+    CircuitBreakerConfig,
+    FaultLog,
+    FetchJob,
+    TierLookup,
+    TierQueueConfig,
+    TransferConfig,
+    TransferManager,
+)
 
 PAGE = 4096
 FORM = Form("u8", "plain", PAGE, PAGE)
@@ -330,7 +348,9 @@ def test_a_store_that_finds_its_page_gone_or_too_many_waiting_is_counted_and_no_
 
 
 def test_a_breaker_opens_tries_once_and_waits_longer_each_time() -> None:
-    breaker = CircuitBreaker(CircuitBreakerConfig(max_failures=2, first_pause=1.0, max_pause=3.0, probe_seconds=10.0))
+    breaker = CircuitBreaker(
+        CircuitBreakerConfig(max_failures=2, first_pause=1.0, max_pause=3.0, probe_seconds=10.0)
+    )
     breaker.record_failure(0.0)
     assert breaker.allow_request(0.0)
     breaker.record_success()

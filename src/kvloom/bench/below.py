@@ -35,7 +35,7 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.offload.manager import OffloadConfig, OffloadManager
 from kvloom.engine.request import SamplingParams
 from kvloom.models.load import device_of
-from kvloom.tiers.registry import check_tiers
+from kvloom.tiers import check_tiers
 
 from .emptying import empty_host, empty_pool, stored
 from .engine import say

@@ -18,7 +18,7 @@ from kvloom.core import KVCache, PoolLayout
 from kvloom.engine.offload.host_pages import Event, HostPages, Ids, form_of, open_host
 from kvloom.engine.offload.store import HostStore
 from kvloom.models.specs import model_spec
-from kvloom.tiers.transfers.transfer_manager import TransferManager
+from kvloom.tiers.transfers import TransferManager
 
 from .shapes import SHAPES, hf_config
 

@@ -26,11 +26,9 @@ from kvloom.core import CacheControl
 from kvloom.engine.engine import Engine
 from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import SamplingParams
-from kvloom.tiers import DiskConfig, DiskTier
-from kvloom.tiers.registry import OpenTier
-from kvloom.tiers.testing.fault_injection import Faults, FaultyTier
-from kvloom.tiers.transfers.tier_queue import TierQueueConfig
-from kvloom.tiers.transfers.transfer_manager import TransferConfig
+from kvloom.tiers import DiskConfig, DiskTier, OpenTier
+from kvloom.tiers.testing import Faults, FaultyTier
+from kvloom.tiers.transfers import TierQueueConfig, TransferConfig
 
 from .emptying import empty_host, empty_pool, stored
 from .engine import say

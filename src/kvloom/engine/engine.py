@@ -25,7 +25,7 @@ from kvloom.kernels.copy import copy_pages
 from kvloom.models.sight import Sight
 from kvloom.models.specs import KVDtype
 from kvloom.models.vision import Vision
-from kvloom.tiers.registry import OpenTier
+from kvloom.tiers import OpenTier
 
 from .execution.inflight_step import InflightStep, prompt_logprobs
 from .execution.kv_memory import allocate_kv_memory

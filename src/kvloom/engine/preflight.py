@@ -21,7 +21,7 @@ from kvloom.kernels.cuda_driver import CudaError, cuda_driver
 from kvloom.models.catalog import embedded_models, known_models, load_config
 from kvloom.models.reading import ModelError
 from kvloom.models.specs import KVDtype, ModelSpec, kv_dtypes, model_spec
-from kvloom.tiers.registry import check_tiers
+from kvloom.tiers import check_tiers
 
 __all__ = ["check_engine", "check_model"]
 

@@ -34,7 +34,7 @@ Shares = Mapping[str, Share]
 class Account:
     """One tenant's bytes in one tier. Not thread-safe: its tier's lock guards it."""
 
-    __slots__ = ("limit", "guaranteed", "used")
+    __slots__ = ("guaranteed", "limit", "used")
 
     def __init__(self, share: Share, capacity: int) -> None:
         self.limit, self.guaranteed = int(share.limit * capacity), int(share.guaranteed * capacity)

@@ -22,7 +22,17 @@ from kvloom.core.prefix.block_hash import HASH_BYTES
 
 from .transfer import TierStats, Transfer
 
-__all__ = ["FORM_BYTES", "KEY_BYTES", "MAX_RUNS", "Form", "Objects", "Ranges", "Tier", "TierError", "part_range"]
+__all__ = [
+    "FORM_BYTES",
+    "KEY_BYTES",
+    "MAX_RUNS",
+    "Form",
+    "Objects",
+    "Ranges",
+    "Tier",
+    "TierError",
+    "part_range",
+]
 
 FORM_BYTES = 16
 KEY_BYTES = HASH_BYTES + 4 + FORM_BYTES
@@ -174,6 +184,11 @@ class Tier(Protocol):
     def capacity(self) -> int:
         """Bytes it may use, its own bookkeeping in memory not counted."""
         ...
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it re-encodes pages, and so never has exact ones."""
+        return False
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         """Which objects a read would probably find. No promise: they may leave, or prove bad."""

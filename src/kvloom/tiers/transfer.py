@@ -15,10 +15,10 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Outcome", "TransferCounts", "TierStats", "Transfer", "describe_outcome", "failed_transfer"]
+__all__ = ["Outcome", "TierStats", "Transfer", "TransferCounts", "describe_outcome", "failed_transfer"]
 
 
-_SHORT = 64
+_SHORT_LIST = 64
 
 
 class Outcome(IntEnum):
@@ -39,7 +39,7 @@ class Outcome(IntEnum):
     UNTRUSTED = 12  # a plain page in a tier with keys
 
 
-_WORDS = {
+_DESCRIPTIONS = {
     Outcome.MISSING: "not there",
     Outcome.CORRUPT: "bytes that are not those that were written",
     Outcome.SHORT: "fewer bytes than were written",
@@ -52,7 +52,7 @@ _WORDS = {
 
 def describe_outcome(outcome: Outcome) -> str:
     """What was wrong with an object, for a Transfer's reason."""
-    return _WORDS.get(outcome, outcome.name.lower())
+    return _DESCRIPTIONS.get(outcome, outcome.name.lower())
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,12 @@ class Transfer:
 
     __slots__ = (
         "__weakref__",
+        "_accesses",
         "_cancelled",
         "_changed",
-        "_accesses",
-        "_left",
         "_object_bytes",
-        "_tally",
+        "_pending",
+        "_transfer_counts",
         "_verb",
         "_view",
         "_watchers",
@@ -128,15 +128,15 @@ class Transfer:
         "results",
     )
 
-    def __init__(self, count: int, tally: TransferCounts, verb: str, object_bytes: int) -> None:
+    def __init__(self, count: int, counts: TransferCounts, verb: str, object_bytes: int) -> None:
         self.results: npt.NDArray[np.uint8] = np.zeros(count, np.uint8)
         self._view = self.results.data
         self.reason = ""
-        self._left = count
+        self._pending = count
         self._accesses = 0
         self._cancelled = False
         self._changed = threading.Condition()
-        self._tally, self._verb, self._object_bytes = tally, verb, object_bytes
+        self._transfer_counts, self._verb, self._object_bytes = counts, verb, object_bytes
         self._watchers: list[Callable[[], None]] = []
 
     # --- the caller's side
@@ -150,11 +150,11 @@ class Transfer:
 
     def poll(self) -> bool:
         """Is every outcome known? Never waits."""
-        return self._left == 0
+        return self._pending == 0
 
     @property
     def done(self) -> bool:
-        return self._left == 0
+        return self._pending == 0
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
@@ -168,17 +168,17 @@ class Transfer:
 
     @property
     def released(self) -> bool:
-        return self._left == 0 and self._accesses == 0
+        return self._pending == 0 and self._accesses == 0
 
     def wait(self, timeout: float) -> bool:
         """Waits at most `timeout` seconds for `done`, and says whether it is."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._left == 0, timeout)
+            return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
     def wait_released(self, timeout: float) -> bool:
         """Waits at most `timeout` seconds for `quiet`, and says whether it is."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._left == 0 and self._accesses == 0, timeout)
+            return self._changed.wait_for(lambda: self._pending == 0 and self._accesses == 0, timeout)
 
     def cancel(self) -> bool:
         """What is still pending becomes LATE; returns `quiet`. While False, the ranges are still in use."""
@@ -190,14 +190,14 @@ class Transfer:
     def on_released(self, call: Callable[[], None]) -> None:
         """Has `call()` called once when it is `quiet`: at once, or from the tier's thread, so it must be short."""
         with self._changed:
-            if self._left or self._accesses:
+            if self._pending or self._accesses:
                 self._watchers.append(call)
                 return
         call()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
-            if self._left or self._accesses or not self._watchers:
+            if self._pending or self._accesses or not self._watchers:
                 return
             watchers, self._watchers = self._watchers, []
         for call in watchers:
@@ -208,7 +208,7 @@ class Transfer:
     def begin_access(self) -> bool:
         """The tier is about to touch ranges. False: it must not, the caller has gone, or every outcome is told already."""
         with self._changed:
-            if self._cancelled or not self._left:
+            if self._cancelled or not self._pending:
                 return False
             self._accesses += 1
             return True
@@ -217,26 +217,26 @@ class Transfer:
         with self._changed:
             self._accesses -= 1
             self._changed.notify_all()
-        self._tell()
+        self._notify()
 
     def settle(self, which: npt.ArrayLike, outcome: Outcome, reason: str = "") -> None:
         """Gives pending objects their outcome; those that have one keep it."""
         with self._changed:
-            count = self._mark(which, int(outcome))
+            count = self._set_outcomes(which, int(outcome))
             if not count:
                 return
             if reason:
                 self.reason = reason
             # Counted before anyone can see `done`, so that stats never lag behind an answer.
-            self._tally.add(self._verb, outcome, count, count * self._object_bytes)
-            self._left -= count
-            if not self._left:
+            self._transfer_counts.add(self._verb, outcome, count, count * self._object_bytes)
+            self._pending -= count
+            if not self._pending:
                 self._changed.notify_all()
-        self._tell()
+        self._notify()
 
-    def _mark(self, which: npt.ArrayLike, outcome: int) -> int:
+    def _set_outcomes(self, which: npt.ArrayLike, outcome: int) -> int:
         """How many were pending. A short list is gone through: numpy's calls cost more, most of all between two reads."""
-        if isinstance(which, list) and len(which) <= _SHORT:
+        if isinstance(which, list) and len(which) <= _SHORT_LIST:
             results, count = self._view, 0
             for index in which:
                 if not results[index]:
@@ -252,8 +252,8 @@ class Transfer:
         self.settle(np.flatnonzero(self.results == Outcome.PENDING), outcome, reason)
 
 
-def failed_transfer(count: int, tally: TransferCounts, verb: str, outcome: Outcome, reason: str) -> Transfer:
+def failed_transfer(count: int, counts: TransferCounts, verb: str, outcome: Outcome, reason: str) -> Transfer:
     """A Transfer that is over before it began."""
-    transfer = Transfer(count, tally, verb, 0)
+    transfer = Transfer(count, counts, verb, 0)
     transfer.settle_pending(outcome, reason)
     return transfer

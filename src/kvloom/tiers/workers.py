@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from .disk.files import aligned_bytes
-from .encoding.codec import Codec
+from kvloom.tiers.aligned_memory import aligned_bytes
+
+from .encoding import Codec
 
 __all__ = ["Tools", "Workers"]
 
@@ -22,13 +23,13 @@ class Tools:
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self._room = aligned_bytes(0)
+        self._scratch = aligned_bytes(0)
 
     def scratch(self, size: int) -> memoryview:
         """At least `size` aligned bytes, good until the next call."""
-        if len(self._room) < size:
-            self._room = aligned_bytes(size)
-        return self._room
+        if len(self._scratch) < size:
+            self._scratch = aligned_bytes(size)
+        return self._scratch
 
 
 Job = TypeVar("Job")

@@ -13,7 +13,7 @@ from kvloom.core import LoadPlan, Reservation
 from kvloom.engine.request import Request
 from kvloom.kernels.copy import Done
 from kvloom.tiers import Lease, Objects
-from kvloom.tiers.transfers.transfer_manager import FetchJob, TierLookup
+from kvloom.tiers.transfers import FetchJob, TierLookup
 
 from .host_pages import LoadEvent
 from .load_or_recompute import LoadOrRecompute

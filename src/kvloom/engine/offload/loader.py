@@ -20,7 +20,7 @@ import numpy as np
 from kvloom.core import KVCache, Match, MissingPages, TierQuery
 from kvloom.engine.request import Request
 from kvloom.tiers import Form, Objects
-from kvloom.tiers.transfers.transfer_manager import FetchJob, TransferManager, TransferConfig
+from kvloom.tiers.transfers import FetchJob, TransferConfig, TransferManager
 
 from .host_pages import form_of
 from .load_job import LoadChunk, LoadJob
@@ -96,7 +96,9 @@ class TierLoader:
                     questions = trip.plan.next_queries()
                     if not questions:
                         break
-                    trip.lookup = self.transfers.lookup([self.objects_for(q, trip.request) for q in questions])
+                    trip.lookup = self.transfers.lookup(
+                        [self.objects_for(q, trip.request) for q in questions]
+                    )
                 if not trip.lookup.done:
                     return True
                 trip.tier_of.update(trip.lookup.queue_of)
@@ -259,7 +261,13 @@ class TierLoader:
                 if not lane.throughput.bytes_per_second:
                     return None
                 others = max(0, lane.bytes_ahead(trip.deadline) - int(behind[number, lowest] - low[number]))
-                waits.append((number, lane.lookup_latency + others / lane.throughput.bytes_per_second, lane.throughput.bytes_per_second))
+                waits.append(
+                    (
+                        number,
+                        lane.lookup_latency + others / lane.throughput.bytes_per_second,
+                        lane.throughput.bytes_per_second,
+                    )
+                )
 
         def seconds(first: int) -> float:
             at = max(0, first // block)

@@ -19,10 +19,9 @@ import torch
 
 from kvloom.core import KVCache, Match, PageGroup, Reservation
 from kvloom.engine.request import Request
-from kvloom.tiers import HostTier, Objects
-from kvloom.tiers.peer.server import PeerServer
-from kvloom.tiers.registry import OpenTier, short_tier_names
-from kvloom.tiers.transfers.transfer_manager import TransferManager
+from kvloom.tiers import HostTier, Objects, OpenTier, short_tier_names
+from kvloom.tiers.peer import PeerServer
+from kvloom.tiers.transfers import TransferManager
 
 from .host_pages import HostPages
 from .load_job import LoadJob

@@ -13,23 +13,24 @@ from collections.abc import Callable, Sequence as Many
 import torch
 
 from kvloom.core import KVCache, PoolLayout
-from kvloom.tiers import HostTier, TierError
-from kvloom.tiers.host.shared_memory import SharedMemory
-from kvloom.tiers.lossy_tier import LossyTier, lossy_form
-from kvloom.tiers.peer.secret import read_secret
-from kvloom.tiers.peer.server import PeerConfig, PeerServer
-from kvloom.tiers.registry import (
+from kvloom.tiers import (
     CODINGS,
-    HostURL,
+    HostTier,
+    LossyTier,
     OpenTier,
+    Shares,
+    TierError,
     check_tiers,
+    lossy_form,
     open_with_policy,
     scheme_of,
-    url_label,
     split_write_policy,
+    tenant_shares,
+    url_label,
 )
-from kvloom.tiers.shares import Shares, tenant_shares
-from kvloom.tiers.transfers.unavailable_tier import UnavailableTier
+from kvloom.tiers.host import HostURL, SharedMemory
+from kvloom.tiers.peer import PeerConfig, PeerServer, read_secret
+from kvloom.tiers.transfers import UnavailableTier
 
 from .host_pages import form_of, open_host
 from .manager import OffloadConfig, OffloadManager

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvloom.core import KVCache, OffloadBatch
 from kvloom.kernels.copy import Done
 from kvloom.tiers import Lease, Objects, Outcome
-from kvloom.tiers.transfers.transfer_manager import TransferManager
+from kvloom.tiers.transfers import TransferManager
 
 from .host_pages import Event, HostPages
 from .loader import Forms

@@ -17,24 +17,41 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core.sizes import format_bytes
-from kvloom.tiers.encoding.codec import LEGACY_CIPHER, Compression, make_codec, max_sealed_bytes
-from kvloom.tiers.encoding.encryption import NoKeyError, Protect, check_protect, read_keys
+from kvloom.core.sizes import format_bytes, parse_size
+from kvloom.tiers.aligned_memory import BLOCK, aligned
+from kvloom.tiers.encoding import (
+    LEGACY_CIPHER,
+    Compression,
+    NoKeyError,
+    Protect,
+    check_protect,
+    make_codec,
+    max_sealed_bytes,
+    read_keys,
+)
+from kvloom.tiers.options import Options
 from kvloom.tiers.shares import Shares
 from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, part_range
-from kvloom.tiers.transfer import Outcome, TransferCounts, TierStats, Transfer, describe_outcome, failed_transfer
+from kvloom.tiers.transfer import (
+    Outcome,
+    TierStats,
+    Transfer,
+    TransferCounts,
+    describe_outcome,
+    failed_transfer,
+)
 
-from .files import BLOCK, Files, SystemFiles, aligned, lock_directory
+from .files import Files, SystemFiles, lock_directory
 from .segment_reader import SegmentReader
 from .segment_store import SegmentStore, SegmentStoreConfig
 from .segment_writer import SegmentWriter
 
-__all__ = ["DiskConfig", "DiskTier"]
+__all__ = ["DiskConfig", "DiskTier", "disk_config", "parse_url"]
 
 log = logging.getLogger("kvloom.tiers")
 
@@ -106,33 +123,39 @@ class DiskTier(Tier):
         self._directory, self._lock_file = lock_directory(self._path)
         try:
             self._files = files(self._directory)
-            self._shelf = SegmentStore(
+            self._store = SegmentStore(
                 self._files,
-                SegmentStoreConfig(config.capacity, config.effective_segment_bytes, config.direct, config.evict, config.copy_forward),
+                SegmentStoreConfig(
+                    config.capacity,
+                    config.effective_segment_bytes,
+                    config.direct,
+                    config.evict,
+                    config.copy_forward,
+                ),
             )
         except BaseException as error:
             self._unlock()
             if not isinstance(error, OSError):
                 raise
             raise TierError(f"the disk tier cannot read {self._path}: {error.strerror or error}") from error
-        self._warn_of_room()
-        self._tally = TransferCounts()
+        self._warn_if_disk_is_small()
+        self._transfer_counts = TransferCounts()
         self._closed = False
-        self._counts = threading.Lock()
-        self._open: weakref.WeakSet[Transfer] = weakref.WeakSet()
-        self._appender = SegmentWriter(self._shelf, self._make_codec(), config.durable == "power")
-        self._fetcher = SegmentReader(self.name, self._files, self._shelf, self._make_codec, config.readers)
+        self._state_lock = threading.Lock()
+        self._open_transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._writer = SegmentWriter(self._store, self._make_codec(), config.durable == "power")
+        self._reader = SegmentReader(self.name, self._files, self._store, self._make_codec, config.readers)
 
-    def _warn_of_room(self) -> None:
+    def _warn_if_disk_is_small(self) -> None:
         """Said now, not when it is full: pages are refused then."""
         disk = os.fstatvfs(self._directory)
-        room = disk.f_bavail * disk.f_frsize + self._shelf.file_bytes
-        if room < self._config.capacity:
+        space = disk.f_bavail * disk.f_frsize + self._store.file_bytes
+        if space < self._config.capacity:
             log.warning(
                 "tier %s may take %s, and its file system has room for %s: it will be full before",
                 self.name,
                 format_bytes(self._config.capacity),
-                format_bytes(room),
+                format_bytes(space),
             )
 
     @property
@@ -150,23 +173,23 @@ class DiskTier(Tier):
     def set_shares(self, shares: Shares) -> None:
         """Raises TierError where the disk does not let files go that a share has no room for."""
         try:
-            self._shelf.set_shares(shares)
+            self._store.set_shares(shares)
         except OSError as error:
             raise TierError(
                 f"the disk tier cannot make room in {self._path}: {error.strerror or error}"
             ) from error
 
     def used_by(self, tenant: str) -> int:
-        return self._shelf.used_by(tenant)
+        return self._store.used_by(tenant)
 
-    def _stored(self, objects: Objects, old: bool = False) -> Objects:
+    def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
         """Returns objects under the keys that are on the disk; with `old`, an encrypted page of version 2 under its plain key.
         NoKeyError: their tenant has no key."""
         if self._keys is None:
             return objects
         stored = self._keys.with_stored_keys(objects)
-        if old:
-            index = self._shelf.index
+        if legacy:
+            index = self._store.index
             for at, (plain, key) in enumerate(zip(objects.keys, stored.keys, strict=True)):
                 record = index.get(plain)
                 if record is not None and record.head.cipher == LEGACY_CIPHER and key not in index:
@@ -175,11 +198,11 @@ class DiskTier(Tier):
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         try:
-            objects = self._stored(objects, old=True)
+            objects = self._with_stored_keys(objects, legacy=True)
         except NoKeyError:
             return np.zeros(len(objects), np.bool_)
-        with self._shelf.lock:
-            index = self._shelf.index
+        with self._store.lock:
+            index = self._store.index
             return np.array([key in index for key in objects.keys], np.bool_)
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
@@ -187,21 +210,23 @@ class DiskTier(Tier):
         start, stop = part_range(objects.form, part)
         if self.closed:
             return failed_transfer(
-                len(objects), self._tally, "read", Outcome.FAILED, "the disk tier is closed"
+                len(objects), self._transfer_counts, "read", Outcome.FAILED, "the disk tier is closed"
             )
         try:
-            objects = self._stored(objects, old=True)
+            objects = self._with_stored_keys(objects, legacy=True)
         except NoKeyError as error:
-            return failed_transfer(len(objects), self._tally, "read", Outcome.LOCKED, f"{self.name}: {error}")
-        transfer = Transfer(len(objects), self._tally, "read", stop - start)
-        with self._counts:
-            self._open.add(transfer)
+            return failed_transfer(
+                len(objects), self._transfer_counts, "read", Outcome.LOCKED, f"{self.name}: {error}"
+            )
+        transfer = Transfer(len(objects), self._transfer_counts, "read", stop - start)
+        with self._state_lock:
+            self._open_transfers.add(transfer)
         missing, wrong, plain, busy, found = [], [], [], [], []
-        shelf, size = self._shelf, stop - start
+        store, size = self._store, stop - start
         checks, run_bytes = 8 * objects.form.runs, objects.form.run_bytes
-        room = max(0, self._config.pending_bytes - self._fetcher.pending)
-        with shelf.lock:
-            get = shelf.index.get
+        space = max(0, self._config.pending_bytes - self._reader.pending)
+        with store.lock:
+            get = store.index.get
             for index, key in enumerate(objects.keys):
                 record = get(key)
                 if record is None:
@@ -210,24 +235,24 @@ class DiskTier(Tier):
                     wrong.append(index)
                 elif self._keys is not None and not record.head.cipher:
                     plain.append((index, record))
-                elif room > 0:
-                    room -= size
+                elif space > 0:
+                    space -= size
                     found.append((index, record))
                 else:
                     busy.append(index)
-            shelf.begin_reads([record for _, record in found])
+            store.begin_reads([record for _, record in found])
         transfer.settle(missing, Outcome.MISSING)
         transfer.settle(wrong, Outcome.LAYOUT, "an object's head disagrees with its form")
         for index, record in plain:
-            shelf.remove(record.head.key, record)
+            store.remove(record.head.key, record)
             transfer.settle(index, Outcome.UNTRUSTED, f"{self.name}: {describe_outcome(Outcome.UNTRUSTED)}")
         transfer.settle(busy, Outcome.BUSY, "too many reads are under way")
-        with self._counts:  # close() ends the threads after what was submitted under this lock
+        with self._state_lock:  # close() ends the threads after what was submitted under this lock
             if not (closed := self._closed):
-                self._fetcher.submit(transfer, found, into, (start, stop), objects.tenant)
+                self._reader.submit(transfer, found, into, (start, stop), objects.tenant)
         if closed:
             for _, record in found:
-                shelf.release_readers(record.segment, 1)
+                store.release_readers(record.segment, 1)
             transfer.settle_pending(Outcome.FAILED, "the disk tier is closed")
         return transfer
 
@@ -240,28 +265,30 @@ class DiskTier(Tier):
             )
         if self.closed:
             return failed_transfer(
-                len(objects), self._tally, "write", Outcome.FAILED, "the disk tier is closed"
+                len(objects), self._transfer_counts, "write", Outcome.FAILED, "the disk tier is closed"
             )
         try:
-            objects = self._stored(objects)
+            objects = self._with_stored_keys(objects)
         except NoKeyError as error:
             reason = f"{self.name}: not stored in the clear: {error}"
-            return failed_transfer(len(objects), self._tally, "write", Outcome.FAILED, reason)
-        transfer = Transfer(len(objects), self._tally, "write", size)
-        with self._shelf.lock:
-            get = self._shelf.index.get
-            here = np.array([(record := get(key)) is not None and record.is_verified for key in objects.keys], bool)
+            return failed_transfer(len(objects), self._transfer_counts, "write", Outcome.FAILED, reason)
+        transfer = Transfer(len(objects), self._transfer_counts, "write", size)
+        with self._store.lock:
+            get = self._store.index.get
+            here = np.array(
+                [(record := get(key)) is not None and record.is_verified for key in objects.keys], bool
+            )
         transfer.settle(np.flatnonzero(here), Outcome.OK)
         wanted = np.flatnonzero(~here)
-        room = max(0, self._config.pending_bytes - self._appender.pending) // size
-        if len(wanted) > room:
-            transfer.settle(wanted[room:], Outcome.BUSY, "too many writes are under way")
-            wanted = wanted[:room]
+        space = max(0, self._config.pending_bytes - self._writer.pending) // size
+        if len(wanted) > space:
+            transfer.settle(wanted[space:], Outcome.BUSY, "too many writes are under way")
+            wanted = wanted[:space]
         if len(wanted):
-            with self._counts:
+            with self._state_lock:
                 if not self._closed:
-                    self._open.add(transfer)
-                    self._appender.submit(transfer, objects, wanted, source)
+                    self._open_transfers.add(transfer)
+                    self._writer.submit(transfer, objects, wanted, source)
                     return transfer
             transfer.settle_pending(Outcome.FAILED, "the disk tier is closed")
         return transfer
@@ -269,38 +296,67 @@ class DiskTier(Tier):
     def drop(self, objects: Objects) -> int:
         """Forgotten at once; on the disk in the order of the writes."""
         try:
-            stored = self._stored(objects)
+            stored = self._with_stored_keys(objects)
         except NoKeyError:
             return 0
-        old = objects.keys if self._keys is not None else []  # of version 2, or from before there were keys
-        gone = self._shelf.remove_keys(stored.keys)
-        gone += self._shelf.remove_keys([key for key in old if key in self._shelf.index])
-        if gone:
-            self._appender.submit_tombstones(gone)
-        return len(gone)
+        legacy = (
+            objects.keys if self._keys is not None else []
+        )  # of version 2, or from before there were keys
+        dropped = self._store.remove_keys(stored.keys)
+        dropped += self._store.remove_keys([key for key in legacy if key in self._store.index])
+        if dropped:
+            self._writer.submit_tombstones(dropped)
+        return len(dropped)
 
     def stats(self) -> TierStats:
         """`bytes` is what its files take; `notes` say what a person should know."""
-        with self._shelf.lock:
-            objects, size = len(self._shelf.index), self._shelf.file_bytes
-        notes = tuple(self._shelf.notes)
-        return self._tally.stats(objects, size, self.capacity, self._shelf.evicted, notes)
+        with self._store.lock:
+            objects, size = len(self._store.index), self._store.file_bytes
+        notes = tuple(self._store.notes)
+        return self._transfer_counts.stats(objects, size, self.capacity, self._store.evicted, notes)
 
     def close(self) -> None:
-        with self._counts:
+        with self._state_lock:
             if self._closed:
                 return
             self._closed = True
-        quiet = self._appender.close(self._config.close_seconds)
-        quiet = self._fetcher.close(self._config.close_seconds if quiet else 0.1) and quiet
-        with self._counts:
-            left = list(self._open)
+        quiet = self._writer.close(self._config.close_seconds)
+        quiet = self._reader.close(self._config.close_seconds if quiet else 0.1) and quiet
+        with self._state_lock:
+            left = list(self._open_transfers)
         for transfer in left:
             transfer.settle_pending(Outcome.FAILED, "the disk tier was closed")
         if quiet:  # else a call hangs in a thread that uses them: they go with the process
-            self._shelf.close()
+            self._store.close()
             self._unlock()
 
     def _unlock(self) -> None:
         os.close(self._lock_file)
         os.close(self._directory)
+
+
+def disk_config(options: Options, directory: str, capacity: int) -> DiskConfig:
+    """Reads the options of a disk tier from a URL. Raises ValueError."""
+    durable: Any = options.text("durable", "power")
+    evict: Any = options.text("evict", "least-used")
+    return DiskConfig(
+        directory,
+        capacity,
+        durable=durable,
+        compression=options.compression(),
+        keys=options.optional_text("keys"),
+        protect=options.optional_text("protect"),
+        evict=evict,
+    )
+
+
+def parse_url(url: str) -> Callable[[], DiskTier]:
+    """Parses `disk:/path:1TiB?durable=power&compression=lz4&…`; returns the opener."""
+    plain, _, query = url.partition("?")
+    path, colon, size = plain.removeprefix("disk:").rpartition(":")
+    if not colon or not path:
+        raise ValueError("path or size is missing; write disk:/path:1TiB")
+    options = Options(url, query)
+    config = disk_config(options, path, parse_size(size))
+    options.reject_unknown()
+    return partial(DiskTier, config)

@@ -10,31 +10,25 @@ import contextlib
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvloom.tiers.encoding.checksums import run_checksums, read_checked, read_step
+from kvloom.tiers.encoding import read_checked, read_step, run_checksums
 from kvloom.tiers.tier import TierError
 
-__all__ = ["BLOCK", "Files", "UntrustedFileError", "SystemFiles", "aligned", "aligned_bytes", "lock_directory"]
+__all__ = [
+    "Files",
+    "SystemFiles",
+    "UntrustedFileError",
+    "lock_directory",
+]
 
 log = logging.getLogger("kvloom.tiers")
-BLOCK = 4096
-_MOST_PIECES = 1024  # Linux's IOV_MAX
+_MAX_PIECES = 1024  # Linux's IOV_MAX
 _LOCK_BYTES = 32  # a lock holds one process id
-
-
-def aligned(size: int) -> int:
-    return -(-size // BLOCK) * BLOCK
-
-
-def aligned_bytes(size: int) -> memoryview:
-    """Whole blocks of zeroed memory that O_DIRECT takes."""
-    return memoryview(mmap.mmap(-1, max(BLOCK, aligned(size))))
 
 
 class Files:
@@ -79,8 +73,8 @@ class Files:
     def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
         """Fills the pieces in order; fewer bytes at the end of the file."""
         done = 0
-        for at in range(0, len(into), _MOST_PIECES):
-            pieces = into[at : at + _MOST_PIECES]
+        for at in range(0, len(into), _MAX_PIECES):
+            pieces = into[at : at + _MAX_PIECES]
             got = os.preadv(fd, pieces, offset + done)
             done += got
             if got < sum(map(len, pieces)):
@@ -102,8 +96,8 @@ class Files:
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
         """All of it, or an OSError."""
         done = 0
-        for at in range(0, len(pieces), _MOST_PIECES):
-            some = pieces[at : at + _MOST_PIECES]
+        for at in range(0, len(pieces), _MAX_PIECES):
+            some = pieces[at : at + _MAX_PIECES]
             size = sum(map(len, some))
             put = os.pwritev(fd, some, offset + done)
             if put < size:
@@ -144,9 +138,13 @@ def _open_own(name: str, flags: int, directory: int) -> int:
         fd = os.open(name, flags, 0o600, dir_fd=directory)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise UntrustedFileError(name, "is a symbolic link: remove it, or give another directory") from None
+            raise UntrustedFileError(
+                name, "is a symbolic link: remove it, or give another directory"
+            ) from None
         if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV):
-            raise UntrustedFileError(name, "is no regular file: remove it, or give another directory") from None
+            raise UntrustedFileError(
+                name, "is no regular file: remove it, or give another directory"
+            ) from None
         raise
     found, why = os.fstat(fd), ""
     if not stat.S_ISREG(found.st_mode):

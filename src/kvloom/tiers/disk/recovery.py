@@ -43,7 +43,7 @@ def recover(
     numbers = sorted(
         int(s) for s in stems if s.isascii() and s.isdigit() and Segment.file_name(int(s)) == f"{s}.seg"
     )
-    found = RecoveredSegments(numbers)
+    recovered = RecoveredSegments(numbers)
     last: dict[bytes, list[Record]] = {}  # an owner's newest segment so far
     for number in numbers:
         why = "segments of another version are there: not read, the first to leave"
@@ -56,22 +56,25 @@ def recover(
             segment, why = Outcome.VERSION, f"segments cannot be read: {error.strerror}"
         if segment is Outcome.VERSION:
             notes[why] = None
-            found.foreign[number] = files.size_of(Segment.file_name(number))
+            recovered.foreign[number] = files.size_of(Segment.file_name(number))
         elif isinstance(segment, Outcome):  # begun, and never finished; or damaged
             files.remove(Segment.file_name(number))
         else:
             segments[number] = segment
-            records = _records(segment, dead, found, notes)
+            records = _records(segment, dead, recovered, notes)
             if segment.end < segment.size:
                 for record in (*last.get(segment.owner, ()), *records):
                     record.is_verified = False
             last[segment.owner] = records
-            found.records += records
-    return found
+            recovered.records += records
+    return recovered
 
 
 def _records(
-    segment: Segment, dead: Mapping[bytes, tuple[int, int]], found: RecoveredSegments, notes: dict[str, None]
+    segment: Segment,
+    dead: Mapping[bytes, tuple[int, int]],
+    recovered: RecoveredSegments,
+    notes: dict[str, None],
 ) -> list[Record]:
     """Those of one segment that were not dropped."""
     records = []
@@ -81,9 +84,9 @@ def _records(
             if (segment.number, record.offset) > dead.get(key, (-1, -1)):
                 records.append(record)
             else:
-                found.still_stored.add(key)
+                recovered.still_stored.add(key)
     except OSError as error:  # a bad spot: what came before it is served, and nothing is cut off
         notes[f"a segment can be read in part only: {error.strerror}"] = None
         segment.end = segment.size
-        found.unread.add(segment.number)
+        recovered.unread.add(segment.number)
     return records

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from kvloom.tiers.encoding.checksums import checksum
-from kvloom.tiers.encoding.codec import Head, parse_head
+from kvloom.tiers.aligned_memory import BLOCK, aligned, aligned_bytes
+from kvloom.tiers.encoding import Head, checksum, parse_head
 from kvloom.tiers.transfer import Outcome
 
-from .files import BLOCK, Files, aligned, aligned_bytes
+from .files import Files
 
-__all__ = ["MAX_HEAD_BYTES", "SHARED_OWNER", "SEGMENT_VERSION", "Frame", "Record", "Segment", "tenant_owner"]
+__all__ = ["MAX_HEAD_BYTES", "SEGMENT_VERSION", "SHARED_OWNER", "Frame", "Record", "Segment", "tenant_owner"]
 
 SEGMENT_VERSION = 1
 _MAGIC, _FRAME_MAGIC = b"KVLSEG", b"KVLF"
@@ -42,13 +42,15 @@ _OWNER_AT = _HEADER.size + _CHECK.size
 
 def tenant_owner(tenant: str) -> bytes:
     """What a segment says of the tenant whose pages it holds."""
-    return blake2b(tenant.encode(), digest_size=16, person=b"kvloom.owner").digest() if tenant else SHARED_OWNER
+    return (
+        blake2b(tenant.encode(), digest_size=16, person=b"kvloom.owner").digest() if tenant else SHARED_OWNER
+    )
 
 
 class Record:
     """One object on the disk: its head is in memory, its body at `offset` of its segment."""
 
-    __slots__ = ("head", "offset", "segment", "is_verified", "reads")
+    __slots__ = ("head", "is_verified", "offset", "reads", "segment")
 
     def __init__(self, segment: Segment, offset: int, head: Head) -> None:
         self.segment, self.offset, self.head = segment, offset, head
@@ -83,8 +85,8 @@ class Frame:
     def place(self, segment: Segment, offset: int) -> None:
         """Its header says where it goes."""
         end = self._used - _CHECK.size
-        told = (_FRAME_MAGIC, SEGMENT_VERSION, 0, segment.id, offset)
-        _FRAME.pack_into(self.block, 0, *told, len(self._heads), end - _FRAME.size, self.size)
+        stated = (_FRAME_MAGIC, SEGMENT_VERSION, 0, segment.id, offset)
+        _FRAME.pack_into(self.block, 0, *stated, len(self._heads), end - _FRAME.size, self.size)
         _CHECK.pack_into(self.block, end, checksum(self.block[:end]))
         self._segment, self._offset = segment, offset
 
@@ -125,7 +127,9 @@ class Segment:
         return f"{number:012d}.seg"
 
     @classmethod
-    def create(cls, files: Files, number: int, size: int, direct: bool, owner: bytes = SHARED_OWNER) -> Segment:
+    def create(
+        cls, files: Files, number: int, size: int, direct: bool, owner: bytes = SHARED_OWNER
+    ) -> Segment:
         """A new file with room for `size` bytes; buffered where O_DIRECT is refused. OSError: nothing is left."""
         name = cls.file_name(number)
         try:
@@ -133,7 +137,7 @@ class Segment:
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
-            return cls._refused(files, number, size, owner)
+            return cls._create_buffered(files, number, size, owner)
         try:
             files.allocate(fd, size)
             identity = os.urandom(16)
@@ -148,12 +152,12 @@ class Segment:
             files.close(fd)
             files.remove(name)
             if direct and error.errno == errno.EINVAL:
-                return cls._refused(files, number, size, owner)
+                return cls._create_buffered(files, number, size, owner)
             raise
         return cls(files, number, fd, identity, direct, size, owner)
 
     @classmethod
-    def _refused(cls, files: Files, number: int, size: int, owner: bytes) -> Segment:
+    def _create_buffered(cls, files: Files, number: int, size: int, owner: bytes) -> Segment:
         with contextlib.suppress(FileNotFoundError):
             files.remove(cls.file_name(number))  # some systems make the file, then refuse
         return cls.create(files, number, size, False, owner)
@@ -171,11 +175,11 @@ class Segment:
             block = aligned_bytes(BLOCK)
             outcome = Outcome.SHORT
             if files.read(fd, [block], 0) == BLOCK:
-                magic, version, identity, told = _HEADER.unpack_from(block)
+                magic, version, identity, stated = _HEADER.unpack_from(block)
                 (check,) = _CHECK.unpack_from(block, _HEADER.size)
                 if magic == _MAGIC and version != SEGMENT_VERSION:
                     outcome = Outcome.VERSION
-                elif magic != _MAGIC or told != number or check != checksum(block[: _HEADER.size]):
+                elif magic != _MAGIC or stated != number or check != checksum(block[: _HEADER.size]):
                     outcome = Outcome.CORRUPT
                 else:
                     owner = bytes(block[_OWNER_AT : _OWNER_AT + len(SHARED_OWNER)])
@@ -209,20 +213,20 @@ class Segment:
 
     def _frame(self, at: int) -> tuple[list[Head], int, int] | None:
         """The heads of the frame at `at`, where its bodies begin, where it stops; None: there is no whole one."""
-        room = aligned_bytes(BLOCK)
-        if self._files.read(self.fd, [room], at) < BLOCK:
+        buffer = aligned_bytes(BLOCK)
+        if self._files.read(self.fd, [buffer], at) < BLOCK:
             return None
-        magic, version, _, identity, told, count, heads_bytes, bodies = _FRAME.unpack_from(room)
-        if (magic, version, identity, told) != (_FRAME_MAGIC, SEGMENT_VERSION, self.id, at):
+        magic, version, _, identity, stated, count, heads_bytes, bodies = _FRAME.unpack_from(buffer)
+        if (magic, version, identity, stated) != (_FRAME_MAGIC, SEGMENT_VERSION, self.id, at):
             return None
         used = _FRAME.size + heads_bytes + _CHECK.size
         if heads_bytes > MAX_HEAD_BYTES or at + used > aligned(self.size):
             return None
         if used > BLOCK:
-            room = aligned_bytes(used)
-            if self._files.read(self.fd, [room[: aligned(used)]], at) < aligned(used):
+            buffer = aligned_bytes(used)
+            if self._files.read(self.fd, [buffer[: aligned(used)]], at) < aligned(used):
                 return None
-        data = room[:used]
+        data = buffer[:used]
         if _CHECK.unpack_from(data, used - _CHECK.size)[0] != checksum(data[: -_CHECK.size]):
             return None
         heads, place = [], _FRAME.size
@@ -236,15 +240,15 @@ class Segment:
 
     def _next_frame(self, at: int) -> int:
         """The next block after `at` that looks like a frame of this segment, or the file's end."""
-        room = aligned_bytes(_SCAN_BYTES)
+        buffer = aligned_bytes(_SCAN_BYTES)
         mark = _FRAME_MAGIC + struct.pack("<HH", SEGMENT_VERSION, 0) + self.id
         at += BLOCK
         while at < self.size:
-            got = self._files.read(self.fd, [room], at)
-            if got <= 0 or bytes(room[:got]).count(0) == got:  # a megabyte of nothing: never written
+            got = self._files.read(self.fd, [buffer], at)
+            if got <= 0 or bytes(buffer[:got]).count(0) == got:  # a megabyte of nothing: never written
                 break
             for step in range(0, got - BLOCK + 1, BLOCK):
-                if bytes(room[step : step + len(mark)]) == mark:
+                if bytes(buffer[step : step + len(mark)]) == mark:
                     return at + step
             at += max(BLOCK, got // BLOCK * BLOCK)
         return self.size

@@ -9,14 +9,14 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator, Mapping
 
+from kvloom.tiers.aligned_memory import BLOCK
 from kvloom.tiers.shares import Account, Share, Shares
 
-from .files import BLOCK
 from .segment import SHARED_OWNER, Segment, tenant_owner
 
 __all__ = ["SegmentOwner", "SegmentOwners"]
 
-_MOST_PIECES, _LEAST_PIECES, _ALL_PIECES = 16, 4, 256
+_MAX_PIECES, _MIN_PIECES, _ALL_PIECES = 16, 4, 256
 """Segments that a share is cut into, and all of them together: each is an open file."""
 _PIECE_BYTES = 64 << 20
 """A share's segments have this size or more where four of them fit."""
@@ -54,7 +54,7 @@ class SegmentOwners:
 
     def set_shares(self, shares: Shares) -> None:
         """Owners as shares say, each with segments of its share's size."""
-        pieces = max(_LEAST_PIECES, min(_MOST_PIECES, _ALL_PIECES // max(1, len(shares))))
+        pieces = max(_MIN_PIECES, min(_MAX_PIECES, _ALL_PIECES // max(1, len(shares))))
         for tenant, share in shares.items():
             owner = SegmentOwner(tenant_owner(tenant), share, self._capacity, self._segment_bytes)
             part = min(owner.limit, owner.guaranteed or owner.limit)
@@ -73,7 +73,9 @@ class SegmentOwners:
 
     def used_bytes(self, owner: SegmentOwner) -> int:
         """Bytes of an owner's files. O(segments)."""
-        owner.used = sum(segment.size for segment in self._segments.values() if self.owner_of(segment) is owner)
+        owner.used = sum(
+            segment.size for segment in self._segments.values() if self.owner_of(segment) is owner
+        )
         return owner.used
 
     def newest_segment(self, owner: SegmentOwner) -> Segment | None:
@@ -85,16 +87,16 @@ class SegmentOwners:
         """The segment that leaves so that `owner` gets room: the oldest, or the one least recently used, of its own and of
         those who have more than is sure to be theirs; where none of them has any, of all. One that is written to is the last
         choice, and the owner's current never leaves. O(segments)."""
-        spare = {one.name for one in self if one is owner or self.used_bytes(one) > one.guaranteed}
+        evictable = {one.name for one in self if one is owner or self.used_bytes(one) > one.guaranteed}
 
         def order(segment: Segment) -> tuple[bool, bool, int]:
-            whose = self.owner_of(segment)
+            owning = self.owner_of(segment)
             last = segment.number if oldest else segment.last_used
-            return whose.name not in spare, segment is whose.current, last
+            return owning.name not in evictable, segment is owning.current, last
 
-        may = (
+        candidates = (
             segment
             for segment in self._segments.values()
             if segment is not owner.current and (not own or self.owner_of(segment) is owner)
         )
-        return min(may, key=order, default=None)
+        return min(candidates, key=order, default=None)

@@ -14,28 +14,28 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvloom.tiers.encoding.checksums import read_step
-from kvloom.tiers.encoding.codec import Codec, unseal
+from kvloom.tiers.aligned_memory import BLOCK, aligned
+from kvloom.tiers.encoding import Codec, read_step, unseal
 from kvloom.tiers.tier import Ranges
 from kvloom.tiers.transfer import Outcome, Transfer, describe_outcome
 from kvloom.tiers.workers import Tools, Workers
 
-from .files import BLOCK, Files, aligned
+from .files import Files
 from .segment import Record, Segment
 from .segment_store import SegmentStore
 
 __all__ = ["SegmentReader"]
 
-_MOST_BYTES = 2 << 20  # of one job
+_MAX_JOB_BYTES = 2 << 20  # of one job
 
 
 class SegmentReader:
     """`pending` is the bytes of pages that wait or are being read."""
 
     def __init__(
-        self, name: str, files: Files, shelf: SegmentStore, make_codec: Callable[[], Codec], readers: int
+        self, name: str, files: Files, store: SegmentStore, make_codec: Callable[[], Codec], readers: int
     ) -> None:
-        self._name, self._files, self._shelf, self._make_codec = name, files, shelf, make_codec
+        self._name, self._files, self._store, self._make_codec = name, files, store, make_codec
         self._lock = threading.Lock()
         self.pending = 0
         self._readers = readers
@@ -54,14 +54,14 @@ class SegmentReader:
         size = part[1] - part[0]
         with self._lock:
             self.pending += len(found) * size
-        call = _Call(transfer, into, part, tenant)
+        call = _ReadCall(transfer, into, part, tenant)
         at, left = 0, len(found) * size
         step = read_step(found[0][1].head.run_bytes) if found else 1
         while at < len(found):
             # Less and less, so that all threads end together.
-            share = max(1, min(left // (2 * self._readers), _MOST_BYTES) // step) * step
-            if share < size and call.straight(found[at][1]):
-                count, some = _Count(-(-size // share)), found[at : at + 1]
+            share = max(1, min(left // (2 * self._readers), _MAX_JOB_BYTES) // step) * step
+            if share < size and call.is_in_place(found[at][1]):
+                count, some = _PageReads(-(-size // share)), found[at : at + 1]
                 for low in range(part[0], part[1], share):
                     self._workers.submit(_Job(call, some, (low, min(low + share, part[1])), count))
             else:
@@ -81,11 +81,11 @@ class SegmentReader:
             try:
                 if transfer.begin_access():
                     try:
-                        for piece in self._pieces(job):
+                        for piece in self._ranges(job):
                             if piece.in_place:
-                                self._in_place(job, piece)
+                                self._read_in_place(job, piece)
                             else:
-                                self._through_scratch(job, piece, tools)
+                                self._read_through_scratch(job, piece, tools)
                     finally:
                         transfer.end_access()
             except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
@@ -93,33 +93,33 @@ class SegmentReader:
             finally:
                 with self._lock:
                     self.pending -= len(found) * (job.part[1] - job.part[0])
-                    ended = job.count is None or job.count.let_go()
+                    ended = job.count is None or job.count.finish()
                 if ended:
                     for segment, readers in Counter([record.segment for _, record in found]).items():
-                        self._shelf.release_readers(segment, readers)
+                        self._store.release_readers(segment, readers)
 
         return run
 
-    def _pieces(self, job: _Job) -> list[_Piece]:
+    def _ranges(self, job: _Job) -> list[_DiskRange]:
         """Pieces of the disk that together are a job's records, in its order."""
         call, found, size = job.call, job.found, job.part[1] - job.part[0]
         starts, offsets = call.starts, [record.offset for _, record in found]
         if offsets != sorted(offsets):
-            found = sorted(found, key=_place)
-        pieces: list[_Piece] = []
+            found = sorted(found, key=_disk_order)
+        pieces: list[_DiskRange] = []
         segment, end = None, -1  # what the next record may follow
         for index, record in found:
             if record.offset == end and record.segment is segment and record.head.stored_lengths is None:
                 pieces[-1].items.append((index, record, starts[index]))
                 end += size
                 continue
-            segment, straight = record.segment, call.straight(record)
-            pieces.append(_Piece(segment, [(index, record, starts[index])], straight))
+            segment, is_in_place = record.segment, call.is_in_place(record)
+            pieces.append(_DiskRange(segment, [(index, record, starts[index])], is_in_place))
             # A part of a page has no neighbour: the next is further on.
-            end = record.offset + size if straight else -1
+            end = record.offset + size if is_in_place else -1
         return pieces
 
-    def _in_place(self, job: _Job, piece: _Piece) -> None:
+    def _read_in_place(self, job: _Job, piece: _DiskRange) -> None:
         (start, stop), pages, items = job.part, job.call.view, piece.items
         size, run_bytes = stop - start, items[0][1].head.run_bytes
         low = items[0][2]
@@ -130,66 +130,70 @@ class SegmentReader:
                 low = end = at
             end += size
         spans.append((low, end))
-        came, sums, offset = 0, b"", items[0][1].offset + start
+        read_bytes, sums, offset = 0, b"", items[0][1].offset + start
         for low, end in spans:
-            room = pages[low + start : end + start]
-            got, found = self._files.read_checked(piece.segment.fd, room, offset + came, run_bytes)
-            came, sums = came + got, sums + found
+            scratch = pages[low + start : end + start]
+            got, found = self._files.read_checked(piece.segment.fd, scratch, offset + read_bytes, run_bytes)
+            read_bytes, sums = read_bytes + got, sums + found
             if got < end - low:
                 break
         wanted = slice(start // run_bytes * 8, stop // run_bytes * 8)
-        if came == len(items) * size and sums == b"".join([r.head.checksums[wanted] for _, r, _ in items]):
+        if read_bytes == len(items) * size and sums == b"".join(
+            [r.head.checksums[wanted] for _, r, _ in items]
+        ):
             good = [index for index, _, _ in items]
         else:
-            good = self._sort_out(job, piece, came, sums, wanted)
+            good = self._settle_damaged(job, piece, read_bytes, sums, wanted)
         if job.count is not None and good:
             with self._lock:
-                if not job.count.came():
+                if not job.count.succeed():
                     return
         if len(good) == len(items):
-            job.read_well([record for _, record, _ in items])
+            job.mark_verified([record for _, record, _ in items])
         job.call.transfer.settle(good, Outcome.OK)  # together: one by one costs as much as the checksums
 
-    def _sort_out(self, job: _Job, piece: _Piece, came: int, sums: bytes, wanted: slice) -> list[int]:
+    def _settle_damaged(
+        self, job: _Job, piece: _DiskRange, read_bytes: int, sums: bytes, wanted: slice
+    ) -> list[int]:
         """Settles the bad ones of a read; returns those that are good."""
         size, each = job.part[1] - job.part[0], wanted.stop - wanted.start
         good = []
         for number, (index, record, _) in enumerate(piece.items):
-            if came < (number + 1) * size:
-                self._bad(job, index, record, Outcome.SHORT)
+            if read_bytes < (number + 1) * size:
+                self._reject(job, index, record, Outcome.SHORT)
             elif sums[number * each : (number + 1) * each] != record.head.checksums[wanted]:
-                self._bad(job, index, record, Outcome.CORRUPT)
+                self._reject(job, index, record, Outcome.CORRUPT)
             else:
                 good.append(index)
         return good
 
-    def _through_scratch(self, job: _Job, piece: _Piece, tools: Tools) -> None:
+    def _read_through_scratch(self, job: _Job, piece: _DiskRange, tools: Tools) -> None:
         (start, stop), pages = job.part, job.call.view
         for index, record, at in piece.items:
             head = record.head
             first, last = start // head.run_bytes, stop // head.run_bytes
             low, high = head.span(first, last)
             base = low // BLOCK * BLOCK
-            room = tools.scratch(aligned(high - base))[: aligned(high - base)]
-            got = self._files.read(piece.segment.fd, [room], record.offset + base)
-            body = room[low - base : max(low - base, min(got, high - base))]
+            scratch = tools.scratch(aligned(high - base))[: aligned(high - base)]
+            got = self._files.read(piece.segment.fd, [scratch], record.offset + base)
+            body = scratch[low - base : max(low - base, min(got, high - base))]
             outcome = unseal(head, body, first, pages[at + start : at + stop], tools.codec, job.call.tenant)
             if outcome == Outcome.OK:
-                job.read_well([record])
+                job.mark_verified([record])
                 job.call.transfer.settle(index, outcome)
             else:
-                self._bad(job, index, record, outcome)
+                self._reject(job, index, record, outcome)
 
-    def _bad(self, job: _Job, index: int, record: Record, outcome: Outcome) -> None:
-        self._shelf.remove(record.head.key, record)  # it will not get better
+    def _reject(self, job: _Job, index: int, record: Record, outcome: Outcome) -> None:
+        self._store.remove(record.head.key, record)  # it will not get better
         job.call.transfer.settle(index, outcome, f"{self._name}: {describe_outcome(outcome)}")
 
 
-def _place(item: tuple[int, Record]) -> tuple[int, int]:
+def _disk_order(item: tuple[int, Record]) -> tuple[int, int]:
     return item[1].segment.number, item[1].offset
 
 
-class _Count:
+class _PageReads:
     """The reads of one page. Under the fetcher's lock."""
 
     __slots__ = ("_good", "_left")
@@ -197,18 +201,18 @@ class _Count:
     def __init__(self, reads: int) -> None:
         self._left = self._good = reads
 
-    def came(self) -> bool:
+    def succeed(self) -> bool:
         """One is good; are all?"""
         self._good -= 1
         return self._good == 0
 
-    def let_go(self) -> bool:
+    def finish(self) -> bool:
         """One is over; are all?"""
         self._left -= 1
         return self._left == 0
 
 
-class _Call:
+class _ReadCall:
     """What the jobs of one `submit` share."""
 
     __slots__ = ("_aligned", "part", "starts", "tenant", "transfer", "view")
@@ -219,7 +223,7 @@ class _Call:
         blocks = not (part[0] % BLOCK or part[1] % BLOCK)
         self._aligned = blocks and not ((into.starts + into.address) % BLOCK).any()
 
-    def straight(self, record: Record) -> bool:
+    def is_in_place(self, record: Record) -> bool:
         """Can it be read to where it goes? O_DIRECT takes whole blocks only; the pages of a call all begin on one, or count as
         if none did."""
         return record.head.stored_lengths is None and (self._aligned or not record.segment.direct)
@@ -229,12 +233,12 @@ class _Call:
 class _Job:
     """Bytes `part` of some records, each with its place in the transfer; `count` where there are more of the same page."""
 
-    call: _Call
+    call: _ReadCall
     found: list[tuple[int, Record]]
     part: tuple[int, int]
-    count: _Count | None = None
+    count: _PageReads | None = None
 
-    def read_well(self, records: list[Record]) -> None:
+    def mark_verified(self, records: list[Record]) -> None:
         """All reads of them were good: of whole pages they are sure."""
         size = self.call.part[1] - self.call.part[0]
         for record in records:
@@ -243,7 +247,7 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _DiskRange:
     """Records that follow each other on the disk, each with where its page begins: read together."""
 
     segment: Segment

@@ -15,13 +15,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvloom.tiers.aligned_memory import BLOCK, aligned_bytes
 from kvloom.tiers.shares import Shares
 
-from .files import BLOCK, Files, aligned_bytes
+from .files import Files
 from .recovery import recover
 from .segment import Frame, Record, Segment
 from .segment_owners import SegmentOwner, SegmentOwners
-from .tombstones import Tombstones, DroppedRecords
+from .tombstones import DroppedRecords, Tombstones
 
 __all__ = ["SegmentStore", "SegmentStoreConfig"]
 
@@ -50,12 +51,14 @@ class SegmentStore:
         self._segments: dict[int, Segment] = {}
         self._owners = SegmentOwners(self._segments, config.capacity, config.segment_bytes)
         self._foreign: dict[int, int] = {}  # other versions' files: never read, the first to leave
-        self._dropped = Tombstones(files)
+        self._tombstones = Tombstones(files)
         self._dirty: set[Segment] = set()
-        self._unsure: OSError | None = None  # a sync that failed while carrying: the next caller is told
-        self._gave_way = False  # a segment left because the disk was full, and no new one could be made since
-        self._ticks = 0
-        self._next = 0
+        self._sync_error: OSError | None = None  # a sync that failed while carrying: the next caller is told
+        self._evicted_for_space = (
+            False  # a segment left because the disk was full, and no new one could be made since
+        )
+        self._clock = 0
+        self._next_number = 0
         try:
             self._recover()
         except BaseException:
@@ -84,11 +87,11 @@ class SegmentStore:
 
     def begin_reads(self, records: Sequence[Record]) -> None:
         """Reads of them begin. The caller holds the lock, and lets go of the segments afterwards."""
-        self._ticks += 1
+        self._clock += 1
         for record in records:
             record.reads += 1
         for segment, readers in Counter([record.segment for record in records]).items():
-            segment.last_used = self._ticks
+            segment.last_used = self._clock
             segment.readers += readers
 
     def release_readers(self, segment: Segment, readers: int) -> None:
@@ -107,14 +110,14 @@ class SegmentStore:
 
     def remove_keys(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
         """Forgets keys; returns where they were, for `write_dropped`."""
-        gone = []
+        dropped = []
         with self.lock:
             for key in keys:
                 record = self.index.pop(key, None)
                 if record is not None:
                     record.segment.keys.discard(key)
-                    gone.append((key, record.segment.number, record.offset))
-        return gone
+                    dropped.append((key, record.segment.number, record.offset))
+        return dropped
 
     def publish(self, records: Iterable[Record]) -> None:
         """From here on they are found, unless their segment has left already."""
@@ -139,7 +142,7 @@ class SegmentStore:
         for owner in self._owners:
             if owner.current is None:
                 self._reopen_last(owner)
-            self._make_room(owner, carry=False)
+            self._free_space(owner, copy_forward=False)
 
     def append(self, frame: Frame, tenant: str = "") -> None:
         """Writes a frame. Its records are not found before `publish`. OSError: nothing was kept."""
@@ -148,8 +151,8 @@ class SegmentStore:
             raise OSError(errno.EFBIG, f"{need} bytes do not fit a segment of {self._config.segment_bytes}")
         owner = self._owners.of_tenant(tenant)
         if owner.current is None or not owner.current.fits(frame):
-            self._widen(owner, need + BLOCK)
-            self._roll(owner)
+            self._grow_segments(owner, need + BLOCK)
+            self._start_segment(owner)
         segment = owner.current
         if segment is None:
             raise OSError(errno.EIO, "the new segment failed while pages were carried over to it")
@@ -167,7 +170,7 @@ class SegmentStore:
 
     def sync(self) -> None:
         """Everything appended so far survives a loss of power. OSError: something since the last call may not."""
-        error, self._unsure = self._unsure or self._sync(), None
+        error, self._sync_error = self._sync_error or self._sync(), None
         if error is not None:
             raise error
 
@@ -183,9 +186,9 @@ class SegmentStore:
             return error
         return None
 
-    def write_tombstones(self, gone: DroppedRecords) -> None:
+    def write_tombstones(self, dropped: DroppedRecords) -> None:
         """Keeps dropped objects from coming back with the next opening."""
-        self._dropped.add(gone)
+        self._tombstones.add(dropped)
 
     def close(self) -> None:
         """Seals and closes every file."""
@@ -205,48 +208,48 @@ class SegmentStore:
 
     # --- making room
 
-    def _widen(self, owner: SegmentOwner, need: int) -> None:
+    def _grow_segments(self, owner: SegmentOwner, need: int) -> None:
         """An owner's segments take its largest page. OSError: its share does not hold three such."""
         if need > owner.segment_bytes:
             owner.check_limit(need)
             owner.segment_bytes = need
-            self._make_room(owner, carry=False)
+            self._free_space(owner, copy_forward=False)
 
-    def _roll(self, owner: SegmentOwner) -> None:
+    def _start_segment(self, owner: SegmentOwner) -> None:
         """A new current segment, and room for the one after it."""
         owner.check_limit(owner.segment_bytes)
         before, owner.current = owner.current, None
         if before is not None:
-            before.last_used = max(before.last_used, self._ticks)  # being written to is use, too
+            before.last_used = max(before.last_used, self._clock)  # being written to is use, too
             before.seal()
         try:
             segment = self._create(owner)
         except OSError as error:
             # Someone else filled the disk: with one segment less of ours it may do, but they do not all go for it.
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not full or self._gave_way or not self._evict_one(owner, carry=False):
+            if not full or self._evicted_for_space or not self._evict_segment(owner, copy_forward=False):
                 raise
-            self._gave_way = True
+            self._evicted_for_space = True
             segment = self._create(owner)
-        self._gave_way = False
+        self._evicted_for_space = False
         if segment.direct != self._config.direct:
             self.notes["the file system has no O_DIRECT: reads and writes go through the page cache"] = None
         with self.lock:
             self._segments[segment.number] = segment
         owner.current = segment
-        self._make_room(owner, self._config.copy_forward)
+        self._free_space(owner, self._config.copy_forward)
 
-    def _make_room(self, owner: SegmentOwner, carry: bool) -> None:
+    def _free_space(self, owner: SegmentOwner, copy_forward: bool) -> None:
         """Room for the next segment, so that beginning it passes neither the capacity nor the owner's share."""
-        most = self._config.capacity - self._config.segment_bytes
-        while self.file_bytes > most and self._evict_one(owner, carry):
+        limit = self._config.capacity - self._config.segment_bytes
+        while self.file_bytes > limit and self._evict_segment(owner, copy_forward):
             pass
-        most = owner.limit - owner.segment_bytes
-        while self._owners.used_bytes(owner) > most and self._evict_one(owner, carry, own=True):
+        limit = owner.limit - owner.segment_bytes
+        while self._owners.used_bytes(owner) > limit and self._evict_segment(owner, copy_forward, own=True):
             pass
 
     def _create(self, owner: SegmentOwner) -> Segment:
-        number, self._next = self._next, self._next + 1
+        number, self._next_number = self._next_number, self._next_number + 1
         segment = Segment.create(self._files, number, owner.segment_bytes, self._config.direct, owner.name)
         try:
             self._files.sync_directory()
@@ -256,7 +259,7 @@ class SegmentStore:
             raise
         return segment
 
-    def _evict_one(self, owner: SegmentOwner, carry: bool, own: bool = False) -> bool:
+    def _evict_segment(self, owner: SegmentOwner, copy_forward: bool, own: bool = False) -> bool:
         """One file leaves, of the owner's `own` or of anybody's who spares it; False if there is none that may."""
         if self._foreign and not own:
             number = min(self._foreign)
@@ -267,11 +270,11 @@ class SegmentStore:
         victim = self._owners.victim(owner, own, self._config.evict == "oldest")
         if victim is None:
             return False
-        whose = self._owners.owner_of(victim)
-        if victim is whose.current:
-            whose.current = None
-        elif carry:
-            self._carry(victim, whose)
+        loser = self._owners.owner_of(victim)
+        if victim is loser.current:
+            loser.current = None
+        elif copy_forward:
+            self._copy_forward(victim, loser)
         with self.lock:
             for key in victim.keys:
                 del self.index[key]
@@ -291,33 +294,33 @@ class SegmentStore:
             segment.removed = True
             self.release_readers(segment, 0)
 
-    def _carry(self, victim: Segment, whose: SegmentOwner) -> None:
+    def _copy_forward(self, victim: Segment, loser: SegmentOwner) -> None:
         """Moves what was used to its owner's current segment, most used first. A page that cannot move is left to go."""
         with self.lock:
             used = [record for key in victim.keys if (record := self.index[key]).reads]
         used.sort(key=lambda record: -record.reads)
-        left = whose.segment_bytes // 2
+        left = loser.segment_bytes // 2
         moved: list[tuple[Record, Record]] = []
         try:
             for record in used:
                 left -= record.span
-                current = whose.current
+                current = loser.current
                 frame = Frame([record.head], [aligned_bytes(record.span)], record.span)
                 if left < 0 or current is None or not current.fits(frame):
                     break
                 if self._files.read(victim.fd, frame.bodies, record.offset) == record.span:
-                    self._append(whose, current, frame)
+                    self._append(loser, current, frame)
                     moved += zip([record], frame.records(), strict=True)
-            self._unsure = self._sync()  # before the file goes that has them now
-            if self._unsure is not None:
-                raise self._unsure
-            self._moved(moved)
+            self._sync_error = self._sync()  # before the file goes that has them now
+            if self._sync_error is not None:
+                raise self._sync_error
+            self._publish_copies(moved)
         except OSError as error:
             self.notes[f"pages could not be carried over: {error.strerror}"] = None
 
-    def _moved(self, moved: Sequence[tuple[Record, Record]]) -> None:
+    def _publish_copies(self, moved: Sequence[tuple[Record, Record]]) -> None:
         """Each is found where it is now. What was dropped while it was carried stays dropped."""
-        gone = []
+        dropped = []
         with self.lock:
             for before, now in moved:
                 key, found = now.head.key, self.index.get(now.head.key)
@@ -327,25 +330,27 @@ class SegmentStore:
                     self.index[key] = now  # used 0 times: again, to be carried again
                     now.segment.keys.add(key)
                 elif found is None:
-                    gone.append((key, now.segment.number, now.offset))
-        if gone:
-            self._dropped.add(gone)
+                    dropped.append((key, now.segment.number, now.offset))
+        if dropped:
+            self._tombstones.add(dropped)
 
     # --- opening
 
     def _recover(self) -> None:
-        dead = self._dropped.read()
+        dead = self._tombstones.read()
         found = recover(self._files, self._config.direct, dead, self._segments, self.notes)
         self._foreign = found.foreign
         # No number twice, nor one that the list of what was dropped still names: what is written there would count as dropped.
-        self._next = self._ticks = 1 + max([-1, *found.numbers, *(number for number, _ in dead.values())])
+        self._next_number = self._clock = 1 + max(
+            [-1, *found.numbers, *(number for number, _ in dead.values())]
+        )
         for record in found.records:
             if record.is_verified or record.head.key not in self.index:
                 self.publish([record])
-        everybody = self._owners.shared
-        self._reopen_last(everybody)
+        shared = self._owners.shared
+        self._reopen_last(shared)
         for number, segment in list(self._segments.items()):
-            if segment is everybody.current:
+            if segment is shared.current:
                 continue
             if not segment.keys and number not in found.unread:
                 del self._segments[number]
@@ -354,8 +359,8 @@ class SegmentStore:
                 segment.seal()
         alive = {key: place for key, place in dead.items() if key in found.still_stored}
         if len(alive) < len(dead) and not found.unread and not self._foreign:
-            self._dropped.rewrite(alive)
-        self._make_room(everybody, carry=False)
+            self._tombstones.rewrite(alive)
+        self._free_space(shared, copy_forward=False)
 
     def _reopen_last(self, owner: SegmentOwner) -> None:
         """An owner goes on in the last of its segments, if half of that is free."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from kvloom.tiers.encoding.checksums import checksum
+from kvloom.tiers.encoding import checksum
 from kvloom.tiers.tier import KEY_BYTES
 
 from .files import Files
 
-__all__ = ["Tombstones", "DroppedRecords"]
+__all__ = ["DroppedRecords", "Tombstones"]
 
 DroppedRecords = Sequence[tuple[bytes, int, int]]
 """Keys, and the segment and offset where each was."""
@@ -29,10 +29,10 @@ class Tombstones:
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    def add(self, gone: DroppedRecords) -> None:
+    def add(self, dropped: DroppedRecords) -> None:
         """These do not come back with the next opening, and the disk has heard of it."""
         lines = []
-        for key, number, offset in gone:
+        for key, number, offset in dropped:
             line = _LINE.pack(key, number, offset, 0)[:-8]
             lines.append(line + checksum(line).to_bytes(8, "little"))
         fd = self._open()

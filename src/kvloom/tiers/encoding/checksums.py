@@ -23,12 +23,12 @@ except ImportError:
 
 __all__ = [
     "checksum",
-    "run_checksums",
     "copy_checked",
     "read_checked",
     "read_step",
     "receive_checked",
     "receive_step",
+    "run_checksums",
     "send_checked",
     "send_step",
 ]
@@ -82,8 +82,8 @@ def read_checked(fd: int, into: memoryview, offset: int, run_bytes: int) -> tupl
     did not come, any). None where the native loops do not serve. OSError as the system says."""
     if _native is None or run_bytes < _SHORTEST_RUN:
         return None
-    told: tuple[int, bytes] = _native.read(fd, into, offset, run_bytes, read_step(run_bytes))
-    return told
+    result: tuple[int, bytes] = _native.read(fd, into, offset, run_bytes, read_step(run_bytes))
+    return result
 
 
 def send_checked(fd: int, data: memoryview, run_bytes: int, until: float) -> bytes | None:

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 from kvloom.tiers.tier import KEY_BYTES, MAX_RUNS, Form, TierError
 from kvloom.tiers.transfer import Outcome
 
-from .checksums import checksum, run_checksums, copy_checked
+from .checksums import checksum, copy_checked, run_checksums
 from .encryption import SALT_BYTES, TAG_BYTES, Keyring, NoKeyError, Protect
 
 __all__ = [
@@ -37,8 +37,8 @@ __all__ = [
     "Compression",
     "Head",
     "make_codec",
-    "max_sealed_bytes",
     "max_head_bytes",
+    "max_sealed_bytes",
     "parse_head",
     "plain_head_bytes",
     "plain_heads",
@@ -49,7 +49,7 @@ __all__ = [
 VERSION = 1
 LEGACY_CIPHER = 1
 """The cipher of version 2, whose pages are stored under their plain keys."""
-_MOST_PAGE_BYTES = 1 << 31
+_MAX_PAGE_BYTES = 1 << 31
 _PROTECTS: dict[Protect, int] = {"encrypt": 2, "authenticate": 3}
 _VERSIONS = {0: VERSION, LEGACY_CIPHER: 2, **dict.fromkeys(_PROTECTS.values(), 3)}  # by cipher
 _MAGIC = b"KVLP"
@@ -57,7 +57,7 @@ _FIXED = struct.Struct(f"<4sHBB{KEY_BYTES}sIII")
 _CHECK = struct.Struct("<Q")
 Compression = Literal["none", "lz4", "zstd"]
 _METHODS: tuple[Compression, ...] = ("none", "lz4", "zstd")
-_LEAST_WINDOW = 1 << 10  # zstd has no smaller one
+_MIN_WINDOW = 1 << 10  # zstd has no smaller one
 Bytes = memoryview | bytes
 
 
@@ -79,7 +79,11 @@ class Head(NamedTuple):
 
     @property
     def body_bytes(self) -> int:
-        return len(self.checksums) // 8 * self.run_bytes if self.stored_lengths is None else sum(self.stored_lengths)
+        return (
+            len(self.checksums) // 8 * self.run_bytes
+            if self.stored_lengths is None
+            else sum(self.stored_lengths)
+        )
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """Where runs [first, last) lie in the body."""
@@ -124,7 +128,7 @@ def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
         return Outcome.VERSION
     if not 0 < runs <= MAX_RUNS or method >= len(_METHODS) or _VERSIONS.get(cipher) != version:
         return Outcome.CORRUPT
-    if not 0 < runs * run_bytes < _MOST_PAGE_BYTES:
+    if not 0 < runs * run_bytes < _MAX_PAGE_BYTES:
         return Outcome.CORRUPT
     lengths = _FIXED.size + runs * 8
     salted = lengths + (runs * 4 if method or cipher else 0)
@@ -178,10 +182,10 @@ class Codec:
                 return True
             zstd = _library("zstandard")
             frame = zstd.get_frame_parameters(packed)
-            if frame.content_size != len(into) or frame.window_size > max(len(into), _LEAST_WINDOW):
+            if frame.content_size != len(into) or frame.window_size > max(len(into), _MIN_WINDOW):
                 return False  # its window would be memory that a run of this size does not need
             if self._zstd_in is None:
-                self._zstd_in = zstd.ZstdDecompressor(max_window_size=_MOST_PAGE_BYTES)
+                self._zstd_in = zstd.ZstdDecompressor(max_window_size=_MAX_PAGE_BYTES)
             with self._zstd_in.stream_reader(packed) as reader:
                 done = 0
                 while done < len(into):
@@ -265,7 +269,7 @@ def unseal(
     if codec.keys is not None and not head.cipher:
         return Outcome.UNTRUSTED
     if head.cipher:
-        return _unlock(head, body, first, into, codec, tenant)
+        return _unseal_protected(head, body, first, into, codec, tenant)
     if head.stored_lengths is None and body is not into:
         sums = copy_checked(into, body[: high - low], step, of_target=True)
         return Outcome.OK if sums == head.checksums[first * 8 : last * 8] else Outcome.CORRUPT
@@ -276,7 +280,9 @@ def unseal(
             if not _unpack(head, body[at : at + length], run, codec):
                 return Outcome.CORRUPT
             at += length
-    return Outcome.OK if run_checksums(into, step) == head.checksums[first * 8 : last * 8] else Outcome.CORRUPT
+    return (
+        Outcome.OK if run_checksums(into, step) == head.checksums[first * 8 : last * 8] else Outcome.CORRUPT
+    )
 
 
 def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bool:
@@ -286,7 +292,9 @@ def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bo
     return codec.unpack(head.method, packed, run)
 
 
-def _unlock(head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str) -> Outcome:
+def _unseal_protected(
+    head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str
+) -> Outcome:
     """`unseal` of sealed runs. Damage is told from a wrong key: the checksums are of the bytes as stored."""
     assert head.stored_lengths is not None
     if codec.keys is None:

@@ -126,8 +126,8 @@ class Keyring:
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise TierError(f"others may read {path}: chmod 600 it, and consider its keys known")
         try:
-            told = json.loads(text)
-            return cls({str(tenant): bytes.fromhex(key) for tenant, key in told.items()}, protect)
+            content = json.loads(text)
+            return cls({str(tenant): bytes.fromhex(key) for tenant, key in content.items()}, protect)
         except (ValueError, TypeError, AttributeError):
             raise TierError(
                 f'{path} has no keys: write {{"TENANT": "{2 * _KEY_BYTES} hex digits", "*": "…"}}'
@@ -137,10 +137,10 @@ class Keyring:
         """Returns the cipher of one page. NoKeyError: the tenant has no key. TierError: the package for it is missing."""
         key = self._tenant_key(tenant)
         if protect == "authenticate":
-            return _Mac(_derived(salt, key, _PERSON_MAC))
+            return _Mac(_derive(salt, key, _PERSON_MAC))
         if self._aes is None:
             raise TierError("the package 'cryptography' is missing: pip install 'kvloom[encryption]'")
-        return _Aes(self._aes(_derived(salt, key, _PERSON)), self._invalid)
+        return _Aes(self._aes(_derive(salt, key, _PERSON)), self._invalid)
 
     def with_stored_keys(self, objects: Objects) -> Objects:
         """Returns the same objects under the keys that a tier stores. NoKeyError: the tenant has no key."""
@@ -159,11 +159,11 @@ class Keyring:
             others = self._keys.get(_OTHERS)
             if others is None:
                 raise NoKeyError(f"tenant {tenant!r} has no key")
-            key = _derived(tenant.encode(), others, _PERSON)
+            key = _derive(tenant.encode(), others, _PERSON)
         return key
 
 
-def _derived(text: bytes, key: bytes, person: bytes) -> bytes:
+def _derive(text: bytes, key: bytes, person: bytes) -> bytes:
     return blake2b(text, digest_size=_KEY_BYTES, key=key, person=person).digest()
 
 

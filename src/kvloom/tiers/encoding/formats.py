@@ -80,7 +80,7 @@ _AXES: dict[Format, tuple[int, ...]] = {
 }
 
 
-def _theirs(shape: PageShape, kind: Format) -> tuple[int, ...]:
+def _block_shape(shape: PageShape, kind: Format) -> tuple[int, ...]:
     """The shape of a block in that format."""
     layers, tokens, width = shape.layers, shape.tokens, shape.heads * shape.dims
     return {
@@ -106,16 +106,16 @@ def _check(shape: PageShape, kind: Format) -> None:
 def to_format(page: Any, shape: PageShape, kind: Format) -> npt.NDArray[Any]:
     """A page in another format: a new array of unsigned elements, to be viewed as the type they are."""
     _check(shape, kind)
-    return np.ascontiguousarray(shape.view(page).transpose(_AXES[kind])).reshape(_theirs(shape, kind))
+    return np.ascontiguousarray(shape.view(page).transpose(_AXES[kind])).reshape(_block_shape(shape, kind))
 
 
 def from_format(block: npt.NDArray[Any], shape: PageShape, kind: Format, page: Any) -> None:
     """Fills a page from a block of another format. A ValueError, before anything is written, if they do not fit."""
     _check(shape, kind)
-    if block.shape != _theirs(shape, kind) or block.dtype.itemsize != shape.element_bytes:
+    if block.shape != _block_shape(shape, kind) or block.dtype.itemsize != shape.element_bytes:
         raise ValueError(
             f"a block of shape {block.shape} and {block.dtype.itemsize} bytes an element is no {kind} of "
-            f"{_theirs(shape, kind)} and {shape.element_bytes}"
+            f"{_block_shape(shape, kind)} and {shape.element_bytes}"
         )
     ours = shape.view(page)
     if not ours.flags.writeable:

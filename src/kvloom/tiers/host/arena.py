@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 __all__ = ["Arena", "copy_pages"]
 
-_SHARED_BYTES = 4 << 20  # below it a second thread is not worth waking
+_MIN_SHARED_BYTES = 4 << 20  # below it a second thread is not worth waking
 _PIECE_BYTES = 1 << 20
-_PATIENCE, _REST_SECONDS = 0.25, 2.0
+_MAX_WAIT_RATIO, _PAUSE_SECONDS = 0.25, 2.0
 
 
 class Arena:
@@ -57,7 +57,7 @@ class Arena:
             raise ValueError(f"the buffer must be writable and hold {size} bytes; it has {len(self.bytes)}")
         self._free_slabs = list(range(self.slabs))  # a heap: the lowest first, so that runs are long
         self._partial: dict[int, dict[int, None]] = {}  # page size -> slabs lent to it that have free pages
-        self._free: list[list[int]] = [[] for _ in range(self.slabs)]  # a slab's free pages
+        self._free_pages: list[list[int]] = [[] for _ in range(self.slabs)]  # a slab's free pages
         self._size = [0] * self.slabs  # the page size a slab is lent to, 0 for none
         self._used = [0] * self.slabs  # its pages in use
 
@@ -75,15 +75,15 @@ class Arena:
                 slab = heapq.heappop(self._free_slabs)
                 self._size[slab] = page_bytes
                 base = slab * self.slab_bytes
-                places = range(base, base + self.slab_bytes - page_bytes + 1, page_bytes)
-                if len(places) <= count - len(taken):  # all of it at once
-                    self._used[slab] = len(places)
-                    taken += places
+                pages = range(base, base + self.slab_bytes - page_bytes + 1, page_bytes)
+                if len(pages) <= count - len(taken):  # all of it at once
+                    self._used[slab] = len(pages)
+                    taken += pages
                     continue
-                self._free[slab] = list(reversed(places))
+                self._free_pages[slab] = list(reversed(pages))
                 partial[slab] = None
             slab = next(iter(partial))
-            free = self._free[slab]
+            free = self._free_pages[slab]
             some = free[: -(count - len(taken)) - 1 : -1]
             del free[len(free) - len(some) :]
             if not free:
@@ -97,11 +97,11 @@ class Arena:
         slab = offset // self.slab_bytes
         self._used[slab] -= 1
         if self._used[slab]:
-            self._free[slab].append(offset)
+            self._free_pages[slab].append(offset)
             self._partial[page_bytes][slab] = None
         else:
             self._partial[page_bytes].pop(slab, None)
-            self._free[slab] = []
+            self._free_pages[slab] = []
             self._size[slab] = 0
             heapq.heappush(self._free_slabs, slab)
 
@@ -130,16 +130,16 @@ def copy_pages(
     edges = [0, *breaks.tolist(), len(to)]
     to_list, at_list = to.tolist(), at.tolist()
     runs = [(to_list[first], at_list[first], (last - first) * size) for first, last in pairwise(edges)]
-    shared = len(to) * size >= _SHARED_BYTES and _cores() > 1
-    pieces = deque(_pieces(runs) if shared else runs)
-    with _helper.lent(target, source, pieces) if shared else contextlib.nullcontext():
+    shared = len(to) * size >= _MIN_SHARED_BYTES and _cores() > 1
+    pieces = deque(_split(runs) if shared else runs)
+    with _helper.sharing(target, source, pieces) if shared else contextlib.nullcontext():
         _copy(target, source, pieces.popleft, pieces)
 
 
-_Piece = tuple[int, int, int]  # to, at, bytes
+_CopyRange = tuple[int, int, int]  # to, at, bytes
 
 
-def _pieces(runs: list[_Piece]) -> Iterator[_Piece]:
+def _split(runs: list[_CopyRange]) -> Iterator[_CopyRange]:
     for start, begin, length in runs:
         for at in range(0, length, _PIECE_BYTES):
             yield start + at, begin + at, min(_PIECE_BYTES, length - at)
@@ -148,8 +148,8 @@ def _pieces(runs: list[_Piece]) -> Iterator[_Piece]:
 def _copy(
     target: npt.NDArray[np.uint8],
     source: npt.NDArray[np.uint8],
-    take: Callable[[], _Piece],
-    pieces: deque[_Piece],
+    take: Callable[[], _CopyRange],
+    pieces: deque[_CopyRange],
 ) -> None:
     """Copies pieces until there are none. Another thread may take some meanwhile."""
     with contextlib.suppress(IndexError):
@@ -158,21 +158,21 @@ def _copy(
             target[start : start + length] = source[begin : begin + length]
 
 
-class _Helper:
+class _CopyHelper:
     """One thread that takes pieces from the other end; who finds it busy copies alone. It is never waited for, but for the piece
     that it has in its hands: where that took long, because no core was free, everyone copies alone for a while."""
 
     def __init__(self) -> None:
-        self._free = threading.Lock()
-        self._resting = 0.0  # until then
+        self._available = threading.Lock()
+        self._paused_until = 0.0  # until then
         self._thread: ThreadPoolExecutor | None = None
 
     @contextlib.contextmanager
-    def lent(
-        self, target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], pieces: deque[_Piece]
+    def sharing(
+        self, target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], pieces: deque[_CopyRange]
     ) -> Iterator[None]:
         began = time.monotonic()
-        if began < self._resting or not self._free.acquire(blocking=False):
+        if began < self._paused_until or not self._available.acquire(blocking=False):
             yield
             return
         try:
@@ -190,10 +190,10 @@ class _Helper:
                 if not other.cancel():
                     other.result()  # it has left the caller's memory before the caller goes on
                 now = time.monotonic()
-                if now - ended > _PATIENCE * (ended - began):
-                    self._resting = now + _REST_SECONDS
+                if now - ended > _MAX_WAIT_RATIO * (ended - began):
+                    self._paused_until = now + _PAUSE_SECONDS
         finally:
-            self._free.release()
+            self._available.release()
 
 
 def _cores() -> int:
@@ -203,9 +203,9 @@ def _cores() -> int:
 
 def _new_helper() -> None:
     global _helper  # noqa: PLW0603  a forked process has no other threads
-    _helper = _Helper()
+    _helper = _CopyHelper()
 
 
-_helper = _Helper()
+_helper = _CopyHelper()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_helper)

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.encoding.checksums import run_checksums
-from kvloom.tiers.encoding.codec import Head, make_codec, unseal
+from kvloom.tiers.encoding import Head, make_codec, run_checksums, unseal
 from kvloom.tiers.shares import Shares
 from kvloom.tiers.tier import Objects, Ranges, Tier, part_range
-from kvloom.tiers.transfer import Outcome, TransferCounts, TierStats, Transfer, failed_transfer
+from kvloom.tiers.transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
 
 from .arena import Arena, copy_pages
 from .host_index import HostIndex
@@ -57,7 +56,7 @@ class HostTier(Tier):
         self._lock = threading.Lock()
         self.index = HostIndex(self._arena)
         self._slots = self.index.slots
-        self._tally = TransferCounts()
+        self._transfer_counts = TransferCounts()
         self._closed = False
 
     @property
@@ -106,9 +105,9 @@ class HostTier(Tier):
         another size than the form says."""
         form = objects.form
         with self._lock:
-            slots, noted = self.index.find(objects.keys), self._slots
-            found = (slots >= 0) & noted.ready[slots]
-            there = found & (noted.size[slots] == form.page_bytes) & (noted.run[slots] == form.run_bytes)
+            slots, table = self.index.find(objects.keys), self._slots
+            found = (slots >= 0) & table.ready[slots]
+            there = found & (table.size[slots] == form.page_bytes) & (table.run[slots] == form.run_bytes)
             slots[~there] = -1
             held = slots if there.all() else slots[there]
             self.index.touch(held)
@@ -147,9 +146,9 @@ class HostTier(Tier):
         start, stop = part_range(objects.form, part)
         if self._closed:
             return failed_transfer(
-                len(objects), self._tally, "read", Outcome.FAILED, "the host tier is closed"
+                len(objects), self._transfer_counts, "read", Outcome.FAILED, "the host tier is closed"
             )
-        transfer = Transfer(len(objects), self._tally, "read", stop - start)
+        transfer = Transfer(len(objects), self._transfer_counts, "read", stop - start)
         lease = self.acquire(objects)
         try:
             found = np.flatnonzero(lease.offsets >= 0)
@@ -157,7 +156,7 @@ class HostTier(Tier):
                 into.bytes, into.starts[found] + start, self.arena, lease.offsets[found] + start, stop - start
             )
             if self._codec is not None:
-                self._compare(lease, objects, into, start, stop)
+                self._verify(lease, objects, into, start, stop)
         finally:
             lease.release()
         for outcome in np.unique(lease.results).tolist():
@@ -166,7 +165,7 @@ class HostTier(Tier):
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         source.check(objects, writable=False)
-        transfer = Transfer(len(objects), self._tally, "write", objects.form.page_bytes)
+        transfer = Transfer(len(objects), self._transfer_counts, "write", objects.form.page_bytes)
         lease = self.reserve(objects)
         written = False
         try:
@@ -190,15 +189,15 @@ class HostTier(Tier):
     def drop(self, objects: Objects, writer: int | None = None) -> int:
         """Drops objects; with `writer` only those that this peer wrote."""
         with self._lock:
-            dropped, noted = 0, self._slots
+            dropped, table = 0, self._slots
             for key in objects.keys:
                 slot = self.index.entries.get(key)
-                if slot is not None and noted.ready[slot] and writer in (None, int(noted.writer[slot])):
+                if slot is not None and table.ready[slot] and writer in (None, int(table.writer[slot])):
                     self.index.remove(key, slot)
                     dropped += 1
             return dropped
 
-    def drop_damaged(self, keys: Iterable[bytes], most_bytes: int) -> int:
+    def drop_damaged(self, keys: Iterable[bytes], max_bytes: int) -> int:
         """Drops objects whose bytes differ from their checksums; returns how many. Reads `most_bytes` at most, and at least one
         page. A page without checksums stays."""
         dropped = 0
@@ -206,12 +205,12 @@ class HostTier(Tier):
             with self._lock:
                 slot = self.index.entries.get(key, -1)
                 checks = self._slots.checksums.get(slot)
-                if most_bytes <= 0 or checks is None or not self._slots.ready[slot]:
+                if max_bytes <= 0 or checks is None or not self._slots.ready[slot]:
                     continue
                 self._slots.refs[slot] += _ONE
                 at, size = int(self._slots.offset[slot]), int(self._slots.size[slot])
                 run = int(self._slots.run[slot])
-            most_bytes -= size
+            max_bytes -= size
             damaged = run_checksums(self._arena.view[at : at + size], run) != checks
             with self._lock:
                 self._slots.refs[slot] -= _ONE
@@ -225,7 +224,9 @@ class HostTier(Tier):
     def stats(self) -> TierStats:
         with self._lock:
             ready = len(self.index.entries) - self.index.loading
-            return self._tally.stats(ready, self._arena.used_bytes(), self.capacity, self.index.evicted)
+            return self._transfer_counts.stats(
+                ready, self._arena.used_bytes(), self.capacity, self.index.evicted
+            )
 
     def close(self) -> None:
         """What is held stays readable by its holders until they let go; the memory goes with the last view."""
@@ -235,53 +236,63 @@ class HostTier(Tier):
                 if self._slots.ready[slot]:
                     self.index.remove(key, slot)
 
-    def _release(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
+    def ready_checksums(self, slots: Index) -> list[bytes]:
+        return [self._page_checksums(slot) for slot in slots[self._slots.ready[slots]].tolist()]
+
+    def set_checksums(self, slots: Index, data: bytes, size: int) -> None:
+        fresh = slots[~self._slots.ready[slots]].tolist()
+        if len(data) != len(fresh) * size:
+            raise ValueError(f"{len(data)} bytes of checksums for {len(fresh)} pages of {size} bytes each")
+        for number, slot in enumerate(fresh):
+            self._slots.checksums[slot] = data[number * size : (number + 1) * size]
+
+    def release_slots(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
         if not len(slots):  # it was released before
             return
         at = np.flatnonzero(slots >= 0)
         held = slots if len(at) == len(slots) else slots[at]
-        if written is True and self._codec is None and self._came(held):
+        if written is True and self._codec is None and self._finish_reserved(held):
             return
         came = np.broadcast_to(np.asarray(written), len(slots))[at]
         if self._codec is not None:
             for slot in held[came & ~self._slots.ready[held]].tolist():  # ours alone until then
-                self._checks(slot)
+                self._page_checksums(slot)
         with self._lock:
-            noted = self._slots
-            np.subtract.at(noted.refs, held, _ONE)
-            coming = ~noted.ready[held]
+            table = self._slots
+            np.subtract.at(table.refs, held, _ONE)
+            coming = ~table.ready[held]
             if coming.any():  # of a `reserve`, then: none is there twice
                 self.index.loading -= int(coming.sum())
-                noted.ready[held] |= came
+                table.ready[held] |= came
                 lost = coming & (~came | self._closed)
                 for i in np.flatnonzero(lost).tolist():
                     self.index.remove(objects.keys[at[i]], int(held[i]))
                 held = held[~lost]
-            for slot in set(held[noted.dropped[held] & (noted.refs[held] == 0)].tolist()):
+            for slot in set(held[table.dropped[held] & (table.refs[held] == 0)].tolist()):
                 self.index.free(slot)
 
-    def _came(self, held: Index) -> bool:
+    def _finish_reserved(self, held: Index) -> bool:
         """The bytes of all that a `reserve` gave are there: the usual end of one, done if it is that. Nobody else has them yet, and
         none is there twice."""
         with self._lock:
-            noted = self._slots
-            if self._closed or noted.ready[held].any():
+            table = self._slots
+            if self._closed or table.ready[held].any():
                 return False
-            noted.refs[held], noted.ready[held] = 0, True
+            table.refs[held], table.ready[held] = 0, True
             self.index.loading -= len(held)
             return True
 
-    def _checks(self, slot: int) -> bytes:
+    def _page_checksums(self, slot: int) -> bytes:
         """Of a page that is held, and ready or its filler's. Two threads may both make them: they are the same."""
-        noted = self._slots
-        checks = noted.checksums.get(slot)
+        table = self._slots
+        checks = table.checksums.get(slot)
         if checks is None:
-            offset, size = int(noted.offset[slot]), int(noted.size[slot])
-            checks = run_checksums(self._arena.view[offset : offset + size], int(noted.run[slot]))
+            offset, size = int(table.offset[slot]), int(table.size[slot])
+            checks = run_checksums(self._arena.view[offset : offset + size], int(table.run[slot]))
             self._slots.checksums[slot] = checks
         return checks
 
-    def _compare(self, lease: Lease, objects: Objects, into: Ranges, start: int, stop: int) -> None:
+    def _verify(self, lease: Lease, objects: Objects, into: Ranges, start: int, stop: int) -> None:
         """Compares what was read with the checksums kept; what differs is corrupt, and dropped."""
         assert self._codec is not None
         form, pages = objects.form, into.view
@@ -289,7 +300,7 @@ class HostTier(Tier):
             if slot < 0:
                 continue
             got = pages[at + start : at + stop]
-            head = Head(objects.keys[index], 0, form.run_bytes, self._checks(slot))
+            head = Head(objects.keys[index], 0, form.run_bytes, self._page_checksums(slot))
             outcome = unseal(head, got, start // form.run_bytes, got, self._codec)
             if outcome != Outcome.OK:
                 lease.results[index] = outcome

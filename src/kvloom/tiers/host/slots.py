@@ -16,10 +16,10 @@ import numpy.typing as npt
 __all__ = ["Index", "LruOrder", "Slots"]
 
 Index = npt.NDArray[np.int64]
-_FIRST = 1024
-_SPARE = 4096
+_INITIAL_SLOTS = 1024
+_STALE_LIMIT = 4096
 """Uses that may be remembered in vain before they are looked through."""
-_PART = 256
+_PART_SLOTS = 256
 """Slots of a batch that are looked at together: one that leaves by itself costs a look at so many."""
 
 
@@ -27,28 +27,28 @@ class Slots:
     """Arrays indexed by slot; those of a slot that nobody has mean nothing."""
 
     def __init__(self) -> None:
-        self.offset: Index = np.zeros(_FIRST, np.int64)
-        self.size: Index = np.zeros(_FIRST, np.int64)
-        self.run: Index = np.zeros(_FIRST, np.int64)
+        self.offset: Index = np.zeros(_INITIAL_SLOTS, np.int64)
+        self.size: Index = np.zeros(_INITIAL_SLOTS, np.int64)
+        self.run: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         """Bytes of one layer run, as its writer gave them."""
-        self.writer: Index = np.zeros(_FIRST, np.int64)
+        self.writer: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         """Which peer wrote it; 0 is this process."""
-        self.tick: Index = np.zeros(_FIRST, np.int64)
+        self.tick: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         """When it was used last; -1 of one that nobody can find any more."""
-        self.account: npt.NDArray[np.int32] = np.zeros(_FIRST, np.int32)
-        self.refs: npt.NDArray[np.int32] = np.zeros(_FIRST, np.int32)
+        self.account: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
+        self.refs: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
         """Transfers under way: it can neither be evicted nor its place lent."""
-        self.ready: npt.NDArray[np.bool_] = np.zeros(_FIRST, np.bool_)
+        self.ready: npt.NDArray[np.bool_] = np.zeros(_INITIAL_SLOTS, np.bool_)
         """Its bytes have come."""
-        self.dropped: npt.NDArray[np.bool_] = np.zeros(_FIRST, np.bool_)
+        self.dropped: npt.NDArray[np.bool_] = np.zeros(_INITIAL_SLOTS, np.bool_)
         """Dropped while held: its place comes back with the last hold."""
-        self.keys: list[bytes] = [b""] * _FIRST
+        self.keys: list[bytes] = [b""] * _INITIAL_SLOTS
         """Whose it is, or was last."""
         self.slot_at: dict[int, int] = {}
         """Place in the arena → slot."""
         self.checksums: dict[int, bytes] = {}
         """Checksums of its page, of the slots that have any."""
-        self._free = list(range(_FIRST - 1, -1, -1))
+        self._free = list(range(_INITIAL_SLOTS - 1, -1, -1))
 
     def allocate(self, offsets: list[int], size: int) -> list[int]:
         """A slot for each of these places."""
@@ -97,20 +97,20 @@ class LruOrder:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._batches: deque[tuple[int, Index]] = deque()
-        self._queued, self._limit = 0, _SPARE
+        self._queued, self._limit = 0, _STALE_LIMIT
 
     def touch(self, slots: Index, tick: int) -> None:
         """These (each once) are used now; no other call ever had this tick."""
         if not slots.size:
             return
         self._slots.tick[slots] = tick
-        for at in range(0, len(slots), _PART):
-            self._batches.append((tick, slots[at : at + _PART]))
+        for at in range(0, len(slots), _PART_SLOTS):
+            self._batches.append((tick, slots[at : at + _PART_SLOTS]))
         self._queued += len(slots)
         if self._queued > self._limit:
             self._batches = deque((tick, live) for tick, live in self._live() if live.size)
             self._queued = sum(len(live) for _, live in self._batches)
-            self._limit = 2 * self._queued + _SPARE
+            self._limit = 2 * self._queued + _STALE_LIMIT
 
     def _live(self) -> Iterator[tuple[int, Index]]:
         for tick, slots in self._batches:
@@ -129,15 +129,15 @@ class LruOrder:
                 self._batches.appendleft((tick, live))
         return None
 
-    def oldest(self, most: int) -> Index:
+    def oldest(self, limit: int) -> Index:
         """Up to `most` slots, that whose last use was longest ago first."""
         found, count = list[Index](), 0
         self.least_recent()  # what is at the front and has gone is not looked at twice
         for _, live in self._live():
             found.append(live)
             count += len(live)
-            if count >= most:
+            if count >= limit:
                 break
         if len(found) == 1:
-            return found[0][:most]
-        return np.concatenate(found)[:most] if found else np.zeros(0, np.int64)
+            return found[0][:limit]
+        return np.concatenate(found)[:limit] if found else np.zeros(0, np.int64)

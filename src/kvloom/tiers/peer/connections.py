@@ -31,34 +31,34 @@ class PeerClients:
     """Safe from any thread. Closes no connection: returns those to close."""
 
     def __init__(self, pending: int, admitted: int, idle_seconds: float) -> None:
-        self._most_pending, self._most_admitted, self._idle = pending, admitted, idle_seconds
-        self._most_of_one = max(1, admitted // 2)
+        self._max_pending, self._max_admitted, self._idle = pending, admitted, idle_seconds
+        self._max_per_origin = max(1, admitted // 2)
         self._lock = threading.Lock()
         self._pending: dict[PeerClient, None] = {}
         self._admitted: dict[PeerClient, None] = {}
         self._ended = False
 
-    def add(self, guest: PeerClient) -> list[PeerClient]:
+    def add(self, client: PeerClient) -> list[PeerClient]:
         """Enters a connection that has proved nothing yet."""
         with self._lock:
             if self._ended:
-                return [guest]
-            self._pending[guest] = None
-            if len(self._pending) <= self._most_pending:
+                return [client]
+            self._pending[client] = None
+            if len(self._pending) <= self._max_pending:
                 return []
             oldest = _oldest(self._pending)
             del self._pending[oldest]
             return [oldest]
 
-    def admit(self, guest: PeerClient) -> tuple[bool, list[PeerClient]]:
+    def admit(self, client: PeerClient) -> tuple[bool, list[PeerClient]]:
         """Whether a connection that proved itself may stay, and an idle one that ends for it."""
         with self._lock:
-            if guest not in self._pending:
+            if client not in self._pending:
                 return False, []
-            of_one = [other for other in self._admitted if other.origin == guest.origin]
+            same_origin = [other for other in self._admitted if other.origin == client.origin]
             ended = []
-            if len(self._admitted) >= self._most_admitted or len(of_one) >= self._most_of_one:
-                full = of_one if len(of_one) >= self._most_of_one else self._admitted
+            if len(self._admitted) >= self._max_admitted or len(same_origin) >= self._max_per_origin:
+                full = same_origin if len(same_origin) >= self._max_per_origin else self._admitted
                 idle = min(
                     (other for other in full if not other.busy), key=lambda other: other.used, default=None
                 )
@@ -66,21 +66,21 @@ class PeerClients:
                     return False, []
                 del self._admitted[idle]
                 ended = [idle]
-            del self._pending[guest]
-            self._admitted[guest] = None
-            guest.used = time.monotonic()
+            del self._pending[client]
+            self._admitted[client] = None
+            client.used = time.monotonic()
             return True, ended
 
-    def remove(self, guest: PeerClient) -> None:
+    def remove(self, client: PeerClient) -> None:
         with self._lock:
-            self._pending.pop(guest, None)
-            self._admitted.pop(guest, None)
+            self._pending.pop(client, None)
+            self._admitted.pop(client, None)
 
     def overdue(self) -> list[PeerClient]:
         """Connections whose deadline has passed."""
         now = time.monotonic()
         with self._lock:
-            return [guest for guest in (*self._pending, *self._admitted) if guest.deadline < now]
+            return [client for client in (*self._pending, *self._admitted) if client.deadline < now]
 
     def end(self) -> list[PeerClient]:
         """All connections; none is entered from now on."""
@@ -92,9 +92,9 @@ class PeerClients:
 def _oldest(pending: Iterable[PeerClient]) -> PeerClient:
     """The oldest connection of the origin that has the most."""
     pending = list(pending)
-    counts = Counter(guest.origin for guest in pending)
+    counts = Counter(client.origin for client in pending)
     most = max(counts.values())
-    return next(guest for guest in pending if counts[guest.origin] == most)
+    return next(client for client in pending if counts[client.origin] == most)
 
 
 class LeaseBudget:

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.disk.files import aligned_bytes
-from kvloom.tiers.remote.nixl import make_agent
+from kvloom.tiers.aligned_memory import address_of, aligned_bytes
+from kvloom.tiers.remote import make_agent
 
 __all__ = ["NixlArena", "NixlClient"]
 
 _BUFFER_BYTES = 8 << 20
 _BUSY_SECONDS, _IDLE_SECONDS = 50e-6, 0.02
-_LOST: list[memoryview] = []  # buffers that a transfer which was given up may still write to
+_ABANDONED: list[memoryview] = []  # buffers that a transfer which was given up may still write to
 
 
 class NixlArena:
@@ -30,7 +30,7 @@ class NixlArena:
     thread of ours lets it go on, often while anyone has pages of the arena and now and then while nobody has."""
 
     def __init__(self, arena: npt.NDArray[np.uint8]) -> None:
-        agent, address = make_agent("UCX"), _address(arena)
+        agent, address = make_agent("UCX"), address_of(arena)
         registered = agent.register_memory([(address, len(arena), 0, "")], "DRAM")
         metadata = base64.b64encode(agent.get_agent_metadata()).decode()
         self.about = {"nixl": metadata, "base": address}
@@ -38,7 +38,7 @@ class NixlArena:
         self._leases, self._ended = 0, False
         self._changed = threading.Condition()
         self._thread = threading.Thread(
-            target=self._go_on, args=(agent, registered), name="kvloom-nixl", daemon=True
+            target=self._progress, args=(agent, registered), name="kvloom-nixl", daemon=True
         )
         self._thread.start()
 
@@ -55,7 +55,7 @@ class NixlArena:
             self._changed.notify()
         self._thread.join()
 
-    def _go_on(self, agent: Any, registered: Any) -> None:
+    def _progress(self, agent: Any, registered: Any) -> None:
         while not self._ended:
             agent.get_new_notifs()  # nobody sends any: it is the call by which an agent works
             if self._leases:
@@ -80,7 +80,7 @@ class NixlClient:
         if len(self._buffer) < max(page_bytes, _BUFFER_BYTES):
             self._deregister()
             self._buffer = aligned_bytes(max(page_bytes, _BUFFER_BYTES))
-            memory = [(_address(np.frombuffer(self._buffer, np.uint8)), len(self._buffer), 0, "")]
+            memory = [(address_of(np.frombuffer(self._buffer, np.uint8)), len(self._buffer), 0, "")]
             self._registered = self._agent.register_memory(memory, "DRAM")
         return len(self._buffer) // page_bytes
 
@@ -90,7 +90,7 @@ class NixlClient:
 
     def transfer(self, verb: str, offsets: Sequence[int], page_bytes: int, start: int, stop: int) -> None:
         """READ or WRITE of bytes [start, stop) of pages of the arena, to or from the same bytes of the buffer's pages."""
-        base, size = _address(np.frombuffer(self._buffer, np.uint8)), stop - start
+        base, size = address_of(np.frombuffer(self._buffer, np.uint8)), stop - start
         ours = [(base + number * page_bytes + start, size, 0) for number in range(len(offsets))]
         theirs = [(self._base + offset + start, size, 0) for offset in offsets]
         agent = self._agent
@@ -101,7 +101,7 @@ class NixlClient:
         state = agent.transfer(handle)
         while state not in ("DONE", "ERR"):
             if time.monotonic() > deadline:
-                _LOST.append(self._buffer)
+                _ABANDONED.append(self._buffer)
                 raise TimeoutError(f"NIXL: no end within {self._timeout} s")
             time.sleep(pause)
             pause = min(2 * pause, 200e-6)
@@ -118,7 +118,3 @@ class NixlClient:
         registered, self._registered = self._registered, None
         if registered is not None:
             self._agent.deregister_memory(registered)
-
-
-def _address(array: npt.NDArray[np.uint8]) -> int:
-    return int(array.__array_interface__["data"][0])

@@ -21,24 +21,23 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.encoding.checksums import run_checksums, copy_checked
-from kvloom.tiers.encoding.codec import Head, unseal
-from kvloom.tiers.host.shared_memory import map_shared_memory
+from kvloom.tiers.encoding import Head, copy_checked, run_checksums, unseal
+from kvloom.tiers.host import map_shared_memory
 from kvloom.tiers.options import Options
-from kvloom.tiers.peer.secret import default_secret, read_secret
-from kvloom.tiers.peer.unix_socket import UnixAddress, connect_unix, connect_loopback
-from kvloom.tiers.remote.remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage
+from kvloom.tiers.remote import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage
 from kvloom.tiers.tier import TierError
 from kvloom.tiers.transfer import Outcome
 from kvloom.tiers.workers import Tools
 
 from .nixl_arena import NixlClient
 from .protocol import MAX_OBJECTS, Channel, Message, Verb, client_handshake
+from .secret import default_secret, read_secret
+from .unix_socket import UnixAddress, connect_loopback, connect_unix
 
-__all__ = ["TransferMethod", "PeerConnection", "open_peer", "parse_url"]
+__all__ = ["PeerConnection", "TransferMethod", "open_peer", "parse_url"]
 
 _BATCH_BYTES = 32 << 20  # between two batches a connection waits for an answer: the fewer, the faster
-_LOST: list[Channel] = []  # connections that are kept for what they have reserved
+_ABANDONED: list[Channel] = []  # connections that are kept for what they have reserved
 Address = tuple[str, int] | UnixAddress
 TransferMethod = Literal["auto", "shared", "nixl", "connection"]
 
@@ -56,22 +55,22 @@ class PeerConnection(Connection):
         self._channel = Channel(connected, timeout)
         try:
             client_handshake(self._channel, (secret or default_secret()) if proves else b"")
-            about = self._ask(Message(Verb.ABOUT, payload=token))
-            self.slab_bytes, self.capacity = about.a, about.b
+            details = self._ask(Message(Verb.ABOUT, payload=token))
+            self.slab_bytes, self.capacity = details.a, details.b
             self.arena: npt.NDArray[np.uint8] | None = None
             self.nixl: NixlClient | None = None
-            where = json.loads(about.payload or b"{}")
-            self.lease_bytes = max(1, int(where["lease_bytes"]))
-            if by in ("auto", "shared") and "path" in where:
-                self.arena = map_shared_memory(str(where["path"]), str(where["token"]), int(where["size"]))
+            fields = json.loads(details.payload or b"{}")
+            self.lease_bytes = max(1, int(fields["lease_bytes"]))
+            if by in ("auto", "shared") and "path" in fields:
+                self.arena = map_shared_memory(str(fields["path"]), str(fields["token"]), int(fields["size"]))
             if by == "shared" and self.arena is None:
                 raise StoreError(
                     "the peer's memory cannot be mapped from here: another host, user or container"
                 )
             if by == "nixl":
-                if "nixl" not in where:
+                if "nixl" not in fields:
                     raise StoreError("the peer does not offer NIXL: start it with --nixl")
-                self.nixl = NixlClient(where, timeout)
+                self.nixl = NixlClient(fields, timeout)
         except BaseException:
             self._channel.close()
             raise
@@ -80,19 +79,19 @@ class PeerConnection(Connection):
         found: list[bool] = []
         for at in range(0, len(keys), MAX_OBJECTS):
             some = keys[at : at + MAX_OBJECTS]
-            answer = self._ask(_about(Verb.LOOKUP, some))
+            answer = self._ask(_keys_message(Verb.LOOKUP, some))
             found += np.frombuffer(answer.payload, np.bool_, len(some)).tolist()
         return found
 
     def remove(self, keys: Sequence[bytes]) -> int:
         parts = [keys[at : at + MAX_OBJECTS] for at in range(0, len(keys), MAX_OBJECTS)]
-        return sum(self._ask(_about(Verb.DROP, part)).a for part in parts)
+        return sum(self._ask(_keys_message(Verb.DROP, part)).a for part in parts)
 
     def usage(self) -> Usage:
         return Usage(*struct.unpack("<QQQ", self._ask(Message(Verb.USAGE)).payload))
 
     def close(self) -> None:
-        if self._channel not in _LOST:
+        if self._channel not in _ABANDONED:
             self._channel.close()
         if self.nixl is not None:
             self.nixl.close()
@@ -114,13 +113,13 @@ class PeerConnection(Connection):
             return self._write_nixl(job, self.nixl)
         return self._write_shared(job, self.arena) if self.arena is not None else self._write(job)
 
-    def _lease(self, verb: Verb, job: Job) -> tuple[Message, list[int], list[int], _Checks]:
+    def _lease(self, verb: Verb, job: Job) -> tuple[Message, list[int], list[int], _ChecksumReader]:
         """HOLD or RESERVE: the answer, with results, offsets and checksums."""
         form, count = job.objects.form, len(job.which)
-        answer = self._ask(_about(verb, job.keys(), form.page_bytes, form.run_bytes))
+        answer = self._ask(_keys_message(verb, job.keys(), form.page_bytes, form.run_bytes))
         results = np.frombuffer(answer.payload, np.uint8, count).tolist()
         offsets = np.frombuffer(answer.payload, np.int64, count, count).tolist()
-        return answer, results, offsets, _Checks(answer.payload, 9 * count, form.runs)
+        return answer, results, offsets, _ChecksumReader(answer.payload, 9 * count, form.runs)
 
     def _read_nixl(self, job: Job, tools: Tools, nixl: NixlClient) -> dict[int, Outcome]:
         form, (start, stop) = job.objects.form, job.part
@@ -155,10 +154,12 @@ class PeerConnection(Connection):
                 checks.append(run_checksums(source, form.run_bytes))
                 outcomes[job.which[number]] = Outcome.OK
             try:
-                nixl.transfer("WRITE", [offsets[number] for number in some], form.page_bytes, 0, form.page_bytes)
+                nixl.transfer(
+                    "WRITE", [offsets[number] for number in some], form.page_bytes, 0, form.page_bytes
+                )
             except TimeoutError:
                 # It may still arrive: as long as the connection stays, those places are nobody else's.
-                _LOST.append(self._channel)
+                _ABANDONED.append(self._channel)
                 raise
         self._ask(Message(Verb.COMMIT, a=answer.a, b=1, payload=b"".join(checks)))
         return outcomes
@@ -183,11 +184,11 @@ class PeerConnection(Connection):
 
     def _read(self, job: Job) -> dict[int, Outcome]:
         form, (start, stop) = job.objects.form, job.part
-        message = _about(Verb.READ, job.keys(), form.page_bytes, form.run_bytes)
+        message = _keys_message(Verb.READ, job.keys(), form.page_bytes, form.run_bytes)
         message.a, message.b = start, stop
         answer = self._ask(message)
         results = np.frombuffer(answer.payload, np.uint8, len(job.which)).tolist()
-        checks = _Checks(answer.payload, len(job.which), form.runs)
+        checks = _ChecksumReader(answer.payload, len(job.which), form.runs)
         outcomes = {index: Outcome(result) for index, result in zip(job.which, results, strict=True)}
         found = [index for index, outcome in outcomes.items() if outcome == Outcome.OK]
         self._channel.begin(len(found) * (stop - start))
@@ -217,7 +218,7 @@ class PeerConnection(Connection):
 
     def _write(self, job: Job) -> dict[int, Outcome]:
         form, channel = job.objects.form, self._channel
-        answer = self._ask(_about(Verb.WRITE, job.keys(), form.page_bytes, form.run_bytes))
+        answer = self._ask(_keys_message(Verb.WRITE, job.keys(), form.page_bytes, form.run_bytes))
         results = np.frombuffer(answer.payload, np.uint8, len(job.which)).tolist()
         outcomes = {index: Outcome(result) for index, result in zip(job.which, results, strict=True)}
         wanted = [index for index, outcome in outcomes.items() if outcome == Outcome.PENDING]
@@ -230,25 +231,27 @@ class PeerConnection(Connection):
         return outcomes
 
 
-def _connect(address: Address, secret: bytes, timeout: float, by: TransferMethod) -> tuple[socket.socket, bool]:
+def _connect(
+    address: Address, secret: bytes, timeout: float, by: TransferMethod
+) -> tuple[socket.socket, bool]:
     """A connection, and whether it needs a secret: a Unix socket does not, because the system names the user there."""
     try:
         if isinstance(address, UnixAddress):
             return connect_unix(address, timeout), False
         if not secret and by in ("auto", "shared"):
-            near = connect_loopback(*address, timeout)
-            if near is not None:
-                return near, False
+            loopback = connect_loopback(*address, timeout)
+            if loopback is not None:
+                return loopback, False
         return socket.create_connection(address, timeout), True
     except OSError as error:
-        raise StoreError(f"the {_name(address)} cannot be reached: {error}") from error
+        raise StoreError(f"the {_address_text(address)} cannot be reached: {error}") from error
 
 
-def _name(address: Address) -> str:
+def _address_text(address: Address) -> str:
     return f"peer {address}" if isinstance(address, UnixAddress) else f"peer {address[0]}:{address[1]}"
 
 
-class _Checks:
+class _ChecksumReader:
     """The checksums of the pages that were found, one page after the other, from `at` of a payload."""
 
     def __init__(self, payload: bytes, at: int, runs: int) -> None:
@@ -263,7 +266,7 @@ class _Checks:
         return found if part is None else found[part[0] // run_bytes * 8 : part[1] // run_bytes * 8]
 
 
-def _about(verb: Verb, keys: Sequence[bytes], page_bytes: int = 1, run_bytes: int = 1) -> Message:
+def _keys_message(verb: Verb, keys: Sequence[bytes], page_bytes: int = 1, run_bytes: int = 1) -> Message:
     return Message(verb, len(keys), page_bytes, run_bytes, payload=b"".join(keys))
 
 
@@ -293,7 +296,7 @@ def open_peer(
     asked = config or RemoteConfig(capacity=1)
     if asked.compression != "none" or asked.keys is not None:
         raise ValueError("a peer keeps pages as its own engine uses them: neither compressed nor encrypted")
-    name = f"peer://{_name(address).removeprefix('peer ')}"
+    name = f"peer://{_address_text(address).removeprefix('peer ')}"
     token = os.urandom(16)
 
     def connect() -> PeerConnection:
@@ -309,17 +312,17 @@ def open_peer(
     return RemoteTier(name, config, connect, (_Read, _Write), max_page_bytes=first.slab_bytes)
 
 
-def parse_url(text: str) -> Callable[[], RemoteTier]:
+def parse_url(url: str) -> Callable[[], RemoteTier]:
     """`peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`; by auto, shared, nixl or connection.
     `peer:///path/of/socket?uid=1001` names a Unix socket, and the user that may serve there beside this one and root."""
-    url = urlsplit(text)
-    options = Options(text, url.query)
+    parts = urlsplit(url)
+    options = Options(url, parts.query)
     try:
-        port = url.port
+        port = parts.port
     except ValueError as error:
         raise ValueError(f"{options.url}: {error}") from None
-    path = unquote(url.path) if not url.netloc else ""
-    if len(path) < 2 and (url.hostname is None or port is None):
+    path = unquote(parts.path) if not parts.netloc else ""
+    if len(path) < 2 and (parts.hostname is None or port is None):
         raise ValueError(f"{options.url}: write peer://host:port, or peer:///path/of/socket")
     plain = RemoteConfig(capacity=1)
     config = replace(
@@ -333,7 +336,7 @@ def parse_url(text: str) -> Callable[[], RemoteTier]:
     options.reject_unknown()
     if by not in get_args(TransferMethod):
         raise ValueError(f"{options.url}: by={by!r} is none of {', '.join(get_args(TransferMethod))}")
-    address: Address = UnixAddress(path, (user,)) if path else (url.hostname or "", port or 0)
+    address: Address = UnixAddress(path, (user,)) if path else (parts.hostname or "", port or 0)
 
     def opened() -> RemoteTier:
         try:

@@ -20,7 +20,7 @@ from enum import IntEnum
 from hashlib import blake2b
 from typing import Any
 
-from kvloom.tiers.remote.byte_stream import ByteStream
+from kvloom.tiers.remote import ByteStream
 
 __all__ = [
     "MAX_OBJECTS",
@@ -36,7 +36,7 @@ __all__ = [
 
 WIRE_VERSION = 4
 MAX_OBJECTS = 1 << 16
-_MOST_PAYLOAD = 64 << 20  # of keys, offsets and checksums; pages are not payload
+_MAX_PAYLOAD = 64 << 20  # of keys, offsets and checksums; pages are not payload
 _HELLO = struct.Struct("<6sH32s")
 _HEADER = struct.Struct("<4sBBHIIIQQQ")
 _MAGIC, _HELLO_MAGIC = b"KVPM", b"KVPEER"
@@ -138,7 +138,7 @@ class Channel:
         magic, verb, status, _, count, page_bytes, run_bytes, a, b, size = _HEADER.unpack(data)
         if magic != _MAGIC or verb not in Verb.__members__.values():
             raise PeerError("what came is no message of a peer")
-        limit = _MOST_PAYLOAD if max_payload is None else min(_MOST_PAYLOAD, max_payload(Verb(verb), count))
+        limit = _MAX_PAYLOAD if max_payload is None else min(_MAX_PAYLOAD, max_payload(Verb(verb), count))
         if count > MAX_OBJECTS or size > limit:
             raise PeerError(
                 f"a message of {count} objects and {size} bytes is beyond the limits of {MAX_OBJECTS} and {limit}"

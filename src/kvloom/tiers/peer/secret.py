@@ -13,10 +13,16 @@ import secrets
 import stat
 from pathlib import Path
 
-__all__ = ["MIN_SECRET_BYTES", "default_secret", "open_private_directory", "private_directories", "read_secret"]
+__all__ = [
+    "MIN_SECRET_BYTES",
+    "default_secret",
+    "open_private_directory",
+    "private_directories",
+    "read_secret",
+]
 
 MIN_SECRET_BYTES = 16
-_MOST_SECRET = 4096
+_MAX_SECRET_BYTES = 4096
 _NAME = "peer-secret"
 
 
@@ -59,7 +65,7 @@ def read_secret(path: Path | str) -> bytes:
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
-            secret = file.read(_MOST_SECRET + 1).strip()
+            secret = file.read(_MAX_SECRET_BYTES + 1).strip()
     except OSError as error:
         raise ValueError(f"the secret cannot be read: {path}: {error.strerror}") from error
     if stat.S_ISREG(found.st_mode):
@@ -72,9 +78,9 @@ def read_secret(path: Path | str) -> bytes:
                 f"the secret {path} has mode {stat.S_IMODE(found.st_mode):o}, so other users may know it: "
                 "write a new one, and chmod 600 it"
             )
-    if not MIN_SECRET_BYTES <= len(secret) <= _MOST_SECRET:
+    if not MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
         raise ValueError(
-            f"the secret {path} has {len(secret)} bytes: give {MIN_SECRET_BYTES} or more, {_MOST_SECRET} at most"
+            f"the secret {path} has {len(secret)} bytes: give {MIN_SECRET_BYTES} or more, {_MAX_SECRET_BYTES} at most"
         )
     return secret
 

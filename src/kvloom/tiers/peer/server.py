@@ -24,27 +24,25 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.tiers.host.host_tier import HostTier
-from kvloom.tiers.host.lease import Lease
-from kvloom.tiers.host.shared_memory import SharedMemory
-from kvloom.tiers.peer.connections import LeaseBudget, PeerClient, PeerClients
-from kvloom.tiers.peer.secret import MIN_SECRET_BYTES, default_secret
-from kvloom.tiers.peer.unix_socket import UnixListener, listen_unix, listen_loopback, peer_uid
+from kvloom.tiers.host import HostTier, Lease, SharedMemory
 from kvloom.tiers.tier import KEY_BYTES, Form, Objects
 from kvloom.tiers.transfer import Outcome
 
+from .connections import LeaseBudget, PeerClient, PeerClients
 from .nixl_arena import NixlArena
 from .protocol import Channel, Message, PeerError, Verb, Verdict, server_handshake
+from .secret import MIN_SECRET_BYTES, default_secret
+from .unix_socket import UnixListener, listen_loopback, listen_unix, peer_uid
 
 __all__ = ["PeerConfig", "PeerServer", "objects_from_keys"]
 
-_NAME_BYTES = 16
-_MOST_LEASES, _MOST_LEASED = (
+_HASH_BYTES = 16
+_MAX_LEASES, _MAX_LEASED = (
     4,
     8192,
 )  # of one connection, and their objects; a client has one lease of 4096 at most
-_MOST_LEASE_BYTES = 64 << 20
-_LEAST_PAGE, _LEAST_RUN = 512, 64  # smaller ones cost more bookkeeping than bytes
+_MAX_LEASE_BYTES = 64 << 20
+_MIN_PAGE, _MIN_RUN = 512, 64  # smaller ones cost more bookkeeping than bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +103,13 @@ def _loopback(host: str) -> bool:
 
 def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int) -> Objects:
     """Objects of which only the keys are known. A ValueError for keys of several groups or forms."""
-    tail = keys[0][_NAME_BYTES:] if keys else bytes(KEY_BYTES - _NAME_BYTES)
-    if any(key[_NAME_BYTES:] != tail for key in keys):
+    tail = keys[0][_HASH_BYTES:] if keys else bytes(KEY_BYTES - _HASH_BYTES)
+    if any(key[_HASH_BYTES:] != tail for key in keys):
         raise ValueError("keys of several groups or forms in one message")
     form = Form("", "", page_bytes, run_bytes)
     form.__dict__["fingerprint"] = tail[4:]  # as its owner made it
     group = int.from_bytes(tail[:4], "little")
-    objects = Objects([key[:_NAME_BYTES] for key in keys], group, form)
+    objects = Objects([key[:_HASH_BYTES] for key in keys], group, form)
     objects.__dict__["keys"] = keys  # known, too
     return objects
 
@@ -129,32 +127,34 @@ class PeerServer:
     ) -> None:
         self._tier, self._config = tier, config
         self._secret = config.secret or default_secret(create=True)
-        self._lends = _Lends(tier, config)
+        self._limits = _LeaseLimits(tier, config)
         self._about: dict[str, Any] = dict(nixl.about) if nixl is not None else {}
-        self._about["lease_bytes"] = self._lends.each
+        self._about["lease_bytes"] = self._limits.each
         if memory is not None:
             self._about |= {"path": memory.path, "token": memory.token, "size": memory.size}
         self._memory, self._nixl = memory, nixl  # while guests may use them
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._socket = socket.create_server((config.host, config.port), family=family, backlog=128)
-        self._locals: list[UnixListener] = []
+        self._unix_listeners: list[UnixListener] = []
         try:
             if config.unix_socket is not None:
-                self._locals.append(listen_unix(config.unix_socket, 0o666 if config.allowed_uids else 0o600))
+                self._unix_listeners.append(
+                    listen_unix(config.unix_socket, 0o666 if config.allowed_uids else 0o600)
+                )
         except BaseException:
             self._socket.close()
             raise
-        near = listen_loopback(config.host, self.address[1])
-        if near is not None:
-            self._locals.append(near)
+        loopback = listen_loopback(config.host, self.address[1])
+        if loopback is not None:
+            self._unix_listeners.append(loopback)
         self._users = frozenset((os.geteuid(), 0, *config.allowed_uids))
-        self._guests = PeerClients(config.max_handshakes, config.max_connections, config.idle_seconds)
+        self._clients = PeerClients(config.max_handshakes, config.max_connections, config.idle_seconds)
         self._ended = threading.Event()
         self._count = threading.Lock()
         self.refused = 0
         self._start(self._accept, self._socket, False)
-        for local in self._locals:
-            self._start(self._accept, local.socket, True)
+        for is_unix in self._unix_listeners:
+            self._start(self._accept, is_unix.socket, True)
         self._start(self._end_overdue)
 
     @staticmethod
@@ -172,14 +172,14 @@ class PeerServer:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        for local in self._locals:
-            local.close()
-        for guest in self._guests.end():
-            guest.channel.close()
+        for is_unix in self._unix_listeners:
+            is_unix.close()
+        for client in self._clients.end():
+            client.channel.close()
         if self._nixl is not None:
             self._nixl.close()
 
-    def _accept(self, listening: socket.socket, local: bool) -> None:
+    def _accept(self, listening: socket.socket, is_unix: bool) -> None:
         while not self._ended.is_set():
             try:
                 connected, where = listening.accept()
@@ -188,86 +188,88 @@ class PeerServer:
                 self._ended.wait(0.05)
                 continue
             try:
-                user = peer_uid(connected) if local else -1
+                user = peer_uid(connected) if is_unix else -1
                 channel = Channel(connected, self._config.timeout)
             except OSError:  # it has gone already
                 connected.close()
                 continue
-            origin = f"user {user}" if local else str(where[0])
-            guest = PeerClient(channel, origin, time.monotonic() + self._config.handshake_seconds)
-            for ended in self._guests.add(guest):
+            origin = f"user {user}" if is_unix else str(where[0])
+            client = PeerClient(channel, origin, time.monotonic() + self._config.handshake_seconds)
+            for ended in self._clients.add(client):
                 self._refuse(ended)
             try:
-                self._start(self._serve, guest, local, user)
+                self._start(self._serve, client, is_unix, user)
             except RuntimeError:  # the system gives no more threads
-                self._guests.remove(guest)
-                self._refuse(guest)
+                self._clients.remove(client)
+                self._refuse(client)
 
-    def _refuse(self, guest: PeerClient) -> None:
+    def _refuse(self, client: PeerClient) -> None:
         with self._count:
             self.refused += 1
-        guest.channel.close()
+        client.channel.close()
 
     def _end_overdue(self) -> None:
         """Ends connections whose hello or lease takes too long."""
         period = min(1.0, self._config.handshake_seconds / 4, self._config.lease_seconds / 4)
         while not self._ended.wait(period):
-            for guest in self._guests.overdue():
-                self._refuse(guest)
-                self._guests.remove(guest)
+            for client in self._clients.overdue():
+                self._refuse(client)
+                self._clients.remove(client)
 
-    def _admit(self, guest: PeerClient, allowed: bool) -> Verdict:
+    def _admit(self, client: PeerClient, allowed: bool) -> Verdict:
         """What becomes of a connection that has the secret, or came by a Unix socket."""
         if not allowed:
             return Verdict.WRONG_USER
-        admitted, idle = self._guests.admit(guest)
+        admitted, idle = self._clients.admit(client)
         for other in idle:
             other.channel.close()
         if not admitted:
             return Verdict.TOO_MANY_CONNECTIONS
-        guest.deadline = math.inf
+        client.deadline = math.inf
         return Verdict.ACCEPTED
 
-    def _serve(self, guest: PeerClient, local: bool, user: int) -> None:
-        channel = guest.channel
-        maps = self._nixl is not None or (local and user in (os.geteuid(), 0))
-        requests = _Requests(
-            self._tier, guest, self._about, self._config.read_only, self._nixl, self._lends, maps
+    def _serve(self, client: PeerClient, is_unix: bool, user: int) -> None:
+        channel = client.channel
+        maps = self._nixl is not None or (is_unix and user in (os.geteuid(), 0))
+        requests = _RequestHandler(
+            self._tier, client, self._about, self._config.read_only, self._nixl, self._limits, maps
         )
         try:
-            allowed = not local or user in self._users
+            allowed = not is_unix or user in self._users
             # By a Unix socket the system says who it is: there the hello proves nothing.
             if (
-                server_handshake(channel, b"" if local else self._secret, lambda: self._admit(guest, allowed))
+                server_handshake(
+                    channel, b"" if is_unix else self._secret, lambda: self._admit(client, allowed)
+                )
                 != Verdict.ACCEPTED
             ):
                 with self._count:
                     self.refused += 1
                 return
             while True:
-                message = channel.receive(wait=True, max_payload=requests.most_payload)
-                guest.busy = True
+                message = channel.receive(wait=True, max_payload=requests.max_payload)
+                client.busy = True
                 requests.answer(message)
-                guest.busy, guest.used = bool(requests.leases), time.monotonic()
+                client.busy, client.used = bool(requests.leases), time.monotonic()
         except OSError:
             pass  # it has gone
         except (PeerError, ValueError, struct.error) as error:
             with contextlib.suppress(OSError):
                 channel.send(Message(Verb.ABOUT, payload=str(error).encode(), status=1))
         finally:
-            requests.leave()
+            requests.release_leases()
             channel.close()
-            self._guests.remove(guest)
+            self._clients.remove(client)
 
 
-class _Lends:
+class _LeaseLimits:
     """What connections may borrow of a tier: each of them, and all together for reading and for writing. So neither pages that are
     held nor places that are never filled push out all others."""
 
     def __init__(self, tier: HostTier, config: PeerConfig) -> None:
         self.seconds = config.lease_seconds
-        self.each = max(tier.slab_bytes, min(_MOST_LEASE_BYTES, tier.capacity // 8))
-        self.least_page = min(_LEAST_PAGE, tier.slab_bytes)
+        self.each = max(tier.slab_bytes, min(_MAX_LEASE_BYTES, tier.capacity // 8))
+        self.min_page = min(_MIN_PAGE, tier.slab_bytes)
         self.held, self.reserved = (LeaseBudget(max(tier.capacity // 2, tier.slab_bytes)) for _ in range(2))
         self._key = os.urandom(32)
 
@@ -277,7 +279,7 @@ class _Lends:
 
 
 @dataclass(slots=True)
-class _Lent:
+class _ActiveLease:
     """A lease of a connection: its bytes, of which budget, and when it ends at the latest."""
 
     lease: Lease
@@ -286,24 +288,24 @@ class _Lent:
     deadline: float
 
 
-class _Requests:
+class _RequestHandler:
     """One connection's requests and leases."""
 
     def __init__(
         self,
         tier: HostTier,
-        guest: PeerClient,
+        client: PeerClient,
         about: dict[str, Any],
         read_only: bool,
         nixl: NixlArena | None,
-        lends: _Lends,
+        limits: _LeaseLimits,
         maps: bool,
     ) -> None:
         """`maps`: this client may read all of the arena anyway."""
-        self._tier, self._guest, self._channel, self._where = tier, guest, guest.channel, about
-        self._read_only, self._nixl, self._lends, self._maps = read_only, nixl, lends, maps
-        self._writer = lends.writer(os.urandom(16))
-        self.leases: dict[int, _Lent] = {}
+        self._tier, self._client, self._channel, self._published = tier, client, client.channel, about
+        self._read_only, self._nixl, self._limits, self._maps = read_only, nixl, limits, maps
+        self._writer = limits.writer(os.urandom(16))
+        self.leases: dict[int, _ActiveLease] = {}
         self._next = 1
         self._verbs: dict[Verb, Callable[[Message], None]] = {
             Verb.ABOUT: self._about,
@@ -321,16 +323,16 @@ class _Requests:
     def answer(self, message: Message) -> None:
         self._verbs[message.verb](message)
 
-    def leave(self) -> None:
+    def release_leases(self) -> None:
         """What it was about to write is not there; what it read may leave."""
         for number in list(self.leases):
-            self._taken(number).release(written=False)
+            self._remove_lease(number).release(written=False)
 
-    def most_payload(self, verb: Verb, count: int) -> int:
+    def max_payload(self, verb: Verb, count: int) -> int:
         """The largest payload of a request: keys, checksums of a lease, or the token of a client."""
         if verb == Verb.COMMIT:
-            return max((lent.lease.checksum_bytes for lent in self.leases.values()), default=0)
-        return {Verb.ABOUT: _NAME_BYTES, Verb.USAGE: 0, Verb.RELEASE: 0}.get(verb, count * KEY_BYTES)
+            return max((active.lease.checksum_bytes for active in self.leases.values()), default=0)
+        return {Verb.ABOUT: _HASH_BYTES, Verb.USAGE: 0, Verb.RELEASE: 0}.get(verb, count * KEY_BYTES)
 
     @staticmethod
     def _keys(message: Message) -> list[bytes]:
@@ -343,57 +345,61 @@ class _Requests:
         """The objects whose keys are the payload."""
         return objects_from_keys(self._keys(message), message.page_bytes, message.run_bytes)
 
-    def _lend(
+    def _make_lease(
         self, message: Message, budget: LeaseBudget, take: Callable[[Objects], Lease]
     ) -> tuple[int, Lease, list[int]]:
         """A lease of as many objects as the limits allow: its number, the lease, results of the others (BUSY)."""
-        objects = message.count + sum(len(lent.lease.offsets) for lent in self.leases.values())
-        if objects > _MOST_LEASED:
-            raise ValueError(f"{objects} objects in leases of one connection: the limit is {_MOST_LEASED}")
-        if len(self.leases) >= _MOST_LEASES:
+        objects = message.count + sum(len(active.lease.offsets) for active in self.leases.values())
+        if objects > _MAX_LEASED:
+            raise ValueError(f"{objects} objects in leases of one connection: the limit is {_MAX_LEASED}")
+        if len(self.leases) >= _MAX_LEASES:
             raise ValueError(
-                f"{len(self.leases)} leases of one connection: release some, the limit is {_MOST_LEASES}"
+                f"{len(self.leases)} leases of one connection: release some, the limit is {_MAX_LEASES}"
             )
         keys, size = self._keys(message), message.page_bytes
         every = objects_from_keys(keys, size, message.run_bytes)
         if size > self._tier.slab_bytes:
             raise ValueError(f"a page of {size} bytes does not fit a slab of {self._tier.slab_bytes}")
-        left = self._lends.each - sum(lent.size for lent in self.leases.values())
+        left = self._limits.each - sum(active.size for active in self.leases.values())
         count = budget.take(size, min(len(keys), max(0, left) // size))
         try:
-            lease = take(every if count == len(keys) else objects_from_keys(keys[:count], size, message.run_bytes))
+            lease = take(
+                every if count == len(keys) else objects_from_keys(keys[:count], size, message.run_bytes)
+            )
         except BaseException:
             budget.release(count * size)
             raise
-        lent = int((lease.offsets >= 0).sum())
-        budget.release((count - lent) * size)  # what is not there is not borrowed
+        active = int((lease.offsets >= 0).sum())
+        budget.release((count - active) * size)  # what is not there is not borrowed
         number, self._next = self._next, self._next + 1
-        self.leases[number] = _Lent(lease, budget, lent * size, time.monotonic() + self._lends.seconds)
+        self.leases[number] = _ActiveLease(
+            lease, budget, active * size, time.monotonic() + self._limits.seconds
+        )
         self._set_deadline()
         if self._nixl is not None:
             self._nixl.change_leases(1)
         return number, lease, [Outcome.BUSY] * (len(keys) - count)
 
-    def _taken(self, number: int) -> Lease:
+    def _remove_lease(self, number: int) -> Lease:
         """A lease, no longer kept."""
-        lent = self.leases.pop(number, None)
-        if lent is None:
+        active = self.leases.pop(number, None)
+        if active is None:
             raise ValueError(f"there is no lease {number}")
-        lent.budget.release(lent.size)
+        active.budget.release(active.size)
         self._set_deadline()
         if self._nixl is not None:
             self._nixl.change_leases(-1)
-        return lent.lease
+        return active.lease
 
     def _set_deadline(self) -> None:
-        self._guest.deadline = min((lent.deadline for lent in self.leases.values()), default=math.inf)
+        self._client.deadline = min((active.deadline for active in self.leases.values()), default=math.inf)
 
     def _about(self, message: Message) -> None:
-        if len(message.payload) == _NAME_BYTES:
-            self._writer = self._lends.writer(message.payload)
+        if len(message.payload) == _HASH_BYTES:
+            self._writer = self._limits.writer(message.payload)
         slab = self._tier.slab_bytes
         self._channel.send(
-            Message(Verb.ABOUT, a=slab, b=self._tier.capacity, payload=json.dumps(self._where).encode())
+            Message(Verb.ABOUT, a=slab, b=self._tier.capacity, payload=json.dumps(self._published).encode())
         )
 
     def _lookup(self, message: Message) -> None:
@@ -401,37 +407,37 @@ class _Requests:
         self._channel.send(Message(Verb.LOOKUP, message.count, payload=found.tobytes()))
 
     def _hold(self, message: Message) -> None:
-        number, lease, busy = self._lend(message, self._lends.held, self._tier.acquire)
+        number, lease, busy = self._make_lease(message, self._limits.held, self._tier.acquire)
         payload = _results(lease, busy) + _offsets(lease, busy) + b"".join(lease.page_checksums())
         self._channel.send(Message(Verb.ACQUIRE, message.count, a=number, payload=payload))
 
     def _release(self, message: Message) -> None:
         if message.a in self.leases:
-            self._taken(message.a).release(written=False)
+            self._remove_lease(message.a).release(written=False)
 
-    def _places(self, objects: Objects) -> Lease:
+    def _reserve_pages(self, objects: Objects) -> Lease:
         """Places for a guest's pages; none where it may only read."""
         form = objects.form
         if self._read_only:
             none = np.full(len(objects), -1, np.int64)
             return Lease(self._tier, objects, none, none, np.full(len(objects), Outcome.FULL, np.uint8))
-        if form.page_bytes < self._lends.least_page or (form.runs > 1 and form.run_bytes < _LEAST_RUN):
+        if form.page_bytes < self._limits.min_page or (form.runs > 1 and form.run_bytes < _MIN_RUN):
             raise ValueError(
                 f"pages of {form.page_bytes} bytes in runs of {form.run_bytes} are too small to be stored by a peer: "
-                f"the limits are {self._lends.least_page} and {_LEAST_RUN}"
+                f"the limits are {self._limits.min_page} and {_MIN_RUN}"
             )
         return self._tier.reserve(objects, self._writer)
 
     def _reserve(self, message: Message) -> None:
-        number, lease, busy = self._lend(message, self._lends.reserved, self._places)
+        number, lease, busy = self._make_lease(message, self._limits.reserved, self._reserve_pages)
         if not self._maps:  # else a client that writes nothing would read what an evicted page left there
-            for at, stop in _joined(lease.offsets[lease.offsets >= 0].tolist(), message.page_bytes):
+            for at, stop in _merge_neighbours(lease.offsets[lease.offsets >= 0].tolist(), message.page_bytes):
                 self._tier.arena[at:stop] = 0
         payload = _results(lease, busy) + _offsets(lease, busy)
         self._channel.send(Message(Verb.RESERVE, message.count, a=number, payload=payload))
 
     def _commit(self, message: Message) -> None:
-        lease = self._taken(message.a)
+        lease = self._remove_lease(message.a)
         written = bool(message.b)
         try:
             if written:
@@ -446,7 +452,7 @@ class _Requests:
     def _read(self, message: Message) -> None:
         if not 0 <= message.a < message.b <= message.page_bytes:
             raise ValueError(f"part {message.a} to {message.b} of a page of {message.page_bytes}")
-        number, lease, busy = self._lend(message, self._lends.held, self._tier.acquire)
+        number, lease, busy = self._make_lease(message, self._limits.held, self._tier.acquire)
         try:
             payload = _results(lease, busy) + b"".join(lease.page_checksums())
             pieces = [
@@ -457,20 +463,20 @@ class _Requests:
             self._channel.begin(len(pieces) * (message.b - message.a))
             self._channel.send(Message(Verb.READ, message.count, payload=payload), pieces)
         finally:
-            self._taken(number).release(written=False)
+            self._remove_lease(number).release(written=False)
 
     def _write(self, message: Message) -> None:
         """Says which pages are wanted, and takes those: a page is long, a question short. Their checksums come last, so that
         they are made while pages travel."""
         size = message.page_bytes
-        number, lease, busy = self._lend(message, self._lends.reserved, self._places)
+        number, lease, busy = self._make_lease(message, self._limits.reserved, self._reserve_pages)
         written = False
         try:
             self._channel.send(Message(Verb.WRITE, message.count, payload=_results(lease, busy)))
             places = lease.offsets[lease.offsets >= 0].tolist()
             if not places:
                 return
-            for at, stop in _joined(places, size):
+            for at, stop in _merge_neighbours(places, size):
                 self._channel.begin(stop - at)
                 self._channel.receive_into(self._tier.arena[at:stop].data)
             checks = self._channel.receive(max_payload=lambda verb, count: lease.checksum_bytes)
@@ -479,7 +485,7 @@ class _Requests:
             lease.set_checksums(checks.payload)
             written = True
         finally:
-            self._taken(number).release(written)
+            self._remove_lease(number).release(written)
         self._channel.send(Message(Verb.WRITE))
 
     def _drop(self, message: Message) -> None:
@@ -487,7 +493,7 @@ class _Requests:
         dropped, objects = 0, self._objects(message)
         if not self._read_only:
             dropped = self._tier.drop(objects, self._writer)
-            dropped += self._tier.drop_damaged(objects.keys, self._lends.each)
+            dropped += self._tier.drop_damaged(objects.keys, self._limits.each)
         self._channel.send(Message(Verb.DROP, a=dropped))
 
     def _usage(self, message: Message) -> None:
@@ -504,7 +510,7 @@ def _offsets(lease: Lease, busy: list[int]) -> bytes:
     return lease.offsets.tobytes() + np.full(len(busy), -1, np.int64).tobytes()
 
 
-def _joined(offsets: Sequence[int], size: int) -> list[tuple[int, int]]:
+def _merge_neighbours(offsets: Sequence[int], size: int) -> list[tuple[int, int]]:
     """Where pages of `size` bytes lie, in that order, neighbours as one."""
     spans: list[tuple[int, int]] = []
     for at in offsets:

@@ -11,8 +11,7 @@ import signal
 from pathlib import Path
 
 from kvloom.core.sizes import format_bytes, parse_size
-from kvloom.tiers.host.host_tier import HostConfig, HostTier
-from kvloom.tiers.host.shared_memory import SharedMemory
+from kvloom.tiers.host import HostConfig, HostTier, SharedMemory
 
 from .nixl_arena import NixlArena
 from .secret import read_secret
@@ -64,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--allow-uid {args.allow_uid[0]}: other users need a socket they can reach; give --socket PATH"
         )
-    config = PeerConfig(host.strip("[]"), int(port), secret, unix_socket=args.socket, allowed_uids=tuple(args.allow_uid))
+    config = PeerConfig(
+        host.strip("[]"), int(port), secret, unix_socket=args.socket, allowed_uids=tuple(args.allow_uid)
+    )
     if not size:
         raise ValueError(f"{args.size} is less than one slab of {slab} bytes: share more, or give --slab")
     try:

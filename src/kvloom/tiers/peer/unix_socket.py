@@ -22,22 +22,22 @@ from .secret import open_private_directory, private_directories
 __all__ = [
     "UnixAddress",
     "UnixListener",
-    "connect_unix",
     "connect_loopback",
-    "listen_unix",
+    "connect_unix",
     "listen_loopback",
+    "listen_unix",
     "peer_uid",
 ]
 
 _CREDENTIALS = struct.Struct("3i")
-_NEAR = ("127.0.0.1", "localhost", "0.0.0.0")  # the last serves loopback, too
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # the last serves loopback, too
 
 
 class UnixAddress:
     """The path of a Unix socket, and the users that may serve there beside this one and root."""
 
-    def __init__(self, path: str, users: Iterable[int] = ()) -> None:
-        self.path, self.uids = path, frozenset(users)
+    def __init__(self, path: str, uids: Iterable[int] = ()) -> None:
+        self.path, self.uids = path, frozenset(uids)
 
     def __str__(self) -> str:
         return self.path
@@ -47,7 +47,7 @@ class UnixListener:
     """A Unix socket that listens at a path until `close`, which removes the path."""
 
     def __init__(self, listening: socket.socket, name: str, directory: int | None = None) -> None:
-        self.socket, self._name, self._directory = listening, name, directory
+        self.socket, self._socket_name, self._directory = listening, name, directory
         self._file = os.stat(name, dir_fd=directory, follow_symlinks=False).st_ino
 
     def close(self) -> None:
@@ -55,8 +55,8 @@ class UnixListener:
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
         with contextlib.suppress(OSError):
-            if os.stat(self._name, dir_fd=self._directory, follow_symlinks=False).st_ino == self._file:
-                os.unlink(self._name, dir_fd=self._directory)
+            if os.stat(self._socket_name, dir_fd=self._directory, follow_symlinks=False).st_ino == self._file:
+                os.unlink(self._socket_name, dir_fd=self._directory)
         if self._directory is not None:
             os.close(self._directory)
             self._directory = None
@@ -64,26 +64,26 @@ class UnixListener:
 
 def peer_uid(connected: socket.socket) -> int:
     """The user at the other end of a Unix socket, as the system tells it."""
-    _, user, _ = _CREDENTIALS.unpack(
+    _, uid, _ = _CREDENTIALS.unpack(
         connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
-    return int(user)
+    return int(uid)
 
 
 def listen_loopback(host: str, port: int) -> UnixListener | None:
     """Listens beside a TCP port on loopback, for this user; None where the system or the directories do not allow it."""
-    if host not in _NEAR or not hasattr(socket, "SO_PEERCRED"):
+    if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
         return None
     for folder in private_directories():
         try:
             directory = open_private_directory(folder, create=True)
         except OSError:
             continue
-        name = _name(port)
+        name = _socket_name(port)
         try:
             with contextlib.suppress(FileNotFoundError):  # the port is ours now: whoever made this has ended
                 os.unlink(name, dir_fd=directory)
-            return UnixListener(_listen(_reached(directory, name), 0o600), name, directory)
+            return UnixListener(_listen(_fd_path(directory, name), 0o600), name, directory)
         except OSError:
             os.close(directory)
     return None
@@ -91,7 +91,7 @@ def listen_loopback(host: str, port: int) -> UnixListener | None:
 
 def connect_loopback(host: str, port: int, timeout: float) -> socket.socket | None:
     """A connection to the server of this user that listens on a port of loopback; None where there is none by Unix socket."""
-    if host not in _NEAR or not hasattr(socket, "SO_PEERCRED"):
+    if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
         return None
     for folder in private_directories():
         try:
@@ -99,7 +99,7 @@ def connect_loopback(host: str, port: int, timeout: float) -> socket.socket | No
         except OSError:
             continue
         try:
-            return _connect(_reached(directory, _name(port)), timeout, frozenset())
+            return _connect(_fd_path(directory, _socket_name(port)), timeout, frozenset())
         except OSError:
             continue
         finally:
@@ -141,15 +141,15 @@ def _listen(path: str, mode: int) -> socket.socket:
     return listening
 
 
-def _connect(path: str, timeout: float, users: frozenset[int]) -> socket.socket:
+def _connect(path: str, timeout: float, uids: frozenset[int]) -> socket.socket:
     connected = socket.socket(socket.AF_UNIX)
     try:
         connected.settimeout(timeout)
         connected.connect(path)
-        user = peer_uid(connected)
-        if user not in (os.geteuid(), 0, *users):
+        uid = peer_uid(connected)
+        if uid not in (os.geteuid(), 0, *uids):
             raise PermissionError(
-                1, f"user {user} serves there, not user {os.geteuid()}: give ?uid={user} if that is meant"
+                1, f"user {uid} serves there, not user {os.geteuid()}: give ?uid={uid} if that is meant"
             )
     except BaseException:
         connected.close()
@@ -157,12 +157,12 @@ def _connect(path: str, timeout: float, users: frozenset[int]) -> socket.socket:
     return connected
 
 
-def _reached(directory: int, name: str) -> str:
+def _fd_path(directory: int, name: str) -> str:
     """A path of a file in an open directory, short enough for a socket's address."""
     return f"/proc/self/fd/{directory}/{name}"
 
 
-def _name(port: int) -> str:
+def _socket_name(port: int) -> str:
     here = b""
     with contextlib.suppress(OSError):
         here = Path("/proc/sys/kernel/random/boot_id").read_bytes()

@@ -12,21 +12,21 @@ from typing import Any
 
 __all__ = ["BoundedCalls", "StillRunningError"]
 
-_MOST_STUCK = 16
+_MAX_STUCK = 16
 
 
 class StillRunningError(TimeoutError):
     """A call was given up and goes on. If it was `lent` a caller's memory, that is the call's until it is over."""
 
-    def __init__(self, text: str, answer: _Answer, lent: bool) -> None:
+    def __init__(self, text: str, pending: _PendingCall, lent: bool) -> None:
         super().__init__(text)
-        self._answer, self.uses_caller_memory = answer, lent
+        self._pending, self.uses_caller_memory = pending, lent
 
     def on_finished(self, call: Callable[[], None]) -> None:
         """Has `call()` called once when it is over: at once, or from the call's thread."""
         with BoundedCalls._lock:
-            if not self._answer.come.is_set():
-                self._answer.watchers.append(call)
+            if not self._pending.finished.is_set():
+                self._pending.watchers.append(call)
                 return
         call()
 
@@ -38,60 +38,64 @@ class BoundedCalls:
     _lock = threading.Lock()
 
     def __init__(self, timeout: float, what: str) -> None:
-        if BoundedCalls._stuck >= _MOST_STUCK:
+        if BoundedCalls._stuck >= _MAX_STUCK:
             raise TimeoutError(f"{BoundedCalls._stuck} calls to {what} hang")
         self._timeout, self._what = timeout, what
         self._ended = False
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], _Answer] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], _PendingCall] | None] = queue.SimpleQueue()
         threading.Thread(target=self._loop, name="kvloom-bounded", daemon=True).start()
 
-    def call(self, function: Callable[[], Any], timeout: float | None = None, uses_caller_memory: bool = False) -> Any:
+    def call(
+        self, function: Callable[[], Any], timeout: float | None = None, uses_caller_memory: bool = False
+    ) -> Any:
         """What `function` returns or raises; StillRunningError when it takes too long. `lent` says that it was lent a caller's
         memory."""
         if self._ended:
             raise TimeoutError(f"{self._what} did not answer before")
-        answer = _Answer()
-        self._calls.put((function, answer))
+        pending = _PendingCall()
+        self._calls.put((function, pending))
         limit = self._timeout if timeout is None else timeout
-        if not answer.come.wait(limit):
+        if not pending.finished.wait(limit):
             with BoundedCalls._lock:
-                given_up = answer.give_up()
-                BoundedCalls._stuck += given_up
-            if given_up:
+                abandoned = pending.abandon()
+                BoundedCalls._stuck += abandoned
+            if abandoned:
                 self.close()
-                raise StillRunningError(f"{self._what} did not answer within {limit} s", answer, uses_caller_memory)
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
+                raise StillRunningError(
+                    f"{self._what} did not answer within {limit} s", pending, uses_caller_memory
+                )
+        if pending.error is not None:
+            raise pending.error
+        return pending.value
 
     def close(self) -> None:
         self._ended = True
         self._calls.put(None)
 
     def _loop(self) -> None:
-        while (asked := self._calls.get()) is not None:
-            function, answer = asked
+        while (item := self._calls.get()) is not None:
+            function, pending = item
             try:
-                answer.value = function()
+                pending.value = function()
             except BaseException as error:  # noqa: BLE001  told to who asked
-                answer.error = error
+                pending.error = error
             with BoundedCalls._lock:
-                answer.come.set()
-                BoundedCalls._stuck -= answer.given_up
-                watchers, answer.watchers = answer.watchers, []
+                pending.finished.set()
+                BoundedCalls._stuck -= pending.abandoned
+                watchers, pending.watchers = pending.watchers, []
             for call in watchers:
                 call()
-            del asked, function, answer, watchers
+            del item, function, pending, watchers
 
 
-class _Answer:
+class _PendingCall:
     def __init__(self) -> None:
-        self.come = threading.Event()
-        self.given_up = False
+        self.finished = threading.Event()
+        self.abandoned = False
         self.value: Any = None
         self.error: BaseException | None = None
         self.watchers: list[Callable[[], None]] = []
 
-    def give_up(self) -> bool:
-        self.given_up = not self.come.is_set()
-        return self.given_up
+    def abandon(self) -> bool:
+        self.abandoned = not self.finished.is_set()
+        return self.abandoned

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Any
 
-from kvloom.tiers.encoding.checksums import run_checksums, receive_checked, receive_step, send_checked, send_step
+from kvloom.tiers.encoding import receive_checked, receive_step, run_checksums, send_checked, send_step
 
 __all__ = ["ByteStream"]
 
-_MOST_PIECES = 512  # of one call; Linux takes 1024
+_MAX_PIECES = 512  # of one call; Linux takes 1024
 _BUFFER_BYTES = 4 << 20  # what a fast network keeps under way
-_SLOWEST = 16e6  # bytes a second that are waited for
-_NEAR_BYTES = (
+_MIN_BYTES_PER_SECOND = 16e6  # bytes a second that are waited for
+_LOOPBACK_BUFFER_BYTES = (
     128 << 10
 )  # on one host nothing is under way, and what waits in a small buffer the processor still has
 
@@ -37,10 +37,10 @@ class ByteStream:
         self._deadline = 0.0
         with contextlib.suppress(OSError):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        size = _NEAR_BYTES if _near(connected) else _BUFFER_BYTES
-        for option, room in ((socket.SO_RCVBUF, max(size, receive_bytes)), (socket.SO_SNDBUF, size)):
+        size = _LOOPBACK_BUFFER_BYTES if _is_same_host(connected) else _BUFFER_BYTES
+        for option, buffer_bytes in ((socket.SO_RCVBUF, max(size, receive_bytes)), (socket.SO_SNDBUF, size)):
             with contextlib.suppress(OSError):
-                connected.setsockopt(socket.SOL_SOCKET, option, room)
+                connected.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
         if self._plain:
             connected.settimeout(None)
             limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6) or (0 if timeout >= 1 else 1000))
@@ -52,7 +52,7 @@ class ByteStream:
 
     def begin(self, size: int = 0) -> None:
         """`size` bytes are to come or to go."""
-        self._deadline = time.monotonic() + self._timeout + size / _SLOWEST
+        self._deadline = time.monotonic() + self._timeout + size / _MIN_BYTES_PER_SECOND
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ class ByteStream:
         while first < len(waiting):
             self._check()
             try:
-                sent = self.socket.sendmsg(waiting[first : first + _MOST_PIECES])
+                sent = self.socket.sendmsg(waiting[first : first + _MAX_PIECES])
             except BlockingIOError as error:
                 raise self._late() from error
             while first < len(waiting) and sent >= len(waiting[first]):
@@ -154,7 +154,7 @@ def _pieces(data: memoryview, step: int) -> list[memoryview]:
     return [data[at : at + step] for at in range(0, len(data), step)]
 
 
-def _near(connected: socket.socket) -> bool:
+def _is_same_host(connected: socket.socket) -> bool:
     """Whether the other side is on this host."""
     if connected.family == getattr(socket, "AF_UNIX", None):
         return True

@@ -17,20 +17,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.tiers.aligned_memory import address_of
 from kvloom.tiers.tier import TierError
 
 from .bounded_calls import BoundedCalls
 from .remote_tier import StoreError
 
-__all__ = ["ABANDONED_MEMORY", "MooncakeClient", "MooncakeConfig", "address_of", "load_library"]
+__all__ = ["ABANDONED_MEMORY", "MooncakeClient", "MooncakeConfig", "load_library"]
 
 ABANDONED_MEMORY: list[Any] = []  # memory that must outlive who lent it: a call that hangs may still use it
-_FAILED: list[
+_ABANDONED_CLIENTS: list[
     Any
 ] = []  # clients that were never set up, or that a call hangs in: their end would crash the process
-_SETUP_SECONDS, _LAST_SECONDS = 20.0, 5.0
-_LEAST_LENT = 1 << 20
-_MOST_LENT = 8  # regions of callers' memory that stay registered; what lies elsewhere passes through a buffer
+_SETUP_SECONDS, _CLOSE_SECONDS = 20.0, 5.0
+_MIN_REGISTERED_BYTES = 1 << 20
+_MAX_REGISTERED = (
+    8  # regions of callers' memory that stay registered; what lies elsewhere passes through a buffer
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,58 +57,58 @@ class MooncakeClient:
 
     def __init__(self, config: MooncakeConfig, timeout: float) -> None:
         self._config, self._timeout = config, timeout
-        self._lock, self._lending = threading.Lock(), threading.Lock()
+        self._lock, self._register_lock = threading.Lock(), threading.Lock()
         self._ready: Any = None
         self._calls, self._ended = 0, False
-        self._over = threading.Condition()  # a call is
-        self._turn = {"get": threading.Lock(), "put": threading.Lock()}
+        self._idle = threading.Condition()  # a call is
+        self._turns = {"get": threading.Lock(), "put": threading.Lock()}
         # Registered (address, bytes) -> the memory, which stays while it is.
-        self._lent: dict[tuple[int, int], Any] = {}
+        self._registered: dict[tuple[int, int], Any] = {}
 
     def should_register(self, memory: npt.NDArray[np.uint8]) -> bool:
         """Is it worth lending, and not lent yet?"""
         region = (address_of(memory), len(memory))
         return (
-            region[1] >= _LEAST_LENT
-            and len(self._lent) < _MOST_LENT
-            and not any(_overlap(region, other) for other in self._lent)
+            region[1] >= _MIN_REGISTERED_BYTES
+            and len(self._registered) < _MAX_REGISTERED
+            and not any(_overlap(region, other) for other in self._registered)
         )
 
     def register_memory(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
         """Registers memory once, until the tier is closed. May take long, and may be refused: then it is not lent."""
-        with self._lending:
+        with self._register_lock:
             if self.should_register(memory) and client.register_buffer(address_of(memory), len(memory)) == 0:
-                self._lent = {**self._lent, (address_of(memory), len(memory)): memory}
+                self._registered = {**self._registered, (address_of(memory), len(memory)): memory}
 
     @contextmanager
     def one_at_a_time(self, verb: str) -> Iterator[None]:
         """Two batches at once are slower than one after the other: one is checked while the other travels. A TimeoutError for who
         has waited for as long as anyone waits for it: it must not begin any more."""
-        if not self._turn[verb].acquire(timeout=self._timeout):
+        if not self._turns[verb].acquire(timeout=self._timeout):
             raise TimeoutError(f"{self._config}: another call did not end within {self._timeout} s")
         try:
             yield
         finally:
-            self._turn[verb].release()
+            self._turns[verb].release()
 
     def registered_address(self, piece: memoryview) -> int:
         """Where a piece lies, if it is in memory that was lent; else 0."""
         at = address_of(np.frombuffer(piece, np.uint8))
-        here = any(low <= at and at + len(piece) <= low + size for low, size in self._lent)
+        here = any(low <= at and at + len(piece) <= low + size for low, size in self._registered)
         return at if here else 0
 
     def run(self, call: Callable[[], Any]) -> Any:
         """`call()`, which uses the client: while that is there, for one that was ended would end the process."""
-        with self._over:
+        with self._idle:
             if self._ended:
                 raise StoreError(f"{self._config} is closed")
             self._calls += 1
         try:
             return call()
         finally:
-            with self._over:
+            with self._idle:
                 self._calls -= 1
-                self._over.notify_all()
+                self._idle.notify_all()
 
     def get(self) -> Any:
         """A StoreError while the master cannot be reached."""
@@ -143,30 +146,30 @@ class MooncakeClient:
         try:
             code = bounded.call(set_up)
         except BaseException:
-            _FAILED.append(client)
+            _ABANDONED_CLIENTS.append(client)
             raise
         finally:
             bounded.close()
         if code:
-            _FAILED.append(client)
+            _ABANDONED_CLIENTS.append(client)
             raise StoreError(f"{config} could not be set up: code {code}")
         return client
 
     def close(self) -> None:
         """Gives back the segment, and with it what lies there. A TimeoutError where a call hangs: then all stays as it is."""
-        with self._over:
+        with self._idle:
             self._ended = True
-            over = self._over.wait_for(lambda: not self._calls, max(self._timeout, _LAST_SECONDS))
+            idle = self._idle.wait_for(lambda: not self._calls, max(self._timeout, _CLOSE_SECONDS))
         with self._lock:
             client, self._ready = self._ready, None
-            lent, self._lent = self._lent, {}
-        if not over:
-            _FAILED.append(client)
-            ABANDONED_MEMORY.extend(lent.values())
+            registered, self._registered = self._registered, {}
+        if not idle:
+            _ABANDONED_CLIENTS.append(client)
+            ABANDONED_MEMORY.extend(registered.values())
             raise TimeoutError(f"{self._config}: a call hangs, so it is left as it is")
 
         def end() -> None:
-            for address, _ in lent:
+            for address, _ in registered:
                 client.unregister_buffer(address)
             client.close()
 
@@ -175,13 +178,9 @@ class MooncakeClient:
             try:
                 bounded.call(end)
             except TimeoutError:
-                ABANDONED_MEMORY.extend(lent.values())  # a call that hangs may still use it
+                ABANDONED_MEMORY.extend(registered.values())  # a call that hangs may still use it
                 raise
             bounded.close()
-
-
-def address_of(array: npt.NDArray[np.uint8]) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import count
@@ -20,16 +21,16 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from kvloom.tiers.disk.disk_tier import DiskConfig, DiskTier
-from kvloom.tiers.disk.files import Files
-from kvloom.tiers.encoding.checksums import run_checksums
+from kvloom.tiers.aligned_memory import address_of
+from kvloom.tiers.disk import DiskConfig, DiskTier, Files, disk_config
+from kvloom.tiers.encoding import run_checksums
 from kvloom.tiers.options import Options
 from kvloom.tiers.tier import TierError
 
-__all__ = ["Backend", "NixlFiles", "wait_each", "make_agent", "open_nixl", "parse_url"]
+__all__ = ["Backend", "NixlFiles", "make_agent", "open_nixl", "parse_url", "wait_each"]
 
 Backend = Literal["POSIX", "GDS", "GDS_MT"]
-_LEAST_BYTES = 64 << 10  # below that a plain call is sooner done than described
+_MIN_BYTES = 64 << 10  # below that a plain call is sooner done than described
 _numbers = count()
 
 
@@ -66,7 +67,7 @@ class NixlFiles(Files):
 
     def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
         size = sum(map(len, into))
-        if size < _LEAST_BYTES or offset + size > os.fstat(fd).st_size:
+        if size < _MIN_BYTES or offset + size > os.fstat(fd).st_size:
             return super().read(fd, into, offset)
         self._move("READ", fd, into, offset)
         return size
@@ -76,7 +77,7 @@ class NixlFiles(Files):
         return self.read(fd, [into], offset), run_checksums(into, run_bytes)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        if sum(map(len, pieces)) < _LEAST_BYTES:
+        if sum(map(len, pieces)) < _MIN_BYTES:
             super().write(fd, pieces, offset)
         else:
             self._move("WRITE", fd, pieces, offset)
@@ -92,7 +93,7 @@ class NixlFiles(Files):
         memory, places, registered = [], [], []
         at = offset
         for piece in pieces:
-            address = int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0])
+            address = address_of(np.frombuffer(piece, np.uint8))
             memory.append((address, len(piece), 0))
             places.append((at, len(piece), fd))
             at += len(piece)
@@ -152,15 +153,21 @@ def open_nixl(config: DiskConfig, backend: Backend = "POSIX") -> DiskTier:
     return DiskTier(config, lambda directory: NixlFiles(directory, backend))
 
 
-def parse_url(text: str) -> Callable[[], DiskTier]:
+def parse_url(url: str) -> Callable[[], DiskTier]:
     """`nixl:///path?capacity=1TiB&backend=POSIX&durable=process&compression=lz4&readers=4`."""
-    url = urlsplit(text)
-    options = Options(text, url.query)
-    path = unquote(url.path)
-    if not path.startswith("/") or url.netloc:
+    parts = urlsplit(url)
+    options = Options(url, parts.query)
+    path = unquote(parts.path)
+    if not path.startswith("/") or parts.netloc:
         raise ValueError(f"{options.url}: write nixl:///directory?capacity=1TiB")
     backend: Any = options.text("backend", "POSIX")
-    config = options.disk(path)
+    config = disk_config(options, path, options.size("capacity"))
+    config = replace(
+        config,
+        readers=options.integer("readers", config.readers),
+        pending_bytes=options.size("pending", config.pending_bytes),
+    )
+    options.reject_unknown()
     _check(backend)
     return partial(open_nixl, config, backend)
 

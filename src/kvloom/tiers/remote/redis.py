@@ -20,14 +20,14 @@ from kvloom.tiers.options import Options
 from kvloom.tiers.transfer import Outcome
 
 from .redis_protocol import RedisReplyError, RespConnection
-from .remote_tier import RemoteConfig, RemoteTier, StoreError, Usage
+from .remote_tier import RemoteConfig, RemoteTier, StoreError, Usage, remote_config
 from .store_tier import Destination, Store, ValueRange, store_tier
 
 __all__ = ["RedisAddress", "RedisStore", "open_redis", "parse_url"]
 
 _INDEX, _SIZES, _COUNTS = b"kvloom/1:used", b"kvloom/1:sizes", b"kvloom/1:counts"
 _BATCH_BYTES = 2 << 20  # what a processor's cache holds: 8 MiB at once are up to twice slower
-_MOST_COUNT = (1 << 63) - 1
+_MAX_COUNT = (1 << 63) - 1
 _INDEXES = (3, _INDEX, _SIZES, _COUNTS)
 
 _RESERVE = """
@@ -102,51 +102,51 @@ class RedisStore(Store):
         self._capacity = capacity
         tls = ssl.create_default_context() if address.tls else None
         try:
-            self._resp = RespConnection(address.socket or (address.host, address.port), timeout, tls)
+            self._connection = RespConnection(address.socket or (address.host, address.port), timeout, tls)
         except OSError as error:
             raise StoreError(f"{address} cannot be reached: {error}") from error
         try:
             if address.password:
-                self._resp.call("AUTH", *filter(None, (address.user, address.password)))
+                self._connection.call("AUTH", *filter(None, (address.user, address.password)))
             if address.database:
-                self._resp.call("SELECT", address.database)
+                self._connection.call("SELECT", address.database)
             self._reserve, self._touch, self._remove = (
-                self._resp.call("SCRIPT", "LOAD", script) for script in (_RESERVE, _TOUCH, _REMOVE)
+                self._connection.call("SCRIPT", "LOAD", script) for script in (_RESERVE, _TOUCH, _REMOVE)
             )
         except BaseException:
-            self._resp.close()
+            self._connection.close()
             raise
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        self._resp.send([("STRLEN", key) for key in keys])
-        return [bool(length) for length in self._answers(len(keys))]
+        self._connection.send([("STRLEN", key) for key in keys])
+        return [bool(length) for length in self._replies(len(keys))]
 
-    def get(self, wants: Sequence[ValueRange], place: Destination) -> list[int]:
+    def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
         commands: list[tuple[Any, ...]] = [
-            ("GETRANGE", want.key, want.start, want.stop - 1) if want.stop else ("GET", want.key)
-            for want in wants
+            ("GETRANGE", wanted.key, wanted.start, wanted.stop - 1) if wanted.stop else ("GET", wanted.key)
+            for wanted in ranges
         ]
-        keys = list(dict.fromkeys(want.key for want in wants))
-        self._resp.send([*commands, ("EVALSHA", self._touch, *_INDEXES, *keys)])
+        keys = list(dict.fromkeys(wanted.key for wanted in ranges))
+        self._connection.send([*commands, ("EVALSHA", self._touch, *_INDEXES, *keys)])
         lengths = []
-        for number in range(len(wants)):
+        for number in range(len(ranges)):
 
-            def here(length: int, number: int = number) -> Sequence[memoryview] | None:
-                return place(number, length) if length else ()
+            def destination_of(length: int, number: int = number) -> Sequence[memoryview] | None:
+                return destination(number, length) if length else ()
 
             # An empty string: nothing there, or a value that has yet to come.
-            lengths.append(self._resp.read_value_into(here) or -1)
-        self._answers(1)
+            lengths.append(self._connection.read_value_into(destination_of) or -1)
+        self._replies(1)
         return lengths
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
         sizes = [value for key, pieces in items for value in (key, sum(map(len, pieces)))]
         reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *sizes)
-        self._resp.send([reserve, *(("SET", key, list(pieces), "XX") for key, pieces in items)])
+        self._connection.send([reserve, *(("SET", key, list(pieces), "XX") for key, pieces in items)])
         outcomes = []
-        reserved = self._resp.read_reply()
+        reserved = self._connection.read_reply()
         for _ in items:
-            answer = self._resp.read_reply()
+            answer = self._connection.read_reply()
             full = isinstance(answer, RedisReplyError) and answer.args[0].startswith("OOM")
             # None: someone pushed it out before it was filled.
             outcomes.append(
@@ -159,19 +159,19 @@ class RedisStore(Store):
         return outcomes
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        return int(self._resp.call("EVALSHA", self._remove, *_INDEXES, *keys))
+        return int(self._connection.call("EVALSHA", self._remove, *_INDEXES, *keys))
 
     def usage(self) -> Usage:
-        self._resp.send([("HLEN", _SIZES), ("HMGET", _COUNTS, "bytes", "evicted")])
-        objects, counts = self._answers(2)
+        self._connection.send([("HLEN", _SIZES), ("HMGET", _COUNTS, "bytes", "evicted")])
+        objects, counts = self._replies(2)
         # A server may say anything: counts stay within what metrics take.
-        return Usage(*(max(0, min(int(count or 0), _MOST_COUNT)) for count in (objects, *counts[:2])))
+        return Usage(*(max(0, min(int(count or 0), _MAX_COUNT)) for count in (objects, *counts[:2])))
 
     def close(self) -> None:
-        self._resp.close()
+        self._connection.close()
 
-    def _answers(self, count: int) -> list[Any]:
-        answers = [self._resp.read_reply() for _ in range(count)]
+    def _replies(self, count: int) -> list[Any]:
+        answers = [self._connection.read_reply() for _ in range(count)]
         for answer in answers:
             if isinstance(answer, RedisReplyError):
                 raise answer
@@ -184,22 +184,22 @@ def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
     return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout))
 
 
-def parse_url(text: str) -> Callable[[], RemoteTier]:
+def parse_url(url: str) -> Callable[[], RemoteTier]:
     """`redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`; `rediss://` with TLS; a socket:
     `redis:///path/of/socket?capacity=…&db=0`. The options are those of RemoteConfig."""
-    url = urlsplit(text)
-    options = Options(text, url.query)
-    path = unquote(url.path)
-    address = RedisAddress(tls=url.scheme == "rediss", user=unquote(url.username or ""))
+    parts = urlsplit(url)
+    options = Options(url, parts.query)
+    path = unquote(parts.path)
+    address = RedisAddress(tls=parts.scheme == "rediss", user=unquote(parts.username or ""))
     try:
-        address = replace(address, password=unquote(url.password or ""))
-        if url.hostname is None:
+        address = replace(address, password=unquote(parts.password or ""))
+        if parts.hostname is None:
             address = replace(address, socket=path, database=options.integer("db", 0))
         else:
             database = path.strip("/") or "0"
             if not database.isdecimal():
                 raise ValueError(f"{database!r} is no number of a database")
-            address = replace(address, host=url.hostname, port=url.port or 6379, database=int(database))
+            address = replace(address, host=parts.hostname, port=parts.port or 6379, database=int(database))
     except ValueError as error:
         raise ValueError(f"{options.url}: {error}; write redis://host:port/db?capacity=64GiB") from None
-    return partial(open_redis, address, options.remote())
+    return partial(open_redis, address, remote_config(options))

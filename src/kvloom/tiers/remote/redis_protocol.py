@@ -16,12 +16,12 @@ from .byte_stream import ByteStream
 __all__ = ["RedisReplyError", "RespConnection"]
 
 _END = b"\r\n"
-_MOST_LINE = 1 << 16
+_MAX_LINE = 1 << 16
 _RECEIVE_BYTES = 1 << 20  # the server has one thread, and goes on with the next answer meanwhile
-_MOST_SHORT = 64 << 10  # bytes of an answer without a place of its own: digests, counts
-_MOST_ITEMS, _MOST_DEPTH = 1024, 4  # of an array; arrays in arrays
-_MOST_VALUE = 512 << 20  # Redis itself takes no longer one
-_AHEAD = 4096  # bytes read beyond a line: what they are of a long answer is copied, the rest is not
+_MAX_SHORT = 64 << 10  # bytes of an answer without a place of its own: digests, counts
+_MAX_ITEMS, _MAX_DEPTH = 1024, 4  # of an array; arrays in arrays
+_MAX_VALUE = 512 << 20  # Redis itself takes no longer one
+_READ_AHEAD = 4096  # bytes read beyond a line: what they are of a long answer is copied, the rest is not
 
 
 class RedisReplyError(RuntimeError):
@@ -37,10 +37,10 @@ class RespConnection:
         address: tuple[str, int] | str,
         timeout: float,
         tls: ssl.SSLContext | None = None,
-        most: int = _MOST_SHORT,
+        limit: int = _MAX_SHORT,
     ) -> None:
         """`most` bounds the bytes of an answer that has no place of its own."""
-        self._most = most
+        self._limit = limit
         if isinstance(address, str):
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connected.settimeout(timeout)
@@ -50,7 +50,7 @@ class RespConnection:
             if tls is not None:
                 connected = tls.wrap_socket(connected, server_hostname=address[0])
         self._stream = ByteStream(connected, timeout, _RECEIVE_BYTES)
-        self._buffer = memoryview(bytearray(_AHEAD))
+        self._buffer = memoryview(bytearray(_READ_AHEAD))
         self._at = self._end = 0
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class RespConnection:
         if kind == b"-":
             return RedisReplyError(rest.decode(errors="replace"))
         if kind == b"$":
-            length = _bounded("a string of bytes", int(rest), self._most)
+            length = _bounded("a string of bytes", int(rest), self._limit)
             if length < 0:
                 return None
             data = bytearray(length)
@@ -104,22 +104,22 @@ class RespConnection:
             self._skip(2)
             return bytes(data)
         if kind == b"*":
-            items = _bounded("an array of items", int(rest), _MOST_ITEMS)
-            _bounded("arrays in arrays", depth + 1, _MOST_DEPTH)
+            items = _bounded("an array of items", int(rest), _MAX_ITEMS)
+            _bounded("arrays in arrays", depth + 1, _MAX_DEPTH)
             return None if items < 0 else [self.read_reply(depth + 1) for _ in range(items)]
         raise ValueError(f"not an answer of Redis: {line[:40]!r}")
 
-    def read_value_into(self, place: Callable[[int], Sequence[memoryview] | None]) -> int:
+    def read_value_into(self, destination: Callable[[int], Sequence[memoryview] | None]) -> int:
         """A string's length, -1 for none; its bytes go where `place(length)` says. RefusedError is raised."""
         line = self._line()
         if line[:1] == b"-":
             raise RedisReplyError(line[1:].decode(errors="replace"))
         if line[:1] != b"$":
             raise ValueError(f"not a string of Redis: {line[:40]!r}")
-        length = _bounded("a value of bytes", int(line[1:]), _MOST_VALUE)
+        length = _bounded("a value of bytes", int(line[1:]), _MAX_VALUE)
         if length < 0:
             return -1
-        pieces = place(length)
+        pieces = destination(length)
         if pieces is None:
             self._skip(length + 2)
             return length
@@ -139,7 +139,7 @@ class RespConnection:
                 self._at += found + 1
                 return (line + ahead[:found]).rstrip(b"\r")
             line += ahead
-            if len(line) > _MOST_LINE:
+            if len(line) > _MAX_LINE:
                 raise ValueError("a line without an end")
             self._at, self._end = 0, self._stream.receive_some(self._buffer)
 
@@ -158,8 +158,8 @@ class RespConnection:
             count -= step
 
 
-def _bounded(what: str, length: int, most: int) -> int:
+def _bounded(what: str, length: int, limit: int) -> int:
     """Returns a length that the server named. ValueError: it is above `most`."""
-    if length > most:
-        raise ValueError(f"Redis announced {what}: {length}, the limit is {most}; is it a Redis server?")
+    if length > limit:
+        raise ValueError(f"Redis announced {what}: {length}, the limit is {limit}; is it a Redis server?")
     return length

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
 
-from kvloom.tiers.encoding.codec import max_sealed_bytes, parse_head, plain_head_bytes, seal, unseal
-from kvloom.tiers.encoding.encryption import NoKeyError
+from kvloom.tiers.encoding import NoKeyError, max_sealed_bytes, parse_head, plain_head_bytes, seal, unseal
 from kvloom.tiers.transfer import Outcome
 from kvloom.tiers.workers import Tools
 
@@ -52,7 +51,7 @@ class Store(Connection, Protocol):
         """Pages come from this memory, or go there: a store that moves them by itself gets ready for it. Most need nothing."""
         return
 
-    def get(self, wants: Sequence[ValueRange], place: Destination) -> list[int]:
+    def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
         """The length of what came for each, -1 where there is nothing; the bytes are where `place` said. It may ask for the
         likely length first, and again when another came."""
         ...
@@ -78,13 +77,13 @@ class CapacityTracker:
             for key, size in sizes.items():
                 self._bytes += size - self._sizes.pop(key, 0)
                 self._sizes[key] = size
-            gone = []
+            evicted = []
             while self._bytes > self._capacity:
                 key, size = self._sizes.popitem(last=False)
                 self._bytes -= size
-                gone.append(key)
-            self._evicted += len(gone)
-            return gone
+                evicted.append(key)
+            self._evicted += len(evicted)
+            return evicted
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:
@@ -106,10 +105,10 @@ def store_tier(
     name: str, config: RemoteConfig, connect: Callable[[], Store], on_close: Callable[[], None] | None = None
 ) -> RemoteTier:
     """A tier over a store; `at_end` is called when it is closed. A TierError when it cannot be reached."""
-    return RemoteTier(name, config, lambda: _Named(connect()), (_Read, _Write), on_close=on_close)
+    return RemoteTier(name, config, lambda: _PrefixedStore(connect()), (_Read, _Write), on_close=on_close)
 
 
-class _Named(Connection):
+class _PrefixedStore(Connection):
     """A store whose keys are objects' keys, with the prefix put before."""
 
     def __init__(self, store: Store) -> None:
@@ -134,7 +133,7 @@ class _Write(Job):
     def run(self, link: Link, tools: Tools) -> None:
         keys = self.keys()
         if tools.codec.is_plain:
-            link.call(lambda named: named.store.lend(self.ranges.buffer))
+            link.call(lambda prefixed: prefixed.store.lend(self.ranges.buffer))
         here = link.call(lambda store: store.exists(keys))
         outcomes = {index: Outcome.OK for index, there in zip(self.which, here, strict=True) if there}
         items: list[tuple[bytes, list[Any]]] = []
@@ -152,7 +151,7 @@ class _Write(Job):
             items.append((PREFIX + key, [head.pack(), *body]))
             sealed.append(index)
         if items:
-            outcomes |= zip(sealed, link.call(lambda named: named.store.put(items)), strict=True)
+            outcomes |= zip(sealed, link.call(lambda prefixed: prefixed.store.put(items)), strict=True)
         self.settle(outcomes)
 
 
@@ -173,8 +172,8 @@ class _Read(Job):
         self.settle(outcomes)
 
     @staticmethod
-    def _get(link: Link, wants: Sequence[ValueRange], place: Destination) -> list[int]:
-        lengths: list[int] = link.call(lambda named: named.store.get(wants, place))
+    def _get(link: Link, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
+        lengths: list[int] = link.call(lambda prefixed: prefixed.store.get(ranges, destination))
         return lengths
 
     def _open(
@@ -206,29 +205,31 @@ class _Read(Job):
     def _whole(self, link: Link, tools: Tools) -> dict[int, Outcome]:
         """One round trip. A plain body goes straight to its page; anything else through scratch memory."""
         form = self.objects.form
-        plain, most = plain_head_bytes(form), max_sealed_bytes(form)
-        likely = 0
+        plain, max_bytes = plain_head_bytes(form), max_sealed_bytes(form)
+        expected = 0
         if tools.codec.is_plain:  # what others wrote is most likely as we write
-            likely = plain + form.page_bytes
-            link.call(lambda named: named.store.lend(self.ranges.buffer))
+            expected = plain + form.page_bytes
+            link.call(lambda prefixed: prefixed.store.lend(self.ranges.buffer))
         heads = memoryview(bytearray(plain * len(self.which)))
         scratch: dict[int, memoryview] = {}
 
-        def place(number: int, length: int) -> Sequence[memoryview] | None:
+        def destination(number: int, length: int) -> Sequence[memoryview] | None:
             if length == plain + form.page_bytes:
                 return heads[number * plain : (number + 1) * plain], self.target(self.which[number])
-            if length > most:
+            if length > max_bytes:
                 return None
             scratch[number] = memoryview(bytearray(length))
             return (scratch[number],)
 
-        wants = [ValueRange(PREFIX + key, max_bytes=most, expected_bytes=likely) for key in self.keys()]
+        ranges = [
+            ValueRange(PREFIX + key, max_bytes=max_bytes, expected_bytes=expected) for key in self.keys()
+        ]
         outcomes = {}
-        for number, length in enumerate(self._get(link, wants, place)):
+        for number, length in enumerate(self._get(link, ranges, destination)):
             index = self.which[number]
             if length < 0:
                 outcomes[index] = Outcome.MISSING
-            elif length > most:
+            elif length > max_bytes:
                 outcomes[index] = Outcome.CORRUPT
             elif number in scratch:
                 outcomes[index] = self._open(index, scratch[number], None, tools)
@@ -246,16 +247,19 @@ class _Read(Job):
         plain = plain_head_bytes(self.objects.form)
         heads = memoryview(bytearray(plain * len(self.which)))
 
-        def place(number: int, length: int) -> Sequence[memoryview] | None:
+        def destination(number: int, length: int) -> Sequence[memoryview] | None:
             number, body = divmod(number, 2)
             if body:
                 return (self.target(self.which[number])[:length],)
             return (heads[number * plain : number * plain + length],)
 
-        wants = []
+        ranges = []
         for key in self.keys():
-            wants += [ValueRange(PREFIX + key, 0, plain), ValueRange(PREFIX + key, plain + start, plain + stop)]
-        lengths = self._get(link, wants, place)
+            ranges += [
+                ValueRange(PREFIX + key, 0, plain),
+                ValueRange(PREFIX + key, plain + start, plain + stop),
+            ]
+        lengths = self._get(link, ranges, destination)
         outcomes: dict[int, Outcome] = {}
         for number, index in enumerate(self.which):
             got, body = lengths[2 * number : 2 * number + 2]
@@ -265,17 +269,17 @@ class _Read(Job):
             elif not _is_plain(head):  # another server compresses or encrypts
                 outcomes |= self._parts(link, tools, [index])
             else:
-                came = self.target(index)[: max(0, body)]
-                outcomes[index] = self._open(index, head, came, tools, in_place=True)
+                body_read = self.target(index)[: max(0, body)]
+                outcomes[index] = self._open(index, head, body_read, tools, in_place=True)
         return outcomes
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
         """Two round trips: the heads, which say where the runs lie, and the runs."""
         form, (start, stop) = self.objects.form, self.part
-        most = max_sealed_bytes(form) - form.page_bytes
-        heads = [memoryview(bytearray(most)) for _ in which]
-        wants = [ValueRange(PREFIX + self.objects.keys[index], 0, most) for index in which]
-        lengths = self._get(link, wants, lambda number, length: (heads[number][:length],))
+        max_bytes = max_sealed_bytes(form) - form.page_bytes
+        heads = [memoryview(bytearray(max_bytes)) for _ in which]
+        ranges = [ValueRange(PREFIX + self.objects.keys[index], 0, max_bytes) for index in which]
+        lengths = self._get(link, ranges, lambda number, length: (heads[number][:length],))
         outcomes: dict[int, Outcome] = {}
         spans: list[tuple[int, memoryview, ValueRange]] = []
         for number, index in enumerate(which):
@@ -292,7 +296,7 @@ class _Read(Job):
                     outcomes[index] = Outcome.CORRUPT
                     continue
                 spans.append(
-                    (index, heads[number], ValueRange(wants[number].key, parsed[1] + low, parsed[1] + high))
+                    (index, heads[number], ValueRange(ranges[number].key, parsed[1] + low, parsed[1] + high))
                 )
         bodies = [memoryview(bytearray(want.stop - want.start)) for _, _, want in spans]
         got = self._get(link, [want for _, _, want in spans], lambda i, n: (bodies[i][:n],)) if spans else []

@@ -16,8 +16,9 @@ import numpy.typing as npt
 import pytest
 
 from kvloom.tiers import Form, Objects, Outcome, Ranges, Tier, Transfer
-from kvloom.tiers.disk.files import aligned_bytes
-from kvloom.tiers.testing.fault_injection import Faults, FaultyTier
+from kvloom.tiers.aligned_memory import aligned_bytes
+
+from .fault_injection import Faults, FaultyTier
 
 PAGE, RUN = 64 << 10, 8 << 10
 FORM = Form("bf16", "LKTHD", PAGE, RUN, layout="test")

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.disk.files import Files
+from kvloom.tiers.disk import Files
 from kvloom.tiers.tier import Objects, Ranges, Tier
-from kvloom.tiers.transfer import Outcome, TransferCounts, TierStats, Transfer, failed_transfer
+from kvloom.tiers.transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
 from kvloom.tiers.workers import Workers
 
 __all__ = ["Faults", "FaultyFiles", "FaultyTier"]
@@ -76,7 +76,7 @@ class FaultyTier(Tier):
 
     def __init__(self, inner: Tier, faults: Faults) -> None:
         self.inner, self.faults = inner, faults
-        self._tally = TransferCounts()
+        self._transfer_counts = TransferCounts()
         self._workers: Workers[Callable[[], None]] = Workers(4, "kvloom-faulty", lambda: lambda job: job())
 
     @property
@@ -93,24 +93,24 @@ class FaultyTier(Tier):
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
         if self.faults.failing:
-            return failed_transfer(len(objects), self._tally, "read", Outcome.FAILED, "injected")
+            return failed_transfer(len(objects), self._transfer_counts, "read", Outcome.FAILED, "injected")
 
         def start() -> Transfer:
             if self.faults.tamper is not None:
                 self.faults.tamper(objects)
             return self.inner.read(objects, into, part)
 
-        return self._later("read", objects, start)
+        return self._submit("read", objects, start)
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         source.check(objects, writable=False)
         if self.faults.failing or self.faults.full:
             outcome = Outcome.FULL if self.faults.full else Outcome.FAILED
-            return failed_transfer(len(objects), self._tally, "write", outcome, "injected")
-        return self._later("write", objects, lambda: self.inner.write(objects, source))
+            return failed_transfer(len(objects), self._transfer_counts, "write", outcome, "injected")
+        return self._submit("write", objects, lambda: self.inner.write(objects, source))
 
-    def _later(self, verb: str, objects: Objects, start: Callable[[], Transfer]) -> Transfer:
-        transfer = Transfer(len(objects), self._tally, verb, objects.form.page_bytes)
+    def _submit(self, verb: str, objects: Objects, start: Callable[[], Transfer]) -> Transfer:
+        transfer = Transfer(len(objects), self._transfer_counts, verb, objects.form.page_bytes)
 
         def job() -> None:
             if not transfer.begin_access():
@@ -137,7 +137,9 @@ class FaultyTier(Tier):
     def stats(self) -> TierStats:
         """The inner tier's contents; counts as its users saw them."""
         inner = self.inner.stats()
-        return self._tally.stats(inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes)
+        return self._transfer_counts.stats(
+            inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes
+        )
 
     def close(self) -> None:
         self.faults.release()
@@ -152,7 +154,7 @@ class FaultyFiles(Files):
         super().__init__(directory)
         self.faults = faults
 
-    def _strike(self, call: str) -> None:
+    def _inject(self, call: str) -> None:
         if call not in self.faults.calls:
             return
         self.faults.delay()
@@ -162,24 +164,24 @@ class FaultyFiles(Files):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def open(self, name: str, create: bool, direct: bool) -> int:
-        self._strike("open")
+        self._inject("open")
         return super().open(name, create, direct)
 
     def allocate(self, fd: int, size: int) -> None:
-        self._strike("allocate")
+        self._inject("allocate")
         super().allocate(fd, size)
 
     def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
-        self._strike("read")
+        self._inject("read")
         got = super().read(fd, into, offset)
         if self.faults.flip and got:
             into[0][len(into[0]) // 2] ^= 4
         return got // 2 if self.faults.short else got
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        self._strike("write")
+        self._inject("write")
         super().write(fd, pieces, offset)
 
     def sync(self, fd: int) -> None:
-        self._strike("sync")
+        self._inject("sync")
         super().sync(fd)

@@ -36,60 +36,62 @@ class CircuitBreaker:
     def __init__(self, config: CircuitBreakerConfig) -> None:
         self._config = config
         self._lock = threading.Lock()
-        self._in_a_row = 0
-        self._until: float | None = None  # while open: when it may be tried
-        self._tried: float | None = None  # since when a try is under way
+        self._failures_in_a_row = 0
+        self._probe_at: float | None = None  # while open: when it may be tried
+        self._probing_since: float | None = None  # since when a try is under way
         self._pause = config.first_pause
         self.times_opened = 0
         """How often it opened, or stayed open after a try."""
 
     @property
     def is_closed(self) -> bool:
-        return self._until is None
+        return self._probe_at is None
 
     @property
     def state(self) -> str:
         """For people: closed, open, or half-open while the one try is under way."""
         with self._lock:
-            return "closed" if self._until is None else "open" if self._tried is None else "half-open"
+            return (
+                "closed" if self._probe_at is None else "open" if self._probing_since is None else "half-open"
+            )
 
     def allow_request(self, now: float) -> bool:
         """Whether to ask the tier now. Where that is the one try, the next answer is no until its end is told."""
         with self._lock:
-            if self._until is None:
+            if self._probe_at is None:
                 return True
-            if self._tried is not None and now - self._tried < self._config.probe_seconds:
+            if self._probing_since is not None and now - self._probing_since < self._config.probe_seconds:
                 return False
-            if self._tried is not None:
-                self._stay_open(now)
+            if self._probing_since is not None:
+                self._extend_pause(now)
                 return False
-            if now < self._until:
+            if now < self._probe_at:
                 return False
-            self._tried = now
+            self._probing_since = now
             return True
 
     def record_success(self) -> None:
         with self._lock:
-            self._in_a_row, self._until, self._tried = 0, None, None
+            self._failures_in_a_row, self._probe_at, self._probing_since = 0, None, None
             self._pause = self._config.first_pause
 
     def record_inconclusive(self) -> None:
         """The one try told nothing: another may follow at once."""
         with self._lock:
-            self._tried = None
+            self._probing_since = None
 
     def record_failure(self, now: float) -> None:
         with self._lock:
-            self._in_a_row += 1
-            if self._tried is not None:
-                self._stay_open(now)
-            elif self._until is None and self._in_a_row >= self._config.max_failures:
-                self._until = now + self._pause
+            self._failures_in_a_row += 1
+            if self._probing_since is not None:
+                self._extend_pause(now)
+            elif self._probe_at is None and self._failures_in_a_row >= self._config.max_failures:
+                self._probe_at = now + self._pause
                 self.times_opened += 1
 
-    def _stay_open(self, now: float) -> None:
+    def _extend_pause(self, now: float) -> None:
         self._pause = min(2 * self._pause, self._config.max_pause)
-        self._until, self._tried = now + self._pause, None
+        self._probe_at, self._probing_since = now + self._pause, None
         self.times_opened += 1
 
 
@@ -103,16 +105,16 @@ class FaultLog:
         self._lock = threading.Lock()
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self._last: dict[str, float] = {}
-        self._untold: Counter[str] = Counter()
+        self._suppressed: Counter[str] = Counter()
 
     def add(self, tier: str, verb: str, outcome: str, count: int, reason: str, now: float) -> None:
         with self._lock:
             self.counts[tier, verb, outcome] += count
             burst = now - self._last.get(tier, -self.BURST_GAP) < self.BURST_GAP
             self._last[tier] = now
-            before = self._untold.pop(tier, 0) if not burst else 0
+            before = self._suppressed.pop(tier, 0) if not burst else 0
             if burst:
-                self._untold[tier] += count
+                self._suppressed[tier] += count
                 return
         more = f"; {before} more since the last line" if before else ""
         log.warning(

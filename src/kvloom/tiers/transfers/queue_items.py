@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.host.lease import Lease
+from kvloom.tiers.host import Lease
 from kvloom.tiers.tier import Objects
 from kvloom.tiers.transfer import Transfer
 

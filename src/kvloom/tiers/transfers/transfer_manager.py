@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.host.host_tier import HostTier
+from kvloom.tiers.host import HostTier
 from kvloom.tiers.registry import OpenTier
 from kvloom.tiers.tier import Objects
 
@@ -27,7 +27,7 @@ from .circuit_breaker import FaultLog
 from .queue_items import QueuedLoad, QueuedLookup
 from .tier_queue import TierQueue, TierQueueConfig
 
-__all__ = ["FetchJob", "TierLookup", "TransferManager", "TransferConfig"]
+__all__ = ["FetchJob", "TierLookup", "TransferConfig", "TransferManager"]
 
 Mask = npt.NDArray[np.bool_]
 
@@ -45,37 +45,37 @@ class TransferConfig:
 class TierLookup:
     """Where many objects are; `found` (here or below) once `done`."""
 
-    def __init__(self, mover: TransferManager, objects: Sequence[Objects]) -> None:
+    def __init__(self, manager: TransferManager, objects: Sequence[Objects]) -> None:
         self.objects = list(objects)
-        self.in_host: list[Mask] = [mover.host.lookup(o) for o in self.objects]
+        self.in_host: list[Mask] = [manager.host.lookup(o) for o in self.objects]
         self.found: list[Mask] = [mask.copy() for mask in self.in_host]
         self.queue_of: dict[bytes, int] = {}
         """key → which lane has it, of those that are not in host memory."""
-        self._mover = mover
-        self._deadline = time.monotonic() + mover.config.lookup_seconds
-        self._asked: list[tuple[int, list[npt.NDArray[np.int64]], QueuedLookup]] = []
+        self._manager = manager
+        self._deadline = time.monotonic() + manager.config.lookup_seconds
+        self._pending: list[tuple[int, list[npt.NDArray[np.int64]], QueuedLookup]] = []
         missing = [np.flatnonzero(~mask) for mask in self.in_host]
         if any(at.size for at in missing):
             some = [
                 Objects([o.block_hashes[i] for i in at.tolist()], o.group, o.form, o.tenant)
                 for o, at in zip(self.objects, missing, strict=True)
             ]
-            for number, lane in enumerate(mover.queues):
+            for number, queue in enumerate(manager.queues):
                 lookup = QueuedLookup(some)
-                if lane.queue_lookup(lookup):
-                    self._asked.append((number, missing, lookup))
+                if queue.queue_lookup(lookup):
+                    self._pending.append((number, missing, lookup))
 
     @property
     def done(self) -> bool:
         """Whether every lane has answered; one that does not in time has nothing."""
-        if not self._asked:
+        if not self._pending:
             return True
         late = time.monotonic() >= self._deadline
-        if not late and not all(lookup.done for _, _, lookup in self._asked):
+        if not late and not all(lookup.done for _, _, lookup in self._pending):
             return False
-        for number, missing, lookup in self._asked:
+        for number, missing, lookup in self._pending:
             if not lookup.done:
-                self._mover.queues[number].record_timeout("lookup")
+                self._manager.queues[number].record_timeout("lookup")
                 continue
             for place, (at, objects, here) in enumerate(
                 zip(missing, lookup.objects, lookup.found, strict=True)
@@ -83,7 +83,7 @@ class TierLookup:
                 for i in np.flatnonzero(here).tolist():
                     self.queue_of.setdefault(objects.keys[i], number)
                 self.found[place][at] |= here
-        self._asked = []
+        self._pending = []
         return True
 
 
@@ -91,22 +91,26 @@ class FetchJob:
     """Objects on their way into host memory. `came[i]`: is each of `objects[i]` there now? Valid when `done`."""
 
     def __init__(
-        self, mover: TransferManager, objects: Sequence[Objects], below: dict[bytes, int], deadline: float
+        self,
+        manager: TransferManager,
+        objects: Sequence[Objects],
+        queue_of: dict[bytes, int],
+        deadline: float,
     ) -> None:
         self.deadline = deadline
         self._loads: list[tuple[TierQueue, QueuedLoad]] = []
         self.bytes = 0
         for one in objects:
-            by_lane: dict[int, list[int]] = {}
+            by_queue: dict[int, list[int]] = {}
             for i, key in enumerate(one.keys):
-                if key in below:
-                    by_lane.setdefault(below[key], []).append(i)
-            for number, at in by_lane.items():
+                if key in queue_of:
+                    by_queue.setdefault(queue_of[key], []).append(i)
+            for number, at in by_queue.items():
                 part = Objects([one.block_hashes[i] for i in at], one.group, one.form, one.tenant)
                 self.bytes += len(part) * one.form.page_bytes
-                self._loads.append((mover.queues[number], QueuedLoad(part, deadline)))
-        for lane, load in self._loads:
-            lane.queue_load(load)
+                self._loads.append((manager.queues[number], QueuedLoad(part, deadline)))
+        for queue, load in self._loads:
+            queue.queue_load(load)
 
     @property
     def done(self) -> bool:
@@ -129,39 +133,42 @@ class FetchJob:
 
     def cancel(self) -> None:
         """Nobody waits for it any more. What has come stays in host memory."""
-        for lane, load in self._loads:
+        for queue, load in self._loads:
             if not load.done:
-                lane.cancel_load(load)
+                queue.cancel_load(load)
 
 
 class TransferManager:
     """`host` is where everything passes; `places` the tiers below it, nearest first. One thread calls; lanes have their own."""
 
-    def __init__(self, host: HostTier, places: Sequence[OpenTier], config: TransferConfig | None = None) -> None:
+    def __init__(
+        self, host: HostTier, places: Sequence[OpenTier], config: TransferConfig | None = None
+    ) -> None:
         self.host, self.tiers, self.config = host, tuple(places), config or TransferConfig()
         self.fault_log = FaultLog()
         self._changed = threading.Event()
         self.queues = [
-            TierQueue(place.tier, host, self.fault_log, self.config.queue, self._changed.set) for place in self.tiers
+            TierQueue(place.tier, host, self.fault_log, self.config.queue, self._changed.set)
+            for place in self.tiers
         ]
         self._dirty: list[OrderedDict[bytes, Objects]] = [OrderedDict() for _ in self.tiers]
-        self._looked = 0.0
+        self._last_check = 0.0
 
     def lookup(self, objects: Sequence[Objects]) -> TierLookup:
         """Look many objects up, in host memory at once and below it by and by."""
         return TierLookup(self, objects)
 
-    def fetch(self, objects: Sequence[Objects], below: dict[bytes, int], deadline: float) -> FetchJob:
+    def fetch(self, objects: Sequence[Objects], queue_of: dict[bytes, int], deadline: float) -> FetchJob:
         """Bring objects into host memory from the lanes that `below` (of a Finding) names, until `deadline`."""
-        return FetchJob(self, objects, below, deadline)
+        return FetchJob(self, objects, queue_of, deadline)
 
     def write_to_tiers(self, objects: Objects, used: bool) -> None:
         """Objects came into host memory from above, `used` before or not: whoever below wants them gets them."""
-        for place, lane, dirty in zip(self.tiers, self.queues, self._dirty, strict=True):
+        for place, queue, dirty in zip(self.tiers, self.queues, self._dirty, strict=True):
             if place.is_lossy and objects.form.exact:
                 continue  # nobody who wants them exact would find them there
             if place.write_policy == "through" or (place.write_policy == "second-use" and used):
-                lane.queue_store(objects)
+                queue.queue_store(objects)
             elif place.write_policy == "back":
                 for name, key in zip(objects.block_hashes, objects.keys, strict=True):
                     if key not in dirty:
@@ -170,16 +177,16 @@ class TransferManager:
 
     def _write_back(self, now: float) -> None:
         """Where host memory is nearly full, store what came there first."""
-        if not any(self._dirty) or now - self._looked < 0.05:
+        if not any(self._dirty) or now - self._last_check < 0.05:
             return
-        self._looked = now
+        self._last_check = now
         stats = self.host.stats()
         over = stats.bytes - self.config.write_back_threshold * stats.capacity
-        for lane, dirty in zip(self.queues, self._dirty, strict=True):
-            left = over - lane.pending_store_bytes
+        for queue, dirty in zip(self.queues, self._dirty, strict=True):
+            left = over - queue.pending_store_bytes
             while left > 0 and dirty:
                 _, objects = dirty.popitem(last=False)
-                lane.queue_store(objects)
+                queue.queue_store(objects)
                 left -= objects.form.page_bytes
 
     def wait(self, timeout: float) -> None:
@@ -189,13 +196,13 @@ class TransferManager:
 
     def close(self, timeout: float = 10.0) -> None:
         """Store what is still to be stored, within `timeout`, and close every tier."""
-        for lane, dirty in zip(self.queues, self._dirty, strict=True):
+        for queue, dirty in zip(self.queues, self._dirty, strict=True):
             for objects in dirty.values():
-                lane.queue_store(objects)
+                queue.queue_store(objects)
             dirty.clear()
         deadline = time.monotonic() + timeout
-        for lane in self.queues:
-            lane.close(max(0.1, deadline - time.monotonic()))
+        for queue in self.queues:
+            queue.close(max(0.1, deadline - time.monotonic()))
         for place in self.tiers:
             place.tier.close()
         self.host.close()

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.tiers.tier import Objects, Ranges, Tier
-from kvloom.tiers.transfer import Outcome, TransferCounts, TierStats, Transfer, failed_transfer
+from kvloom.tiers.transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
 
 __all__ = ["UnavailableTier"]
 
@@ -25,12 +25,12 @@ FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
 class UnavailableTier(Tier):
     """`opened` opens it, or raises a TierError; `why` is what it said the first time."""
 
-    def __init__(self, name: str, opened: Callable[[], Tier], why: str) -> None:
-        self._name, self._opened, self._why = name, opened, why
+    def __init__(self, name: str, open_tier: Callable[[], Tier], reason: str) -> None:
+        self._name, self._open, self._reason = name, open_tier, reason
         self._inner: Tier | None = None
-        self._tally = TransferCounts()
-        self._lock, self._ended = threading.Lock(), threading.Event()
-        threading.Thread(target=self._try, name=f"kvloom-away-{name}", daemon=True).start()
+        self._transfer_counts = TransferCounts()
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        threading.Thread(target=self._retry, name=f"kvloom-away-{name}", daemon=True).start()
 
     @property
     def name(self) -> str:
@@ -53,27 +53,27 @@ class UnavailableTier(Tier):
         return 0 if self._inner is None else self._inner.drop(objects)
 
     def stats(self) -> TierStats:
-        return self._tally.stats(0, 0, 0, 0) if self._inner is None else self._inner.stats()
+        return self._transfer_counts.stats(0, 0, 0, 0) if self._inner is None else self._inner.stats()
 
     def close(self) -> None:
         with self._lock:  # or it would be opened now, and stay open
-            self._ended.set()
+            self._closed.set()
         if self._inner is not None:
             self._inner.close()
 
     def _fail(self, objects: Objects, verb: str) -> Transfer:
-        return failed_transfer(len(objects), self._tally, verb, Outcome.FAILED, self._why)
+        return failed_transfer(len(objects), self._transfer_counts, verb, Outcome.FAILED, self._reason)
 
-    def _try(self) -> None:
+    def _retry(self) -> None:
         pause = FIRST_PAUSE
-        while not self._ended.wait(pause):
+        while not self._closed.wait(pause):
             try:
-                tier = self._opened()
+                tier = self._open()
             except Exception as error:  # noqa: BLE001  whatever it is, it is tried again
-                self._why = str(error)
+                self._reason = str(error)
             else:
                 with self._lock:
-                    if not self._ended.is_set():
+                    if not self._closed.is_set():
                         self._inner = tier
                         log.warning("tier %s is there now", self._name)
                         return
