@@ -31,7 +31,7 @@ from kvloom.tiers.testing.conformance import (
     page,
 )
 
-from .test_disk import DiskHarness
+from .test_disk_tier import DiskHarness
 
 pytest.importorskip("cryptography", reason="pip install cryptography")
 MIB = 1 << 20
@@ -54,7 +54,7 @@ def opened(head: Head, body: bytes, keys: Keyring | None = OURS, tenant: str = "
 
 
 @pytest.mark.parametrize("compression", METHODS)
-def test_a_page_opens_whole_and_in_runs_and_nothing_of_it_is_in_the_clear(compression: Compression) -> None:
+def test_an_encrypted_page_opens_whole_and_by_runs_and_hides_its_bytes(compression: Compression) -> None:
     head, body = sealed(compression)
     assert parse_head(memoryview(head.pack() + body)) == (head, len(head.pack()))
     assert len(head.pack()) + len(body) <= max_sealed_bytes(FORM)
@@ -81,7 +81,7 @@ def test_another_key_another_tenant_or_none_is_locked() -> None:
     assert opened(head, body, keys=None) == Outcome.LOCKED
 
 
-def test_tenants_without_a_key_of_their_own_get_one_each_from_the_common_one() -> None:
+def test_keys_of_other_tenants_are_derived_from_the_common_key() -> None:
     head, body = sealed(tenant="small")
     assert opened(head, body, tenant="small") == Outcome.OK
     assert opened(head, body, tenant="tiny") == Outcome.LOCKED
@@ -89,7 +89,7 @@ def test_tenants_without_a_key_of_their_own_get_one_each_from_the_common_one() -
         seal(KEY, FORM, memoryview(page(1)), make_codec("none", Keyring({"acme": b"a" * 32})), "nobody")
 
 
-def test_damage_is_told_from_a_wrong_key_and_a_page_does_not_open_under_another_name() -> None:
+def test_damage_is_distinguished_from_a_wrong_key_and_pages_are_bound_to_their_key() -> None:
     head, body = sealed()
     bad = bytearray(body)
     bad[100] ^= 1
@@ -100,10 +100,10 @@ def test_damage_is_told_from_a_wrong_key_and_a_page_does_not_open_under_another_
     step = RUN + 16
     swapped = body[step : 2 * step] + body[:step] + body[2 * step :]
     checks = head.checksums[8:16] + head.checksums[:8] + head.checksums[16:]
-    assert opened(head._replace(checks=checks), swapped) == Outcome.LOCKED, "runs have their places"
+    assert opened(head._replace(checksums=checks), swapped) == Outcome.LOCKED, "runs have their places"
 
 
-def test_any_flipped_bit_of_an_encrypted_head_is_seen() -> None:
+def test_any_flipped_bit_of_an_encrypted_head_is_detected() -> None:
     packed = sealed()[0].pack()
     for at in range(len(packed)):
         bad = bytearray(packed)
@@ -122,9 +122,7 @@ def test_any_flipped_bit_of_an_encrypted_head_is_seen() -> None:
         ("not json", 0o600, "has no keys"),
     ],
 )
-def test_a_file_of_keys_that_makes_no_sense_is_refused(
-    tmp_path: Path, text: str, mode: int, message: str
-) -> None:
+def test_an_invalid_key_file_is_refused(tmp_path: Path, text: str, mode: int, message: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     path.chmod(mode)
@@ -148,7 +146,7 @@ class TestEncryptedDisk(TierConformance):
         return DiskHarness(DiskTier(config))
 
 
-def test_a_disk_with_another_key_is_a_miss_and_is_written_anew(tmp_path: Path) -> None:
+def test_a_page_of_another_key_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
     wanted = Objects(objects(range(3)).block_hashes, 0, FORM, tenant="acme")
 
     def tier(byte: str) -> DiskTier:

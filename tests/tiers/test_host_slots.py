@@ -12,8 +12,8 @@ from kvloom.tiers.host.slots import LruOrder, Slots
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_slots_leave_in_the_order_of_their_last_use(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SPARE", 8)  # what was used again is looked through often
+def test_slots_are_ordered_by_last_use(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STALE_LIMIT", 8)  # what was used again is looked through often
     rng = np.random.default_rng(seed)
     slots = Slots()
     recent, model = LruOrder(slots), OrderedDict[int, None]()
@@ -33,7 +33,7 @@ def test_slots_leave_in_the_order_of_their_last_use(seed: int, monkeypatch: pyte
         assert recent._queued <= 2 * 40 + 8 + 12, "what is in vain is forgotten"
 
 
-def test_slots_grow_and_are_lent_once_at_a_time() -> None:
+def test_slots_grow_and_are_allocated_once() -> None:
     slots, mine = Slots(), list[int]()
     for first in range(0, 5000, 100):
         taken = slots.allocate(list(range(first, first + 100)), 7)

@@ -110,9 +110,9 @@ class TestMooncakeStraight(TestMooncake):
 
     @pytest.fixture(autouse=True)
     def lent(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(mooncake_client, "_LEAST_LENT", PAGE)
-        monkeypatch.setattr(mooncake, "_LEAST_PIECE", PAGE)
-        monkeypatch.setattr(mooncake_client, "_MOST_LENT", 1 << 20)
+        monkeypatch.setattr(mooncake_client, "_MIN_REGISTERED_BYTES", PAGE)
+        monkeypatch.setattr(mooncake, "_MIN_PIECE", PAGE)
+        monkeypatch.setattr(mooncake_client, "_MAX_REGISTERED", 1 << 20)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def tier(port: int) -> Iterator[RemoteTier]:
     tier.close()
 
 
-def test_another_process_of_the_fleet_reads_what_one_wrote(tier: RemoteTier, port: int) -> None:
+def test_another_process_reads_written_pages(tier: RemoteTier, port: int) -> None:
     put(tier, range(3))
     packed = opened(port, compression="lz4")
     assert put(packed, range(3, 6)).ok.all()
@@ -137,7 +137,7 @@ def test_another_process_of_the_fleet_reads_what_one_wrote(tier: RemoteTier, por
     packed.close()
 
 
-def test_a_segment_that_went_with_its_process_costs_misses(tier: RemoteTier, port: int) -> None:
+def test_a_segment_of_an_ended_process_costs_misses(tier: RemoteTier, port: int) -> None:
     """The pages of a client that left are gone, or empty: never wrong."""
     other = opened(port)
     put(other, range(20))
@@ -150,7 +150,7 @@ def test_a_segment_that_went_with_its_process_costs_misses(tier: RemoteTier, por
     get(tier, range(20))
 
 
-def test_a_master_that_dies_costs_misses_and_a_bounded_wait_and_comes_back(tmp_path: Path) -> None:
+def test_a_crashed_master_costs_misses_and_a_bounded_wait_and_recovers(tmp_path: Path) -> None:
     with mooncake_master(tmp_path) as (port, _):
         tier = opened(port, timeout=1.0)
         put(tier, range(4))
@@ -170,8 +170,8 @@ def test_a_master_that_dies_costs_misses_and_a_bounded_wait_and_comes_back(tmp_p
         tier.close()
 
 
-def test_a_client_that_a_call_is_in_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_client, "_LAST_SECONDS", 0.1)
+def test_a_client_with_a_running_call_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_client, "_CLOSE_SECONDS", 0.1)
     with mooncake_master(tmp_path) as (port, _):
         client = MooncakeClient(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 0.1)
         library, inside, gate = client.get(), threading.Event(), threading.Event()
@@ -188,7 +188,7 @@ def test_a_client_that_a_call_is_in_is_not_ended(tmp_path: Path, monkeypatch: py
         library.close()
 
 
-def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
+def test_a_hung_master_costs_a_bounded_wait(tmp_path: Path) -> None:
     with mooncake_master(tmp_path) as (port, process):
         tier = opened(port, timeout=0.5)
         put(tier, range(2))
@@ -204,10 +204,10 @@ def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_a_page_that_was_lent_to_a_call_that_hangs_is_not_quiet_before_its_end(
+def test_a_page_of_a_hung_call_is_released_only_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake, "_LEAST_PIECE", PAGE)
+    monkeypatch.setattr(mooncake, "_MIN_PIECE", PAGE)
     with mooncake_master(tmp_path) as (port, process):
         tier = opened(port, timeout=0.5)
         assert put(tier, range(32)).ok.all()
@@ -222,10 +222,10 @@ def test_a_page_that_was_lent_to_a_call_that_hangs_is_not_quiet_before_its_end(
         tier.close()
 
 
-def test_what_another_server_compressed_is_read_all_the_same(
+def test_pages_compressed_by_another_server_are_read(
     tier: RemoteTier, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake, "_LEAST_PIECE", PAGE)
+    monkeypatch.setattr(mooncake, "_MIN_PIECE", PAGE)
     other = opened(port, compression="zstd")
     assert put(other, range(40)).ok.all()
     assert get(tier, range(40)).ok.all()
@@ -234,28 +234,28 @@ def test_what_another_server_compressed_is_read_all_the_same(
     other.close()
 
 
-def test_lent_memory_is_registered_once_and_not_without_end(tier: RemoteTier) -> None:
+def test_memory_is_registered_once_and_within_a_limit(tier: RemoteTier) -> None:
     batches = [list(range(at, at + 16)) for at in range(0, 96, 16)] * 2
     kept = [filled(numbers) for numbers in batches]
     for numbers, source in zip(batches, kept, strict=True):
         for _ in range(2):
             assert tier.write(objects(numbers), source).wait(5)
-    lent = tier._control._store.store._shared._lent  # type: ignore[union-attr]
+    lent = tier._control._store.store._mooncake._registered  # type: ignore[union-attr]
     assert list(lent) == [(source.address, len(source.bytes)) for source in kept[:8]]
     assert get(tier, range(96)).ok.all()
 
 
-def test_an_absent_master_is_said_when_opening() -> None:
+def test_an_unreachable_master_is_reported_at_opening() -> None:
     pytest.importorskip("mooncake.store", exc_type=ImportError)
     with pytest.raises(TierError, match="cannot be reached"):
         open_tier("mooncake://127.0.0.1:1?capacity=8MiB&timeout=1")
-    with pytest.raises(ValueError, match="unknown sgment"):
+    with pytest.raises(ValueError, match="unknown options sgment"):
         open_tier("mooncake://127.0.0.1:1?capacity=8MiB&sgment=1GiB")
-    with pytest.raises(ValueError, match="where is its master"):
+    with pytest.raises(ValueError, match="the master is missing"):
         open_tier("mooncake:?capacity=8MiB")
 
 
-def test_what_this_process_put_is_counted_least_recently_used_first() -> None:
+def test_values_of_this_process_are_counted_least_recently_used_first() -> None:
     counted = CapacityTracker(100)
     assert counted.reserve({b"a": 40, b"b": 40}) == []
     counted.touch([b"a", b"x"])
@@ -266,7 +266,7 @@ def test_what_this_process_put_is_counted_least_recently_used_first() -> None:
     assert (counted.usage().objects, counted.usage().evicted) == (1, 1)
 
 
-def test_a_call_that_hangs_is_given_up_and_its_answer_ignored() -> None:
+def test_a_hung_call_is_abandoned_and_its_result_ignored() -> None:
     bounded = BoundedCalls(0.05, "the sea")
     assert bounded.call(lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):

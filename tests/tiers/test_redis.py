@@ -47,7 +47,7 @@ class RedisHarness(Harness):
     client: RespConnection
 
     def values(self, wanted: Objects) -> list[tuple[bytes, bytearray]]:
-        keys = self.tier._stored(wanted).keys
+        keys = self.tier._with_stored_keys(wanted).keys
         found = [(PREFIX + key, self.client.call("GET", PREFIX + key)) for key in keys]
         return [(key, bytearray(value)) for key, value in found if value]
 
@@ -113,7 +113,7 @@ def another(port: int, **options: object) -> RemoteTier:
     return open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY, **options))  # type: ignore[arg-type]
 
 
-def test_another_server_reads_what_one_wrote_however_it_was_packed(tier: RemoteTier, port: int) -> None:
+def test_a_server_reads_pages_of_another_with_any_compression(tier: RemoteTier, port: int) -> None:
     put(tier, range(3))
     packed = another(port, compression="zstd")
     assert put(packed, range(3, 6)).ok.all()
@@ -129,7 +129,7 @@ def test_another_server_reads_what_one_wrote_however_it_was_packed(tier: RemoteT
     again.close()
 
 
-def test_all_who_share_a_server_share_its_capacity(tier: RemoteTier, port: int) -> None:
+def test_all_clients_of_a_server_share_its_capacity(tier: RemoteTier, port: int) -> None:
     other = another(port)
     for first in range(0, 512, 32):
         assert put(tier if first % 64 else other, range(first, first + 32)).ok.all()
@@ -145,7 +145,7 @@ def test_all_who_share_a_server_share_its_capacity(tier: RemoteTier, port: int) 
     other.close()
 
 
-def test_what_is_read_stays_longest(tier: RemoteTier) -> None:
+def test_read_pages_are_evicted_last(tier: RemoteTier) -> None:
     for first in range(0, 100, 20):
         put(tier, range(first, first + 20))
     for first in range(100, 200, 20):
@@ -155,15 +155,15 @@ def test_what_is_read_stays_longest(tier: RemoteTier) -> None:
     assert not tier.lookup(objects(range(4, 60))).any()
 
 
-def test_a_value_reserved_and_never_filled_is_not_there_and_can_be_written(
+def test_a_reserved_value_that_was_never_filled_is_a_miss_and_can_be_written(
     tier: RemoteTier, port: int
 ) -> None:
     store = RedisStore(RedisAddress(port=port), CAPACITY, 2.0)
     key = PREFIX + objects([1]).keys[0]
-    store._resp.call(
+    store._connection.call(
         "EVALSHA", store._reserve, 3, "kvloom/1:used", "kvloom/1:sizes", "kvloom/1:counts", CAPACITY, key, 100
     )
-    assert store._resp.call("EXISTS", key) == 1
+    assert store._connection.call("EXISTS", key) == 1
     assert not tier.lookup(objects([1])).any()
     assert get(tier, [1]).results.tolist() == [Outcome.MISSING]
     assert put(tier, [1]).ok.all()
@@ -172,15 +172,15 @@ def test_a_value_reserved_and_never_filled_is_not_there_and_can_be_written(
     store.close()
 
 
-def test_what_is_pushed_out_before_it_is_filled_is_not_stored(tier: RemoteTier, port: int) -> None:
+def test_a_value_evicted_before_it_is_filled_is_not_stored(tier: RemoteTier, port: int) -> None:
     tiny = RedisStore(RedisAddress(port=port), 1000, 2.0)
     assert tiny.put([(PREFIX + b"x", [bytes(2000)])]) == [Outcome.FULL]
-    assert tiny._resp.call("EXISTS", PREFIX + b"x") == 0
+    assert tiny._connection.call("EXISTS", PREFIX + b"x") == 0
     assert tiny.usage().bytes == 0
     tiny.close()
 
 
-def test_a_server_out_of_memory_is_full_and_goes_on(tmp_path: Path) -> None:
+def test_a_server_out_of_memory_reports_full_and_recovers(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as (port, _):
         tier = open_redis(RedisAddress(port=port), RemoteConfig(64 * MIB))
         results = [put(tier, [number]).results[0] for number in range(80)]
@@ -190,7 +190,7 @@ def test_a_server_out_of_memory_is_full_and_goes_on(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_a_server_that_dies_costs_misses_and_comes_back_by_itself(tmp_path: Path) -> None:
+def test_a_crashed_server_costs_misses_and_the_tier_reconnects(tmp_path: Path) -> None:
     port = free_port()
     with redis_server(tmp_path, port=port):
         tier = open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY, timeout=1.0))
@@ -212,7 +212,7 @@ def test_a_server_that_dies_costs_misses_and_comes_back_by_itself(tmp_path: Path
     tier.close()
 
 
-def test_a_server_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
+def test_a_hung_server_costs_a_bounded_wait(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (port, process):
         tier = open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY, timeout=0.3))
         put(tier, range(4))
@@ -233,7 +233,7 @@ def test_a_server_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_wrong_passwords_and_absent_servers_are_said_when_opening(tmp_path: Path) -> None:
+def test_wrong_passwords_and_unreachable_servers_are_reported_at_opening(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--requirepass", "secret") as (port, _):
         with pytest.raises(TierError, match="NOAUTH"):
             open_tier(f"redis://127.0.0.1:{port}/0?capacity=8MiB")
@@ -248,7 +248,7 @@ def test_wrong_passwords_and_absent_servers_are_said_when_opening(tmp_path: Path
         open_tier(f"redis://127.0.0.1:{port}/0?capacity=8MiB&timeout=0.5")
 
 
-def test_a_unix_socket_does_as_well(tmp_path: Path) -> None:
+def test_a_unix_socket_is_supported(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with redis_server(tmp_path, "--unixsocket", str(path)):
         tier = open_tier(f"redis://{path}?capacity=8MiB")
@@ -269,12 +269,12 @@ def test_a_unix_socket_does_as_well(tmp_path: Path) -> None:
         ("redis://127.0.0.1:1/0?capacity=8MiB&compression=gzip", "'gzip' is none of"),
     ],
 )
-def test_an_address_that_makes_no_sense_is_refused(text: str, message: str) -> None:
+def test_a_bad_address_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_tier(text)
 
 
-def test_pages_of_another_key_have_other_names_and_are_not_lost(port: int, tmp_path: Path) -> None:
+def test_pages_of_another_key_have_other_stored_keys_and_remain(port: int, tmp_path: Path) -> None:
     RespConnection(("127.0.0.1", port), 5).call("FLUSHALL")
     for name, byte in (("one", "01"), ("two", "02")):
         (tmp_path / name).write_text('{"acme": "' + byte * 32 + '"}')
@@ -283,7 +283,7 @@ def test_pages_of_another_key_have_other_names_and_are_not_lost(port: int, tmp_p
     wanted = Objects(objects(range(3)).block_hashes, 0, FORM, tenant="acme")
     assert mine.write(wanted, filled(range(3))).wait(20)
     assert mine.lookup(wanted).all()
-    raw = client(port).call("GET", PREFIX + mine._stored(wanted).keys[0])
+    raw = client(port).call("GET", PREFIX + mine._with_stored_keys(wanted).keys[0])
     assert page(0)[:64].tobytes() not in raw, "nothing in the clear"
     assert not theirs.lookup(wanted).any()
     for _ in range(2):
@@ -307,7 +307,7 @@ def test_pages_of_another_key_have_other_names_and_are_not_lost(port: int, tmp_p
     theirs.close()
 
 
-def test_what_is_no_answer_ends_the_connection_and_nothing_else(port: int) -> None:
+def test_an_invalid_reply_ends_the_connection_only(port: int) -> None:
     resp = client(port)
     with pytest.raises(RedisReplyError, match="unknown command"):
         resp.call("NOSUCH")
@@ -319,7 +319,7 @@ def test_what_is_no_answer_ends_the_connection_and_nothing_else(port: int) -> No
     assert resp.read_value_into(lambda length: None) == len(big)
     assert resp.read_reply() == b"PONG"
     resp.send([("PING",)])
-    with pytest.raises(ValueError, match="not a string"):
+    with pytest.raises(ValueError, match="not a Redis string"):
         resp.read_value_into(lambda length: None)
     resp.call("DEL", "kvloom-test")
     resp.close()
@@ -331,7 +331,7 @@ def test_a_form_too_large_for_the_store_is_refused(tier: RemoteTier) -> None:
         tier.write(objects([1], big), memory(1, CAPACITY))
 
 
-def test_counts_that_a_server_makes_up_stay_within_64_bits(port: int) -> None:
+def test_invalid_counts_of_a_server_are_clamped(port: int) -> None:
     with_counts = client(port)
     with_counts.call("FLUSHALL")
     with_counts.call("HSET", "kvloom/1:counts", "bytes", "9" * 40, "evicted", "-5")

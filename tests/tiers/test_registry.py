@@ -18,7 +18,7 @@ from kvloom.tiers import (
 from kvloom.tiers.registry import SCHEMES
 
 
-def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:
+def test_a_url_opens_its_tier(tmp_path: Path) -> None:
     host = open_tier("host:64MiB")
     assert isinstance(host, HostTier)
     assert host.capacity == 64 << 20
@@ -66,7 +66,7 @@ def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:
         ("host:1GiB?write=never", "write='never' is none of through, second-use, back"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_value_and_the_way_out(text: str, said: str) -> None:
+def test_a_bad_url_is_refused_with_the_value_and_a_remedy(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         open_with_policy(text)
     with pytest.raises(ValueError, match=said):
@@ -83,13 +83,13 @@ def test_what_makes_no_sense_is_refused_with_the_value_and_the_way_out(text: str
         "redis://me:word@[there?capacity=1GiB",
     ],
 )
-def test_what_is_refused_is_told_without_its_password(text: str) -> None:
+def test_an_error_never_contains_the_password(text: str) -> None:
     with pytest.raises(ValueError, match="//…@") as told:
         check_tiers([text])
     assert "word" not in str(told.value)
 
 
-def test_texts_are_checked_and_nothing_is_opened(tmp_path: Path) -> None:
+def test_checking_urls_opens_nothing(tmp_path: Path) -> None:
     check_tiers(
         [
             "host:64MiB?write=back",
@@ -105,7 +105,7 @@ def test_texts_are_checked_and_nothing_is_opened(tmp_path: Path) -> None:
         check_tiers(["host:64MiB", "host:1GiB?write=back"])
 
 
-def test_when_pages_are_written_is_said_with_the_tier(tmp_path: Path) -> None:
+def test_the_write_policy_is_an_option_of_the_url(tmp_path: Path) -> None:
     assert open_with_policy("host:64MiB").write_policy == "back"
     assert open_with_policy("host:64MiB?write=through").write_policy == "through"
     assert split_write_policy("host:64MiB?share=7373") == ("host:64MiB?share=7373", "through")
@@ -120,6 +120,6 @@ def test_when_pages_are_written_is_said_with_the_tier(tmp_path: Path) -> None:
     place.tier.close()
 
 
-def test_a_scheme_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_scheme_is_one_registry_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEMES, "attic", lambda text: SCHEMES["host"]("host:" + text.removeprefix("attic:")))
     assert open_tier("attic:32MiB").capacity == 32 << 20

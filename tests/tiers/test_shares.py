@@ -64,7 +64,7 @@ def put(tier: Any, objects: Objects) -> list[int]:
     size = objects.form.page_bytes
     pages = np.repeat(np.array([name[-1] ^ name[0] for name in objects.block_hashes], np.uint8), size)
     transfer = tier.write(objects, Ranges(pages, np.arange(len(objects)) * size))
-    assert transfer.wait_quiet(20)
+    assert transfer.wait_released(20)
     results: list[int] = transfer.results.tolist()
     return results
 
@@ -74,7 +74,7 @@ def there(tier: Any, objects: Objects) -> int:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_tenant_keeps_no_more_than_its_share_and_loses_its_own_oldest(make: Maker, tmp_path: Path) -> None:
+def test_a_tenant_at_its_limit_evicts_its_own_oldest_pages(make: Maker, tmp_path: Path) -> None:
     tier = make(tmp_path, {"small": Share(limit=0.25)})
     assert isinstance(tier, SupportsShares)
     put(tier, of("other", range(100)))
@@ -89,34 +89,34 @@ def test_a_tenant_keeps_no_more_than_its_share_and_loses_its_own_oldest(make: Ma
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_what_is_sure_to_be_a_tenants_is_not_taken_for_others(make: Maker, tmp_path: Path) -> None:
+def test_guaranteed_pages_are_not_evicted_for_others(make: Maker, tmp_path: Path) -> None:
     tier = make(tmp_path, {"sure": Share(guaranteed=0.5), "other": Share(guaranteed=0.25)})
     put(tier, of("sure", range(160)))
-    assert tier.kept_for("sure") <= CAPACITY // 2
+    assert tier.used_by("sure") <= CAPACITY // 2
     for first in range(0, 1500, 50):
         put(tier, of("other", range(first, first + 50)))
         put(tier, of("nobody", range(first, first + 20)))
     assert there(tier, of("sure", range(160))) == 160
     put(tier, of("sure", range(1000, 1600)))  # beyond its own part it takes what others have beyond theirs
     assert there(tier, of("sure", range(1000, 1600))) > 160
-    assert tier.kept_for("other") >= CAPACITY // 4 - 2 * (512 << 10)
+    assert tier.used_by("other") >= CAPACITY // 4 - 2 * (512 << 10)
     assert tier.stats().bytes <= CAPACITY
     tier.close()
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_tenants_without_a_share_have_one_account_together(make: Maker, tmp_path: Path) -> None:
+def test_tenants_without_a_share_have_a_common_account(make: Maker, tmp_path: Path) -> None:
     tier = make(tmp_path, {"": Share(limit=0.25), "own": Share(limit=0.5)})
     for tenant in ("one", "two", "three"):
         put(tier, of(tenant, range(100)))
     put(tier, of("own", range(100)))
-    assert tier.kept_for("one") == tier.kept_for("two") <= CAPACITY // 4
+    assert tier.used_by("one") == tier.used_by("two") <= CAPACITY // 4
     assert there(tier, of("own", range(100))) == 100
     tier.close()
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_share_that_holds_no_page_keeps_none_and_says_so(make: Maker, tmp_path: Path) -> None:
+def test_a_share_smaller_than_a_page_stores_none_and_reports_full(make: Maker, tmp_path: Path) -> None:
     tier = make(tmp_path, {"none": Share(limit=0.0), "tiny": Share(limit=0.001)})
     for tenant in ("none", "tiny"):
         assert set(put(tier, of(tenant, range(20)))) == {Outcome.FULL}
@@ -125,7 +125,7 @@ def test_a_share_that_holds_no_page_keeps_none_and_says_so(make: Maker, tmp_path
     tier.close()
 
 
-def test_more_owners_than_fit_the_disk_at_once_pass_no_limit(tmp_path: Path) -> None:
+def test_more_owners_than_fit_the_disk_exceed_no_limit(tmp_path: Path) -> None:
     tenants = [f"t{number}" for number in range(20)]
     tier = disk(tmp_path, {tenant: Share(limit=0.5) for tenant in tenants})
     for round_ in range(6):
@@ -135,7 +135,7 @@ def test_more_owners_than_fit_the_disk_at_once_pass_no_limit(tmp_path: Path) -> 
     tier.close()
 
 
-def test_shares_hold_after_a_restart_and_lowered_ones_at_once(tmp_path: Path) -> None:
+def test_shares_apply_after_a_restart_and_lowered_ones_immediately(tmp_path: Path) -> None:
     tier = disk(tmp_path, {"a": Share(limit=0.5)})
     put(tier, of("a", range(160)))
     put(tier, of("b", range(50)))
@@ -170,7 +170,7 @@ def test_many_restarts_do_not_leave_a_tenant_many_files(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_large_pages_widen_a_tenants_segments(tmp_path: Path) -> None:
+def test_large_pages_enlarge_a_tenants_segments(tmp_path: Path) -> None:
     tier = disk(tmp_path, {"a": Share(limit=0.125)})  # 1 MiB in segments of 256 KiB
     large = Form("bf16", "LKTHD", 300 << 10, 300 << 10)
     assert set(put(tier, of("a", range(6), large))) == {Outcome.OK}
@@ -180,7 +180,7 @@ def test_large_pages_widen_a_tenants_segments(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_storm_of_tenants_and_sizes_keeps_every_host_account_straight() -> None:
+def test_host_accounts_stay_correct_under_random_tenants_and_sizes() -> None:
     rng = random.Random(7)
     tier = host(Path(), {"a": Share(0.25, 0.1), "b": Share(1.0, 0.4), "c": Share(0.5)})
     forms = [Form("bf16", "LKTHD", size << 10, size << 10) for size in (16, 48, 256)]
@@ -213,15 +213,15 @@ def test_a_storm_of_tenants_and_sizes_keeps_every_host_account_straight() -> Non
     assert tier.stats().evicted
 
 
-def test_shares_come_from_quotas_and_weights() -> None:
+def test_shares_are_computed_from_quotas_and_weights() -> None:
     tenants = [Tenant("", None, 1), Tenant("a", 256, 1), Tenant("b", 4096, 2), Tenant("c")]
     assert tenant_shares(tenants, 1024) == {"": Share(1, 0.25), "a": Share(0.25, 0.25), "b": Share(1, 0.5)}
     assert tenant_shares([Tenant("a", 256), Tenant("b")], 1024) == {"a": Share(0.25)}
-    with pytest.raises(ValueError, match=r"most=1\.5 is no part of a whole"):
+    with pytest.raises(ValueError, match=r"limit=1\.5 is not a fraction"):
         Share(limit=1.5)
 
 
-def test_shares_are_given_once_and_a_disk_that_refuses_is_said(tmp_path: Path) -> None:
+def test_shares_are_set_once_and_a_disk_error_is_reported(tmp_path: Path) -> None:
     tier = host(tmp_path, {"a": Share(0.5)})
     with pytest.raises(ValueError, match="once"):
         tier.set_shares({"a": Share(0.5)})
@@ -241,12 +241,12 @@ def test_shares_are_given_once_and_a_disk_that_refuses_is_said(tmp_path: Path) -
 
     again = DiskTier(DiskConfig(tmp_path, CAPACITY, segment_bytes=512 << 10), files)
     faults.failing = True
-    with pytest.raises(TierError, match="cannot make room"):
+    with pytest.raises(TierError, match="cannot free space"):
         again.set_shares({"a": Share(0.1)})
     again.close()
 
 
-def test_a_text_opens_a_tier_in_which_shares_hold(tmp_path: Path) -> None:
+def test_a_tier_opened_by_url_enforces_shares(tmp_path: Path) -> None:
     tier = open_with_policy(f"disk:{tmp_path}:64MiB?write=back", {"a": Share(0.5)}).tier
     assert isinstance(tier, DiskTier)
     put(tier, of("a", range(10)))
@@ -255,7 +255,7 @@ def test_a_text_opens_a_tier_in_which_shares_hold(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_room_that_was_made_is_used_by_whom_it_was_made_for() -> None:
+def test_space_freed_for_a_tenant_is_used_by_that_tenant() -> None:
     tier = HostTier(HostConfig(8192, slab_bytes=4096))
     tier.set_shares({"large": Share(1.0, 0.0), "small": Share(1.0, 0.3), "other": Share(1.0, 0.3)})
     small, large = (Form("bf16", "LKTHD", size, size) for size in (1536, 4096))

@@ -46,7 +46,7 @@ from kvloom.tiers.testing.conformance import (
 )
 
 from .servers import redis_server
-from .test_disk import DiskHarness
+from .test_disk_tier import DiskHarness
 
 pytest.importorskip("cryptography", reason="pip install cryptography")
 MIB = 1 << 20
@@ -121,7 +121,7 @@ def test_a_plain_page_on_the_disk_is_refused_counted_and_replaced(tmp_path: Path
     options = f"&keys={keys_file(tmp_path)}&protect={protect}"
     tier = disk(tmp_path, options)
     assert put(tier, PAGES).ok.all()
-    stored = tier._stored(objects(PAGES))
+    stored = tier._with_stored_keys(objects(PAGES))
     tier.close()
     attacker = disk(tmp_path)
     assert attacker.drop(stored) == 6
@@ -150,7 +150,7 @@ def test_a_codec_with_keys_opens_no_plain_page_compressed_or_not() -> None:
         assert unseal(salted, body, 0, out, ours) != Outcome.OK, "nor one that claims to be sealed"
 
 
-def test_plain_pages_from_before_there_were_keys_are_missing_and_not_lost(tmp_path: Path) -> None:
+def test_plain_pages_written_without_keys_are_misses_and_remain(tmp_path: Path) -> None:
     tier = disk(tmp_path)
     assert put(tier, PAGES).ok.all()
     tier.close()
@@ -169,7 +169,7 @@ def test_plain_pages_from_before_there_were_keys_are_missing_and_not_lost(tmp_pa
 @pytest.mark.server
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize("protect", PROTECTS)
-def test_a_valid_page_under_another_name_or_tenant_does_not_open(
+def test_a_valid_page_under_another_key_or_tenant_does_not_open(
     port: int, tmp_path: Path, protect: Protect, compression: str
 ) -> None:
     options = f"&keys={keys_file(tmp_path)}&protect={protect}&compression={compression}"
@@ -177,7 +177,7 @@ def test_a_valid_page_under_another_name_or_tenant_does_not_open(
         theirs = Objects([block_hash(1)], 0, FORM, tenant="other")
         assert put(tier, range(2)).ok.all()
         assert tier.write(theirs, filled([7])).wait(20)
-        here = [*tier._stored(objects(range(2))).keys, *tier._stored(theirs).keys]
+        here = [*tier._with_stored_keys(objects(range(2))).keys, *tier._with_stored_keys(theirs).keys]
         assert len(set(here)) == 3, "tenants' names differ"
         values = [client.call("GET", PREFIX + key) for key in here]
         for source, target in ((1, 0), (2, 1)):
@@ -202,7 +202,7 @@ def test_every_field_of_a_sealed_page_is_bound(protect: Protect) -> None:
         for length in head.stored_lengths:
             sums.append(checksum(body[at : at + length]))
             at += length
-        head = head._replace(checks=struct.pack(f"<{len(sums)}Q", *sums))
+        head = head._replace(checksums=struct.pack(f"<{len(sums)}Q", *sums))
         parsed = parse_head(memoryview(head.pack()))
         if isinstance(parsed, Outcome):
             return parsed
@@ -262,7 +262,7 @@ def test_a_reader_of_a_store_cannot_confirm_a_guessed_block_hash(
         assert not any(guess in stored for guess in guesses)
 
 
-def test_stored_names_differ_by_key_and_tenant_and_are_stable() -> None:
+def test_stored_keys_differ_by_secret_and_tenant_and_are_stable() -> None:
     def names(ring: dict[str, bytes], tenant: str) -> list[bytes]:
         return Keyring(ring).with_stored_keys(Objects([block_hash(1)], 0, FORM, tenant)).keys
 
@@ -277,7 +277,7 @@ def test_stored_names_differ_by_key_and_tenant_and_are_stable() -> None:
 # --- the older format, and the package
 
 
-def test_encrypted_pages_of_the_format_before_are_read_from_the_disk(tmp_path: Path) -> None:
+def test_encrypted_pages_of_the_legacy_format_are_read_from_disk(tmp_path: Path) -> None:
     """They lie under their plain keys, bound to them: reading goes on, writing uses the name that keys derive."""
     ring, wanted = Keyring(RING), objects([1, 2])
     tier = disk(tmp_path)
@@ -292,8 +292,8 @@ def test_encrypted_pages_of_the_format_before_are_read_from_the_disk(tmp_path: P
         body = aligned_bytes(head.body_bytes)
         body[: head.body_bytes] = b"".join(runs)
         frame = Frame([head], [body], aligned(head.body_bytes))
-        tier._shelf.append(frame)
-        tier._shelf.publish(frame.records())
+        tier._store.append(frame)
+        tier._store.publish(frame.records())
     tier.close()
     tier = disk(tmp_path)
     assert (get(tier, [1]).results == Outcome.LOCKED).all()
@@ -304,14 +304,14 @@ def test_encrypted_pages_of_the_format_before_are_read_from_the_disk(tmp_path: P
     assert transfer.wait(20)
     assert check_bytes(transfer, [1, 2], got) == 2
     assert put(tier, [1]).ok.all()
-    assert tier._stored(wanted).keys[0] in tier._shelf.index
+    assert tier._with_stored_keys(wanted).keys[0] in tier._store.index
     assert get(tier, [1, 2]).ok.all()
     tier.drop(wanted)
     assert not tier.lookup(wanted).any()
     tier.close()
 
 
-def test_authentication_needs_no_package_and_encryption_names_it(
+def test_authentication_needs_no_package_and_encryption_reports_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)

@@ -7,7 +7,7 @@ import pytest
 from kvloom.tiers.transfers import Throughput
 
 
-def test_a_tiers_speed_is_that_of_all_its_pieces_however_they_end() -> None:
+def test_throughput_is_that_of_all_batches_in_any_order_of_their_ends() -> None:
     """Sixteen at a time that end together are not one slow one and fifteen that took no time."""
     rate, now = Throughput(), 1000.0
     for _ in range(8):
@@ -23,7 +23,7 @@ def test_a_tiers_speed_is_that_of_all_its_pieces_however_they_end() -> None:
     assert rate.bytes_per_second > 10.9e6
 
 
-def test_a_tier_that_hung_once_is_not_slow_for_long() -> None:
+def test_one_hang_lowers_throughput_for_a_short_time_only() -> None:
     rate, now = Throughput(), 1000.0
     for _ in range(50):
         rate.record(1_000_000, now, now + 0.01)

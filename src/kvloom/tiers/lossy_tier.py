@@ -1,4 +1,11 @@
-"""Lossy."""
+"""A tier that stores pages smaller than they are: int8 or fp8 values with scales, inside any other tier.
+
+    write   the page of either form         -> re-encoded, under the same block hash and a form of its own (exact=False)
+    read    the form with `exact=False`     -> decoded to the page's own type; the caller accepts the loss by this form
+            the exact form                  -> missing: lossy bytes never replace computed ones
+
+Runs stay separate, so layers load in order. `encoding/quantisation.py` has the arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +30,7 @@ _WAIT_SECONDS, _CLOSE_SECONDS = 60.0, 10.0
 
 
 class LossyTier(Tier):
-    """`inner`, with every page re-encoded on its way. Its threads do the work, so that a caller never waits for it."""
+    """`inner`, with every page re-encoded in transfer. Its own threads do the work, so a caller never waits for it."""
 
     def __init__(self, inner: Tier, coding: Coding, threads: int = 2) -> None:
         if coding not in CODINGS:
@@ -55,12 +62,12 @@ class LossyTier(Tier):
         return self._inner.used_by(tenant) if isinstance(self._inner, SupportsShares) else 0
 
     def _encoded(self, objects: Objects) -> Objects:
-        """Their representation in the inner tier; the same for the exact form and the one that allows for loss."""
+        """Returns the objects' representation in the inner tier; the same for the exact and the lossy form."""
         exact = replace(objects.form, exact=True)
         return Objects(objects.block_hashes, objects.group, lossy_form(exact, self.coding), objects.tenant)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
-        """An exact page is never here."""
+        """Never finds an exact page."""
         if objects.form.exact or self._closed:
             return np.zeros(len(objects), np.bool_)
         return self._inner.lookup(self._encoded(objects))
@@ -87,7 +94,7 @@ class LossyTier(Tier):
                 encoded, Ranges(scratch, np.arange(len(objects)) * size), encoded_part
             )
             inner_transfer.wait(_WAIT_SECONDS)
-            inner_transfer.cancel()  # what has not come by now counts as late; what comes all the same is not decoded
+            inner_transfer.cancel()  # pages not read by now are late, and not decoded
             for index in np.flatnonzero(inner_transfer.ok).tolist():
                 at, page = int(into.starts[index]), scratch[index * size : (index + 1) * size]
                 for number in range(start // run, stop // run):
@@ -99,8 +106,7 @@ class LossyTier(Tier):
         return self._submit(transfer, work)
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Pages that were computed. What was read from here, and comes again, is there mostly; where it has left meanwhile it
-        loses up to half a step more."""
+        """Writes computed pages. A page that was read from here and evicted since loses up to half a step more."""
         source.check(objects, writable=False)
         encoded = self._encoded(objects)
         transfer = Transfer(len(objects), self._transfer_counts, "write", objects.form.page_bytes)
@@ -133,7 +139,7 @@ class LossyTier(Tier):
                 return
             try:
                 work()
-            except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
+            except Exception as error:  # noqa: BLE001  on any error the request continues without these pages
                 transfer.settle_pending(Outcome.FAILED, f"{self.name}: {error}")
             finally:
                 transfer.end_access()
@@ -150,7 +156,7 @@ class LossyTier(Tier):
         return 0 if self._closed else self._inner.drop(self._encoded(objects))
 
     def stats(self) -> TierStats:
-        """The inner tier's contents; counts as its users saw them."""
+        """Returns the inner tier's contents, with counts of this tier."""
         inner = self._inner.stats()
         return self._transfer_counts.stats(
             inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes
@@ -159,7 +165,7 @@ class LossyTier(Tier):
     def close(self) -> None:
         self._closed = True
         self._workers.close(_CLOSE_SECONDS)
-        self._inner.close()  # who still waits for it hears of that
+        self._inner.close()  # fails transfers that are still pending
 
 
 def parse_url(url: str) -> Opener:

@@ -1,10 +1,10 @@
-"""The disk tier: pages in segment files of one directory, there again after a restart or a crash.
+"""The disk tier: pages in segment files of one directory, available again after a restart or a crash.
 
-    write -> sealing thread (checksums, compression) -> appending thread (one write a frame, one sync for several) -> OK
-    read  -> reading threads, straight into aligned memory of the caller; each read is checked while others come
+    write -> sealing thread (checksums, compression) -> appending thread (one write per frame, shared syncs) -> OK
+    read  -> reading threads, directly into aligned memory of the caller; each read is verified while others run
 
-Knows objects and bytes. What is on the disk is `segment.py`; what is where, and what leaves, `shelf.py`; how pages get there and
-back, `append.py` and `fetch.py`.
+Knows objects and bytes. `segment.py` defines the format, `segment_store.py` index and eviction,
+`segment_writer.py` and `segment_reader.py` the transfers.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ log = logging.getLogger("kvloom.tiers")
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
-    """A disk tier. `durable="power"`: a written page survives the loss of power (one sync for what is queued);
-    `"process"`: it survives the end of the process, however that comes.
+    """A disk tier. `durable="power"`: a stored page survives power loss (one sync for all queued pages);
+    `"process"`: it survives the end or crash of the process.
 
-    `segment_bytes=None` is a 64th of the capacity, at least 64 MiB or a quarter. `pending_bytes` bounds what may be
-    under way, each way; beyond it objects are BUSY.
+    `segment_bytes=None` is a 64th of the capacity, at least 64 MiB or a quarter. `pending_bytes` bounds bytes in
+    flight, per direction; objects beyond it are BUSY. `copy_forward` keeps pages that were read when their segment is
+    evicted.
     """
 
     directory: Path | str
@@ -71,9 +72,9 @@ class DiskConfig:
     durable: Literal["power", "process"] = "power"
     compression: Compression = "none"
     keys: Path | str | None = (
-        None  # a file of keys (keys.py): pages are sealed, and their names derived, with them
+        None  # key file (encryption.py): pages are sealed, and their stored keys derived, with its keys
     )
-    protect: Protect | None = None  # with keys: "encrypt" unless given
+    protect: Protect | None = None  # with keys: "encrypt" by default
     evict: Literal["oldest", "least-used"] = "least-used"
     copy_forward: bool = True
     direct: bool = True
@@ -96,21 +97,22 @@ class DiskConfig:
             )
         if self.effective_segment_bytes < 2 * BLOCK or self.capacity < 3 * self.effective_segment_bytes:
             raise ValueError(
-                f"capacity={self.capacity} bytes does not hold three segments of {max(self.effective_segment_bytes, 2 * BLOCK)}: one to "
-                "write, one to come, one to read. Give more"
+                f"capacity={self.capacity} bytes does not fit three segments of {max(self.effective_segment_bytes, 2 * BLOCK)}: one to "
+                "write, the next, one to read. Use a larger capacity"
                 + (", or smaller segment_bytes" if self.segment_bytes else "")
             )
 
     @property
     def effective_segment_bytes(self) -> int:
+        """The segment size in use, in whole blocks."""
         chosen = self.segment_bytes or max(self.capacity // 64, min(64 << 20, self.capacity // 4))
         return chosen // BLOCK * BLOCK
 
 
 class DiskTier(Tier):
-    """Safe from any thread. Opening takes the directory's lock and reads the heads of everything there.
+    """Thread-safe. Opening locks the directory and reads the heads of all stored pages.
 
-    Raises TierError when the directory cannot be used: a wrong permission, another process. Afterwards nothing raises:
+    Raises TierError if the directory cannot be used: a wrong permission, another process. Afterwards nothing raises:
     a full disk, a lost mount, a damaged file are outcomes.
     """
 
@@ -118,7 +120,7 @@ class DiskTier(Tier):
         self._config = config
         self._keys = read_keys(config.keys, config.protect)
         self._make_codec = partial(make_codec, config.compression, self._keys)
-        self._make_codec()  # a missing package is said now
+        self._make_codec()  # reports a missing package now
         self._path = Path(config.directory)
         self._directory, self._lock_file = lock_directory(self._path)
         try:
@@ -147,12 +149,12 @@ class DiskTier(Tier):
         self._reader = SegmentReader(self.name, self._files, self._store, self._make_codec, config.readers)
 
     def _warn_if_disk_is_small(self) -> None:
-        """Said now, not when it is full: pages are refused then."""
+        """Logs at opening that the disk is smaller than the capacity: a full disk refuses pages later."""
         disk = os.fstatvfs(self._directory)
         space = disk.f_bavail * disk.f_frsize + self._store.file_bytes
         if space < self._config.capacity:
             log.warning(
-                "tier %s may take %s, and its file system has room for %s: it will be full before",
+                "tier %s has a capacity of %s, but its file system has space for %s only",
                 self.name,
                 format_bytes(self._config.capacity),
                 format_bytes(space),
@@ -171,20 +173,22 @@ class DiskTier(Tier):
         return self._closed
 
     def set_shares(self, shares: Shares) -> None:
-        """Raises TierError where the disk does not let files go that a share has no room for."""
+        """Raises TierError if files above a share cannot be removed."""
         try:
             self._store.set_shares(shares)
         except OSError as error:
             raise TierError(
-                f"the disk tier cannot make room in {self._path}: {error.strerror or error}"
+                f"the disk tier cannot free space in {self._path}: {error.strerror or error}"
             ) from error
 
     def used_by(self, tenant: str) -> int:
         return self._store.used_by(tenant)
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
-        """Returns objects under the keys that are on the disk; with `old`, an encrypted page of version 2 under its plain key.
-        NoKeyError: their tenant has no key."""
+        """Returns objects under their keys on disk; with `legacy`, an encrypted page of version 2 under its plain key.
+
+        Raises NoKeyError if the tenant has no key.
+        """
         if self._keys is None:
             return objects
         stored = self._keys.with_stored_keys(objects)
@@ -242,12 +246,12 @@ class DiskTier(Tier):
                     busy.append(index)
             store.begin_reads([record for _, record in found])
         transfer.settle(missing, Outcome.MISSING)
-        transfer.settle(wrong, Outcome.LAYOUT, "an object's head disagrees with its form")
+        transfer.settle(wrong, Outcome.LAYOUT, "the stored head does not match the requested form")
         for index, record in plain:
             store.remove(record.head.key, record)
             transfer.settle(index, Outcome.UNTRUSTED, f"{self.name}: {describe_outcome(Outcome.UNTRUSTED)}")
-        transfer.settle(busy, Outcome.BUSY, "too many reads are under way")
-        with self._state_lock:  # close() ends the threads after what was submitted under this lock
+        transfer.settle(busy, Outcome.BUSY, "too many reads are in flight")
+        with self._state_lock:  # close() ends the threads after the jobs submitted under this lock
             if not (closed := self._closed):
                 self._reader.submit(transfer, found, into, (start, stop), objects.tenant)
         if closed:
@@ -261,7 +265,7 @@ class DiskTier(Tier):
         size = objects.form.page_bytes
         if aligned(max_sealed_bytes(objects.form)) + 2 * BLOCK > self._config.effective_segment_bytes:
             raise ValueError(
-                f"a page of {size} bytes does not fit a segment of {self._config.effective_segment_bytes}: raise segment_bytes"
+                f"a page of {size} bytes does not fit a segment of {self._config.effective_segment_bytes} bytes: raise segment_bytes"
             )
         if self.closed:
             return failed_transfer(
@@ -282,7 +286,7 @@ class DiskTier(Tier):
         wanted = np.flatnonzero(~here)
         space = max(0, self._config.pending_bytes - self._writer.pending) // size
         if len(wanted) > space:
-            transfer.settle(wanted[space:], Outcome.BUSY, "too many writes are under way")
+            transfer.settle(wanted[space:], Outcome.BUSY, "too many writes are in flight")
             wanted = wanted[:space]
         if len(wanted):
             with self._state_lock:
@@ -294,14 +298,12 @@ class DiskTier(Tier):
         return transfer
 
     def drop(self, objects: Objects) -> int:
-        """Forgotten at once; on the disk in the order of the writes."""
+        """Removes objects from the index immediately, and on disk in the order of writes. Returns the number removed."""
         try:
             stored = self._with_stored_keys(objects)
         except NoKeyError:
             return 0
-        legacy = (
-            objects.keys if self._keys is not None else []
-        )  # of version 2, or from before there were keys
+        legacy = objects.keys if self._keys is not None else []  # of version 2, or written without keys
         dropped = self._store.remove_keys(stored.keys)
         dropped += self._store.remove_keys([key for key in legacy if key in self._store.index])
         if dropped:
@@ -309,7 +311,7 @@ class DiskTier(Tier):
         return len(dropped)
 
     def stats(self) -> TierStats:
-        """`bytes` is what its files take; `notes` say what a person should know."""
+        """Returns stats: `bytes` is the size of the files, `notes` are messages for the operator."""
         with self._store.lock:
             objects, size = len(self._store.index), self._store.file_bytes
         notes = tuple(self._store.notes)
@@ -326,7 +328,7 @@ class DiskTier(Tier):
             left = list(self._open_transfers)
         for transfer in left:
             transfer.settle_pending(Outcome.FAILED, "the disk tier was closed")
-        if quiet:  # else a call hangs in a thread that uses them: they go with the process
+        if quiet:  # else a hung thread still uses the files: they close with the process
             self._store.close()
             self._unlock()
 

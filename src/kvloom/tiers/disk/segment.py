@@ -1,12 +1,12 @@
-"""A disk tier's file: a header, then frames, each with the heads of some objects and their bodies. Only appended to.
+"""A disk tier's file: a header, then frames, each with the heads of some objects and their bodies. Append-only.
 
-    block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16  checksum u64   (0: everybody's)
+    block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16  checksum u64   (0: shared)
     frame     "KVLF"  version u16  0 u16  id 16  offset u64  records u32  heads u32  bodies u64
               heads (see codec)  checksum u64              of the frame's header and heads; heads take 32 MiB at most
               … from the next block on: bodies, each beginning on a block of 4096 bytes
 
-The frames are the index: opening a segment reads their heads. A frame that was not finished has a wrong checksum, or
-its objects have. The id is random and in every frame, so no page's content is ever taken for one. Knows no tiers.
+The frames are the index: opening a segment reads their heads. An unfinished frame has a wrong checksum, or its
+objects have. The id is random and in every frame, so page content is never taken for a frame. Does not know tiers.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _FRAME = struct.Struct("<4sHH16sQIIQ")
 _CHECK = struct.Struct("<Q")
 _SCAN_BYTES = 1 << 20
 MAX_HEAD_BYTES = 32 << 20
-"""Bytes of heads in one frame. A reader sets no more memory aside, whatever a frame says."""
+"""Bytes of heads in one frame. A reader allocates no more, whatever a frame states."""
 SHARED_OWNER = bytes(16)
-"""The owner of segments that hold everybody's pages."""
+"""The owner id of segments with pages of several tenants."""
 _OWNER_AT = _HEADER.size + _CHECK.size
 
 
 def tenant_owner(tenant: str) -> bytes:
-    """What a segment says of the tenant whose pages it holds."""
+    """Returns the owner id of a tenant's segments."""
     return (
         blake2b(tenant.encode(), digest_size=16, person=b"kvloom.owner").digest() if tenant else SHARED_OWNER
     )
 
 
 class Record:
-    """One object on the disk: its head is in memory, its body at `offset` of its segment."""
+    """One object on disk: its head is in memory, its body at `offset` of its segment."""
 
     __slots__ = ("head", "is_verified", "offset", "reads", "segment")
 
     def __init__(self, segment: Segment, offset: int, head: Head) -> None:
         self.segment, self.offset, self.head = segment, offset, head
-        self.reads = 0  # reads since it was written here
-        self.is_verified = True  # else a process may have ended while it was written
+        self.reads = 0  # since it was written here
+        self.is_verified = True  # False: a process may have crashed during its write
 
     @property
     def span(self) -> int:
@@ -63,8 +63,10 @@ class Record:
 
 
 class Frame:
-    """Heads and their bodies, which take `size` bytes, each padded to whole blocks. Made before its place is known, so that whoever
-    writes it has little left to do; its records are made afterwards, for the same reason."""
+    """Heads and their bodies, of `size` bytes, each padded to whole blocks.
+
+    Built before its position is known, and its records afterwards, so the writing thread has little to do.
+    """
 
     __slots__ = ("_heads", "_offset", "_segment", "_used", "block", "bodies", "size")
 
@@ -79,11 +81,11 @@ class Frame:
 
     @property
     def span(self) -> int:
-        """What it takes on the disk."""
+        """Bytes on disk."""
         return len(self.block) + self.size
 
     def place(self, segment: Segment, offset: int) -> None:
-        """Its header says where it goes."""
+        """Writes the position into the frame's header."""
         end = self._used - _CHECK.size
         stated = (_FRAME_MAGIC, SEGMENT_VERSION, 0, segment.id, offset)
         _FRAME.pack_into(self.block, 0, *stated, len(self._heads), end - _FRAME.size, self.size)
@@ -91,7 +93,7 @@ class Frame:
         self._segment, self._offset = segment, offset
 
     def records(self) -> list[Record]:
-        """Of a frame that was written."""
+        """Returns the records of a written frame."""
         assert self._segment is not None
         records, at = [], self._offset + len(self.block)
         for head in self._heads:
@@ -101,7 +103,7 @@ class Frame:
 
 
 class Segment:
-    """One open file. `end` is where the next frame goes. Reads of a removed segment go on: see `retire`."""
+    """One open file. `end` is the position of the next frame. Reads of a removed segment continue until it is closed."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class Segment:
         self.owner = owner
         self.end = BLOCK
         self.last_used = number
-        self.keys: set[bytes] = set()  # of records whose newest copy is here
+        self.keys: set[bytes] = set()  # keys whose newest copy is in this segment
         self.readers = 0
         self.removed = False
 
@@ -130,7 +132,7 @@ class Segment:
     def create(
         cls, files: Files, number: int, size: int, direct: bool, owner: bytes = SHARED_OWNER
     ) -> Segment:
-        """A new file with room for `size` bytes; buffered where O_DIRECT is refused. OSError: nothing is left."""
+        """Creates a file of `size` bytes; buffered if O_DIRECT is refused. After an OSError no file remains."""
         name = cls.file_name(number)
         try:
             fd = files.open(name, create=True, direct=direct)
@@ -159,12 +161,12 @@ class Segment:
     @classmethod
     def _create_buffered(cls, files: Files, number: int, size: int, owner: bytes) -> Segment:
         with contextlib.suppress(FileNotFoundError):
-            files.remove(cls.file_name(number))  # some systems make the file, then refuse
+            files.remove(cls.file_name(number))  # some systems create the file before they refuse
         return cls.create(files, number, size, False, owner)
 
     @classmethod
     def open(cls, files: Files, number: int, direct: bool) -> Segment | Outcome:
-        """A segment that is there, or what is wrong with its header. OSError: it cannot be read."""
+        """Opens a segment; returns it, or what is wrong with its header. Raises OSError if it cannot be read."""
         try:
             fd = files.open(cls.file_name(number), create=False, direct=direct)
         except OSError as error:
@@ -193,10 +195,9 @@ class Segment:
         return outcome
 
     def records(self) -> Iterator[Record]:
-        """Every record that a frame names, in the order of writing; leaves `end` after the last frame.
+        """Yields every record in order of writing; leaves `end` after the last frame.
 
-        Costs a read of the heads. After a frame that is damaged (not: nothing was written there) it looks on for
-        the next one, which costs a read of what lies between.
+        Costs a read of the heads. After a damaged frame it searches for the next, which costs a read of the bytes between.
         """
         at = BLOCK
         while at < self.size:
@@ -212,7 +213,7 @@ class Segment:
             self.end = min(stop, aligned(self.size))
 
     def _frame(self, at: int) -> tuple[list[Head], int, int] | None:
-        """The heads of the frame at `at`, where its bodies begin, where it stops; None: there is no whole one."""
+        """Returns the heads of the frame at `at`, the start of its bodies and its end; None without a complete frame."""
         buffer = aligned_bytes(BLOCK)
         if self._files.read(self.fd, [buffer], at) < BLOCK:
             return None
@@ -239,13 +240,13 @@ class Segment:
         return heads, at + aligned(used), at + aligned(used) + bodies
 
     def _next_frame(self, at: int) -> int:
-        """The next block after `at` that looks like a frame of this segment, or the file's end."""
+        """Returns the next block after `at` that looks like a frame of this segment, or the end of the file."""
         buffer = aligned_bytes(_SCAN_BYTES)
         mark = _FRAME_MAGIC + struct.pack("<HH", SEGMENT_VERSION, 0) + self.id
         at += BLOCK
         while at < self.size:
             got = self._files.read(self.fd, [buffer], at)
-            if got <= 0 or bytes(buffer[:got]).count(0) == got:  # a megabyte of nothing: never written
+            if got <= 0 or bytes(buffer[:got]).count(0) == got:  # a megabyte of zeros: never written
                 break
             for step in range(0, got - BLOCK + 1, BLOCK):
                 if bytes(buffer[step : step + len(mark)]) == mark:
@@ -254,7 +255,7 @@ class Segment:
         return self.size
 
     def append(self, frame: Frame) -> None:
-        """Writes a whole frame. OSError: what follows must go to another segment."""
+        """Writes a whole frame. After an OSError, later frames must go to another segment."""
         frame.place(self, self.end)
         self._files.write(self.fd, [frame.block, *frame.bodies], self.end)
         self.end += frame.span
@@ -263,7 +264,7 @@ class Segment:
         return self.end + frame.span <= self.size
 
     def reopen(self, size: int) -> None:
-        """Room for more frames after those that are there, and nothing else in it."""
+        """Extends the file for frames after the existing ones."""
         self._files.truncate(self.fd, self.end)
         self._files.allocate(self.fd, size)
         self.size = size
@@ -272,18 +273,20 @@ class Segment:
         self._files.sync(self.fd)
 
     def seal(self) -> None:
-        """Gives back the room it did not use."""
+        """Truncates the file to its frames."""
         if self.end < self.size:
             self._files.truncate(self.fd, self.end)
             self.size = self.end
 
     def remove(self) -> None:
-        """The file leaves the directory; the descriptor stays for who is reading."""
+        """Removes the file from the directory; the descriptor stays open for readers."""
         self._files.remove(self.file_name(self.number))
 
     def take_closable_fd(self) -> int:
-        """The descriptor to close, once the segment is `removed` and nobody reads it; else -1. Under the tier's
-        lock; the closing, which may take long where it frees a file, is not."""
+        """Returns the descriptor to close if the segment is `removed` and has no readers, else -1.
+
+        The caller holds the store's lock, but must close the descriptor without it: freeing a file may take long.
+        """
         fd = self.fd if self.removed and not self.readers else -1
         if fd >= 0:
             self.fd = -1

@@ -1,7 +1,7 @@
-"""Whose segments a disk tier has: how large each owner's are, which is written to, and which leaves next.
+"""Owners of a disk tier's segments: segment size, current segment and next victim per owner.
 
-Pages of tenants without a share lie together in everybody's segments; a tenant with one has segments of its own, so that its
-limit is kept by removing files of its own. Knows segments, no files. The appending thread's, but for `used`.
+Tenants without a share store pages in shared segments. A tenant with a share has segments of its own: removing
+its own files enforces its limit. Knows segments, not files. Used by the appending thread, except `used_bytes`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .segment import SHARED_OWNER, Segment, tenant_owner
 __all__ = ["SegmentOwner", "SegmentOwners"]
 
 _MAX_PIECES, _MIN_PIECES, _ALL_PIECES = 16, 4, 256
-"""Segments that a share is cut into, and all of them together: each is an open file."""
+"""Segments per share, and of all shares together: each is an open file."""
 _PIECE_BYTES = 64 << 20
-"""A share's segments have this size or more where four of them fit."""
+"""A share's segments have at least this size if four of them fit."""
 
 
 class SegmentOwner(Account):
-    """`name` is what its segments say of it; `current` is written to. `used` are bytes of files."""
+    """`name` is the owner id in segment headers; `current` receives writes; `used` counts bytes of files."""
 
     __slots__ = ("current", "name", "segment_bytes")
 
@@ -33,15 +33,15 @@ class SegmentOwner(Account):
         self.current: Segment | None = None
 
     def check_limit(self, segment_bytes: int) -> None:
-        """OSError where the share does not hold three such segments: one to write, one to come, one to read."""
+        """Raises OSError unless the share fits three such segments: one to write, the next, one to read."""
         if 3 * segment_bytes > self.limit:
             raise OSError(
-                errno.EDQUOT, f"a share of {self.limit} bytes does not hold three segments of {segment_bytes}"
+                errno.EDQUOT, f"a share of {self.limit} bytes does not fit three segments of {segment_bytes}"
             )
 
 
 class SegmentOwners:
-    """`segments` is the shelf's own table, by number."""
+    """`segments` is the segment store's own table, by number."""
 
     def __init__(self, segments: Mapping[int, Segment], capacity: int, segment_bytes: int) -> None:
         self._segments, self._capacity, self._segment_bytes = segments, capacity, segment_bytes
@@ -53,7 +53,7 @@ class SegmentOwners:
         yield from self._own.values()
 
     def set_shares(self, shares: Shares) -> None:
-        """Owners as shares say, each with segments of its share's size."""
+        """Creates an owner per share, with segments of a size that fits the share."""
         pieces = max(_MIN_PIECES, min(_MAX_PIECES, _ALL_PIECES // max(1, len(shares))))
         for tenant, share in shares.items():
             owner = SegmentOwner(tenant_owner(tenant), share, self._capacity, self._segment_bytes)
@@ -72,21 +72,23 @@ class SegmentOwners:
         return self._own.get(segment.owner, self.shared)
 
     def used_bytes(self, owner: SegmentOwner) -> int:
-        """Bytes of an owner's files. O(segments)."""
+        """Returns the bytes of an owner's files. O(segments)."""
         owner.used = sum(
             segment.size for segment in self._segments.values() if self.owner_of(segment) is owner
         )
         return owner.used
 
     def newest_segment(self, owner: SegmentOwner) -> Segment | None:
-        """The newest segment that says it is an owner's."""
+        """Returns the newest segment with this owner's id."""
         own = (segment for segment in self._segments.values() if segment.owner == owner.name)
         return max(own, key=lambda segment: segment.number, default=None)
 
     def victim(self, owner: SegmentOwner, own: bool, oldest: bool) -> Segment | None:
-        """The segment that leaves so that `owner` gets room: the oldest, or the one least recently used, of its own and of
-        those who have more than is sure to be theirs; where none of them has any, of all. One that is written to is the last
-        choice, and the owner's current never leaves. O(segments)."""
+        """Returns the segment to evict so that `owner` gets space, or None. O(segments).
+
+        Candidates are segments of the owner and of owners above their guarantee; without any, all segments. The oldest
+        or least recently used is chosen; current segments of others come last, the owner's own never.
+        """
         evictable = {one.name for one in self if one is owner or self.used_bytes(one) > one.guaranteed}
 
         def order(segment: Segment) -> tuple[bool, bool, int]:

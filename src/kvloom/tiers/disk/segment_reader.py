@@ -1,10 +1,10 @@
-"""How pages come off the disk: by several threads, a quarter of a megabyte at a time, each checked as soon as it has come.
+"""Reads pages from disk with several threads, in steps of a quarter of a megabyte, each verified on arrival.
 
-    many pages     a job has whole pages; neighbours on the disk that land in place come together
-    few pages      each is cut into several jobs, so that all threads have work
+    many pages     a job has whole pages; neighbours on disk are read in place together
+    few pages      each page is split into several jobs, so all threads have work
 
-Who asks only cuts jobs; the thread that has one sees what it takes, so the disk begins at once. A page is OK when its last read is;
-one bad read settles it. Knows records and memory, not what they are for.
+The caller only splits jobs; the reading thread works out the ranges, so the disk starts immediately. A page is OK
+when its last read is; one bad read settles it. Knows records and memory, not their use.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .segment_store import SegmentStore
 
 __all__ = ["SegmentReader"]
 
-_MAX_JOB_BYTES = 2 << 20  # of one job
+_MAX_JOB_BYTES = 2 << 20  # per job
 
 
 class SegmentReader:
-    """`pending` is the bytes of pages that wait or are being read."""
+    """`pending` counts bytes of pages that are queued or being read."""
 
     def __init__(
         self, name: str, files: Files, store: SegmentStore, make_codec: Callable[[], Codec], readers: int
@@ -49,8 +49,10 @@ class SegmentReader:
         part: tuple[int, int],
         tenant: str,
     ) -> None:
-        """Brings bytes `part` of records of one form, each with its place in the transfer. The shelf counts a reader of every
-        record's segment already; it is let go here."""
+        """Reads bytes `part` of records of one form, each with its index in the transfer.
+
+        The segment store has counted a reader per record already; the job releases it.
+        """
         size = part[1] - part[0]
         with self._lock:
             self.pending += len(found) * size
@@ -58,7 +60,7 @@ class SegmentReader:
         at, left = 0, len(found) * size
         step = read_step(found[0][1].head.run_bytes) if found else 1
         while at < len(found):
-            # Less and less, so that all threads end together.
+            # Shrinking jobs, so all threads finish together.
             share = max(1, min(left // (2 * self._readers), _MAX_JOB_BYTES) // step) * step
             if share < size and call.is_in_place(found[at][1]):
                 count, some = _PageReads(-(-size // share)), found[at : at + 1]
@@ -70,7 +72,7 @@ class SegmentReader:
             at, left = at + len(some), left - len(some) * size
 
     def close(self, timeout: float) -> bool:
-        """Ends after what was submitted; False if it has not within `timeout` seconds."""
+        """Ends after the submitted jobs; returns False if it has not within `timeout` seconds."""
         return self._workers.close(timeout)
 
     def _reader(self) -> Callable[[_Job], None]:
@@ -88,7 +90,7 @@ class SegmentReader:
                                 self._read_through_scratch(job, piece, tools)
                     finally:
                         transfer.end_access()
-            except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
+            except Exception as error:  # noqa: BLE001  on any error the request continues without these pages
                 transfer.settle([index for index, _ in found], Outcome.FAILED, f"{self._name}: {error}")
             finally:
                 with self._lock:
@@ -101,13 +103,13 @@ class SegmentReader:
         return run
 
     def _ranges(self, job: _Job) -> list[_DiskRange]:
-        """Pieces of the disk that together are a job's records, in its order."""
+        """Returns the disk ranges that contain a job's records, in disk order."""
         call, found, size = job.call, job.found, job.part[1] - job.part[0]
         starts, offsets = call.starts, [record.offset for _, record in found]
         if offsets != sorted(offsets):
             found = sorted(found, key=_disk_order)
         pieces: list[_DiskRange] = []
-        segment, end = None, -1  # what the next record may follow
+        segment, end = None, -1  # where an adjacent record would start
         for index, record in found:
             if record.offset == end and record.segment is segment and record.head.stored_lengths is None:
                 pieces[-1].items.append((index, record, starts[index]))
@@ -115,7 +117,7 @@ class SegmentReader:
                 continue
             segment, is_in_place = record.segment, call.is_in_place(record)
             pieces.append(_DiskRange(segment, [(index, record, starts[index])], is_in_place))
-            # A part of a page has no neighbour: the next is further on.
+            # A part of a page has no adjacent record.
             end = record.offset + size if is_in_place else -1
         return pieces
 
@@ -123,7 +125,7 @@ class SegmentReader:
         (start, stop), pages, items = job.part, job.call.view, piece.items
         size, run_bytes = stop - start, items[0][1].head.run_bytes
         low = items[0][2]
-        spans, end = [], low  # neighbours in the caller's memory come together
+        spans, end = [], low  # adjacent pages in the caller's memory
         for _, _, at in items:
             if at != end:
                 spans.append((low, end))
@@ -150,12 +152,12 @@ class SegmentReader:
                     return
         if len(good) == len(items):
             job.mark_verified([record for _, record, _ in items])
-        job.call.transfer.settle(good, Outcome.OK)  # together: one by one costs as much as the checksums
+        job.call.transfer.settle(good, Outcome.OK)  # in one call: single calls cost as much as the checksums
 
     def _settle_damaged(
         self, job: _Job, piece: _DiskRange, read_bytes: int, sums: bytes, wanted: slice
     ) -> list[int]:
-        """Settles the bad ones of a read; returns those that are good."""
+        """Settles the damaged pages of a read; returns the intact ones."""
         size, each = job.part[1] - job.part[0], wanted.stop - wanted.start
         good = []
         for number, (index, record, _) in enumerate(piece.items):
@@ -185,7 +187,7 @@ class SegmentReader:
                 self._reject(job, index, record, outcome)
 
     def _reject(self, job: _Job, index: int, record: Record, outcome: Outcome) -> None:
-        self._store.remove(record.head.key, record)  # it will not get better
+        self._store.remove(record.head.key, record)  # a retry cannot succeed
         job.call.transfer.settle(index, outcome, f"{self._name}: {describe_outcome(outcome)}")
 
 
@@ -194,7 +196,7 @@ def _disk_order(item: tuple[int, Record]) -> tuple[int, int]:
 
 
 class _PageReads:
-    """The reads of one page. Under the fetcher's lock."""
+    """The reads of one page. The reader's lock guards it."""
 
     __slots__ = ("_good", "_left")
 
@@ -202,18 +204,18 @@ class _PageReads:
         self._left = self._good = reads
 
     def succeed(self) -> bool:
-        """One is good; are all?"""
+        """Counts a good read; returns whether all reads are good."""
         self._good -= 1
         return self._good == 0
 
     def finish(self) -> bool:
-        """One is over; are all?"""
+        """Counts a finished read; returns whether all are finished."""
         self._left -= 1
         return self._left == 0
 
 
 class _ReadCall:
-    """What the jobs of one `submit` share."""
+    """State shared by the jobs of one `submit`."""
 
     __slots__ = ("_aligned", "part", "starts", "tenant", "transfer", "view")
 
@@ -224,14 +226,16 @@ class _ReadCall:
         self._aligned = blocks and not ((into.starts + into.address) % BLOCK).any()
 
     def is_in_place(self, record: Record) -> bool:
-        """Can it be read to where it goes? O_DIRECT takes whole blocks only; the pages of a call all begin on one, or count as
-        if none did."""
+        """Whether a record can be read directly into its range. O_DIRECT needs whole blocks.
+
+        The pages of a call are either all aligned or all treated as unaligned.
+        """
         return record.head.stored_lengths is None and (self._aligned or not record.segment.direct)
 
 
 @dataclass(slots=True)
 class _Job:
-    """Bytes `part` of some records, each with its place in the transfer; `count` where there are more of the same page."""
+    """Bytes `part` of some records, each with its index in the transfer; `count` if a page has several jobs."""
 
     call: _ReadCall
     found: list[tuple[int, Record]]
@@ -239,7 +243,7 @@ class _Job:
     count: _PageReads | None = None
 
     def mark_verified(self, records: list[Record]) -> None:
-        """All reads of them were good: of whole pages they are sure."""
+        """Marks records whose whole pages were read intact."""
         size = self.call.part[1] - self.call.part[0]
         for record in records:
             if not record.is_verified:
@@ -248,7 +252,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _DiskRange:
-    """Records that follow each other on the disk, each with where its page begins: read together."""
+    """Adjacent records on disk, each with the start of its page in memory: read together."""
 
     segment: Segment
     items: list[tuple[int, Record, int]]

@@ -1,8 +1,8 @@
-"""A disk tier's segments and the index over them: what is where, what comes back after a crash, what leaves.
+"""A disk tier's segments and the index over them: positions, recovery after a crash, eviction.
 
-One thread appends (frames, new segments, eviction); any thread looks up. Room for the next segment is made as soon
-as one is begun, so the capacity is never passed. A tenant with a share has segments of its own, so that what leaves for its
-pages is its own, or nobody's sure part. Knows no transfers and no callers.
+One thread appends (frames, new segments, eviction); any thread looks up. Space for the next segment is freed when
+one is started, so files never exceed the capacity. A tenant with a share has its own segments.
+Does not know transfers or callers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ __all__ = ["SegmentStore", "SegmentStoreConfig"]
 
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
-    """`evict` chooses the segment that leaves; `carry` lets its pages that were read since they were written move on,
-    up to half a segment."""
+    """`evict` selects the segment to evict. `copy_forward` moves its pages that were read since they were written to a
+    new segment, up to half a segment.
+    """
 
     capacity: int
     segment_bytes: int
@@ -40,22 +41,24 @@ class SegmentStoreConfig:
 
 
 class SegmentStore:
-    """`lock` guards the index and the segments' counts. Opening reads every head there is."""
+    """`lock` guards the index and the segments' counts. Opening reads every head."""
 
     def __init__(self, files: Files, config: SegmentStoreConfig) -> None:
         self._files, self._config = files, config
         self.lock = threading.Lock()
         self.index: dict[bytes, Record] = {}
         self.evicted = 0
-        self.notes: dict[str, None] = {}  # what a person should know, each once
+        self.notes: dict[str, None] = {}  # messages for the operator, each once
         self._segments: dict[int, Segment] = {}
         self._owners = SegmentOwners(self._segments, config.capacity, config.segment_bytes)
-        self._foreign: dict[int, int] = {}  # other versions' files: never read, the first to leave
+        self._foreign: dict[int, int] = {}  # files of other versions: never read, evicted first
         self._tombstones = Tombstones(files)
         self._dirty: set[Segment] = set()
-        self._sync_error: OSError | None = None  # a sync that failed while carrying: the next caller is told
+        self._sync_error: OSError | None = (
+            None  # a sync that failed while copying pages forward; the next `sync` raises it
+        )
         self._evicted_for_space = (
-            False  # a segment left because the disk was full, and no new one could be made since
+            False  # a segment was evicted for a full disk, and no new one was created since
         )
         self._clock = 0
         self._next_number = 0
@@ -73,20 +76,20 @@ class SegmentStore:
 
     @property
     def file_bytes(self) -> int:
-        """What the files take."""
+        """Bytes of all files."""
         return sum(segment.size for segment in self._segments.values()) + sum(self._foreign.values())
 
     def segment_bytes_for(self, tenant: str) -> int:
-        """How large a segment is that a tenant's pages go to."""
+        """Returns the segment size for a tenant's pages."""
         return self._owners.of_tenant(tenant).segment_bytes
 
     def used_by(self, tenant: str) -> int:
-        """What the files of a tenant's pages take."""
+        """Returns the bytes of the files with a tenant's pages."""
         with self.lock:
             return self._owners.used_bytes(self._owners.of_tenant(tenant))
 
     def begin_reads(self, records: Sequence[Record]) -> None:
-        """Reads of them begin. The caller holds the lock, and lets go of the segments afterwards."""
+        """Counts readers of records. The caller holds the lock, and calls `release_readers` afterwards."""
         self._clock += 1
         for record in records:
             record.reads += 1
@@ -102,14 +105,14 @@ class SegmentStore:
             self._files.close(fd)
 
     def remove(self, key: bytes, record: Record) -> None:
-        """This copy is not to be served any more."""
+        """Removes this copy from the index."""
         with self.lock:
             if self.index.get(key) is record:
                 del self.index[key]
                 record.segment.keys.discard(key)
 
     def remove_keys(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
-        """Forgets keys; returns where they were, for `write_dropped`."""
+        """Removes keys; returns their positions, for `write_tombstones`."""
         dropped = []
         with self.lock:
             for key in keys:
@@ -120,7 +123,7 @@ class SegmentStore:
         return dropped
 
     def publish(self, records: Iterable[Record]) -> None:
-        """From here on they are found, unless their segment has left already."""
+        """Adds records to the index, unless their segment was evicted already."""
         with self.lock:
             for record in records:
                 if record.segment.removed:
@@ -137,7 +140,7 @@ class SegmentStore:
     # --- the appending thread
 
     def set_shares(self, shares: Shares) -> None:
-        """Who has a share has segments of its own from here on, and those that were its own before. Before the first frame."""
+        """Gives every tenant with a share its own segments, including earlier ones. Call it before the first frame."""
         self._owners.set_shares(shares)
         for owner in self._owners:
             if owner.current is None:
@@ -145,17 +148,20 @@ class SegmentStore:
             self._free_space(owner, copy_forward=False)
 
     def append(self, frame: Frame, tenant: str = "") -> None:
-        """Writes a frame. Its records are not found before `publish`. OSError: nothing was kept."""
+        """Writes a frame. Its records are found after `publish`. After an OSError nothing was stored."""
         need = frame.span
         if need > self._config.segment_bytes - BLOCK:
-            raise OSError(errno.EFBIG, f"{need} bytes do not fit a segment of {self._config.segment_bytes}")
+            raise OSError(
+                errno.EFBIG,
+                f"a frame of {need} bytes does not fit a segment of {self._config.segment_bytes} bytes",
+            )
         owner = self._owners.of_tenant(tenant)
         if owner.current is None or not owner.current.fits(frame):
             self._grow_segments(owner, need + BLOCK)
             self._start_segment(owner)
         segment = owner.current
         if segment is None:
-            raise OSError(errno.EIO, "the new segment failed while pages were carried over to it")
+            raise OSError(errno.EIO, "the new segment failed while pages were copied forward to it")
         self._append(owner, segment, frame)
 
     def _append(self, owner: SegmentOwner, segment: Segment, frame: Frame) -> None:
@@ -164,12 +170,12 @@ class SegmentStore:
         except OSError:
             owner.current = None
             with contextlib.suppress(OSError):
-                segment.seal()  # what the failed write left there is no frame
+                segment.seal()  # the failed write left no valid frame
             raise
         self._dirty.add(segment)
 
     def sync(self) -> None:
-        """Everything appended so far survives a loss of power. OSError: something since the last call may not."""
+        """Makes all appended frames survive power loss. After an OSError, frames since the last call may not."""
         error, self._sync_error = self._sync_error or self._sync(), None
         if error is not None:
             raise error
@@ -187,7 +193,7 @@ class SegmentStore:
         return None
 
     def write_tombstones(self, dropped: DroppedRecords) -> None:
-        """Keeps dropped objects from coming back with the next opening."""
+        """Keeps dropped objects from returning at the next opening."""
         self._tombstones.add(dropped)
 
     def close(self) -> None:
@@ -198,34 +204,34 @@ class SegmentStore:
             try:
                 segment.seal()
             except OSError as error:
-                self.notes[f"a segment could not be cut to its length: {error.strerror}"] = None
+                self.notes[f"a segment could not be truncated to its length: {error.strerror}"] = None
         self._close_files()
 
     def _close_files(self) -> None:
         for segment in self._segments.values():
-            segment.removed = True  # from this process: who still reads closes it
+            segment.removed = True  # for this process: the last reader closes it
             self.release_readers(segment, 0)
 
-    # --- making room
+    # --- freeing space
 
     def _grow_segments(self, owner: SegmentOwner, need: int) -> None:
-        """An owner's segments take its largest page. OSError: its share does not hold three such."""
+        """Enlarges an owner's segments for its largest page. Raises OSError if the share does not fit three."""
         if need > owner.segment_bytes:
             owner.check_limit(need)
             owner.segment_bytes = need
             self._free_space(owner, copy_forward=False)
 
     def _start_segment(self, owner: SegmentOwner) -> None:
-        """A new current segment, and room for the one after it."""
+        """Starts a new current segment and frees space for the one after it."""
         owner.check_limit(owner.segment_bytes)
         before, owner.current = owner.current, None
         if before is not None:
-            before.last_used = max(before.last_used, self._clock)  # being written to is use, too
+            before.last_used = max(before.last_used, self._clock)  # a write counts as use
             before.seal()
         try:
             segment = self._create(owner)
         except OSError as error:
-            # Someone else filled the disk: with one segment less of ours it may do, but they do not all go for it.
+            # Another program filled the disk: evict one segment for the new one, but not all of them.
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not full or self._evicted_for_space or not self._evict_segment(owner, copy_forward=False):
                 raise
@@ -233,14 +239,16 @@ class SegmentStore:
             segment = self._create(owner)
         self._evicted_for_space = False
         if segment.direct != self._config.direct:
-            self.notes["the file system has no O_DIRECT: reads and writes go through the page cache"] = None
+            self.notes["the file system does not support O_DIRECT: reads and writes use the page cache"] = (
+                None
+            )
         with self.lock:
             self._segments[segment.number] = segment
         owner.current = segment
         self._free_space(owner, self._config.copy_forward)
 
     def _free_space(self, owner: SegmentOwner, copy_forward: bool) -> None:
-        """Room for the next segment, so that beginning it passes neither the capacity nor the owner's share."""
+        """Evicts until the next segment fits both the capacity and the owner's share."""
         limit = self._config.capacity - self._config.segment_bytes
         while self.file_bytes > limit and self._evict_segment(owner, copy_forward):
             pass
@@ -260,7 +268,7 @@ class SegmentStore:
         return segment
 
     def _evict_segment(self, owner: SegmentOwner, copy_forward: bool, own: bool = False) -> bool:
-        """One file leaves, of the owner's `own` or of anybody's who spares it; False if there is none that may."""
+        """Evicts one file, the owner's `own` or that of an owner above its guarantee; returns False if there is none."""
         if self._foreign and not own:
             number = min(self._foreign)
             with self.lock:
@@ -287,7 +295,7 @@ class SegmentStore:
         return True
 
     def _remove(self, segment: Segment) -> None:
-        """The file of a segment that is in no index any more."""
+        """Removes the file of a segment without index entries."""
         try:
             segment.remove()
         finally:
@@ -295,7 +303,7 @@ class SegmentStore:
             self.release_readers(segment, 0)
 
     def _copy_forward(self, victim: Segment, loser: SegmentOwner) -> None:
-        """Moves what was used to its owner's current segment, most used first. A page that cannot move is left to go."""
+        """Copies pages that were read to their owner's current segment, most read first. Other pages are evicted."""
         with self.lock:
             used = [record for key in victim.keys if (record := self.index[key]).reads]
         used.sort(key=lambda record: -record.reads)
@@ -311,15 +319,15 @@ class SegmentStore:
                 if self._files.read(victim.fd, frame.bodies, record.offset) == record.span:
                     self._append(loser, current, frame)
                     moved += zip([record], frame.records(), strict=True)
-            self._sync_error = self._sync()  # before the file goes that has them now
+            self._sync_error = self._sync()  # before the file with the old copies is removed
             if self._sync_error is not None:
                 raise self._sync_error
             self._publish_copies(moved)
         except OSError as error:
-            self.notes[f"pages could not be carried over: {error.strerror}"] = None
+            self.notes[f"pages could not be copied forward: {error.strerror}"] = None
 
     def _publish_copies(self, moved: Sequence[tuple[Record, Record]]) -> None:
-        """Each is found where it is now. What was dropped while it was carried stays dropped."""
+        """Points the index to the new copies. An object dropped during the copy stays dropped."""
         dropped = []
         with self.lock:
             for before, now in moved:
@@ -327,7 +335,7 @@ class SegmentStore:
                 if found is before:
                     before.segment.keys.discard(key)
                     now.is_verified = before.is_verified
-                    self.index[key] = now  # used 0 times: again, to be carried again
+                    self.index[key] = now  # 0 reads: it must be read again to be copied again
                     now.segment.keys.add(key)
                 elif found is None:
                     dropped.append((key, now.segment.number, now.offset))
@@ -340,7 +348,7 @@ class SegmentStore:
         dead = self._tombstones.read()
         found = recover(self._files, self._config.direct, dead, self._segments, self.notes)
         self._foreign = found.foreign
-        # No number twice, nor one that the list of what was dropped still names: what is written there would count as dropped.
+        # Never reuse a number, not even of a tombstone: a record written there would count as dropped.
         self._next_number = self._clock = 1 + max(
             [-1, *found.numbers, *(number for number, _ in dead.values())]
         )
@@ -363,13 +371,13 @@ class SegmentStore:
         self._free_space(shared, copy_forward=False)
 
     def _reopen_last(self, owner: SegmentOwner) -> None:
-        """An owner goes on in the last of its segments, if half of that is free."""
+        """Continues an owner's newest segment if at least half of it is free."""
         last = self._owners.newest_segment(owner)
         if last is None or last.end >= owner.segment_bytes // 2:
             return
         try:
             last.reopen(owner.segment_bytes)
         except OSError:
-            last.seal()  # a full disk: it can still be read
+            last.seal()  # the disk is full: the segment stays readable
         else:
             owner.current = last

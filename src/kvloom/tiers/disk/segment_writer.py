@@ -1,8 +1,7 @@
-"""How pages get onto the disk: one thread seals frames, one appends them, one tells who asked, so that neither checksums nor
-bookkeeping cost disk time.
+"""Writes pages to disk with three threads: one seals frames, one appends them, one publishes and settles.
 
-Frames are appended in the order of the calls. Where they are to survive a loss of power, several that wait share one sync; an object
-is OK, and found, only after it. Knows no formats.
+Neither checksums nor bookkeeping take disk time. Frames are appended in the order of the calls. With durable writes
+several queued frames share one sync; an object is OK, and found, only after it. Does not know formats.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from .tombstones import DroppedRecords
 
 __all__ = ["SegmentWriter"]
 
-_FRAME_BYTES = 16 << 20  # sealed while the one before is written
-_FIRST_BYTES = 512 << 10  # of a call's first frame, so that the disk begins soon
-_GROWTH = 4  # how much sealing is faster than a disk: by so much frames may grow, and it never waits
+_FRAME_BYTES = 16 << 20  # sealed while the previous one is written
+_FIRST_BYTES = 512 << 10  # of a call's first frame, so the disk starts early
+_GROWTH = 4  # sealing is this much faster than a disk, so frames may grow by this factor
 _FRAME_RECORDS = 512
 _SYNC_BYTES = 128 << 20
-_MAX_SEALED = 2  # sealed frames that wait for the disk
+_MAX_SEALED = 2  # sealed frames queued for the disk
 
 
 @dataclass(slots=True)
@@ -46,7 +45,7 @@ class _WriteRequest:
 
 @dataclass(slots=True)
 class _SealedFrame:
-    """Objects `which` of a transfer in a frame; `scratch` is where its bodies are, unless those are the caller's memory."""
+    """Objects `which` of a transfer in a frame; `scratch` has its bodies, unless they are in the caller's memory."""
 
     transfer: Transfer
     which: list[int]
@@ -57,7 +56,7 @@ class _SealedFrame:
 
 
 class SegmentWriter:
-    """Three daemon threads. `pending` is the bytes of pages that wait or are being written."""
+    """Three daemon threads. `pending` counts bytes of pages that are queued or being written."""
 
     def __init__(self, store: SegmentStore, codec: Codec, sync: bool) -> None:
         self._store, self._sync = store, sync
@@ -70,7 +69,9 @@ class SegmentWriter:
             queue.SimpleQueue()
         )
         self._scratch: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._sync_bytes = min(_SYNC_BYTES, store.segment_bytes)  # acknowledged before its segment can leave
+        self._sync_bytes = min(
+            _SYNC_BYTES, store.segment_bytes
+        )  # acknowledged before its segment can be evicted
         self._threads = [
             threading.Thread(target=target, name=f"kvloom-disk-{name}", daemon=True)
             for name, target in (
@@ -92,7 +93,7 @@ class SegmentWriter:
         self._requests.put(dropped)
 
     def close(self, timeout: float) -> bool:
-        """Ends after what was submitted; False if it has not within `timeout` seconds."""
+        """Ends after the submitted writes; returns False if it has not within `timeout` seconds."""
         self._requests.put(None)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
@@ -115,7 +116,7 @@ class SegmentWriter:
             limit = min(limit, _FRAME_RECORDS, MAX_HEAD_BYTES // max_head_bytes(job.objects.form))
             at, step = 0, max(1, min(_FIRST_BYTES // page, limit))
             while at < len(job.which):
-                if len(job.which) - at < step + step // 4:  # a short last frame takes longer than its bytes
+                if len(job.which) - at < step + step // 4:  # a short last frame costs more than its bytes
                     step = len(job.which) - at
                 self._seal(job, job.which[at : at + step].tolist())
                 at, step = at + step, max(1, min(_GROWTH * step, limit))
@@ -129,13 +130,13 @@ class SegmentWriter:
             return
         try:
             sealed.frame = self._in_place(sealed, job) or self._in_scratch(sealed, job)
-        except Exception as error:  # noqa: BLE001  a page that cannot be sealed is not stored, and that is all
+        except Exception as error:  # noqa: BLE001  a page that cannot be sealed is not stored
             self._finish(sealed, Outcome.FAILED, f"sealing: {error}")
             return
         self._sealed.put(sealed)
 
     def _in_place(self, sealed: _SealedFrame, job: _WriteRequest) -> Frame | None:
-        """A frame of the caller's memory; None where the disk does not take that."""
+        """Returns a frame of the caller's memory; None if the disk cannot write from it."""
         keys, form, view = job.objects.keys, job.objects.form, job.source.view
         size, starts = form.page_bytes, job.source.starts[sealed.which]
         if not self._codec.is_plain or size % BLOCK or ((job.source.address + starts) % BLOCK).any():
@@ -143,7 +144,7 @@ class SegmentWriter:
         heads: list[Head] = []
         bodies: list[memoryview] = []
         edges = [0, *(np.flatnonzero(np.diff(starts) != size) + 1).tolist(), len(starts)]
-        for first, last in pairwise(edges):  # neighbours in the caller's memory go as one piece
+        for first, last in pairwise(edges):  # adjacent pages in the caller's memory are one piece
             at = int(starts[first])
             bodies.append(view[at : at + (last - first) * size])
             heads += plain_heads([keys[index] for index in sealed.which[first:last]], form, bodies[-1])
@@ -163,7 +164,7 @@ class SegmentWriter:
                 scratch[end : end + len(piece)] = piece
                 end += len(piece)
             stop = begin + aligned(end - begin)
-            scratch[end:stop] = bytes(stop - end)  # nobody else's bytes in the gap
+            scratch[end:stop] = bytes(stop - end)  # no bytes of other pages in the padding
             end = stop
         return Frame(heads, [scratch[:end]], end)
 
@@ -198,7 +199,7 @@ class SegmentWriter:
             assert job.frame is not None
             try:
                 self._store.append(job.frame, job.tenant)
-            except Exception as error:  # noqa: BLE001  the disk's trouble is these pages' alone
+            except Exception as error:  # noqa: BLE001  the error affects these pages only
                 self._finished.put(([job], *_outcome_of(error)))
                 continue
             written.append(job)
@@ -222,9 +223,9 @@ class SegmentWriter:
         try:
             self._store.write_tombstones(dropped)
         except Exception as error:  # noqa: BLE001
-            self._store.notes[f"dropped objects may come back: {error}"] = None
+            self._store.notes[f"dropped objects may return after a restart: {error}"] = None
 
-    # --- the telling thread
+    # --- the publishing thread
 
     def _publish_loop(self) -> None:
         while (finished := self._finished.get()) is not None:
@@ -246,6 +247,6 @@ class SegmentWriter:
 
 def _outcome_of(error: Exception) -> tuple[Outcome, str]:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "the disk" if error.errno == errno.ENOSPC else "a quota"
+        what = "the disk" if error.errno == errno.ENOSPC else "the quota"
         return Outcome.FULL, f"{what} is full: {error.strerror}"
     return Outcome.FAILED, str(error)

@@ -1,4 +1,9 @@
-"""Re-encoding."""
+"""Re-encoding of runs to int8 or fp8, with a float32 scale per 64 values.
+
+    a run    values, 1 byte each | scales, float32, one per 64 values
+
+Knows element types (fp32, fp16, bf16); does not know layouts or tiers.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +26,14 @@ Floats = npt.NDArray[np.float32]
 
 
 def lossy_form(form: Form, coding: Coding) -> Form:
-    """The form under which a page of `form` is kept. A ValueError where its values cannot be re-encoded."""
+    """Returns the form under which a page of `form` is stored. Raises ValueError if its values cannot be re-encoded."""
     if coding not in CODINGS:
         raise ValueError(f"coding={coding!r} is none of {', '.join(CODINGS)}")
     width = _WIDTH.get(form.dtype)
     if width is None:
-        raise ValueError(f"dtype={form.dtype!r} is none of {', '.join(_WIDTH)}: such pages stay as they are")
+        raise ValueError(
+            f"dtype={form.dtype!r} is none of {', '.join(_WIDTH)}: pages of this type cannot be re-encoded"
+        )
     if form.run_bytes % (width * BLOCK_VALUES):
         raise ValueError(
             f"runs of {form.run_bytes} bytes are not whole blocks of {BLOCK_VALUES} values of {form.dtype}"
@@ -38,7 +45,7 @@ def lossy_form(form: Form, coding: Coding) -> Form:
 
 
 def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
-    """One run, or several, to values and scales. What is not finite becomes the largest value there is, or 0."""
+    """Encodes one or several runs to values and scales. An infinite value becomes the largest one, NaN becomes 0."""
     floats = _floats(np.frombuffer(run, np.uint8), dtype).reshape(-1, BLOCK_VALUES)
     most = _FP8_MAX if coding == "fp8" else 127.0
     floats = np.nan_to_num(floats, nan=0.0, posinf=3e38, neginf=-3e38)
@@ -54,7 +61,7 @@ def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> Non
 
 
 def decode(data: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
-    """The inverse, as near as the values allow; `into` gets the page's own type."""
+    """Decodes values and scales to the page's own type."""
     values = len(into) // _WIDTH[dtype]
     coded = np.frombuffer(data, np.uint8, values)
     scales = np.frombuffer(data, np.float32, values // BLOCK_VALUES, values)
@@ -70,7 +77,7 @@ def _floats(data: npt.NDArray[np.uint8], dtype: str) -> Floats:
 
 
 def _bytes(floats: Floats, dtype: str) -> npt.NDArray[np.uint8]:
-    if dtype == "bf16":  # to the nearest, ties to even
+    if dtype == "bf16":  # round to nearest, ties to even
         bits = floats.view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(np.uint8)
     if dtype == "fp16":
@@ -80,18 +87,18 @@ def _bytes(floats: Floats, dtype: str) -> npt.NDArray[np.uint8]:
 
 @cache
 def _fp8_values() -> Floats:
-    """What the 256 codes of e4m3 (without infinities) mean."""
+    """Returns the values of the 256 codes of e4m3 (without infinities)."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
     values = np.where(codes & 128, -size, size).astype(np.float32)
-    values[[127, 255]] = 0.0  # not a number: never written
+    values[[127, 255]] = 0.0  # NaN: never written
     return values
 
 
 @cache
 def _fp8_borders() -> Floats:
-    """Halfway between neighbours among the 127 values from 0 up."""
+    """Returns the midpoints between neighbours among the 127 values from 0 up."""
     values = _fp8_values()[:127].astype(np.float64)
     return ((values[1:] + values[:-1]) / 2).astype(np.float32)
 

@@ -1,9 +1,9 @@
-"""Memory in slabs, each lent to one page size and cut into its pages. Page-granular: a page never moves.
+"""Host memory in slabs, each cut into pages of one size. A page never moves.
 
     |slab 0: 64 KiB pages|slab 1: 2 MiB pages|slab 2: free|…
 
-Pages come out in ascending order while the arena fills, so that a batch is a few long runs. Knows no objects and no
-eviction: who is to leave is the tier's choice. Not thread-safe: its owner holds a lock.
+While the arena fills, pages are allocated in ascending order, so a batch is a few long runs.
+Does not know objects or eviction. Not thread-safe: the host tier's lock guards it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ import numpy.typing as npt
 
 __all__ = ["Arena", "copy_pages"]
 
-_MIN_SHARED_BYTES = 4 << 20  # below it a second thread is not worth waking
+_MIN_SHARED_BYTES = 4 << 20  # smaller batches do not pay for a second thread
 _PIECE_BYTES = 1 << 20
 _MAX_WAIT_RATIO, _PAUSE_SECONDS = 0.25, 2.0
 
 
 class Arena:
-    """`buffer` is memory that the caller brings (pinned, say); without one it is mapped here, and comes with use."""
+    """`buffer` is memory of the caller (pinned, for example). Without one the arena maps memory, which the system
+    commits on first use.
+    """
 
     def __init__(self, capacity: int, slab_bytes: int, buffer: Any = None) -> None:
         if slab_bytes <= 0 or slab_bytes % mmap.PAGESIZE:
@@ -46,26 +48,26 @@ class Arena:
                 buffer = mmap.mmap(-1, size)
             except OSError as error:
                 raise ValueError(
-                    f"the system does not give {size:,} bytes of host memory ({error.strerror}): ask for less"
+                    f"the system cannot map {size:,} bytes of host memory ({error.strerror}): use a smaller capacity"
                 ) from error
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a kernel without them: smaller pages do
+                with contextlib.suppress(OSError):  # the kernel has no huge pages
                     buffer.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(buffer).cast("B")
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.view, np.uint8)
         if len(self.bytes) < size or not self.bytes.flags.writeable:
-            raise ValueError(f"the buffer must be writable and hold {size} bytes; it has {len(self.bytes)}")
-        self._free_slabs = list(range(self.slabs))  # a heap: the lowest first, so that runs are long
-        self._partial: dict[int, dict[int, None]] = {}  # page size -> slabs lent to it that have free pages
-        self._free_pages: list[list[int]] = [[] for _ in range(self.slabs)]  # a slab's free pages
-        self._size = [0] * self.slabs  # the page size a slab is lent to, 0 for none
-        self._used = [0] * self.slabs  # its pages in use
+            raise ValueError(f"the buffer must be writable and have {size} bytes; it has {len(self.bytes)}")
+        self._free_slabs = list(range(self.slabs))  # a heap: the lowest first, for long runs
+        self._partial: dict[int, dict[int, None]] = {}  # page size -> its slabs with free pages
+        self._free_pages: list[list[int]] = [[] for _ in range(self.slabs)]  # free pages by slab
+        self._size = [0] * self.slabs  # page size by slab, 0 for a free slab
+        self._used = [0] * self.slabs  # pages in use by slab
 
     def fits(self, page_bytes: int) -> bool:
         return page_bytes <= self.slab_bytes
 
     def allocate(self, page_bytes: int, count: int) -> list[int]:
-        """The offsets of up to `count` free pages; fewer when there are no more."""
+        """Returns the offsets of up to `count` free pages; fewer if there are no more."""
         partial = self._partial.setdefault(page_bytes, {})
         taken: list[int] = []
         while len(taken) < count:
@@ -76,7 +78,7 @@ class Arena:
                 self._size[slab] = page_bytes
                 base = slab * self.slab_bytes
                 pages = range(base, base + self.slab_bytes - page_bytes + 1, page_bytes)
-                if len(pages) <= count - len(taken):  # all of it at once
+                if len(pages) <= count - len(taken):  # the whole slab at once
                     self._used[slab] = len(pages)
                     taken += pages
                     continue
@@ -93,7 +95,7 @@ class Arena:
         return taken
 
     def free(self, page_bytes: int, offset: int) -> None:
-        """A page comes back. A slab whose last page comes back can be lent to any size again."""
+        """Frees a page. A slab whose last page is freed can be cut into any page size again."""
         slab = offset // self.slab_bytes
         self._used[slab] -= 1
         if self._used[slab]:
@@ -106,7 +108,7 @@ class Arena:
             heapq.heappush(self._free_slabs, slab)
 
     def slab_pages(self, offset: int) -> range:
-        """All places of the slab that a lent place is in."""
+        """Returns the offsets of all pages in the slab of an allocated page."""
         slab = offset // self.slab_bytes
         base, size = slab * self.slab_bytes, self._size[slab]
         return range(base, base + self.slab_bytes - size + 1, size)
@@ -122,8 +124,10 @@ def copy_pages(
     at: npt.NDArray[np.int64],
     size: int,
 ) -> None:
-    """Copies `size` bytes from each of `at` to each of `to`: one copy for every run that is contiguous in both. A second thread
-    takes half of a large batch, where there is a core for it: one core alone does not use all of the memory's speed."""
+    """Copies `size` bytes from each of `at` to each of `to`: one copy per run that is contiguous in both.
+
+    A second thread takes half of a large batch if a core is free: one core does not saturate memory bandwidth.
+    """
     if not len(to):
         return
     breaks = np.flatnonzero((np.diff(to) != size) | (np.diff(at) != size)) + 1
@@ -151,7 +155,7 @@ def _copy(
     take: Callable[[], _CopyRange],
     pieces: deque[_CopyRange],
 ) -> None:
-    """Copies pieces until there are none. Another thread may take some meanwhile."""
+    """Copies ranges until none is left. Another thread may take some concurrently."""
     with contextlib.suppress(IndexError):
         while pieces:
             start, begin, length = take()
@@ -159,12 +163,15 @@ def _copy(
 
 
 class _CopyHelper:
-    """One thread that takes pieces from the other end; who finds it busy copies alone. It is never waited for, but for the piece
-    that it has in its hands: where that took long, because no core was free, everyone copies alone for a while."""
+    """One thread that copies ranges from the other end. A caller that finds it busy copies alone.
+
+    A caller waits only for the range the helper is copying. If that took long because no core was free, callers
+    copy alone for a while.
+    """
 
     def __init__(self) -> None:
         self._available = threading.Lock()
-        self._paused_until = 0.0  # until then
+        self._paused_until = 0.0  # monotonic seconds
         self._thread: ThreadPoolExecutor | None = None
 
     @contextlib.contextmanager
@@ -180,7 +187,7 @@ class _CopyHelper:
                 self._thread = ThreadPoolExecutor(1, "kvloom-copy")
             try:
                 other = self._thread.submit(_copy, target, source, pieces.pop, pieces)
-            except RuntimeError:  # the process is ending
+            except RuntimeError:  # the interpreter is shutting down
                 yield
                 return
             try:
@@ -188,7 +195,7 @@ class _CopyHelper:
             finally:
                 ended = time.monotonic()
                 if not other.cancel():
-                    other.result()  # it has left the caller's memory before the caller goes on
+                    other.result()  # the helper must not access the caller's memory afterwards
                 now = time.monotonic()
                 if now - ended > _MAX_WAIT_RATIO * (ended - began):
                     self._paused_until = now + _PAUSE_SECONDS
@@ -197,12 +204,12 @@ class _CopyHelper:
 
 
 def _cores() -> int:
-    """Those this process may use."""
+    """Returns the number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _new_helper() -> None:
-    global _helper  # noqa: PLW0603  a forked process has no other threads
+    global _helper  # noqa: PLW0603  a forked process does not inherit the helper thread
     _helper = _CopyHelper()
 
 

@@ -1,9 +1,9 @@
-"""Who has which place of the host tier's arena: keys, slots and tenants' accounts, and who leaves for whom.
+"""The host tier's index: keys, slots and tenants' accounts, and which page is evicted for which.
 
-    key → slot → place       a slot is of one object until it leaves; whoever takes over its place takes over its slot
-    account → slots by use   the least recently used leaves first, of those whose share allows it
+    key → slot → arena page     a slot belongs to one object until eviction; a replacement takes over the slot
+    account → slots by use      the least recently used page is evicted first, within the shares
 
-Knows keys, sizes and tenants; no bytes. Not thread-safe: its tier holds a lock.
+Knows keys, sizes and tenants; no bytes. Not thread-safe: the host tier's lock guards it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .slots import Index, LruOrder, Slots
 
 __all__ = ["HostIndex"]
 
-_MAX_TRIES = 4096  # pages looked at to make room for one, when many are held
+_MAX_TRIES = 4096  # pages examined to free one, when many are in use
 
 
 class _Account(Account):
-    """A tenant's pages: their slots by their last use."""
+    """A tenant's pages: their slots by last use."""
 
     __slots__ = ("index", "order")
 
@@ -34,7 +34,7 @@ class _Account(Account):
 
 
 class HostIndex:
-    """All that are in one arena."""
+    """All pages of one arena."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -47,12 +47,12 @@ class HostIndex:
         self.accounts = [self._default]
         self._clock = 0
         self.loading = 0
-        """Entries whose bytes have not come."""
+        """Number of entries whose bytes are not loaded yet."""
         self.evicted = 0
 
     def set_shares(self, shares: Shares) -> None:
         if self.entries or self._by_tenant:
-            raise ValueError("shares are given once, before anything is kept here")
+            raise ValueError("shares must be set once, before the first page is stored")
         self._by_tenant = {
             tenant: _Account(share, self._capacity, self.slots) for tenant, share in shares.items()
         }
@@ -68,24 +68,26 @@ class HostIndex:
         return self._by_tenant.get(tenant, self._default)
 
     def find(self, keys: list[bytes]) -> Index:
-        """The slots of keys, -1 for those that are not there."""
+        """Returns the slots of keys, -1 for a miss."""
         get = self.entries.get
         return np.array([get(key, -1) for key in keys], np.int64)
 
     def reserve(self, keys: list[bytes], size: int, tenant: str, limit: int | None = None) -> Index:
-        """Places of `size` bytes for keys that have none, as many as there can be, and `most` at the most; others leave for
-        them. The slot that each of `keys` is to be filled in: -1 for one that was there, has no place, or is in the batch a
-        second time."""
+        """Allocates pages of `size` bytes for new keys, at most `limit`, evicting others as needed.
+
+        Returns the slot that each of `keys` is to be filled in: -1 for a key that has a page, gets none, or is a
+        duplicate in the batch.
+        """
         account, entries = self._account_of(tenant), self.entries
         fresh = keys if entries.keys().isdisjoint(keys) else [key for key in keys if key not in entries]
-        if len(fresh) < len(keys):  # used now, so the last to leave for the others
+        if len(fresh) < len(keys):  # used now, so evicted last
             self.touch(np.array([entries[key] for key in keys if key in entries], np.int64))
         once = dict.fromkeys(fresh)
         given = self._allocate(size, account, len(once) if limit is None else min(limit, len(once)))
         return self._insert(keys, once, given, account)
 
     def touch(self, slots: Index) -> None:
-        """These are the most recently used now."""
+        """Marks slots as most recently used."""
         if len(set(found := slots.tolist())) < len(found):
             slots = np.array(list(dict.fromkeys(found)), np.int64)
         if len(self.accounts) == 1:
@@ -100,8 +102,7 @@ class HostIndex:
     def _insert(
         self, keys: list[bytes], fresh: dict[bytes, None], given: list[int], account: _Account
     ) -> Index:
-        """The first of the `fresh` keys have these slots from now on. The slot that each of `keys` is to be filled in:
-        -1 for one that was there, has no place, or is in the batch a second time."""
+        """Assigns slots to the first of the `fresh` keys; returns slots as `reserve` does."""
         entered = fresh if len(given) == len(fresh) else list(islice(fresh, len(given)))
         self.entries.update(zip(entered, given, strict=True))
         slots = np.array(given, np.int64)
@@ -115,7 +116,7 @@ class HostIndex:
         return np.array([left.pop(key, -1) for key in keys], np.int64)
 
     def _allocate(self, size: int, account: _Account, count: int) -> list[int]:
-        """Slots for `count` pages of `account`, as many as there can be: free ones, then those of who leaves."""
+        """Returns up to `count` slots for pages of `account`: free ones, then evicted ones."""
         slots: list[int] = []
         while (lacking := count - len(slots)) > 0:
             within = max(0, account.limit - account.used) // size
@@ -128,15 +129,17 @@ class HostIndex:
         return slots
 
     def _reuse_victims(self, size: int, account: _Account, limit: int) -> list[int]:
-        """Mostly a place simply changes hands: up to `most` of those that are next to leave, have this size and are not
-        held. Those before them that are held are in use now, so not the least recently used."""
+        """Evicts up to `limit` pages of this size, next in order and not in use, and returns their slots for reuse.
+
+        This is the common case of eviction. Pages in use that precede them are marked as used now.
+        """
         source = self._victim(account, size)
         if source is None:
             return []
         turn = None
         if not self._evicts_only_own(
             account, size
-        ):  # until it is another's turn, or one of the two is at its limit
+        ):  # until another account's page is older, or a limit is reached
             firsts = [
                 other.order.least_recent()
                 for other in self._evictable_accounts(account)
@@ -146,7 +149,7 @@ class HostIndex:
             limit = min(limit, (account.limit - account.used) // size)
             if source is not account:
                 limit = min(limit, -(-(source.used - source.guaranteed) // size))
-        for reach in (limit, max(limit, _MAX_TRIES)):  # further where all of the first are held
+        for reach in (limit, max(limit, _MAX_TRIES)):  # search further if all of the first are in use
             oldest = source.order.oldest(reach)
             other = self.slots.size[oldest] != size
             if turn is not None:
@@ -170,12 +173,14 @@ class HostIndex:
         return taken
 
     def _evict_for(self, size: int, account: _Account) -> list[int]:
-        """The slot of a page where none is free and the next to leave is held or of another size: then the whole slab
-        that it lies in leaves. Whose share is full loses pages of its own. None where none may leave."""
+        """Returns one slot when no page is free and the next victim is in use or of another size.
+
+        Evicts the whole slab of the victim. An account at its limit evicts its own pages. Returns [] if none is evictable.
+        """
         tries = min(len(self.entries), _MAX_TRIES)
         accounts = [account] if self._evicts_only_own(account, size) else self._evictable_accounts(account)
         if not any(self._has_evictable(one, tries) for one in accounts):
-            return []  # without looking at one after the other
+            return []  # without examining them one by one
         for _ in range(tries):
             own = account.used + size > account.limit
             if not own and (taken := self._arena.allocate(size, 1)):
@@ -189,7 +194,7 @@ class HostIndex:
             alone = own or self.slots.size[slot] == size
             places = {offset: self.slots.keys[slot]} if alone else self._pages_in_slab(offset)
             if not all(self._is_evictable(place, other, account) for place, other in places.items()):
-                self.touch(np.array([slot]))  # in use now, so not the least recently used
+                self.touch(np.array([slot]))  # in use now, so not least recently used
                 continue
             for other in places.values():
                 self.remove(other, self.entries[other])
@@ -199,25 +204,27 @@ class HostIndex:
         )
 
     def _has_evictable(self, account: _Account, tries: int) -> bool:
-        """Pass over the oldest that are held, so many at a time: they are in use, so not the least recently used. Whether one
-        is left that is not."""
+        """Marks the oldest pages in use as used now, `tries` at a time. Returns whether an evictable page remains."""
         for _ in range(0, len(self.entries), max(1, tries)):
             oldest = account.order.oldest(tries)
             if not self.slots.refs[oldest].all():
                 return True
-            if len(oldest) < tries:  # these are all
+            if len(oldest) < tries:  # no more pages
                 return False
             self.touch(oldest)
         return False
 
     def _pages_in_slab(self, offset: int) -> dict[int, bytes]:
-        """Who has the places of the slab that this one is in."""
+        """Returns offset → key of the allocated pages in the slab of `offset`."""
         at, keys = self.slots.slot_at, self.slots.keys
         return {place: keys[at[place]] for place in self._arena.slab_pages(offset) if place in at}
 
     def _victim(self, account: _Account, size: int) -> _Account | None:
-        """Whose page leaves next for one of `size` bytes of `account`: its own where its share is full, else the least
-        recently used of its own and of those above what is sure to be theirs. O(accounts)."""
+        """Returns the account that loses the next page for `size` bytes of `account`.
+
+        That is the account itself at its limit, else the least recently used of itself and those above their guarantee.
+        O(accounts).
+        """
         if self._evicts_only_own(account, size):
             return account if size <= account.limit and account.order.least_recent() is not None else None
         best = None
@@ -230,16 +237,18 @@ class HostIndex:
         return best[1] if best else None
 
     def _evictable_accounts(self, account: _Account) -> list[_Account]:
-        """Whose pages may leave for one of `account`, while that is within its share."""
+        """Returns the accounts whose pages may be evicted for `account`, while it is below its limit."""
         return [one for one in self.accounts if one is account or one.is_above_guarantee]
 
     def _evicts_only_own(self, account: _Account, size: int) -> bool:
-        """Whether only pages of its own may leave for a page of `account`."""
+        """Whether a page of `account` can replace only pages of its own."""
         return len(self.accounts) == 1 or account.used + size > account.limit
 
     def _is_evictable(self, offset: int, key: bytes, account: _Account) -> bool:
-        """Nobody holds this page, and its owner spares it or has to; one that was dropped while held is under no key, or
-        its key is elsewhere now."""
+        """Whether the page is free of references and its owner is above its guarantee, or must yield.
+
+        A page dropped while in use is under no key, or its key has another slot.
+        """
         slot = self.entries.get(key)
         if slot is None or self.slots.offset[slot] != offset or self.slots.refs[slot]:
             return False
@@ -251,7 +260,7 @@ class HostIndex:
         )
 
     def remove(self, key: bytes, slot: int) -> None:
-        """Nobody finds this one any more; its place is free when the last has let go of it."""
+        """Removes an entry. Its page is freed now, or by the last release."""
         del self.entries[key]
         self.slots.tick[slot] = -1
         if self.slots.refs[slot]:
@@ -260,7 +269,7 @@ class HostIndex:
             self.free(slot)
 
     def free(self, slot: int) -> None:
-        """The place of one that is forgotten and not held is nobody's."""
+        """Frees the page of a removed entry without references."""
         offset, size = int(self.slots.offset[slot]), int(self.slots.size[slot])
         self.accounts[self.slots.account[slot]].used -= size
         self._arena.free(size, offset)

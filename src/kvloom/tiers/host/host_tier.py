@@ -1,8 +1,8 @@
-"""The host tier: pages in this process's memory, least recently used first to leave, of those whose share allows it.
+"""The host tier: pages in this process's memory, evicted least recently used first, within tenants' shares.
 
-A read or write copies in the calling thread, a large one with a second beside it, and is done when it returns. A
-device copies by itself: `hold` and `reserve` lend the places in the arena for as long as its copies run.
-Knows no devices: pinned memory is handed in as the arena's buffer.
+Reads and writes copy in the calling thread (large ones with a second thread) and are done on return.
+A device copies by itself: `acquire` and `reserve` lease arena pages for as long as its copies run.
+Does not know devices: pinned memory is passed in as the arena's buffer.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ _OK, _MISSING, _PENDING, _LAYOUT = (
     int(Outcome.MISSING),
     int(Outcome.PENDING),
     int(Outcome.LAYOUT),
-)  # numpy takes ints faster
+)  # numpy handles ints faster
 _ONE = np.int32(1)
 
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """`slab_bytes` is at least the largest page: take the layout's. `checked` keeps and compares checksums, for
-    memory that is not trusted; it costs about as much as the copy."""
+    """`slab_bytes` is at least the largest page: use the pool layout's value.
+
+    `checked` stores and verifies checksums, for memory that is not trusted. It costs about as much as the copy.
+    """
 
     capacity: int
     slab_bytes: int = 8 << 20
@@ -47,7 +49,7 @@ class HostConfig:
 
 
 class HostTier(Tier):
-    """Safe from any thread; the lock is held for bookkeeping only, never for a copy."""
+    """Thread-safe. The lock guards bookkeeping only and is never held during a copy."""
 
     def __init__(self, config: HostConfig, buffer: Any = None) -> None:
         self._config = config
@@ -69,17 +71,17 @@ class HostTier(Tier):
 
     @property
     def arena(self) -> npt.NDArray[np.uint8]:
-        """All its memory; a Lease's offsets are into it."""
+        """All of its memory; offsets of a Lease point into it."""
         return self._arena.bytes
 
     @property
     def slab_bytes(self) -> int:
-        """The largest page it takes."""
+        """The largest page size it accepts."""
         return self._arena.slab_bytes
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has nothing, and nothing is on its way there."""
+        """Whether it has no pages, loading ones included."""
         return not self.index.entries
 
     def set_shares(self, shares: Shares) -> None:
@@ -91,7 +93,7 @@ class HostTier(Tier):
             return self.index.used_by(tenant)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether an object is there, or on its way there."""
+        """Whether an object is stored or loading."""
         return key in self.index.entries
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
@@ -101,8 +103,10 @@ class HostTier(Tier):
             return there
 
     def acquire(self, objects: Objects) -> Lease:
-        """The places of objects that are there, held. Release it when the last copy from them has passed. LAYOUT: the stored page has
-        another size than the form says."""
+        """Leases the pages of stored objects for reading. Release the lease when the last copy is done.
+
+        The result is MISSING for an object that is not stored, LAYOUT for one with another page size.
+        """
         form = objects.form
         with self._lock:
             slots, table = self.index.find(objects.keys), self._slots
@@ -111,20 +115,22 @@ class HostTier(Tier):
             slots[~there] = -1
             held = slots if there.all() else slots[there]
             self.index.touch(held)
-            np.add.at(self._slots.refs, held, _ONE)  # an object may be in the batch twice
+            np.add.at(self._slots.refs, held, _ONE)  # a batch may contain an object twice
             offsets = self._slots.offset[slots]
         offsets[~there] = -1
         results = np.where(there, _OK, np.where(found, _LAYOUT, _MISSING)).astype(np.uint8)
         return Lease(self, objects, slots, offsets, results)
 
     def reserve(self, objects: Objects, writer: int = 0) -> Lease:
-        """Places for objects that are not there, evicting as needed: fill those whose result is PENDING, then
-        release. OK: it is there already, or on its way. FULL: all that may leave for them is held, or came with them.
-        `writer` is the peer that may drop them."""
+        """Leases pages for new objects, evicting as needed: fill those whose result is PENDING, then release.
+
+        OK: the object is stored or loading. FULL: every evictable page is in use or in this batch.
+        `writer` is the peer that may drop the objects.
+        """
         size, keys = objects.form.page_bytes, objects.keys
         if not self._arena.fits(size):
             raise ValueError(
-                f"a page of {size} bytes does not fit a slab of {self._arena.slab_bytes}: raise HostConfig.slab_bytes"
+                f"a page of {size} bytes does not fit a slab of {self._arena.slab_bytes} bytes: raise HostConfig.slab_bytes"
             )
         with self._lock:
             slots = self.index.reserve(keys, size, objects.tenant, 0 if self._closed else None)
@@ -178,7 +184,7 @@ class HostTier(Tier):
             lease.release(written)
         for outcome in np.unique(lease.results).tolist():
             why = {
-                Outcome.FULL: "every page that could leave the host tier is held, or the tenant's share holds none",
+                Outcome.FULL: "every evictable page of the host tier is in use, or the tenant's share is full",
                 Outcome.FAILED: "the host tier is closed",
             }
             transfer.settle(
@@ -187,7 +193,7 @@ class HostTier(Tier):
         return transfer
 
     def drop(self, objects: Objects, writer: int | None = None) -> int:
-        """Drops objects; with `writer` only those that this peer wrote."""
+        """Removes objects; with `writer` only those that this peer wrote. Returns the number removed."""
         with self._lock:
             dropped, table = 0, self._slots
             for key in objects.keys:
@@ -198,8 +204,10 @@ class HostTier(Tier):
             return dropped
 
     def drop_damaged(self, keys: Iterable[bytes], max_bytes: int) -> int:
-        """Drops objects whose bytes differ from their checksums; returns how many. Reads `most_bytes` at most, and at least one
-        page. A page without checksums stays."""
+        """Removes objects whose bytes do not match their checksums; returns the number removed.
+
+        Reads at most `max_bytes`, but at least one page. A page without checksums stays.
+        """
         dropped = 0
         for key in keys:
             with self._lock:
@@ -229,7 +237,7 @@ class HostTier(Tier):
             )
 
     def close(self) -> None:
-        """What is held stays readable by its holders until they let go; the memory goes with the last view."""
+        """Removes all pages. Leased pages stay readable until released; the memory is freed with the last view."""
         with self._lock:
             self._closed = True
             for key, slot in list(self.index.entries.items()):
@@ -247,7 +255,7 @@ class HostTier(Tier):
             self._slots.checksums[slot] = data[number * size : (number + 1) * size]
 
     def release_slots(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
-        if not len(slots):  # it was released before
+        if not len(slots):  # released before
             return
         at = np.flatnonzero(slots >= 0)
         held = slots if len(at) == len(slots) else slots[at]
@@ -255,13 +263,13 @@ class HostTier(Tier):
             return
         came = np.broadcast_to(np.asarray(written), len(slots))[at]
         if self._codec is not None:
-            for slot in held[came & ~self._slots.ready[held]].tolist():  # ours alone until then
+            for slot in held[came & ~self._slots.ready[held]].tolist():  # no other thread has them yet
                 self._page_checksums(slot)
         with self._lock:
             table = self._slots
             np.subtract.at(table.refs, held, _ONE)
             coming = ~table.ready[held]
-            if coming.any():  # of a `reserve`, then: none is there twice
+            if coming.any():  # a lease of `reserve`, which has no duplicates
                 self.index.loading -= int(coming.sum())
                 table.ready[held] |= came
                 lost = coming & (~came | self._closed)
@@ -272,8 +280,7 @@ class HostTier(Tier):
                 self.index.free(slot)
 
     def _finish_reserved(self, held: Index) -> bool:
-        """The bytes of all that a `reserve` gave are there: the usual end of one, done if it is that. Nobody else has them yet, and
-        none is there twice."""
+        """Marks all pages of a `reserve` as ready: the common case of its release. Returns False if it is not that case."""
         with self._lock:
             table = self._slots
             if self._closed or table.ready[held].any():
@@ -283,7 +290,7 @@ class HostTier(Tier):
             return True
 
     def _page_checksums(self, slot: int) -> bytes:
-        """Of a page that is held, and ready or its filler's. Two threads may both make them: they are the same."""
+        """Returns the checksums of a leased page that is ready or owned by its writer. Idempotent across threads."""
         table = self._slots
         checks = table.checksums.get(slot)
         if checks is None:
@@ -293,7 +300,7 @@ class HostTier(Tier):
         return checks
 
     def _verify(self, lease: Lease, objects: Objects, into: Ranges, start: int, stop: int) -> None:
-        """Compares what was read with the checksums kept; what differs is corrupt, and dropped."""
+        """Compares the bytes read with the stored checksums; a page that differs is CORRUPT and removed."""
         assert self._codec is not None
         form, pages = objects.form, into.view
         for index, (at, slot) in enumerate(zip(into.starts.tolist(), lease.slots.tolist(), strict=True)):

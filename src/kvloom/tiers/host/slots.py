@@ -1,7 +1,7 @@
-"""What the host tier notes of each page it has, in arrays: one slot a page, so that a batch costs a few array operations.
+"""Per-page state of the host tier in arrays, one slot per page, so a batch costs a few array operations.
 
-A slot stands for a place in the arena from when the place is taken until it is given back; an object that takes over
-another's place takes over its slot. `Recent` orders slots by their last use. Knows no names. Not thread-safe: its owner holds a lock.
+A slot represents an arena page from allocation until it is freed. An object that replaces another takes over its
+slot. `LruOrder` orders slots by last use. Does not know keys' meaning. Not thread-safe: the host tier's lock guards it.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ __all__ = ["Index", "LruOrder", "Slots"]
 Index = npt.NDArray[np.int64]
 _INITIAL_SLOTS = 1024
 _STALE_LIMIT = 4096
-"""Uses that may be remembered in vain before they are looked through."""
+"""Stale uses that may accumulate before they are removed."""
 _PART_SLOTS = 256
-"""Slots of a batch that are looked at together: one that leaves by itself costs a look at so many."""
+"""Slots of a batch that are checked together: removing one costs a check of this many."""
 
 
 class Slots:
-    """Arrays indexed by slot; those of a slot that nobody has mean nothing."""
+    """Arrays indexed by slot. Values of an unallocated slot are undefined."""
 
     def __init__(self) -> None:
         self.offset: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         self.size: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         self.run: Index = np.zeros(_INITIAL_SLOTS, np.int64)
-        """Bytes of one layer run, as its writer gave them."""
+        """Bytes of one layer run, as given by the writer."""
         self.writer: Index = np.zeros(_INITIAL_SLOTS, np.int64)
-        """Which peer wrote it; 0 is this process."""
+        """Which peer wrote the page; 0 is this process."""
         self.tick: Index = np.zeros(_INITIAL_SLOTS, np.int64)
-        """When it was used last; -1 of one that nobody can find any more."""
+        """Time of last use; -1 for a removed page."""
         self.account: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
         self.refs: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
-        """Transfers under way: it can neither be evicted nor its place lent."""
+        """Reference count of leases: a page with references can be neither evicted nor reused."""
         self.ready: npt.NDArray[np.bool_] = np.zeros(_INITIAL_SLOTS, np.bool_)
-        """Its bytes have come."""
+        """The page's bytes are loaded."""
         self.dropped: npt.NDArray[np.bool_] = np.zeros(_INITIAL_SLOTS, np.bool_)
-        """Dropped while held: its place comes back with the last hold."""
+        """Removed while in use: the last release frees the page."""
         self.keys: list[bytes] = [b""] * _INITIAL_SLOTS
-        """Whose it is, or was last."""
+        """The current, or last, object of the slot."""
         self.slot_at: dict[int, int] = {}
-        """Place in the arena → slot."""
+        """Arena offset → slot."""
         self.checksums: dict[int, bytes] = {}
-        """Checksums of its page, of the slots that have any."""
+        """Checksums of the page, for slots that have them."""
         self._free = list(range(_INITIAL_SLOTS - 1, -1, -1))
 
     def allocate(self, offsets: list[int], size: int) -> list[int]:
-        """A slot for each of these places."""
+        """Returns a slot for each of these arena offsets."""
         count = len(offsets)
         if not count:
             return []
@@ -64,7 +64,7 @@ class Slots:
         return slots
 
     def assign(self, slots: Index, keys: Iterable[bytes], account: int) -> None:
-        """Each is of a new object from now on: held once, by whoever fills it."""
+        """Assigns each slot to a new object, with one reference for the lease that fills it."""
         noted = self.keys
         for slot, key in zip(slots.tolist(), keys, strict=True):
             noted[slot] = key
@@ -80,17 +80,18 @@ class Slots:
 
     def _grow(self) -> None:
         before = len(self.offset)
-        for name in ("offset", "size", "run", "writer", "tick", "account", "held", "ready", "gone"):
+        for name in ("offset", "size", "run", "writer", "tick", "account", "refs", "ready", "dropped"):
             old: npt.NDArray[Any] = getattr(self, name)
-            # A new array: who reads a held slot without the lock may go on reading the old one.
+            # A new array: a thread that reads a leased slot without the lock may still use the old one.
             setattr(self, name, np.concatenate((old, np.zeros_like(old))))
         self.keys += [b""] * before
         self._free[:0] = range(2 * before - 1, before - 1, -1)
 
 
 class LruOrder:
-    """Slots by their last use, longest ago first: batches of them as they were used. A slot that was used again since, or
-    left, is passed over: its tick is another one. A batch costs one append; looking costs O(1) a slot, in the long run."""
+    """Slots by last use, least recent first, stored as batches. A slot that was used again or removed has another tick
+    and is skipped. A batch costs one append; a lookup costs O(1) per slot, amortised.
+    """
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
 
@@ -100,7 +101,7 @@ class LruOrder:
         self._queued, self._limit = 0, _STALE_LIMIT
 
     def touch(self, slots: Index, tick: int) -> None:
-        """These (each once) are used now; no other call ever had this tick."""
+        """Marks slots (each once) as used now. Every call needs a new tick."""
         if not slots.size:
             return
         self._slots.tick[slots] = tick
@@ -117,7 +118,7 @@ class LruOrder:
             yield tick, slots[self._slots.tick[slots] == tick]
 
     def least_recent(self) -> int | None:
-        """The slot whose last use was longest ago."""
+        """Returns the least recently used slot, or None."""
         while self._batches:
             tick, slots = self._batches[0]
             if slots.size and self._slots.tick[slots[0]] == tick:
@@ -130,9 +131,9 @@ class LruOrder:
         return None
 
     def oldest(self, limit: int) -> Index:
-        """Up to `most` slots, that whose last use was longest ago first."""
+        """Returns up to `limit` slots, least recently used first."""
         found, count = list[Index](), 0
-        self.least_recent()  # what is at the front and has gone is not looked at twice
+        self.least_recent()  # removes stale slots at the front
         for _, live in self._live():
             found.append(live)
             count += len(live)

@@ -1,9 +1,9 @@
-"""The connections of a PeerServer: who may stay, for how long, and what all of them together may borrow.
+"""The connections of a PeerServer: admission, deadlines, and the bytes that all leases together may use.
 
-    arrives -> pending (a hello has `handshake_seconds`) -> admitted (at most `connections`, half of them of one origin)
+    connected -> pending (a hello has `handshake_seconds`) -> admitted (at most `max_connections`, half per origin)
 
-An origin is a user on this host or an address. Where too many are pending, the oldest of the origin with the most ends: a
-stranger ends its own connections first, and never takes a place of an admitted one. Knows no tiers.
+An origin is a user on this host or an address. With too many pending, the oldest of the origin with the most is
+closed: a stranger closes its own connections first, and never an admitted one. Does not know tiers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PeerClient:
 
 
 class PeerClients:
-    """Safe from any thread. Closes no connection: returns those to close."""
+    """The table of connections. Thread-safe. Closes no connection: returns those to close."""
 
     def __init__(self, pending: int, admitted: int, idle_seconds: float) -> None:
         self._max_pending, self._max_admitted, self._idle = pending, admitted, idle_seconds
@@ -39,7 +39,7 @@ class PeerClients:
         self._ended = False
 
     def add(self, client: PeerClient) -> list[PeerClient]:
-        """Enters a connection that has proved nothing yet."""
+        """Adds a connection before its handshake; returns connections to close."""
         with self._lock:
             if self._ended:
                 return [client]
@@ -51,7 +51,7 @@ class PeerClients:
             return [oldest]
 
     def admit(self, client: PeerClient) -> tuple[bool, list[PeerClient]]:
-        """Whether a connection that proved itself may stay, and an idle one that ends for it."""
+        """Returns whether an authenticated connection is admitted, and an idle connection to close for it."""
         with self._lock:
             if client not in self._pending:
                 return False, []
@@ -77,20 +77,20 @@ class PeerClients:
             self._admitted.pop(client, None)
 
     def overdue(self) -> list[PeerClient]:
-        """Connections whose deadline has passed."""
+        """Returns connections whose deadline has passed."""
         now = time.monotonic()
         with self._lock:
             return [client for client in (*self._pending, *self._admitted) if client.deadline < now]
 
     def end(self) -> list[PeerClient]:
-        """All connections; none is entered from now on."""
+        """Returns all connections; none is added from now on."""
         with self._lock:
             self._ended = True
             return [*self._pending, *self._admitted]
 
 
 def _oldest(pending: Iterable[PeerClient]) -> PeerClient:
-    """The oldest connection of the origin that has the most."""
+    """Returns the oldest connection of the origin that has the most."""
     pending = list(pending)
     counts = Counter(client.origin for client in pending)
     most = max(counts.values())
@@ -98,7 +98,7 @@ def _oldest(pending: Iterable[PeerClient]) -> PeerClient:
 
 
 class LeaseBudget:
-    """Bytes that connections may borrow together. Safe from any thread."""
+    """Bytes that leases of all connections may use together. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._left = most

@@ -1,7 +1,7 @@
-"""A peer's arena by NIXL: RDMA between hosts where UCX finds it, shared memory or TCP where not.
+"""NIXL access to a peer's arena: RDMA between hosts if UCX finds it, otherwise shared memory or TCP.
 
-The server only registers its arena and says where it is; the client reads and writes by itself, through a registered buffer,
-between `HOLD` and `RELEASE` (or `RESERVE` and `COMMIT`). What is a lease, and what is in it, `peer.py` knows.
+The server registers its arena and publishes its address. The client reads and writes by itself, through a registered
+buffer, between `ACQUIRE` and `RELEASE` (or `RESERVE` and `COMMIT`). `peer_tier.py` manages leases.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ __all__ = ["NixlArena", "NixlClient"]
 
 _BUFFER_BYTES = 8 << 20
 _BUSY_SECONDS, _IDLE_SECONDS = 50e-6, 0.02
-_ABANDONED: list[memoryview] = []  # buffers that a transfer which was given up may still write to
+_ABANDONED: list[memoryview] = []  # buffers that an abandoned transfer may still write to
 
 
 class NixlArena:
-    """The server's side. Keeps the arena registered until `close`. Where there is no RDMA a transfer needs this side, too: a
-    thread of ours lets it go on, often while anyone has pages of the arena and now and then while nobody has."""
+    """The server's side: keeps the arena registered until `close`.
+
+    Without RDMA a transfer needs progress on this side: a thread polls the agent, often during leases, rarely otherwise.
+    """
 
     def __init__(self, arena: npt.NDArray[np.uint8]) -> None:
         agent, address = make_agent("UCX"), address_of(arena)
@@ -43,13 +45,13 @@ class NixlArena:
         self._thread.start()
 
     def change_leases(self, change: int) -> None:
-        """So many more leases of pages are out, or fewer."""
+        """Adds `change` to the number of active leases."""
         with self._changed:
             self._leases += change
             self._changed.notify()
 
     def close(self) -> None:
-        """Transfers under way fail."""
+        """Ends NIXL access; transfers in flight fail."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -57,7 +59,7 @@ class NixlArena:
 
     def _progress(self, agent: Any, registered: Any) -> None:
         while not self._ended:
-            agent.get_new_notifs()  # nobody sends any: it is the call by which an agent works
+            agent.get_new_notifs()  # there are none: this call makes the agent progress
             if self._leases:
                 time.sleep(_BUSY_SECONDS)
                 continue
@@ -67,7 +69,7 @@ class NixlArena:
 
 
 class NixlClient:
-    """The client's side: one for each connection. Whatever it raises means that the connection is gone."""
+    """The client's side, one per connection. After any exception the connection is unusable."""
 
     def __init__(self, about: dict[str, Any], timeout: float) -> None:
         self._agent, self._base, self._timeout = make_agent("UCX"), int(about["base"]), timeout
@@ -76,7 +78,7 @@ class NixlClient:
         self._registered: Any = None
 
     def prepare_buffer(self, page_bytes: int) -> int:
-        """How many pages go at once; at least one."""
+        """Registers a buffer for pages of this size; returns how many pages fit, at least one."""
         if len(self._buffer) < max(page_bytes, _BUFFER_BYTES):
             self._deregister()
             self._buffer = aligned_bytes(max(page_bytes, _BUFFER_BYTES))
@@ -85,11 +87,11 @@ class NixlClient:
         return len(self._buffer) // page_bytes
 
     def buffer_page(self, number: int, page_bytes: int) -> memoryview:
-        """A place in the buffer."""
+        """Returns one page of the buffer."""
         return self._buffer[number * page_bytes : (number + 1) * page_bytes]
 
     def transfer(self, verb: str, offsets: Sequence[int], page_bytes: int, start: int, stop: int) -> None:
-        """READ or WRITE of bytes [start, stop) of pages of the arena, to or from the same bytes of the buffer's pages."""
+        """Reads or writes (READ, WRITE) bytes [start, stop) of arena pages, to or from the same bytes of the buffer's pages."""
         base, size = address_of(np.frombuffer(self._buffer, np.uint8)), stop - start
         ours = [(base + number * page_bytes + start, size, 0) for number in range(len(offsets))]
         theirs = [(self._base + offset + start, size, 0) for offset in offsets]
@@ -102,7 +104,7 @@ class NixlClient:
         while state not in ("DONE", "ERR"):
             if time.monotonic() > deadline:
                 _ABANDONED.append(self._buffer)
-                raise TimeoutError(f"NIXL: no end within {self._timeout} s")
+                raise TimeoutError(f"NIXL: the transfer did not end within {self._timeout} s")
             time.sleep(pause)
             pause = min(2 * pause, 200e-6)
             state = agent.check_xfer_state(handle)

@@ -1,10 +1,10 @@
-"""Another process's host memory as a tier: `peer://host:port`, `peer:///path/of/socket`. Its pages are read where they lie.
+"""Another process's host memory as a tier: `peer://host:port`, `peer:///path/of/socket`.
 
-    shared       same host: hold -> copy from the shared arena -> compare checksums -> release     no byte on a socket
-    nixl         hold -> NIXL brings them (RDMA where there is any) -> compare checksums -> release
-    connection   read -> bytes on the connection, straight into the caller's memory -> compare checksums
+    shared       same host: acquire -> copy from the shared arena -> compare checksums -> release     no socket traffic
+    nixl         acquire -> NIXL transfer (RDMA if available) -> compare checksums -> release
+    connection   read -> bytes on the connection, directly into the caller's memory -> compare checksums
 
-The other side is a `PeerServer`. Knows no stores.
+The server is a `PeerServer`. Does not know stores.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from .unix_socket import UnixAddress, connect_loopback, connect_unix
 
 __all__ = ["PeerConnection", "TransferMethod", "open_peer", "parse_url"]
 
-_BATCH_BYTES = 32 << 20  # between two batches a connection waits for an answer: the fewer, the faster
-_ABANDONED: list[Channel] = []  # connections that are kept for what they have reserved
+_BATCH_BYTES = 32 << 20  # a connection waits for a reply between batches: fewer batches are faster
+_ABANDONED: list[Channel] = []  # connections that stay open because of their reserved pages
 Address = tuple[str, int] | UnixAddress
 TransferMethod = Literal["auto", "shared", "nixl", "connection"]
 
 
 class PeerConnection(Connection):
-    """One connection to a PeerServer. `by="auto"` is shared memory where it can be reached, else the connection.
+    """One connection to a PeerServer. `by="auto"` uses shared memory if reachable, else the connection.
 
-    An empty `secret` is this user's own; then a server of this user on loopback is reached by its Unix socket, without a secret.
-    Connections with the same `token` may drop each other's pages."""
+    An empty `secret` selects this user's own; a server of this user on loopback is then reached by its Unix socket,
+    without a secret. Connections with the same `token` may drop each other's pages.
+    """
 
     def __init__(
         self, address: Address, secret: bytes, timeout: float, by: TransferMethod = "auto", token: bytes = b""
@@ -65,7 +66,7 @@ class PeerConnection(Connection):
                 self.arena = map_shared_memory(str(fields["path"]), str(fields["token"]), int(fields["size"]))
             if by == "shared" and self.arena is None:
                 raise StoreError(
-                    "the peer's memory cannot be mapped from here: another host, user or container"
+                    "the peer's memory cannot be mapped: it is on another host, or of another user or container"
                 )
             if by == "nixl":
                 if "nixl" not in fields:
@@ -114,7 +115,7 @@ class PeerConnection(Connection):
         return self._write_shared(job, self.arena) if self.arena is not None else self._write(job)
 
     def _lease(self, verb: Verb, job: Job) -> tuple[Message, list[int], list[int], _ChecksumReader]:
-        """HOLD or RESERVE: the answer, with results, offsets and checksums."""
+        """Sends ACQUIRE or RESERVE; returns the reply, with results, offsets and checksums."""
         form, count = job.objects.form, len(job.which)
         answer = self._ask(_keys_message(verb, job.keys(), form.page_bytes, form.run_bytes))
         results = np.frombuffer(answer.payload, np.uint8, count).tolist()
@@ -158,7 +159,7 @@ class PeerConnection(Connection):
                     "WRITE", [offsets[number] for number in some], form.page_bytes, 0, form.page_bytes
                 )
             except TimeoutError:
-                # It may still arrive: as long as the connection stays, those places are nobody else's.
+                # The write may still arrive: the open connection keeps these pages reserved.
                 _ABANDONED.append(self._channel)
                 raise
         self._ask(Message(Verb.COMMIT, a=answer.a, b=1, payload=b"".join(checks)))
@@ -208,8 +209,10 @@ class PeerConnection(Connection):
             outcomes[index] = Outcome(result)
             if result == Outcome.PENDING:
                 if not 0 <= offset <= len(arena) - size:
-                    raise StoreError(f"the peer lends bytes {offset} to {offset + size} of {len(arena)}")
-                # Checksums of the source, not of the copy: what went wrong between is then seen.
+                    raise StoreError(
+                        f"the peer leased bytes {offset} to {offset + size} of an arena of {len(arena)}"
+                    )
+                # Checksums of the source, not of the copy: they detect a faulty copy.
                 page = view[offset : offset + size]
                 checks.append(copy_checked(page, job.target(index), form.run_bytes, of_target=False))
                 outcomes[index] = Outcome.OK
@@ -234,7 +237,7 @@ class PeerConnection(Connection):
 def _connect(
     address: Address, secret: bytes, timeout: float, by: TransferMethod
 ) -> tuple[socket.socket, bool]:
-    """A connection, and whether it needs a secret: a Unix socket does not, because the system names the user there."""
+    """Returns a connection, and whether it needs a secret: on a Unix socket the kernel identifies the user."""
     try:
         if isinstance(address, UnixAddress):
             return connect_unix(address, timeout), False
@@ -252,16 +255,16 @@ def _address_text(address: Address) -> str:
 
 
 class _ChecksumReader:
-    """The checksums of the pages that were found, one page after the other, from `at` of a payload."""
+    """The checksums of the hits, page after page, from `at` of a payload."""
 
     def __init__(self, payload: bytes, at: int, runs: int) -> None:
         self._payload, self._at, self._size = payload, at, 8 * runs
 
     def next(self, part: tuple[int, int] | None = None, run_bytes: int = 1) -> bytes:
-        """Of the next page, or of a part of it."""
+        """Returns the checksums of the next page, or of a part of it."""
         found = self._payload[self._at : self._at + self._size]
         if len(found) < self._size:
-            raise StoreError("the peer's answer is short")
+            raise StoreError("the peer's reply is too short")
         self._at += self._size
         return found if part is None else found[part[0] // run_bytes * 8 : part[1] // run_bytes * 8]
 
@@ -291,11 +294,15 @@ class _Write(Job):
 def open_peer(
     address: Address, secret: bytes = b"", by: TransferMethod = "auto", config: RemoteConfig | None = None
 ) -> RemoteTier:
-    """Another process's host tier. Its capacity is the peer's own; of `config` only how to ask counts. An empty `secret` is this
-    user's own."""
+    """Opens another process's host tier, with the peer's capacity. An empty `secret` selects this user's own.
+
+    Of `config` only timeout, threads and batch size apply. Raises TierError if the peer cannot be reached.
+    """
     asked = config or RemoteConfig(capacity=1)
     if asked.compression != "none" or asked.keys is not None:
-        raise ValueError("a peer keeps pages as its own engine uses them: neither compressed nor encrypted")
+        raise ValueError(
+            "a peer stores pages as its engine uses them: compression and keys are not supported"
+        )
     name = f"peer://{_address_text(address).removeprefix('peer ')}"
     token = os.urandom(16)
 
@@ -313,8 +320,11 @@ def open_peer(
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """`peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`; by auto, shared, nixl or connection.
-    `peer:///path/of/socket?uid=1001` names a Unix socket, and the user that may serve there beside this one and root."""
+    """Parses `peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`; returns the opener.
+
+    `by` is auto, shared, nixl or connection. `peer:///path/of/socket?uid=1001` is a Unix socket, and the user that may
+    serve it besides this one and root.
+    """
     parts = urlsplit(url)
     options = Options(url, parts.query)
     try:

@@ -1,8 +1,8 @@
-"""Serves a host tier to other processes: a thread for every connection, and leases that end with it, or after a deadline.
+"""Serves a host tier to other processes: one thread per connection, and leases that end with it or at a deadline.
 
-On one host a peer maps the arena and copies by itself, between `HOLD` and `RELEASE` (or `RESERVE` and `COMMIT`); elsewhere
-pages travel on the connection. Checksums are made where a page is written and compared where it is read. Nothing here is
-ever unpickled. A stored page is never overwritten, and only its writer drops it. Knows no engines and no names beyond their bytes.
+On one host a client maps the arena and copies by itself, between `ACQUIRE` and `RELEASE` (or `RESERVE` and
+`COMMIT`); otherwise pages move on the connection. The writer computes checksums, the reader compares them. Nothing
+is ever unpickled. A stored page is never overwritten, and only its writer drops it. Does not know engines.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _HASH_BYTES = 16
 _MAX_LEASES, _MAX_LEASED = (
     4,
     8192,
-)  # of one connection, and their objects; a client has one lease of 4096 at most
+)  # per connection, and their objects; our client has one lease of 4096 at most
 _MAX_LEASE_BYTES = 64 << 20
-_MIN_PAGE, _MIN_RUN = 512, 64  # smaller ones cost more bookkeeping than bytes
+_MIN_PAGE, _MIN_RUN = 512, 64  # smaller ones cost more in bookkeeping than in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """Where to listen, and what clients may use.
+    """Where to listen, and limits of clients.
 
-    `port` 0 is any free one. An empty `secret` is this user's own (secret.py), on loopback alone; beyond it give one of 16 bytes or
-    more. On loopback clients of this user connect by a Unix socket, too. `local` is another path of such a socket; `users` may use it
-    beside this user and root. `read_only`: clients read and change nothing.
+    `port` 0 is any free one. An empty `secret` selects this user's own (secret.py), on loopback only; otherwise give 16
+    bytes or more. Clients of this user on loopback connect by a Unix socket, too. `unix_socket` is another path of one;
+    `allowed_uids` may use it besides this user and root. `read_only`: clients cannot change anything.
 
-    A hello has `handshake_seconds`, a lease `lease_seconds`; then the connection ends. Of `connections` half may come from one user or
-    address; beyond that one that was idle for `idle_seconds` ends for a new one.
+    A hello has `handshake_seconds`, a lease `lease_seconds`; then the connection ends. One user or address may have half
+    of `max_connections`; beyond the limit a new connection replaces one that was idle for `idle_seconds`.
     """
 
     host: str = "127.0.0.1"
@@ -73,25 +73,27 @@ class PeerConfig:
     def __post_init__(self) -> None:
         if len(self.secret) < MIN_SECRET_BYTES and not _loopback(self.host):
             raise ValueError(
-                f"host={self.host!r} can be reached from elsewhere: give a secret of {MIN_SECRET_BYTES} bytes or more "
+                f"host={self.host!r} is reachable from other hosts: give a secret of {MIN_SECRET_BYTES} bytes or more "
                 f"(this has {len(self.secret)}), or listen on 127.0.0.1"
             )
         if 0 < len(self.secret) < MIN_SECRET_BYTES:
             raise ValueError(
-                f"a secret of {len(self.secret)} bytes is too short: give {MIN_SECRET_BYTES} or more"
+                f"a secret of {len(self.secret)} bytes is too short: use {MIN_SECRET_BYTES} or more"
             )
         for field in (
-            "connections",
+            "max_connections",
             "timeout",
             "handshake_seconds",
             "lease_seconds",
             "idle_seconds",
-            "pending",
+            "max_handshakes",
         ):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be positive")
         if self.allowed_uids and self.unix_socket is None:
-            raise ValueError("other users need a socket that they can reach: give its path, too")
+            raise ValueError(
+                "allowed_uids needs unix_socket: give the path of a socket that these users can reach"
+            )
 
 
 def _loopback(host: str) -> bool:
@@ -102,21 +104,23 @@ def _loopback(host: str) -> bool:
 
 
 def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int) -> Objects:
-    """Objects of which only the keys are known. A ValueError for keys of several groups or forms."""
+    """Returns objects of which only the keys are known. Raises ValueError for keys of several groups or forms."""
     tail = keys[0][_HASH_BYTES:] if keys else bytes(KEY_BYTES - _HASH_BYTES)
     if any(key[_HASH_BYTES:] != tail for key in keys):
-        raise ValueError("keys of several groups or forms in one message")
+        raise ValueError("a message contains keys of several groups or forms: send one message per form")
     form = Form("", "", page_bytes, run_bytes)
-    form.__dict__["fingerprint"] = tail[4:]  # as its owner made it
+    form.__dict__["fingerprint"] = tail[4:]  # as the client computed it
     group = int.from_bytes(tail[:4], "little")
     objects = Objects([key[:_HASH_BYTES] for key in keys], group, form)
-    objects.__dict__["keys"] = keys  # known, too
+    objects.__dict__["keys"] = keys  # computed already
     return objects
 
 
 class PeerServer:
-    """Runs until `close`. The tier stays its owner's; OSError where the address cannot be had, ValueError where there is no secret.
-    `memory` is its arena if others on this host may map it, `nixl` if NIXL may reach it."""
+    """Serves until `close`; does not own the tier. Raises OSError if the address is unavailable, ValueError without a secret.
+
+    `memory` is the arena if processes on this host may map it, `nixl` if NIXL may access it.
+    """
 
     def __init__(
         self,
@@ -132,7 +136,7 @@ class PeerServer:
         self._about["lease_bytes"] = self._limits.each
         if memory is not None:
             self._about |= {"path": memory.path, "token": memory.token, "size": memory.size}
-        self._memory, self._nixl = memory, nixl  # while guests may use them
+        self._memory, self._nixl = memory, nixl  # referenced while clients may use them
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._socket = socket.create_server((config.host, config.port), family=family, backlog=128)
         self._unix_listeners: list[UnixListener] = []
@@ -147,7 +151,7 @@ class PeerServer:
         loopback = listen_loopback(config.host, self.address[1])
         if loopback is not None:
             self._unix_listeners.append(loopback)
-        self._users = frozenset((os.geteuid(), 0, *config.allowed_uids))
+        self._uids = frozenset((os.geteuid(), 0, *config.allowed_uids))
         self._clients = PeerClients(config.max_handshakes, config.max_connections, config.idle_seconds)
         self._ended = threading.Event()
         self._count = threading.Lock()
@@ -167,7 +171,7 @@ class PeerServer:
         return str(host), int(port)
 
     def close(self) -> None:
-        """Ends every connection; who reads from the arena gets an error and computes again."""
+        """Ends every connection. A client that reads from the arena gets an error and recomputes."""
         self._ended.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -184,13 +188,13 @@ class PeerServer:
             try:
                 connected, where = listening.accept()
             except OSError:
-                # Closed; or out of descriptors, say: then the others go on.
+                # Closed, or out of descriptors: other connections continue.
                 self._ended.wait(0.05)
                 continue
             try:
                 user = peer_uid(connected) if is_unix else -1
                 channel = Channel(connected, self._config.timeout)
-            except OSError:  # it has gone already
+            except OSError:  # disconnected already
                 connected.close()
                 continue
             origin = f"user {user}" if is_unix else str(where[0])
@@ -199,7 +203,7 @@ class PeerServer:
                 self._refuse(ended)
             try:
                 self._start(self._serve, client, is_unix, user)
-            except RuntimeError:  # the system gives no more threads
+            except RuntimeError:  # the system's limit of threads
                 self._clients.remove(client)
                 self._refuse(client)
 
@@ -209,7 +213,7 @@ class PeerServer:
         client.channel.close()
 
     def _end_overdue(self) -> None:
-        """Ends connections whose hello or lease takes too long."""
+        """Ends connections whose hello or lease exceeds its deadline."""
         period = min(1.0, self._config.handshake_seconds / 4, self._config.lease_seconds / 4)
         while not self._ended.wait(period):
             for client in self._clients.overdue():
@@ -217,7 +221,7 @@ class PeerServer:
                 self._clients.remove(client)
 
     def _admit(self, client: PeerClient, allowed: bool) -> Verdict:
-        """What becomes of a connection that has the secret, or came by a Unix socket."""
+        """Returns the verdict on a connection with the secret or by a Unix socket."""
         if not allowed:
             return Verdict.WRONG_USER
         admitted, idle = self._clients.admit(client)
@@ -235,8 +239,8 @@ class PeerServer:
             self._tier, client, self._about, self._config.read_only, self._nixl, self._limits, maps
         )
         try:
-            allowed = not is_unix or user in self._users
-            # By a Unix socket the system says who it is: there the hello proves nothing.
+            allowed = not is_unix or user in self._uids
+            # On a Unix socket the kernel identifies the user: the hello proves nothing.
             if (
                 server_handshake(
                     channel, b"" if is_unix else self._secret, lambda: self._admit(client, allowed)
@@ -252,7 +256,7 @@ class PeerServer:
                 requests.answer(message)
                 client.busy, client.used = bool(requests.leases), time.monotonic()
         except OSError:
-            pass  # it has gone
+            pass  # disconnected
         except (PeerError, ValueError, struct.error) as error:
             with contextlib.suppress(OSError):
                 channel.send(Message(Verb.ABOUT, payload=str(error).encode(), status=1))
@@ -263,8 +267,10 @@ class PeerServer:
 
 
 class _LeaseLimits:
-    """What connections may borrow of a tier: each of them, and all together for reading and for writing. So neither pages that are
-    held nor places that are never filled push out all others."""
+    """Limits of leases: per connection, and for all together, separately for reads and writes.
+
+    So neither leased pages nor reserved pages that are never filled evict all others.
+    """
 
     def __init__(self, tier: HostTier, config: PeerConfig) -> None:
         self.seconds = config.lease_seconds
@@ -274,13 +280,13 @@ class _LeaseLimits:
         self._key = os.urandom(32)
 
     def writer(self, token: bytes) -> int:
-        """The number of a client, which others cannot guess; never 0."""
+        """Returns a client's number, never 0, which other clients cannot guess."""
         return int.from_bytes(blake2b(token, digest_size=8, key=self._key).digest(), "little") >> 2 | 1
 
 
 @dataclass(slots=True)
 class _ActiveLease:
-    """A lease of a connection: its bytes, of which budget, and when it ends at the latest."""
+    """A lease of a connection: its bytes, its budget, and its deadline."""
 
     lease: Lease
     budget: LeaseBudget
@@ -301,7 +307,7 @@ class _RequestHandler:
         limits: _LeaseLimits,
         maps: bool,
     ) -> None:
-        """`maps`: this client may read all of the arena anyway."""
+        """`maps`: this client can read the whole arena anyway."""
         self._tier, self._client, self._channel, self._published = tier, client, client.channel, about
         self._read_only, self._nixl, self._limits, self._maps = read_only, nixl, limits, maps
         self._writer = limits.writer(os.urandom(16))
@@ -324,12 +330,12 @@ class _RequestHandler:
         self._verbs[message.verb](message)
 
     def release_leases(self) -> None:
-        """What it was about to write is not there; what it read may leave."""
+        """Releases all leases: reserved pages are removed, read pages become evictable."""
         for number in list(self.leases):
             self._remove_lease(number).release(written=False)
 
     def max_payload(self, verb: Verb, count: int) -> int:
-        """The largest payload of a request: keys, checksums of a lease, or the token of a client."""
+        """Returns the largest payload of a request: keys, checksums of a lease, or the token of a client."""
         if verb == Verb.COMMIT:
             return max((active.lease.checksum_bytes for active in self.leases.values()), default=0)
         return {Verb.ABOUT: _HASH_BYTES, Verb.USAGE: 0, Verb.RELEASE: 0}.get(verb, count * KEY_BYTES)
@@ -337,29 +343,33 @@ class _RequestHandler:
     @staticmethod
     def _keys(message: Message) -> list[bytes]:
         if len(message.payload) != message.count * KEY_BYTES:
-            raise ValueError(f"{len(message.payload)} bytes are not {message.count} keys of {KEY_BYTES}")
+            raise ValueError(
+                f"a payload of {len(message.payload)} bytes is not {message.count} keys of {KEY_BYTES} bytes"
+            )
         data = message.payload
         return [data[at : at + KEY_BYTES] for at in range(0, message.count * KEY_BYTES, KEY_BYTES)]
 
     def _objects(self, message: Message) -> Objects:
-        """The objects whose keys are the payload."""
+        """Returns the objects whose keys are the payload."""
         return objects_from_keys(self._keys(message), message.page_bytes, message.run_bytes)
 
     def _make_lease(
         self, message: Message, budget: LeaseBudget, take: Callable[[Objects], Lease]
     ) -> tuple[int, Lease, list[int]]:
-        """A lease of as many objects as the limits allow: its number, the lease, results of the others (BUSY)."""
+        """Leases as many objects as the limits allow; returns its number, the lease, and BUSY results of the others."""
         objects = message.count + sum(len(active.lease.offsets) for active in self.leases.values())
         if objects > _MAX_LEASED:
-            raise ValueError(f"{objects} objects in leases of one connection: the limit is {_MAX_LEASED}")
+            raise ValueError(
+                f"{objects} objects in leases of one connection exceed the limit of {_MAX_LEASED}: release some"
+            )
         if len(self.leases) >= _MAX_LEASES:
             raise ValueError(
-                f"{len(self.leases)} leases of one connection: release some, the limit is {_MAX_LEASES}"
+                f"the connection has {len(self.leases)} leases, the limit is {_MAX_LEASES}: release some"
             )
         keys, size = self._keys(message), message.page_bytes
         every = objects_from_keys(keys, size, message.run_bytes)
         if size > self._tier.slab_bytes:
-            raise ValueError(f"a page of {size} bytes does not fit a slab of {self._tier.slab_bytes}")
+            raise ValueError(f"a page of {size} bytes does not fit a slab of {self._tier.slab_bytes} bytes")
         left = self._limits.each - sum(active.size for active in self.leases.values())
         count = budget.take(size, min(len(keys), max(0, left) // size))
         try:
@@ -370,7 +380,7 @@ class _RequestHandler:
             budget.release(count * size)
             raise
         active = int((lease.offsets >= 0).sum())
-        budget.release((count - active) * size)  # what is not there is not borrowed
+        budget.release((count - active) * size)  # misses are not leased
         number, self._next = self._next, self._next + 1
         self.leases[number] = _ActiveLease(
             lease, budget, active * size, time.monotonic() + self._limits.seconds
@@ -381,10 +391,10 @@ class _RequestHandler:
         return number, lease, [Outcome.BUSY] * (len(keys) - count)
 
     def _remove_lease(self, number: int) -> Lease:
-        """A lease, no longer kept."""
+        """Removes a lease from the connection and returns it."""
         active = self.leases.pop(number, None)
         if active is None:
-            raise ValueError(f"there is no lease {number}")
+            raise ValueError(f"lease {number} does not exist")
         active.budget.release(active.size)
         self._set_deadline()
         if self._nixl is not None:
@@ -416,21 +426,21 @@ class _RequestHandler:
             self._remove_lease(message.a).release(written=False)
 
     def _reserve_pages(self, objects: Objects) -> Lease:
-        """Places for a guest's pages; none where it may only read."""
+        """Reserves pages for a client; none if it may only read."""
         form = objects.form
         if self._read_only:
             none = np.full(len(objects), -1, np.int64)
             return Lease(self._tier, objects, none, none, np.full(len(objects), Outcome.FULL, np.uint8))
         if form.page_bytes < self._limits.min_page or (form.runs > 1 and form.run_bytes < _MIN_RUN):
             raise ValueError(
-                f"pages of {form.page_bytes} bytes in runs of {form.run_bytes} are too small to be stored by a peer: "
-                f"the limits are {self._limits.min_page} and {_MIN_RUN}"
+                f"pages of {form.page_bytes} bytes in runs of {form.run_bytes} are too small for a peer: "
+                f"the minimum is {self._limits.min_page} and {_MIN_RUN}"
             )
         return self._tier.reserve(objects, self._writer)
 
     def _reserve(self, message: Message) -> None:
         number, lease, busy = self._make_lease(message, self._limits.reserved, self._reserve_pages)
-        if not self._maps:  # else a client that writes nothing would read what an evicted page left there
+        if not self._maps:  # else a client that writes nothing could read bytes of an evicted page
             for at, stop in _merge_neighbours(lease.offsets[lease.offsets >= 0].tolist(), message.page_bytes):
                 self._tier.arena[at:stop] = 0
         payload = _results(lease, busy) + _offsets(lease, busy)
@@ -451,7 +461,9 @@ class _RequestHandler:
 
     def _read(self, message: Message) -> None:
         if not 0 <= message.a < message.b <= message.page_bytes:
-            raise ValueError(f"part {message.a} to {message.b} of a page of {message.page_bytes}")
+            raise ValueError(
+                f"part {message.a} to {message.b} is not inside a page of {message.page_bytes} bytes"
+            )
         number, lease, busy = self._make_lease(message, self._limits.held, self._tier.acquire)
         try:
             payload = _results(lease, busy) + b"".join(lease.page_checksums())
@@ -466,8 +478,7 @@ class _RequestHandler:
             self._remove_lease(number).release(written=False)
 
     def _write(self, message: Message) -> None:
-        """Says which pages are wanted, and takes those: a page is long, a question short. Their checksums come last, so that
-        they are made while pages travel."""
+        """Reports which pages are wanted, then receives those. Checksums follow, so they are computed during the transfer."""
         size = message.page_bytes
         number, lease, busy = self._make_lease(message, self._limits.reserved, self._reserve_pages)
         written = False
@@ -481,7 +492,7 @@ class _RequestHandler:
                 self._channel.receive_into(self._tier.arena[at:stop].data)
             checks = self._channel.receive(max_payload=lambda verb, count: lease.checksum_bytes)
             if checks.verb != Verb.WRITE:
-                raise ValueError(f"{checks.verb.name} came in place of the pages' checksums")
+                raise ValueError(f"received {checks.verb.name} instead of the pages' checksums")
             lease.set_checksums(checks.payload)
             written = True
         finally:
@@ -489,7 +500,7 @@ class _RequestHandler:
         self._channel.send(Message(Verb.WRITE))
 
     def _drop(self, message: Message) -> None:
-        """Drops what this client wrote, and what is damaged, whoever wrote it."""
+        """Drops pages that this client wrote, and damaged pages of any client."""
         dropped, objects = 0, self._objects(message)
         if not self._read_only:
             dropped = self._tier.drop(objects, self._writer)
@@ -511,7 +522,7 @@ def _offsets(lease: Lease, busy: list[int]) -> bytes:
 
 
 def _merge_neighbours(offsets: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """Where pages of `size` bytes lie, in that order, neighbours as one."""
+    """Returns the byte ranges of pages of `size` bytes, in that order, with adjacent ones merged."""
     spans: list[tuple[int, int]] = []
     for at in offsets:
         if spans and spans[-1][1] == at:

@@ -1,9 +1,10 @@
-"""Peers on one host by Unix sockets: the system names the user at the other end, so no secret is needed.
+"""Unix sockets between peers on one host: the kernel identifies the other user, so no secret is needed.
 
     PRIVATE/peer-PORT-HOST.sock    beside a TCP port on loopback; mode 0600 in a directory of mode 0700
-    any path                       where `kvloom share --socket` puts it, for users that --allow-uid names
+    any path                       of `kvloom share --socket`, for users of --allow-uid
 
-HOST stands for this boot and network namespace: loopback of another container or host is another one. Knows no protocols.
+HOST identifies this boot and network namespace: loopback of another container or host differs.
+Does not know protocols.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ __all__ = [
 ]
 
 _CREDENTIALS = struct.Struct("3i")
-_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # the last serves loopback, too
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # the last one includes loopback
 
 
 class UnixAddress:
-    """The path of a Unix socket, and the users that may serve there beside this one and root."""
+    """The path of a Unix socket, and the users that may serve it besides this one and root."""
 
     def __init__(self, path: str, uids: Iterable[int] = ()) -> None:
         self.path, self.uids = path, frozenset(uids)
@@ -63,7 +64,7 @@ class UnixListener:
 
 
 def peer_uid(connected: socket.socket) -> int:
-    """The user at the other end of a Unix socket, as the system tells it."""
+    """Returns the user id at the other end of a Unix socket, as reported by the kernel."""
     _, uid, _ = _CREDENTIALS.unpack(
         connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -71,7 +72,7 @@ def peer_uid(connected: socket.socket) -> int:
 
 
 def listen_loopback(host: str, port: int) -> UnixListener | None:
-    """Listens beside a TCP port on loopback, for this user; None where the system or the directories do not allow it."""
+    """Listens beside a TCP port on loopback, for this user. Returns None if system or directories do not allow it."""
     if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
         return None
     for folder in private_directories():
@@ -81,7 +82,9 @@ def listen_loopback(host: str, port: int) -> UnixListener | None:
             continue
         name = _socket_name(port)
         try:
-            with contextlib.suppress(FileNotFoundError):  # the port is ours now: whoever made this has ended
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # this process has the port now, so the socket's creator has ended
                 os.unlink(name, dir_fd=directory)
             return UnixListener(_listen(_fd_path(directory, name), 0o600), name, directory)
         except OSError:
@@ -90,7 +93,7 @@ def listen_loopback(host: str, port: int) -> UnixListener | None:
 
 
 def connect_loopback(host: str, port: int, timeout: float) -> socket.socket | None:
-    """A connection to the server of this user that listens on a port of loopback; None where there is none by Unix socket."""
+    """Connects to this user's server on a loopback port by Unix socket. Returns None if it has no such socket."""
     if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
         return None
     for folder in private_directories():
@@ -108,12 +111,12 @@ def connect_loopback(host: str, port: int, timeout: float) -> socket.socket | No
 
 
 def listen_unix(path: Path, mode: int) -> UnixListener:
-    """Listens at a path. OSError where something else is there, or another process listens."""
+    """Listens at a path. Raises OSError if another file exists there or another process listens."""
     if not hasattr(socket, "SO_PEERCRED"):
-        raise OSError(95, "this system does not name the user at the other end: leave --socket out")
+        raise OSError(95, "this system does not identify the user of a Unix socket: omit --socket")
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise FileExistsError(17, "it exists and is no socket")
+            raise FileExistsError(17, "it exists and is not a socket")
         with socket.socket(socket.AF_UNIX) as probe:
             try:
                 probe.connect(str(path))
@@ -125,7 +128,7 @@ def listen_unix(path: Path, mode: int) -> UnixListener:
 
 
 def connect_unix(address: UnixAddress, timeout: float) -> socket.socket:
-    """A connection to a path. OSError where nobody listens, or where another user does."""
+    """Connects to a path. Raises OSError if no process listens, or another user does."""
     return _connect(address.path, timeout, address.uids)
 
 
@@ -149,7 +152,8 @@ def _connect(path: str, timeout: float, uids: frozenset[int]) -> socket.socket:
         uid = peer_uid(connected)
         if uid not in (os.geteuid(), 0, *uids):
             raise PermissionError(
-                1, f"user {uid} serves there, not user {os.geteuid()}: give ?uid={uid} if that is meant"
+                1,
+                f"the server belongs to user {uid}, not to user {os.geteuid()}: give ?uid={uid} to allow it",
             )
     except BaseException:
         connected.close()
@@ -158,7 +162,7 @@ def _connect(path: str, timeout: float, uids: frozenset[int]) -> socket.socket:
 
 
 def _fd_path(directory: int, name: str) -> str:
-    """A path of a file in an open directory, short enough for a socket's address."""
+    """Returns a path of a file in an open directory, short enough for a socket's address."""
     return f"/proc/self/fd/{directory}/{name}"
 
 

@@ -1,6 +1,7 @@
-"""Calls into a client that has no timeouts: they run in a thread of their own, and who waits gives up in time.
+"""Timeouts for a client library that has none: calls run in a thread of their own, and the caller stops waiting.
 
-A call that was given up goes on in its thread, with what it was lent: `StillRunningError` says when that ends. Knows no stores.
+An abandoned call continues in its thread, with the memory it was given: `StillRunningError` reports its end.
+Does not know stores.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ _MAX_STUCK = 16
 
 
 class StillRunningError(TimeoutError):
-    """A call was given up and goes on. If it was `lent` a caller's memory, that is the call's until it is over."""
+    """A call was abandoned and still runs. With `uses_caller_memory` it may access the caller's memory until it ends."""
 
     def __init__(self, text: str, pending: _PendingCall, lent: bool) -> None:
         super().__init__(text)
         self._pending, self.uses_caller_memory = pending, lent
 
     def on_finished(self, call: Callable[[], None]) -> None:
-        """Has `call()` called once when it is over: at once, or from the call's thread."""
+        """Calls `call()` once when the abandoned call ends: immediately, or in its thread."""
         with BoundedCalls._lock:
             if not self._pending.finished.is_set():
                 self._pending.watchers.append(call)
@@ -32,14 +33,14 @@ class StillRunningError(TimeoutError):
 
 
 class BoundedCalls:
-    """One thread for the calls of one connection. After a TimeoutError it is of no further use."""
+    """One thread for the calls of one connection. Unusable after a TimeoutError."""
 
-    _stuck = 0  # threads of this process that wait for a call that was given up
+    _stuck = 0  # threads of this process inside an abandoned call
     _lock = threading.Lock()
 
     def __init__(self, timeout: float, what: str) -> None:
         if BoundedCalls._stuck >= _MAX_STUCK:
-            raise TimeoutError(f"{BoundedCalls._stuck} calls to {what} hang")
+            raise TimeoutError(f"{BoundedCalls._stuck} calls to {what} hang; the limit is {_MAX_STUCK}")
         self._timeout, self._what = timeout, what
         self._ended = False
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], _PendingCall] | None] = queue.SimpleQueue()
@@ -48,10 +49,12 @@ class BoundedCalls:
     def call(
         self, function: Callable[[], Any], timeout: float | None = None, uses_caller_memory: bool = False
     ) -> Any:
-        """What `function` returns or raises; StillRunningError when it takes too long. `lent` says that it was lent a caller's
-        memory."""
+        """Returns or raises the result of `function`; raises StillRunningError after the timeout.
+
+        `uses_caller_memory`: the function accesses memory of the caller.
+        """
         if self._ended:
-            raise TimeoutError(f"{self._what} did not answer before")
+            raise TimeoutError(f"{self._what} did not answer an earlier call")
         pending = _PendingCall()
         self._calls.put((function, pending))
         limit = self._timeout if timeout is None else timeout
@@ -77,7 +80,7 @@ class BoundedCalls:
             function, pending = item
             try:
                 pending.value = function()
-            except BaseException as error:  # noqa: BLE001  told to who asked
+            except BaseException as error:  # noqa: BLE001  raised in the caller's thread
                 pending.error = error
             with BoundedCalls._lock:
                 pending.finished.set()

@@ -1,9 +1,9 @@
 """Mooncake Store as a tier: `mooncake://master:50051?capacity=64GiB&segment=16GiB`.
 
-One client for a tier (mooncake_client.py). Pages go straight between their memory, which is registered, and the store; heads, and
-what is short, compressed or encrypted, pass through a registered buffer that every thread has. The store neither counts for us nor
-tells what it evicted, so `capacity` bounds what this process put there. An empty or negative answer is a miss, and a length is never
-believed.
+One client per tier (mooncake_client.py). Pages move directly between registered memory and the store. Heads, and
+short, compressed or encrypted values, pass through a registered buffer per thread. The store neither counts nor
+reports evictions, so `capacity` bounds the values of this process. An empty or negative reply is a miss; lengths
+are never trusted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .store_tier import CapacityTracker, Destination, Store, ValueRange, store_t
 __all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "parse_url"]
 
 _NO_SPACE, _TOO_LONG, _ABSENT = -200, -600, -704
-_BATCH_BYTES = 16 << 20  # a tenth faster than half of it, and no slower than twice
-_MIN_PIECE = 256 << 10  # a value in two places is two requests: what is shorter is sooner copied
+_BATCH_BYTES = 16 << 20  # a tenth faster than 8 MiB, and as fast as 32 MiB
+_MIN_PIECE = 256 << 10  # a value in two regions is two requests: copying shorter pieces is faster
 
 
 class MooncakeStore(Store):
-    """One thread's way to the store: calls that are bounded in time, and a buffer that is registered."""
+    """One thread's connection to the store: calls with a timeout, and a registered buffer."""
 
     def __init__(self, client: MooncakeClient, capacity: CapacityTracker, timeout: float, what: str) -> None:
         self._mooncake, self._client, self._capacity = client, client.get(), capacity
@@ -56,7 +56,7 @@ class MooncakeStore(Store):
             self._call(lambda: self._mooncake.register_memory(self._client, memory))
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """A key that is in a batch twice is asked for once: the client would fill one of its places only."""
+        """Reads a key that a batch contains twice only once: the library would fill one of its destinations only."""
         self._capacity.touch(list(dict.fromkeys(want.key for want in ranges)))
         lengths = (
             self._get_direct(ranges, destination) if len(set(ranges)) == len(ranges) else [0] * len(ranges)
@@ -80,8 +80,10 @@ class MooncakeStore(Store):
         return lengths
 
     def _get_direct(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Values of the likely length straight to where they go: their lengths, -1 for what is not there, 0 for what must be
-        fetched through the buffer."""
+        """Reads values of the expected length directly to their destination.
+
+        Returns their lengths, -1 for a miss, 0 for a value to be read through the buffer.
+        """
         lengths = [0] * len(ranges)
         pieces = {
             n: destination(n, want.expected_bytes) or ()
@@ -95,7 +97,7 @@ class MooncakeStore(Store):
         self._reserve_buffer(
             sum(aligned(size) for n in direct for address, size in targets[n] if not address)
         )
-        at, small = 0, []  # what is not lent comes through the buffer
+        at, small = 0, []  # unregistered pieces are read through the buffer
         buffers: list[list[int]] = []
         for number in direct:
             buffers.append([])
@@ -123,7 +125,7 @@ class MooncakeStore(Store):
         return lengths
 
     def _addresses(self, pieces: Sequence[Any]) -> list[tuple[int, int]]:
-        """Address and length of each piece; address 0 where it is not lent."""
+        """Returns address and length of each piece; address 0 if its memory is not registered."""
         views = [memoryview(piece) for piece in pieces]
         return [
             (self._mooncake.registered_address(view) if len(view) >= _MIN_PIECE else 0, len(view))
@@ -187,7 +189,7 @@ class MooncakeStore(Store):
             try:
                 self._call(lambda: self._client.unregister_buffer(self._address))
             except TimeoutError:
-                ABANDONED_MEMORY.append(self._buffer)  # a call that hangs may still write there
+                ABANDONED_MEMORY.append(self._buffer)  # a hung call may still write there
         self._address = 0
         self._bounded.close()
 
@@ -199,7 +201,7 @@ class MooncakeStore(Store):
     @staticmethod
     def _check_count(answers: Any, count: int) -> None:
         if len(answers) != count:
-            raise StoreError(f"{len(answers)} answers for {count} keys")
+            raise StoreError(f"the store returned {len(answers)} results for {count} keys")
 
     def _evict(self, evicted: list[bytes]) -> None:
         if evicted:
@@ -207,7 +209,7 @@ class MooncakeStore(Store):
             self._call(lambda: self._client.batch_remove(names, True))
 
     def _reserve_buffer(self, size: int) -> None:
-        """A registered buffer of that size. One that was given up to a hung call is never used again: its connection is."""
+        """Registers a buffer of at least `size` bytes. A buffer of a hung call is never reused: its connection is closed."""
         if size <= len(self._buffer) and self._address:
             return
         buffer = aligned_bytes(max(size, 1 << 20))
@@ -220,7 +222,7 @@ class MooncakeStore(Store):
         self._buffer, self._address = buffer, address
 
     def _fetch(self, ranges: Sequence[ValueRange], begins: list[int], sizes: list[int]) -> list[int]:
-        """The length of each want in its place of the buffer; what is not there is not positive."""
+        """Reads each range into its position of the buffer; returns lengths, not positive for a miss."""
         lengths = [-1] * len(ranges)
         whole = [number for number, want in enumerate(ranges) if not want.stop]
         parts = [number for number, want in enumerate(ranges) if want.stop]
@@ -231,7 +233,7 @@ class MooncakeStore(Store):
             got = self._call(lambda: self._client.batch_get_into(names, pointers, spans))
             self._check_count(got, len(whole))
             for number, buffer, length in zip(whole, spans, got, strict=True):
-                # Longer than any value of ours: damaged, and told as such.
+                # Longer than any valid value: reported as damaged.
                 lengths[number] = buffer + 1 if length == _TOO_LONG else min(length, buffer + 1)
         for number in parts:
             want, size = ranges[number], sizes[number]
@@ -254,7 +256,7 @@ class MooncakeStore(Store):
 
 
 def open_mooncake(mooncake: MooncakeConfig, config: RemoteConfig) -> RemoteTier:
-    """A TierError when the package is missing, or the master cannot be reached."""
+    """Opens the tier. Raises TierError if the package is missing or the master cannot be reached."""
     load_library()
     config = replace(config, batch_bytes=max(config.batch_bytes, _BATCH_BYTES))
     client, capacity = MooncakeClient(mooncake, config.timeout), CapacityTracker(config.capacity)
@@ -267,7 +269,7 @@ def open_mooncake(mooncake: MooncakeConfig, config: RemoteConfig) -> RemoteTier:
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """`mooncake://master:port?capacity=64GiB&segment=16GiB&local=10.0.0.7&protocol=rdma&devices=mlx5_0`."""
+    """Parses `mooncake://master:port?capacity=64GiB&segment=16GiB&local=10.0.0.7&protocol=rdma&devices=mlx5_0`."""
     parts = urlsplit(url)
     options = Options(url, parts.query)
     try:
@@ -275,7 +277,7 @@ def parse_url(url: str) -> Callable[[], RemoteTier]:
     except ValueError as error:
         raise ValueError(f"{options.url}: {error}") from None
     if parts.hostname is None:
-        raise ValueError(f"{options.url}: where is its master? Write mooncake://host:port?capacity=64GiB")
+        raise ValueError(f"{options.url}: the master is missing; write mooncake://host:port?capacity=64GiB")
     mooncake = MooncakeConfig(
         master=f"{parts.hostname}:{port}",
         segment=options.size("segment", 0),

@@ -1,6 +1,6 @@
-"""Mooncake Store's own client, made once for a tier: its set-up, its end, and the callers' memory that is registered with it.
+"""The client of Mooncake Store, one per tier: set-up, end, and the registered memory of callers.
 
-Nothing is asked of a client whose set-up failed: that would end the process. Knows no values and no heads.
+A client whose set-up failed is never called: that would crash the process. Does not know values or heads.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from .remote_tier import StoreError
 
 __all__ = ["ABANDONED_MEMORY", "MooncakeClient", "MooncakeConfig", "load_library"]
 
-ABANDONED_MEMORY: list[Any] = []  # memory that must outlive who lent it: a call that hangs may still use it
+ABANDONED_MEMORY: list[Any] = []  # memory that a hung call may still access
 _ABANDONED_CLIENTS: list[
     Any
-] = []  # clients that were never set up, or that a call hangs in: their end would crash the process
+] = []  # clients without set-up or with a hung call: ending them would crash the process
 _SETUP_SECONDS, _CLOSE_SECONDS = 20.0, 5.0
 _MIN_REGISTERED_BYTES = 1 << 20
-_MAX_REGISTERED = (
-    8  # regions of callers' memory that stay registered; what lies elsewhere passes through a buffer
-)
+_MAX_REGISTERED = 8  # registered regions of callers' memory; other memory is copied through a buffer
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeConfig:
-    """`segment` is the memory this process gives to the store, 0 for none; `local` is this host's address, as other clients
-    reach it; `protocol` tcp or rdma."""
+    """`segment` is the memory this process contributes to the store, 0 for none. `local` is this host's address for other
+    clients; `protocol` is tcp or rdma.
+    """
 
     master: str
     segment: int = 0
@@ -53,20 +52,20 @@ class MooncakeConfig:
 
 
 class MooncakeClient:
-    """The library's client, made once. It finds a restarted master by itself."""
+    """The library's client, created once. It reconnects to a restarted master by itself."""
 
     def __init__(self, config: MooncakeConfig, timeout: float) -> None:
         self._config, self._timeout = config, timeout
         self._lock, self._register_lock = threading.Lock(), threading.Lock()
         self._ready: Any = None
         self._calls, self._ended = 0, False
-        self._idle = threading.Condition()  # a call is
+        self._idle = threading.Condition()  # notified when a call ends
         self._turns = {"get": threading.Lock(), "put": threading.Lock()}
-        # Registered (address, bytes) -> the memory, which stays while it is.
+        # Registered (address, bytes) -> the memory, referenced while registered.
         self._registered: dict[tuple[int, int], Any] = {}
 
     def should_register(self, memory: npt.NDArray[np.uint8]) -> bool:
-        """Is it worth lending, and not lent yet?"""
+        """Whether memory is large enough to register, and not registered yet."""
         region = (address_of(memory), len(memory))
         return (
             region[1] >= _MIN_REGISTERED_BYTES
@@ -75,15 +74,17 @@ class MooncakeClient:
         )
 
     def register_memory(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
-        """Registers memory once, until the tier is closed. May take long, and may be refused: then it is not lent."""
+        """Registers memory once, until the tier is closed. May take long; the library may refuse it."""
         with self._register_lock:
             if self.should_register(memory) and client.register_buffer(address_of(memory), len(memory)) == 0:
                 self._registered = {**self._registered, (address_of(memory), len(memory)): memory}
 
     @contextmanager
     def one_at_a_time(self, verb: str) -> Iterator[None]:
-        """Two batches at once are slower than one after the other: one is checked while the other travels. A TimeoutError for who
-        has waited for as long as anyone waits for it: it must not begin any more."""
+        """Serialises batches: one is verified while the next is in transfer, which is faster than two at once.
+
+        Raises TimeoutError after the timeout: the caller has stopped waiting by then.
+        """
         if not self._turns[verb].acquire(timeout=self._timeout):
             raise TimeoutError(f"{self._config}: another call did not end within {self._timeout} s")
         try:
@@ -92,13 +93,13 @@ class MooncakeClient:
             self._turns[verb].release()
 
     def registered_address(self, piece: memoryview) -> int:
-        """Where a piece lies, if it is in memory that was lent; else 0."""
+        """Returns the address of a piece in registered memory, else 0."""
         at = address_of(np.frombuffer(piece, np.uint8))
         here = any(low <= at and at + len(piece) <= low + size for low, size in self._registered)
         return at if here else 0
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """`call()`, which uses the client: while that is there, for one that was ended would end the process."""
+        """Runs `call()` while the client is open: a call on an ended client would crash the process."""
         with self._idle:
             if self._ended:
                 raise StoreError(f"{self._config} is closed")
@@ -111,7 +112,7 @@ class MooncakeClient:
                 self._idle.notify_all()
 
     def get(self) -> Any:
-        """A StoreError while the master cannot be reached."""
+        """Returns the library's client. Raises StoreError while the master cannot be reached."""
         with self._lock:
             if self._ready is None:
                 self._ready = self._make()
@@ -120,7 +121,7 @@ class MooncakeClient:
     def _make(self) -> Any:
         host, _, port = self._config.master.rpartition(":")
         try:
-            # Asked first: without a master the set-up hangs.
+            # Checked first: without a master the set-up hangs.
             socket.create_connection((host, int(port)), self._timeout).close()
         except OSError as error:
             raise StoreError(f"the master of {self._config} cannot be reached: {error}") from error
@@ -156,7 +157,7 @@ class MooncakeClient:
         return client
 
     def close(self) -> None:
-        """Gives back the segment, and with it what lies there. A TimeoutError where a call hangs: then all stays as it is."""
+        """Releases the segment and the values in it. Raises TimeoutError if a call hangs: then everything stays allocated."""
         with self._idle:
             self._ended = True
             idle = self._idle.wait_for(lambda: not self._calls, max(self._timeout, _CLOSE_SECONDS))
@@ -166,7 +167,9 @@ class MooncakeClient:
         if not idle:
             _ABANDONED_CLIENTS.append(client)
             ABANDONED_MEMORY.extend(registered.values())
-            raise TimeoutError(f"{self._config}: a call hangs, so it is left as it is")
+            raise TimeoutError(
+                f"{self._config}: a call hangs, so the client stays open until the process ends"
+            )
 
         def end() -> None:
             for address, _ in registered:
@@ -178,7 +181,7 @@ class MooncakeClient:
             try:
                 bounded.call(end)
             except TimeoutError:
-                ABANDONED_MEMORY.extend(registered.values())  # a call that hangs may still use it
+                ABANDONED_MEMORY.extend(registered.values())  # a hung call may still access it
                 raise
             bounded.close()
 
@@ -189,7 +192,7 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 def load_library() -> Any:
     for variable, level in (("GLOG_minloglevel", "2"), ("MC_LOG_LEVEL", "ERROR")):
-        os.environ.setdefault(variable, level)  # it tells every step otherwise
+        os.environ.setdefault(variable, level)  # otherwise the library logs every step
     try:
         return import_module("mooncake.store")
     except ImportError as error:

@@ -3,8 +3,8 @@
     kvloom/1/KEY     the page: head and body                     kvloom/1:used    keys by last use (a sorted set)
     kvloom/1:sizes   bytes by key                                kvloom/1:counts  bytes, evicted, a clock of uses
 
-Everyone who shares the database shares the capacity: a write first makes an empty value and room for it, in one step on the
-server, and fills it only if it is still there. So nothing is ever outside the count. Knows no pages.
+All clients of the database share the capacity. A write first creates an empty value and evicts for it, in one step
+on the server, and fills it only if it still exists. So every value is counted. Does not know pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .store_tier import Destination, Store, ValueRange, store_tier
 __all__ = ["RedisAddress", "RedisStore", "open_redis", "parse_url"]
 
 _INDEX, _SIZES, _COUNTS = b"kvloom/1:used", b"kvloom/1:sizes", b"kvloom/1:counts"
-_BATCH_BYTES = 2 << 20  # what a processor's cache holds: 8 MiB at once are up to twice slower
+_BATCH_BYTES = 2 << 20  # fits the processor's cache: 8 MiB are up to twice slower
 _MAX_COUNT = (1 << 63) - 1
 _INDEXES = (3, _INDEX, _SIZES, _COUNTS)
 
@@ -80,7 +80,7 @@ return there
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """Where a server is, and who asks. `socket` is a path, instead of host and port."""
+    """Address and credentials of a server. `socket` is a path, instead of host and port."""
 
     host: str = "127.0.0.1"
     port: int = 6379
@@ -91,7 +91,7 @@ class RedisAddress:
     socket: str = ""
 
     def __str__(self) -> str:
-        """For logs: no password."""
+        """Returns the address for logs, without the password."""
         return f"{'rediss' if self.tls else 'redis'}://{self.socket or f'{self.host}:{self.port}'}/{self.database}"
 
 
@@ -134,7 +134,7 @@ class RedisStore(Store):
             def destination_of(length: int, number: int = number) -> Sequence[memoryview] | None:
                 return destination(number, length) if length else ()
 
-            # An empty string: nothing there, or a value that has yet to come.
+            # An empty string is a miss, or a value that is not filled yet.
             lengths.append(self._connection.read_value_into(destination_of) or -1)
         self._replies(1)
         return lengths
@@ -148,7 +148,7 @@ class RedisStore(Store):
         for _ in items:
             answer = self._connection.read_reply()
             full = isinstance(answer, RedisReplyError) and answer.args[0].startswith("OOM")
-            # None: someone pushed it out before it was filled.
+            # None: evicted by another client before it was filled.
             outcomes.append(
                 Outcome.OK if answer == b"OK" else Outcome.FULL if full or answer is None else Outcome.FAILED
             )
@@ -164,7 +164,7 @@ class RedisStore(Store):
     def usage(self) -> Usage:
         self._connection.send([("HLEN", _SIZES), ("HMGET", _COUNTS, "bytes", "evicted")])
         objects, counts = self._replies(2)
-        # A server may say anything: counts stay within what metrics take.
+        # The server is not trusted: counts stay within the range of metrics.
         return Usage(*(max(0, min(int(count or 0), _MAX_COUNT)) for count in (objects, *counts[:2])))
 
     def close(self) -> None:
@@ -179,14 +179,16 @@ class RedisStore(Store):
 
 
 def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
-    """A TierError when the server cannot be reached, or will not have us."""
+    """Opens the tier. Raises TierError if the server cannot be reached or refuses the connection."""
     config = replace(config, batch_bytes=min(config.batch_bytes, _BATCH_BYTES))
     return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout))
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """`redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`; `rediss://` with TLS; a socket:
-    `redis:///path/of/socket?capacity=…&db=0`. The options are those of RemoteConfig."""
+    """Parses `redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`; returns the opener.
+
+    `rediss://` uses TLS; `redis:///path/of/socket?capacity=…&db=0` a Unix socket. Options are those of RemoteConfig.
+    """
     parts = urlsplit(url)
     options = Options(url, parts.query)
     path = unquote(parts.path)
@@ -198,7 +200,7 @@ def parse_url(url: str) -> Callable[[], RemoteTier]:
         else:
             database = path.strip("/") or "0"
             if not database.isdecimal():
-                raise ValueError(f"{database!r} is no number of a database")
+                raise ValueError(f"{database!r} is not a database number")
             address = replace(address, host=parts.hostname, port=parts.port or 6379, database=int(database))
     except ValueError as error:
         raise ValueError(f"{options.url}: {error}; write redis://host:port/db?capacity=64GiB") from None

@@ -1,7 +1,7 @@
-"""Redis's protocol on one socket: commands out in one go, long answers straight into the caller's memory.
+"""The Redis protocol (RESP) on one socket: commands in one batch, long replies directly into the caller's memory.
 
-A client library would hold every page twice more on its way: here 2 MiB pages go four to seven times faster than through
-redis-py with hiredis. Knows commands and answers, no pages.
+A client library would copy every page twice more: this one moves 2 MiB pages four to seven times faster than
+redis-py with hiredis. Knows commands and replies; does not know pages.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ __all__ = ["RedisReplyError", "RespConnection"]
 
 _END = b"\r\n"
 _MAX_LINE = 1 << 16
-_RECEIVE_BYTES = 1 << 20  # the server has one thread, and goes on with the next answer meanwhile
-_MAX_SHORT = 64 << 10  # bytes of an answer without a place of its own: digests, counts
-_MAX_ITEMS, _MAX_DEPTH = 1024, 4  # of an array; arrays in arrays
-_MAX_VALUE = 512 << 20  # Redis itself takes no longer one
-_READ_AHEAD = 4096  # bytes read beyond a line: what they are of a long answer is copied, the rest is not
+_RECEIVE_BYTES = 1 << 20  # the single-threaded server continues with the next reply meanwhile
+_MAX_SHORT = 64 << 10  # bytes of a reply without a destination: digests, counts
+_MAX_ITEMS, _MAX_DEPTH = 1024, 4  # of an array; nested arrays
+_MAX_VALUE = 512 << 20  # the limit of Redis itself
+_READ_AHEAD = 4096  # bytes read beyond a line; only these of a long reply are copied
 
 
 class RedisReplyError(RuntimeError):
-    """The server's error answer to one command; the connection is all right."""
+    """The server's error reply to one command. The connection stays usable."""
 
 
 class RespConnection:
-    """One connection; for one thread at a time. `timeout` bounds every exchange. OSError, TimeoutError, ValueError: it is
-    of no further use."""
+    """One connection; for one thread at a time. `timeout` bounds every exchange.
+
+    Unusable after OSError, TimeoutError or ValueError.
+    """
 
     def __init__(
         self,
@@ -39,7 +41,7 @@ class RespConnection:
         tls: ssl.SSLContext | None = None,
         limit: int = _MAX_SHORT,
     ) -> None:
-        """`most` bounds the bytes of an answer that has no place of its own."""
+        """`limit` bounds the bytes of a reply without a destination."""
         self._limit = limit
         if isinstance(address, str):
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -57,7 +59,7 @@ class RespConnection:
         self._stream.close()
 
     def call(self, *command: Any) -> Any:
-        """One command and its answer; raises RefusedError."""
+        """Sends one command and returns its reply; raises RedisReplyError."""
         self.send([command])
         answer = self.read_reply()
         if isinstance(answer, RedisReplyError):
@@ -65,8 +67,10 @@ class RespConnection:
         return answer
 
     def send(self, commands: Sequence[Sequence[Any]]) -> None:
-        """Commands, without waiting for answers. An argument is bytes, text, a number, or a list of pieces that are sent
-        from where they are. The time for the whole exchange begins here."""
+        """Sends commands without waiting for replies. Starts the timeout of the whole exchange.
+
+        An argument is bytes, text, a number, or a list of pieces that are sent from their memory.
+        """
         self._stream.begin()
         pieces: list[Any] = []
         for command in commands:
@@ -82,11 +86,13 @@ class RespConnection:
             pieces.append(b"".join(short))
         self._stream.send(pieces)
 
-    # --- answers
+    # --- replies
 
     def read_reply(self, depth: int = 0) -> Any:
-        """The next answer: bytes, a number, None, a list, or a RefusedError (not raised: it is one command's). ValueError: it is longer
-        than any short answer, so no memory is set aside for it."""
+        """Returns the next reply: bytes, a number, None, a list, or a RedisReplyError (returned: it belongs to one command).
+
+        Raises ValueError if it is longer than the limit, before any allocation.
+        """
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -107,15 +113,18 @@ class RespConnection:
             items = _bounded("an array of items", int(rest), _MAX_ITEMS)
             _bounded("arrays in arrays", depth + 1, _MAX_DEPTH)
             return None if items < 0 else [self.read_reply(depth + 1) for _ in range(items)]
-        raise ValueError(f"not an answer of Redis: {line[:40]!r}")
+        raise ValueError(f"not a Redis reply: {line[:40]!r}; is it a Redis server?")
 
     def read_value_into(self, destination: Callable[[int], Sequence[memoryview] | None]) -> int:
-        """A string's length, -1 for none; its bytes go where `place(length)` says. RefusedError is raised."""
+        """Reads a string into the memory that `destination(length)` returns; returns its length, -1 for none.
+
+        Raises RedisReplyError.
+        """
         line = self._line()
         if line[:1] == b"-":
             raise RedisReplyError(line[1:].decode(errors="replace"))
         if line[:1] != b"$":
-            raise ValueError(f"not a string of Redis: {line[:40]!r}")
+            raise ValueError(f"not a Redis string: {line[:40]!r}; is it a Redis server?")
         length = _bounded("a value of bytes", int(line[1:]), _MAX_VALUE)
         if length < 0:
             return -1
@@ -124,7 +133,7 @@ class RespConnection:
             self._skip(length + 2)
             return length
         if sum(map(len, pieces)) != length:
-            raise ValueError(f"a place of {sum(map(len, pieces))} bytes for {length}")
+            raise ValueError(f"the destination has {sum(map(len, pieces))} bytes for a value of {length}")
         for piece in pieces:
             self._fill(piece)
         self._skip(2)
@@ -140,7 +149,7 @@ class RespConnection:
                 return (line + ahead[:found]).rstrip(b"\r")
             line += ahead
             if len(line) > _MAX_LINE:
-                raise ValueError("a line without an end")
+                raise ValueError(f"a line exceeds {_MAX_LINE} bytes; is it a Redis server?")
             self._at, self._end = 0, self._stream.receive_some(self._buffer)
 
     def _fill(self, into: memoryview) -> None:
@@ -159,7 +168,7 @@ class RespConnection:
 
 
 def _bounded(what: str, length: int, limit: int) -> int:
-    """Returns a length that the server named. ValueError: it is above `most`."""
+    """Returns a length that the server announced. Raises ValueError above the limit."""
     if length > limit:
         raise ValueError(f"Redis announced {what}: {length}, the limit is {limit}; is it a Redis server?")
     return length

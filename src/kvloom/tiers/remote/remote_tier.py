@@ -1,10 +1,10 @@
-"""What every tier behind a connection has: threads with a connection each, batches, bounded waits, a way back after faults.
+"""Base of all tiers behind a connection: threads with one connection each, batches, timeouts, reconnection.
 
     write -> writing threads \\                          lookup, drop, stats -> the caller's thread,
-    read  -> reading threads  > one job a batch                               with a connection of their own
+    read  -> reading threads  > one job per batch                             with a separate connection
 
-What a job does with its connection is its own file's matter: `values.py` for stores of keys and values, `peer.py` for
-another process's host memory.
+A subclass of Job defines the transfer: `store_tier.py` for key-value stores, `peer_tier.py` for another process's
+host memory.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from .bounded_calls import StillRunningError
 __all__ = ["Connection", "Job", "Link", "RemoteConfig", "RemoteTier", "StoreError", "Usage", "remote_config"]
 
 _MAX_BACKOFF, _MAX_TIMEOUT = 10.0, 86400
-_MAX_OBJECTS = 4096  # of one call
+_MAX_OBJECTS = 4096  # per call
 
 
 class StoreError(RuntimeError):
-    """The store said no, or said nothing; its connection is not used again."""
+    """The store reported an error or did not answer. Its connection is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class Usage:
 
 
 class Connection(Protocol):
-    """Used by one thread at a time. Every call is bounded in time; whatever it raises means that the connection is gone."""
+    """Used by one thread at a time. Every call has a timeout; after any exception the connection is unusable."""
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]: ...
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Returns how many there were."""
+        """Removes keys; returns the number removed."""
         ...
 
     def usage(self) -> Usage: ...
@@ -71,11 +71,11 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """`capacity` is what all who share the store may keep there, or this process alone where the store cannot count.
+    """`capacity` bounds all clients of the store, or this process only if the store does not count.
 
-    `timeout` bounds each call to the store; `lookup`, `drop` and `stats` wait no longer. After a failure nobody asks the
-    store for a moment, which doubles to 10 s. `keys` is a file of keys (keys.py): pages are sealed with them, by default encrypted
-    (`protect`), and their names are derived with them.
+    `timeout` bounds each call to the store, so `lookup`, `drop` and `stats` wait no longer. After a failure no call is
+    made for a pause that doubles up to 10 s. `keys` is a key file (encryption.py): pages are sealed with its keys, by
+    default encrypted (`protect`), and their stored keys are derived with them.
     """
 
     capacity: int
@@ -93,12 +93,12 @@ class RemoteConfig:
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be positive")
         if not self.timeout <= _MAX_TIMEOUT:
-            raise ValueError(f"timeout={self.timeout} is no number of seconds up to {_MAX_TIMEOUT}")
+            raise ValueError(f"timeout={self.timeout} is not a number of seconds up to {_MAX_TIMEOUT}")
         check_protect(self.keys, self.protect)
 
     @property
     def effective_batch_bytes(self) -> int:
-        """Bytes of one call: all batches that may be under way fit the store at once."""
+        """Bytes per call: all batches in flight fit the store together."""
         return min(self.batch_bytes, self.capacity // (2 * self.writers))
 
 
@@ -120,8 +120,10 @@ def remote_config(options: Options) -> RemoteConfig:
 
 
 class Link:
-    """A connection that is made when needed, and made again after it broke; a pause between, so that a store that is
-    gone costs little. Used by one thread at a time."""
+    """A connection that opens when needed and reopens after a failure, with a pause between attempts.
+
+    Used by one thread at a time.
+    """
 
     def __init__(self, connect: Callable[[], Connection]) -> None:
         self._connect = connect
@@ -131,11 +133,11 @@ class Link:
         self._reason = ""
 
     def call(self, verb: Callable[[Any], Any]) -> Any:
-        """A StoreError for whatever goes wrong, with the store's words."""
+        """Calls `verb(connection)`. Raises StoreError, with the store's message, for any failure."""
         if self._closed:
             raise StoreError("the tier is closed")
         if self._store is None and time.monotonic() < self._retry_at:
-            raise StoreError(f"{self._reason} (trying again in {self._retry_at - time.monotonic():.1f} s)")
+            raise StoreError(f"{self._reason} (retry in {self._retry_at - time.monotonic():.1f} s)")
         try:
             if self._store is None:
                 self._store = self._connect()
@@ -163,8 +165,10 @@ class Link:
 
 
 class RemoteTier(Tier):
-    """Safe from any thread. Raises TierError when the other side cannot be reached at the start; afterwards nothing
-    raises. `jobs` are what reads and writes do; `largest` is the largest page, head included."""
+    """Thread-safe. Raises TierError if the store cannot be reached at opening; afterwards nothing raises.
+
+    `jobs` are the job types of reads and writes; `max_page_bytes` includes the head.
+    """
 
     def __init__(
         self,
@@ -180,7 +184,7 @@ class RemoteTier(Tier):
         self._max_page_bytes = max_page_bytes or config.capacity // (2 * config.writers)
         self._keys = read_keys(config.keys, config.protect)
         self._make_codec = partial(make_codec, config.compression, self._keys)
-        self._make_codec()  # a missing package is said now
+        self._make_codec()  # reports a missing package now
         self._connect = connect
         self._control, self._control_lock = Link(connect), threading.Lock()
         try:
@@ -207,7 +211,7 @@ class RemoteTier(Tier):
         return self._config.capacity
 
     def _with_stored_keys(self, objects: Objects) -> Objects:
-        """Returns objects under the keys that the store sees. NoKeyError: their tenant has no key."""
+        """Returns objects under their keys in the store. Raises NoKeyError if the tenant has no key."""
         return objects if self._keys is None else self._keys.with_stored_keys(objects)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
@@ -236,7 +240,7 @@ class RemoteTier(Tier):
         size = objects.form.page_bytes
         if size > self._max_page_bytes:
             raise ValueError(
-                f"a page of {size} bytes does not fit {self.name}, which takes {self._max_page_bytes}: raise its capacity"
+                f"a page of {size} bytes does not fit {self.name}, which accepts {self._max_page_bytes} bytes: raise its capacity"
             )
         try:
             objects = self._with_stored_keys(objects)
@@ -254,7 +258,7 @@ class RemoteTier(Tier):
         return int(self._call_control(lambda store: store.remove(keys), 0)) if keys else 0
 
     def stats(self) -> TierStats:
-        """The store's own count; the last one known while it does not answer."""
+        """Returns the store's own counts; the last known ones while it does not answer."""
         self._usage = usage = self._call_control(lambda store: store.usage(), self._usage)
         evicted = max(0, usage.evicted - self._evicted_before)
         return self._transfer_counts.stats(usage.objects, usage.bytes, self.capacity, evicted)
@@ -276,13 +280,13 @@ class RemoteTier(Tier):
         if self._on_close is not None:
             try:
                 self._on_close()
-            except Exception as error:  # noqa: BLE001  it goes with the process
-                logging.getLogger(__name__).warning("%s did not end well: %s", self.name, error)
+            except Exception as error:  # noqa: BLE001  the process releases it
+                logging.getLogger(__name__).warning("%s could not be closed cleanly: %s", self.name, error)
 
     # --- inside
 
     def _call_control(self, verb: Callable[[Any], Any], default: Any) -> Any:
-        """A short question in the caller's thread. A store that does not answer costs its timeout, once in a while."""
+        """Makes a short call in the caller's thread. Returns `default` if the store does not answer in time."""
         if self._closed or not self._control_lock.acquire(timeout=self._config.timeout):
             return default
         try:
@@ -312,13 +316,13 @@ class RemoteTier(Tier):
                 taken = min(len(objects), room)
                 self._open_transfers.add(transfer)
                 self._inflight_bytes[verb] += taken * size
-                # A small batch is shared by all threads, too.
+                # All threads share a small batch, too.
                 step = max(1, min(config.effective_batch_bytes // size, _MAX_OBJECTS, -(-taken // threads)))
                 for at in range(0, taken, step):
                     which = list(range(at, min(at + step, taken)))
                     workers.submit(kind(self.name, verb, transfer, objects, ranges, part, which))
                 transfer.settle(
-                    np.arange(taken, len(objects)), Outcome.BUSY, f"too many {verb}s are under way"
+                    np.arange(taken, len(objects)), Outcome.BUSY, f"too many {verb}s are in flight"
                 )
                 return transfer
         return failed_transfer(
@@ -334,12 +338,12 @@ class RemoteTier(Tier):
                 leave = job.transfer.end_access
                 try:
                     job.run(link, tools)
-                except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
+                except Exception as error:  # noqa: BLE001  on any error the request continues without these pages
                     job.transfer.settle(job.which, Outcome.FAILED, f"{self.name}: {error}")
                     hung = error.__cause__
                     if (
                         isinstance(hung, StillRunningError) and hung.uses_caller_memory
-                    ):  # it has these pages until it ends
+                    ):  # the hung call still accesses these pages
                         leave = partial(hung.on_finished, leave)
                 leave()
             with self._lock:
@@ -350,7 +354,7 @@ class RemoteTier(Tier):
 
 @dataclass(slots=True)
 class Job(ABC):
-    """What one batch is for: objects `which` of a transfer, bytes `part` of each."""
+    """One batch: objects `which` of a transfer, bytes `part` of each."""
 
     tier: str
     verb: str
@@ -362,19 +366,19 @@ class Job(ABC):
 
     @abstractmethod
     def run(self, link: Link, tools: Tools) -> None:
-        """Does it, and settles every object. What it raises fails those that are left."""
+        """Runs the batch and settles every object. An exception fails the objects that are still pending."""
 
     def keys(self) -> list[bytes]:
         keys = self.objects.keys
         return [keys[index] for index in self.which]
 
     def target(self, index: int) -> memoryview:
-        """Where the part of an object is, or goes."""
+        """Returns the memory of an object's part."""
         at = int(self.ranges.starts[index])
         return self.ranges.view[at + self.part[0] : at + self.part[1]]
 
     def spans(self, which: Sequence[int]) -> list[memoryview]:
-        """Where the parts of objects are, or go, in that order: neighbours in memory as one."""
+        """Returns the memory of objects' parts, in that order, with adjacent parts merged."""
         low, high = self.part
         starts = self.ranges.starts[np.asarray(which, np.int64)].tolist()
         edges: list[list[int]] = []
@@ -387,7 +391,7 @@ class Job(ABC):
         return [view[first:last] for first, last in edges]
 
     def settle(self, outcomes: dict[int, Outcome]) -> None:
-        """`outcomes` by object."""
+        """Settles objects by `outcomes`."""
         for outcome in set(outcomes.values()):
             which = [index for index, got in outcomes.items() if got == outcome]
             quiet = outcome in (Outcome.OK, Outcome.MISSING)

@@ -1,8 +1,8 @@
-"""A bucket of an S3 store as a tier: `s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=eu-central-1`.
+"""An S3 bucket as a tier: `s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=eu-central-1`.
 
-Values travel by NIXL's object backend; what it cannot say or do, lengths and deletions, is asked of the store itself (boto3).
-Credentials are those of the environment, as any S3 client finds them. The store does not count for us, so `capacity` bounds what this
-process put there: who shares a bucket for long gives it a lifecycle.
+NIXL's object backend transfers values; boto3 provides lengths and deletions, which NIXL lacks. Credentials come from
+the environment, as for any S3 client. The store does not count, so `capacity` bounds the values of this process:
+give a shared bucket a lifecycle rule.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .store_tier import CapacityTracker, Destination, Store, ValueRange, store_t
 
 __all__ = ["S3Bucket", "S3Store", "open_s3", "parse_url"]
 
-_CONCURRENT = 8  # requests to the store, of each kind
-_MAX_DELETED = 1000  # in one call
-_MARK_BYTES = 8  # bytes behind a value that tell whether it goes on
-_RECENT_SECONDS = 1.0  # seconds after which a store that was not heard of may be gone
+_CONCURRENT = 8  # per kind of request
+_MAX_DELETED = 1000  # per call
+_MARK_BYTES = 8  # bytes after a value that show whether it continues
+_RECENT_SECONDS = 1.0  # a store without contact for this long may be unreachable
 
 
 @dataclass(frozen=True, slots=True)
 class S3Bucket:
-    """Where a bucket is; without an `endpoint`, at Amazon's."""
+    """Address of a bucket; without an `endpoint`, at Amazon."""
 
     name: str
     prefix: str = ""
@@ -52,13 +52,13 @@ class S3Bucket:
 
 
 class _LastContact:
-    """When any connection heard of the store last."""
+    """When any connection last received a reply of the store."""
 
     at = float("-inf")
 
 
 class S3Store(Store):
-    """One thread's way to a bucket: calls that are bounded in time, and a buffer that NIXL knows."""
+    """One thread's connection to a bucket: calls with a timeout, and a buffer registered with NIXL."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class S3Store(Store):
         self._bounded = BoundedCalls(timeout, str(bucket))
         self._executor = ThreadPoolExecutor(_CONCURRENT, "kvloom-s3")
         self._buffer, self._address = memoryview(b""), 0
-        self._registration: Any = None  # the buffer, as NIXL has it registered
+        self._registration: Any = None  # NIXL's registration of the buffer
         self._agent = self._bounded.call(self._begin, max(timeout, 20.0))
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
@@ -110,7 +110,7 @@ class S3Store(Store):
         self._bounded.close()
         self._executor.shutdown(wait=False)
 
-    # --- inside, in the bounded thread
+    # --- in the bounded thread
 
     def _call(self, function: Callable[[], Any], lent: bool = False) -> Any:
         return self._bounded.call(function, uses_caller_memory=lent)
@@ -121,14 +121,14 @@ class S3Store(Store):
         except Exception as error:
             status = getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode")
             reason = {
-                404: f"there is no bucket {self._bucket.name!r}",
+                404: f"the bucket {self._bucket.name!r} does not exist",
                 403: "the store refuses these credentials",
             }.get(status, str(error))
             raise StoreError(f"{self._bucket} cannot be reached: {reason}") from error
         self._last_contact.at = time.monotonic()
         given = {"bucket": self._bucket.name, "region": self._bucket.region, "num_threads": str(_CONCURRENT)}
-        given |= {"req_checksum": "required", "resp_checksum": "required"}  # pages have their own
-        if self._credentials is not None:  # else it looks for them by itself
+        given |= {"req_checksum": "required", "resp_checksum": "required"}  # pages have their own checksums
+        if self._credentials is not None:  # else NIXL finds them by itself
             frozen = self._credentials.get_frozen_credentials()
             given |= {"access_key": frozen.access_key, "secret_key": frozen.secret_key}
             given |= {"session_token": frozen.token} if frozen.token else {}
@@ -141,7 +141,7 @@ class S3Store(Store):
         return f"{self._bucket.prefix}{key.hex()}"
 
     def _lengths(self, keys: Sequence[bytes]) -> list[int]:
-        """The length of each value, -1 where there is none."""
+        """Returns the length of each value, -1 for a miss."""
         missing = self._client.exceptions.ClientError
 
         def ask(key: bytes) -> int:
@@ -178,10 +178,12 @@ class S3Store(Store):
         return [lengths[number] for number in range(len(ranges))]
 
     def _get_expected(self, ranges: Sequence[ValueRange], destination: Destination) -> dict[int, int]:
-        """Those values that are as long as they likely are, without asking for their lengths first. NIXL does not say how much
-        came: so the last byte that should come and some behind it are signed before, and the value ended there if that one
-        changed and those did not. (One that is the same by chance is asked for again.) None where the store may be gone: NIXL would
-        try on for long."""
+        """Reads values of their expected length without requesting lengths first.
+
+        NIXL does not report how many bytes it read. So the last expected byte and some bytes after it are marked first: the
+        value has this length if that byte changed and the others did not. (An equal byte by chance leads to a second
+        request.) Returns {} if the store may be unreachable: NIXL would retry for long.
+        """
         if time.monotonic() - self._last_contact.at > _RECENT_SECONDS:
             return {}
         expected = {number: want.expected_bytes for number, want in enumerate(ranges) if want.expected_bytes}
@@ -223,15 +225,17 @@ class S3Store(Store):
             self._client.delete_objects(Bucket=self._bucket.name, Delete={"Objects": named, "Quiet": True})
 
     def _transfer(self, verb: str, parts: Sequence[tuple[bytes, int, int]]) -> list[int]:
-        """Key, offset and length of each part to or from the buffer; where each begins there."""
+        """Moves parts (key, offset, length) to or from the buffer; returns the start of each in it."""
         begins = self._try_transfer(verb, parts)
         if -1 in begins:
             raise StoreError(f"{self._bucket}: NIXL: {begins.count(-1)} of {len(begins)} transfers failed")
         return begins
 
     def _try_transfer(self, verb: str, parts: Sequence[tuple[bytes, int, int]]) -> list[int]:
-        """`_moved`, with -1 for parts that failed. Each is a transfer of its own: of one for all, NIXL would tell the first failure
-        while it still wrote to the buffer."""
+        """`_transfer`, with -1 for failed parts. Each part is a transfer of its own.
+
+        For a common one NIXL would report the first failure while it still writes to the buffer.
+        """
         if not parts:
             return []
         begins = _begins([length for _, _, length in parts])
@@ -261,7 +265,7 @@ class S3Store(Store):
         return [begin if received else -1 for begin, received in zip(begins, done, strict=True)]
 
     def _reserve_buffer(self, size: int) -> None:
-        """A buffer of that size, which NIXL knows."""
+        """Registers a buffer of at least `size` bytes with NIXL."""
         if size <= len(self._buffer):
             return
         if self._registration is not None:
@@ -276,11 +280,11 @@ def _begins(sizes: Any) -> list[int]:
 
 
 def _make_client(bucket: S3Bucket, timeout: float) -> tuple[Any, Any]:
-    """A client of the store, for all threads, and the credentials that it found."""
+    """Returns a client for all threads, and the credentials it found."""
     try:
         boto3, config = import_module("boto3"), import_module("botocore.config")
     except ImportError as error:
-        raise TierError(f"S3 cannot be asked ({error}): pip install boto3") from error
+        raise TierError(f"the S3 client cannot be loaded ({error}): pip install boto3") from error
     settings = config.Config(
         connect_timeout=timeout,
         read_timeout=timeout,
@@ -296,7 +300,7 @@ def _make_client(bucket: S3Bucket, timeout: float) -> tuple[Any, Any]:
 
 
 def open_s3(bucket: S3Bucket, config: RemoteConfig) -> RemoteTier:
-    """A TierError where NIXL or boto3 is missing, or the bucket cannot be reached."""
+    """Opens the tier. Raises TierError if NIXL or boto3 is missing, or the bucket cannot be reached."""
     asked, capacity, last_contact = (
         _make_client(bucket, config.timeout),
         CapacityTracker(config.capacity),
@@ -308,14 +312,14 @@ def open_s3(bucket: S3Bucket, config: RemoteConfig) -> RemoteTier:
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """`s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=…`; the other options are those of RemoteConfig."""
+    """Parses `s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=…`; other options are RemoteConfig's."""
     parts = urlsplit(url)
     options = Options(url, parts.query)
     if not parts.netloc:
-        raise ValueError(f"{options.url}: which bucket? Write s3://bucket/prefix?capacity=1TiB")
+        raise ValueError(f"{options.url}: the bucket is missing; write s3://bucket/prefix?capacity=1TiB")
     prefix, endpoint = unquote(parts.path).strip("/"), options.text("endpoint", "")
     if endpoint and urlsplit(endpoint).scheme not in ("http", "https"):
-        raise ValueError(f"{options.url}: endpoint={endpoint!r} is no URL; write http://host:9000")
+        raise ValueError(f"{options.url}: endpoint={endpoint!r} is not a URL; write http://host:9000")
     bucket = S3Bucket(
         parts.netloc, f"{prefix}/" if prefix else "", endpoint, options.text("region", "us-east-1")
     )

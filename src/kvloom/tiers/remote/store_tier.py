@@ -1,10 +1,10 @@
-"""Pages as values of a key-value store: a head and a body (codec.py) under the object's key.
+"""A tier over a key-value store: the value of an object's key is a head and a body (codec.py).
 
-    write -> seal (checksums, compression, encryption) -> one `put` for a batch
-    read  -> one `get` for a batch, straight into the caller's memory where bodies are plain -> checksums
+    write -> seal (checksums, compression, encryption) -> one `put` per batch
+    read  -> one `get` per batch, directly into the caller's memory if bodies are plain -> checksums
 
-A key in the store begins with the format's version, so that versions never meet. What a store is, and how it keeps to its
-capacity, is its own file's matter.
+A key in the store begins with the format's version, so versions never mix. Each store's own file implements
+its connection and its capacity.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from .remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, Usage
 __all__ = ["PREFIX", "CapacityTracker", "Destination", "Store", "ValueRange", "store_tier"]
 
 PREFIX = b"kvloom/1/"
-_FORGET = (Outcome.CORRUPT, Outcome.SHORT)  # it will not get better: room for a good copy
+_FORGET = (Outcome.CORRUPT, Outcome.SHORT)  # a retry cannot succeed; frees space for a good copy
 _FORGET_KEYED = (*_FORGET, Outcome.LAYOUT, Outcome.LOCKED, Outcome.UNTRUSTED)
-"""With keys a stored name is derived from tenant, block hash and layout: a page that does not fit them is good for no reader."""
+"""With keys a stored key is derived from tenant, block hash and layout: a mismatching page is useless to every reader."""
 
 Destination = Callable[[int, int], Sequence[memoryview] | None]
-"""(which, length) -> where that many bytes go, in order; None: they are not wanted."""
+"""(index, length) -> memory for that many bytes, in order; None: not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """Bytes [start, stop) of a value; `stop` 0 is all of it, `most` bytes if it is one of ours, and `likely` so many. Fewer come
-    where the value is shorter."""
+    """Bytes [start, stop) of a value; `stop` 0 is the whole value. A shorter value yields fewer bytes.
+
+    A whole value has at most `max_bytes`, and probably `expected_bytes`.
+    """
 
     key: bytes
     start: int = 0
@@ -48,22 +50,26 @@ class Store(Connection, Protocol):
     """A connection to a key-value store."""
 
     def register_memory(self, memory: Any) -> None:
-        """Pages come from this memory, or go there: a store that moves them by itself gets ready for it. Most need nothing."""
+        """Announces memory of pages, so a store that accesses it directly can register it. Most stores need nothing."""
         return
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """The length of what came for each, -1 where there is nothing; the bytes are where `place` said. It may ask for the
-        likely length first, and again when another came."""
+        """Reads values into the memory that `destination` returns. Returns the length of each, -1 for a miss.
+
+        It may request the expected length first, and again if the length differs.
+        """
         ...
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
-        """Values in pieces. OK, FULL or FAILED for each; what is there already is OK."""
+        """Stores values given in pieces. Returns OK, FULL or FAILED for each; a stored value is OK."""
         ...
 
 
 class CapacityTracker:
-    """What this process has put into a store that does not count by itself: sizes, least recently used first. Safe from
-    any thread, and shared by all connections of a tier."""
+    """Sizes of the values this process put into a store that does not count, least recently used first.
+
+    Thread-safe; shared by all connections of a tier.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -72,7 +78,7 @@ class CapacityTracker:
         self._bytes = self._evicted = 0
 
     def reserve(self, sizes: dict[bytes, int]) -> list[bytes]:
-        """Counts values that are about to be put; returns those that must leave for them."""
+        """Counts values that are about to be put; returns the keys to evict for them."""
         with self._lock:
             for key, size in sizes.items():
                 self._bytes += size - self._sizes.pop(key, 0)
@@ -104,12 +110,12 @@ class CapacityTracker:
 def store_tier(
     name: str, config: RemoteConfig, connect: Callable[[], Store], on_close: Callable[[], None] | None = None
 ) -> RemoteTier:
-    """A tier over a store; `at_end` is called when it is closed. A TierError when it cannot be reached."""
+    """Opens a tier over a store; closing it calls `on_close`. Raises TierError if the store cannot be reached."""
     return RemoteTier(name, config, lambda: _PrefixedStore(connect()), (_Read, _Write), on_close=on_close)
 
 
 class _PrefixedStore(Connection):
-    """A store whose keys are objects' keys, with the prefix put before."""
+    """A store that prefixes objects' keys."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -184,8 +190,10 @@ class _Read(Job):
         tools: Tools,
         in_place: bool = False,
     ) -> Outcome:
-        """What became of one object. `body` begins with the part's runs, which may be `in_place` already; None: it follows the head
-        in `head_data`."""
+        """Returns the outcome of one object. `body` begins with the part's runs, which may be `in_place` already.
+
+        None for `body`: it follows the head in `head_data`.
+        """
         form, parsed = self.objects.form, parse_head(head_data)
         if isinstance(parsed, Outcome):
             return parsed
@@ -199,15 +207,15 @@ class _Read(Job):
             body = head_data[length + head.span(first, first + 1)[0] :]
         target = self.target(index)
         if in_place and len(body) == len(target):
-            target = body  # not copied onto itself
+            target = body  # no copy onto itself
         return unseal(head, body, first, target, tools.codec, self.objects.tenant)
 
     def _whole(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """One round trip. A plain body goes straight to its page; anything else through scratch memory."""
+        """One round trip. A plain body goes directly to its page; any other through scratch memory."""
         form = self.objects.form
         plain, max_bytes = plain_head_bytes(form), max_sealed_bytes(form)
         expected = 0
-        if tools.codec.is_plain:  # what others wrote is most likely as we write
+        if tools.codec.is_plain:  # other writers probably use the same encoding
             expected = plain + form.page_bytes
             link.call(lambda prefixed: prefixed.store.lend(self.ranges.buffer))
         heads = memoryview(bytearray(plain * len(self.which)))
@@ -237,12 +245,12 @@ class _Read(Job):
                 head, page = heads[number * plain : (number + 1) * plain], self.target(index)
                 if _is_plain(head):
                     outcomes[index] = self._open(index, head, page, tools, in_place=True)
-                else:  # compressed to this very length: rare, and no reason to lose it
+                else:  # compressed to exactly this length: rare, but valid
                     outcomes[index] = self._open(index, memoryview(bytes(head) + bytes(page)), None, tools)
         return outcomes
 
     def _plain_parts(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """One round trip: the head, and the runs straight to their place."""
+        """One round trip: the heads, and the runs directly to their ranges."""
         start, stop = self.part
         plain = plain_head_bytes(self.objects.form)
         heads = memoryview(bytearray(plain * len(self.which)))
@@ -266,7 +274,7 @@ class _Read(Job):
             head = heads[number * plain : number * plain + max(0, got)]
             if got < 0:
                 outcomes[index] = Outcome.MISSING
-            elif not _is_plain(head):  # another server compresses or encrypts
+            elif not _is_plain(head):  # another process compresses or encrypts
                 outcomes |= self._parts(link, tools, [index])
             else:
                 body_read = self.target(index)[: max(0, body)]
@@ -274,7 +282,7 @@ class _Read(Job):
         return outcomes
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
-        """Two round trips: the heads, which say where the runs lie, and the runs."""
+        """Two round trips: the heads, which contain the positions of the runs, and the runs."""
         form, (start, stop) = self.objects.form, self.part
         max_bytes = max_sealed_bytes(form) - form.page_bytes
         heads = [memoryview(bytearray(max_bytes)) for _ in which]
@@ -306,7 +314,7 @@ class _Read(Job):
 
 
 def _is_plain(head: memoryview) -> bool:
-    """Is what came a head of runs as they were? What is damaged counts as such: it is told later."""
+    """Whether this is a head of unchanged runs. A damaged head counts as plain: `_open` reports it later."""
     parsed = parse_head(head)
     if isinstance(parsed, Outcome):
         return parsed != Outcome.SHORT

@@ -116,13 +116,13 @@ class TierConformance:
 
     # --- what is written is read
 
-    def test_what_was_written_is_found_and_read(self, tier: Tier) -> None:
+    def test_written_pages_are_found_and_read(self, tier: Tier) -> None:
         assert not tier.lookup(objects(range(5))).any()
         assert put(tier, range(5)).ok.all()
         assert tier.lookup(objects(range(7))).tolist() == [True] * 5 + [False] * 2
         assert get(tier, range(5)).ok.all()
 
-    def test_a_batch_says_which_objects_were_missing(self, tier: Tier) -> None:
+    def test_a_batch_reports_missing_objects(self, tier: Tier) -> None:
         put(tier, [1, 3])
         transfer = get(tier, [0, 1, 2, 3])
         assert transfer.results.tolist() == [Outcome.MISSING, Outcome.OK, Outcome.MISSING, Outcome.OK]
@@ -130,21 +130,21 @@ class TierConformance:
         assert transfer.done
         assert transfer.released
 
-    def test_an_empty_batch_is_done_at_once(self, tier: Tier) -> None:
+    def test_an_empty_batch_is_done_immediately(self, tier: Tier) -> None:
         nothing = Objects([], 0, FORM)
         for transfer in (tier.read(nothing, Ranges(bytearray(8), [])), tier.write(nothing, Ranges(b"", []))):
             assert transfer.poll()
             assert not transfer.failed
         assert tier.drop(nothing) == 0
 
-    def test_pages_of_several_sizes_live_side_by_side(self, tier: Tier) -> None:
+    def test_pages_of_several_sizes_coexist(self, tier: Tier) -> None:
         sizes = [Form("f32", "x", size, size // 4) for size in (4096, 12288, 20000, 262144)]
         for form in sizes:
             assert put(tier, range(3), form).ok.all()
         for form in sizes:
             assert get(tier, range(3), form).ok.all()
 
-    def test_memory_that_is_not_aligned_does_as_well(self, tier: Tier) -> None:
+    def test_unaligned_memory_is_supported(self, tier: Tier) -> None:
         numbers = range(4)
         assert tier.write(objects(numbers), filled(numbers, shift=13)).wait(20)
         got = memory(4, shift=5)
@@ -152,7 +152,7 @@ class TierConformance:
         assert transfer.wait(20)
         assert check_bytes(transfer, numbers, got) == 4
 
-    def test_runs_arrive_in_the_order_asked_for(self, tier: Tier) -> None:
+    def test_runs_load_in_the_requested_order(self, tier: Tier) -> None:
         put(tier, range(3))
         got = memory(3)
         for first in range(0, PAGE, 2 * RUN):
@@ -182,7 +182,7 @@ class TierConformance:
         assert get(tier, range(4)).ok.all()
         assert tier.stats().objects == 4
 
-    def test_the_callers_memory_is_free_when_a_write_is_done(self, tier: Tier) -> None:
+    def test_a_finished_write_does_not_use_the_callers_memory(self, tier: Tier) -> None:
         source = filled(range(3))
         assert tier.write(objects(range(3)), source).wait(20)
         source.bytes[:] = 0
@@ -201,25 +201,25 @@ class TierConformance:
             Form("bf16", "LKTHD", PAGE, 2 * RUN, layout="test"),
         ],
     )
-    def test_a_form_that_differs_reads_nothing(self, tier: Tier, other: Form) -> None:
+    def test_another_form_finds_nothing(self, tier: Tier, other: Form) -> None:
         put(tier, range(2))
         assert not tier.lookup(objects(range(2), other)).any()
         assert not get(tier, range(2), other).ok.any()
 
-    def test_groups_are_apart(self, tier: Tier) -> None:
+    def test_groups_are_separate(self, tier: Tier) -> None:
         put(tier, [1])
         assert not tier.lookup(objects([1], group=1)).any()
 
     # --- leaving
 
-    def test_what_is_dropped_is_gone(self, tier: Tier) -> None:
+    def test_dropped_pages_are_misses(self, tier: Tier) -> None:
         put(tier, range(4))
         assert tier.drop(objects([1, 2, 9])) == 2
         assert tier.lookup(objects(range(4))).tolist() == [True, False, False, True]
         assert put(tier, [1]).ok.all()
         assert get(tier, [0, 1, 3]).ok.all()
 
-    def test_more_than_fits_pushes_the_old_out_and_no_wrong_byte_in(self, tier: Tier) -> None:
+    def test_writes_above_capacity_evict_old_pages_and_never_corrupt(self, tier: Tier) -> None:
         pages = 3 * tier.capacity // PAGE
         for first in range(0, pages, 16):
             assert put(tier, range(first, first + 16)).ok.all()
@@ -230,7 +230,7 @@ class TierConformance:
         for first in range(0, pages, 16):
             get(tier, range(first, first + 16))
 
-    def test_capacity_holds_with_sizes_that_change(self, tier: Tier) -> None:
+    def test_capacity_holds_for_mixed_page_sizes(self, tier: Tier) -> None:
         forms = [Form("f32", "x", size, size) for size in (8192, 65536, 200704)]
         for step in range(60):
             form = forms[step * step % 3]
@@ -241,7 +241,7 @@ class TierConformance:
 
     # --- bad input, before anything is changed
 
-    def test_batches_that_make_no_sense_are_refused(self, tier: Tier) -> None:
+    def test_invalid_batches_are_refused(self, tier: Tier) -> None:
         with pytest.raises(ValueError, match="3 ranges for 2 objects"):
             tier.write(objects(range(2)), filled(range(3)))
         with pytest.raises(ValueError, match="do not fit"):
@@ -276,7 +276,7 @@ class TierConformance:
         harness.swap(objects([0]), objects([1]))
         assert get(harness.tier, range(3)).results.tolist() == [Outcome.CORRUPT, Outcome.CORRUPT, Outcome.OK]
 
-    def test_under_faults_a_reader_sees_misses_and_never_wrong_bytes(self, harness: Harness) -> None:
+    def test_faults_cause_misses_and_never_wrong_bytes(self, harness: Harness) -> None:
         faults = Faults()
         faulty = FaultyTier(harness.tier, faults)
         for step in range(40):
@@ -294,7 +294,7 @@ class TierConformance:
         assert {"ok", "failed", "corrupt"} <= set(counted)
         faulty.close()
 
-    def test_a_hung_medium_costs_a_bounded_wait_and_keeps_its_pages(self, harness: Harness) -> None:
+    def test_a_hung_medium_costs_a_bounded_wait_and_its_pages_stay_in_use(self, harness: Harness) -> None:
         put(harness.tier, range(2))
         faults = Faults(hung=True)
         faulty = FaultyTier(harness.tier, faults)
@@ -316,7 +316,7 @@ class TierConformance:
         assert get(faulty, range(2)).ok.all()
         faulty.close()
 
-    def test_many_threads_at_once(self, tier: Tier) -> None:
+    def test_many_threads_use_the_tier_concurrently(self, tier: Tier) -> None:
         wrong: list[BaseException] = []
 
         def work(seed: int) -> None:
@@ -345,7 +345,7 @@ class TierConformance:
 
     # --- the end
 
-    def test_after_close_every_verb_misses(self, tier: Tier) -> None:
+    def test_after_close_every_method_misses(self, tier: Tier) -> None:
         put(tier, range(2))
         tier.close()
         tier.close()

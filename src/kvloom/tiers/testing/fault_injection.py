@@ -1,7 +1,7 @@
-"""Tiers and disks that go wrong on purpose: for the tests of whatever stands on a tier.
+"""Tiers and files that fail on purpose, for tests of code that uses tiers.
 
-`FaultyTier` wraps any tier: slow, failing, full, hung, and tampering with the medium (bits flipped, another page's
-bytes). `FaultyFiles` stands below a disk tier and makes the operating system's calls go wrong. Not for serving.
+`FaultyTier` wraps any tier: slow, failing, full, hung, or with a damaged medium (flipped bits, another page's
+bytes). `FaultyFiles` replaces the system calls of a disk tier. Not for serving.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["Faults", "FaultyFiles", "FaultyTier"]
 
 @dataclass
 class Faults:
-    """What goes wrong now; set and unset while running. `hung` calls wait for `release()`.
+    """The faults to inject; change them while running. `hung` calls wait for `release()`.
 
-    `tamper` is called with the objects of every read before it starts, to damage what the medium holds.
-    `calls` names the file operations concerned (`FaultyFiles`); `error` is their errno. `rate`: reads come at so many bytes a
-    second, whoever asks, the next `burst` bytes of them at once.
+    `tamper` is called with the objects of every read first, to damage the medium. `calls` are the file operations
+    concerned (`FaultyFiles`); `error` is their errno. `rate` limits reads to this many bytes per second, except the
+    next `burst` bytes. `hung_calls` counts calls that hang now.
     """
 
     slow: float = 0.0
@@ -50,7 +50,7 @@ class Faults:
     _due: float = 0.0
 
     def release(self) -> None:
-        """What hangs goes on, and nothing hangs any more."""
+        """Ends all hangs."""
         self.hung = False
         self._released.set()
 
@@ -61,7 +61,7 @@ class Faults:
             self._released.wait()
 
     def throttle(self, size: int) -> None:
-        """Wait as long as a medium of `rate` needs for so many bytes, behind those that were asked for before."""
+        """Waits as long as a medium of `rate` needs for these bytes, after earlier requests."""
         if not self.rate:
             return
         with self._lock:
@@ -72,7 +72,7 @@ class Faults:
 
 
 class FaultyTier(Tier):
-    """`inner` with `faults`. Its reads and writes run in threads of its own, so that a slow one holds nobody up."""
+    """`inner` with `faults`. Reads and writes run in its own threads, so a slow one does not block the caller."""
 
     def __init__(self, inner: Tier, faults: Faults) -> None:
         self.inner, self.faults = inner, faults
@@ -135,7 +135,7 @@ class FaultyTier(Tier):
         return self.inner.drop(objects)
 
     def stats(self) -> TierStats:
-        """The inner tier's contents; counts as its users saw them."""
+        """Returns the inner tier's contents, with counts of this tier."""
         inner = self.inner.stats()
         return self._transfer_counts.stats(
             inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes
@@ -148,7 +148,7 @@ class FaultyTier(Tier):
 
 
 class FaultyFiles(Files):
-    """File operations with `faults`; reads may also flip a bit or come short."""
+    """File operations with `faults`; reads may also flip a bit or return fewer bytes."""
 
     def __init__(self, directory: int, faults: Faults) -> None:
         super().__init__(directory)

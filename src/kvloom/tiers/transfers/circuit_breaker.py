@@ -1,10 +1,10 @@
-"""When a tier is left alone, and how it is tried again; and faults, counted and told once a burst.
+"""A circuit breaker that stops requests to a failing tier and probes it; and a log of faults, one line per burst.
 
-    closed ── failures in a row ──> open ── after a while ──> one try ── ok ──> closed
+    closed ── failures in a row ──> open ── after a pause ──> one probe ── ok ──> closed
                                      ^                          │
-                                     └──────── failed ──────────┘  and a longer while
+                                     └──────── failed ──────────┘  with a longer pause
 
-Knows no tiers: someone tells it what went well and what did not. Safe from any thread.
+Does not know tiers: the caller records successes and failures. Thread-safe.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ log = logging.getLogger("kvloom.tiers")
 
 @dataclass(frozen=True, slots=True)
 class CircuitBreakerConfig:
-    """Opens after `failures` in a row, for `first` seconds; each try that fails doubles that, up to `most`. A try whose
-    end nobody hears of within `try_seconds` has failed."""
+    """Opens after `max_failures` in a row, for `first_pause` seconds. Each failed probe doubles the pause, up to
+    `max_pause`. A probe without a result within `probe_seconds` has failed.
+    """
 
     max_failures: int = 3
     first_pause: float = 0.5
@@ -37,11 +38,11 @@ class CircuitBreaker:
         self._config = config
         self._lock = threading.Lock()
         self._failures_in_a_row = 0
-        self._probe_at: float | None = None  # while open: when it may be tried
-        self._probing_since: float | None = None  # since when a try is under way
+        self._probe_at: float | None = None  # while open: time of the next probe
+        self._probing_since: float | None = None  # start of the running probe
         self._pause = config.first_pause
         self.times_opened = 0
-        """How often it opened, or stayed open after a try."""
+        """How often it opened, or stayed open after a probe."""
 
     @property
     def is_closed(self) -> bool:
@@ -49,14 +50,14 @@ class CircuitBreaker:
 
     @property
     def state(self) -> str:
-        """For people: closed, open, or half-open while the one try is under way."""
+        """For display: closed, open, or half-open while a probe runs."""
         with self._lock:
             return (
                 "closed" if self._probe_at is None else "open" if self._probing_since is None else "half-open"
             )
 
     def allow_request(self, now: float) -> bool:
-        """Whether to ask the tier now. Where that is the one try, the next answer is no until its end is told."""
+        """Returns whether to send a request now. If it is the probe, returns False until the probe's result is recorded."""
         with self._lock:
             if self._probe_at is None:
                 return True
@@ -76,7 +77,7 @@ class CircuitBreaker:
             self._pause = self._config.first_pause
 
     def record_inconclusive(self) -> None:
-        """The one try told nothing: another may follow at once."""
+        """The probe showed neither success nor failure: another may follow immediately."""
         with self._lock:
             self._probing_since = None
 
@@ -96,10 +97,10 @@ class CircuitBreaker:
 
 
 class FaultLog:
-    """Counts faults by (tier, what, outcome); of a burst the first is logged, the rest are counted."""
+    """Counts faults by (tier, operation, outcome). Logs the first fault of a burst and counts the rest."""
 
     BURST_GAP = 30.0
-    """Seconds without a fault after which the next begins a burst."""
+    """Seconds without a fault that end a burst."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,9 +117,9 @@ class FaultLog:
             if burst:
                 self._suppressed[tier] += count
                 return
-        more = f"; {before} more since the last line" if before else ""
+        more = f"; {before} more since the last message" if before else ""
         log.warning(
-            "tier %s: %s of %d pages %s%s%s: they are %s, further faults are counted",
+            "tier %s: %s of %d pages %s%s%s: the pages are %s; further faults are counted",
             tier, verb, count, outcome, f" ({reason})" if reason else "", more,
-            "not kept there" if verb == "write" else "computed instead",
+            "not stored there" if verb == "write" else "recomputed",
         )  # fmt: skip

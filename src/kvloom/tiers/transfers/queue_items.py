@@ -1,4 +1,7 @@
-"""What a lane is asked for: lookups, loads, and the pieces that loads and stores are cut into. Data; it computes nothing."""
+"""Items of a tier queue: lookups, loads, and the transfer batches that loads and stores are split into.
+
+Data only; computes nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class QueuedLookup:
-    """Which of many objects a tier has; `found` when `done`, nothing of what was not answered in time."""
+    """Which of many objects a tier has: `found`, valid when `done`. Objects without an answer in time are misses."""
 
     def __init__(self, objects: list[Objects]) -> None:
         self.objects = objects
@@ -26,7 +29,7 @@ class QueuedLookup:
 
 
 class QueuedLoad:
-    """Objects of one form on their way into host memory; `came` when `done`."""
+    """A load of objects of one form into host memory: `loaded`, valid when `done`."""
 
     def __init__(self, objects: Objects, deadline: float) -> None:
         self.objects, self.deadline = objects, deadline
@@ -41,18 +44,18 @@ class QueuedLoad:
 
 @dataclass(slots=True, eq=False)
 class TransferBatch:
-    """Part of a load, or of a store, with the places it has in the arena while it is under way."""
+    """Part of a load or of a store, with its lease of the arena while it is in flight."""
 
     objects: Objects
     size: int
     load: QueuedLoad | None
-    positions: npt.NDArray[np.int64] | None = None  # its place in the load
+    positions: npt.NDArray[np.int64] | None = None  # its objects' positions in the load
     lease: Lease | None = None
-    requested: npt.NDArray[np.int64] | None = None  # which of its objects are asked of the tier
+    requested: npt.NDArray[np.int64] | None = None  # which of its objects the tier transfers
     transfer: Transfer | None = None
     started_at: float = 0.0
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether its load was cancelled."""
         return self.load is not None and self.load.is_cancelled

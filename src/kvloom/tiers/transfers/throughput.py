@@ -1,4 +1,4 @@
-"""How fast a tier gives bytes, as seen lately. Arithmetic of bytes and seconds; knows no clock."""
+"""Measured read throughput of a tier. Arithmetic of bytes and seconds; does not read a clock."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import math
 __all__ = ["Throughput"]
 
 WINDOW_SECONDS = 0.25
-"""Seconds of loading over which a speed is seen."""
+"""Seconds of loading over which throughput is measured."""
 
 
 class Throughput:
-    """Bytes, and the seconds they took, fade together as time passes: what ends at the same moment is one sight, and a tier that
-    hung once is not slow for long."""
+    """A decaying average. Bytes and the seconds they took decay together, so transfers that end together are one
+    sample and one hang is forgotten soon.
+    """
 
     def __init__(self) -> None:
         self.bytes_per_second = 0.0
-        """Bytes a second; 0 while nothing was seen."""
+        """0 while nothing was measured."""
         self.last_end = 0.0
-        """When something last ended."""
+        """Time when a transfer last ended."""
         self._bytes = self._seconds = 0.0
 
     def record(self, size: int, began: float, now: float) -> None:
-        """So many bytes were asked for at `began`, and are there `now`."""
+        """Records `size` bytes that were requested at `began` and loaded at `now`."""
         took = max(1e-6, now - max(began, self.last_end))
         if self.bytes_per_second:
             took = min(took, max(WINDOW_SECONDS, 4 * size / self.bytes_per_second))
@@ -33,7 +34,8 @@ class Throughput:
         self.bytes_per_second = self._bytes / self._seconds
 
     def raise_estimate(self) -> None:
-        """Something was not asked for because the tier is slow, so that nothing new is seen of it: it counts as a tenth faster
-        from now on, until it is tried again."""
+        """Raises the estimate by a tenth. Call it when a load is skipped because the tier is slow: the estimate recovers
+        until the tier is tried again.
+        """
         self._bytes *= 1.1
         self.bytes_per_second *= 1.1

@@ -1,12 +1,12 @@
-"""One tier's queue between host memory and the tier: lookups, then loads by deadline, then stores, within a budget.
+"""One tier's queue: lookups, then loads by deadline, then stores, within a budget of bytes in flight.
 
     lookups ─┐
-    loads   ─┼─> thread ─> tier.read/write ─> under way (≤ budget bytes, stores ≤ a quarter) ─> quiet ─> told
+    loads   ─┼─> thread ─> tier.read/write ─> in flight (≤ budget, stores ≤ a quarter) ─> released ─> settled
     stores  ─┘
 
-Bytes come from and go to the host tier's arena and nowhere else, so that a tier that hangs holds pages of host memory, and
-never one of the device's. A load has a deadline; whoever gave up lets its place go when the tier is quiet.
-Knows names and bytes; not what they are for.
+Every transfer reads or writes the host tier's arena, so a hung tier blocks host pages and never device pages.
+A load has a deadline; pages of a cancelled load are freed when the tier releases them.
+Knows block hashes and bytes, not their use.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ _HARMLESS = (Outcome.OK, Outcome.MISSING, Outcome.BUSY, Outcome.FULL)
 
 
 class _StatsRequest:
-    """The job of asking the tier what it has."""
+    """A queued call of `tier.stats()`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierQueueConfig:
-    """`budget` bytes may be under way at once; one piece has `piece` bytes at most. A store may take `store_seconds`, and
-    `queued` bytes of them may wait: beyond that the oldest are given up."""
+    """`max_inflight_bytes` bounds bytes in flight; a batch has at most `batch_bytes`.
+
+    A store may take `store_seconds`. Queued stores beyond `max_queued_bytes` are discarded, oldest first.
+    """
 
     max_inflight_bytes: int = 256 << 20
     batch_bytes: int = 16 << 20
@@ -54,7 +56,7 @@ class TierQueueConfig:
 
 
 class TierQueue:
-    """One tier below host memory. `changed` is called, from any thread, when something was done."""
+    """The queue of one tier below host memory. It calls `changed`, from any thread, after each completed item."""
 
     def __init__(
         self,
@@ -73,37 +75,37 @@ class TierQueue:
         self._loads: list[tuple[float, int, TransferBatch]] = []
         self._stores: deque[TransferBatch] = deque()
         self._inflight: list[TransferBatch] = []
-        self._cancelled: list[TransferBatch] = []  # late, but the tier still has their places
-        self._inflight_bytes = {"load": 0, "store": 0}  # under way
+        self._cancelled: list[TransferBatch] = []  # late, but the tier still accesses their pages
+        self._inflight_bytes = {"load": 0, "store": 0}  # of batches in flight
         self._queued_bytes = {"load": 0, "store": 0}
         self._sequence = count()
-        self._busy_since: float | None = None  # the thread is inside a call of the tier
+        self._busy_since: float | None = None  # set while the thread is inside a call of the tier
         self._closed = False
         self.skipped_stores = 0
-        """Objects that were not stored: too many waited, or they had left host memory by then."""
+        """Objects not stored: the queue was full, or they were evicted from host memory first."""
         self.lookup_latency = 0.001
         self.throughput = Throughput()
         """Of loads."""
-        self._thread = threading.Thread(target=self._run, name=f"kvloom-lane-{tier.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kvloom-queue-{tier.name}", daemon=True)
         self._thread.start()
 
-    # -- the caller's side ----------------------------------------------------------------------
+    # --- for the caller
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the tier has kept its thread for longer than anyone would wait."""
+        """Whether one call of the tier has blocked the thread for longer than a probe may take."""
         since = self._busy_since
         return since is not None and time.monotonic() - since > self.config.breaker.probe_seconds
 
     def stats(self) -> TierStats:
-        """What the tier told of itself last. It is asked anew in this lane's thread: one that hangs holds up nobody else."""
+        """Returns the tier's last stats and requests new ones in this queue's thread. Never waits for the tier."""
         with self._condition:
             self._stats_requested = True
             self._condition.notify()
             return self._stats
 
     def queue_lookup(self, lookup: QueuedLookup) -> bool:
-        """Queue a lookup; False where the tier is left alone now."""
+        """Queues a lookup; returns False if the circuit breaker or a stuck call refuses it."""
         with self._condition:
             if self._closed or self.is_stuck or not self.breaker.allow_request(time.monotonic()):
                 lookup.done = True
@@ -113,7 +115,7 @@ class TierQueue:
         return True
 
     def queue_load(self, load: QueuedLoad) -> None:
-        """Queue a load, in pieces, nearest deadline first."""
+        """Queues a load in batches, earliest deadline first."""
         size = load.objects.form.page_bytes
         each = max(1, self.config.batch_bytes // size)
         with self._condition:
@@ -126,7 +128,7 @@ class TierQueue:
             self._condition.notify()
 
     def queue_store(self, objects: Objects) -> None:
-        """Queue a store of what is in host memory. Never waits: where too much is queued the oldest is given up."""
+        """Queues a store of objects in host memory. Never waits: a full queue discards its oldest stores."""
         size = objects.form.page_bytes
         each = max(1, self.config.batch_bytes // size)
         with self._condition:
@@ -143,13 +145,13 @@ class TierQueue:
             self._condition.notify()
 
     def cancel_load(self, load: QueuedLoad) -> None:
-        """Nobody waits for a load any more."""
+        """Cancels a load. Its pages are freed when the tier releases them."""
         with self._condition:
             load.is_cancelled = True
             self._condition.notify()
 
     def bytes_ahead(self, deadline: float) -> int:
-        """Bytes of loads that come before what is asked for now with that deadline, or together with it."""
+        """Returns the bytes of loads that run before, or together with, a new load of that deadline."""
         with self._condition:
             queued = sum(
                 batch.size for ends, _, batch in self._loads if ends <= deadline and not batch.is_cancelled
@@ -158,17 +160,17 @@ class TierQueue:
 
     @property
     def pending_store_bytes(self) -> int:
-        """Bytes that are to be stored or are being stored."""
+        """Bytes of queued and running stores."""
         return self._queued_bytes["store"] + self._inflight_bytes["store"]
 
     def record_timeout(self, verb: str) -> None:
-        """The caller waited for a lookup in vain."""
+        """Records a lookup without an answer in time."""
         now = time.monotonic()
-        self._fault_log.add(self.tier.name, verb, "late", 1, "no answer in time", now)
+        self._fault_log.add(self.tier.name, verb, "late", 1, "no answer before the deadline", now)
         self.breaker.record_failure(now)
 
     def close(self, timeout: float) -> None:
-        """Store what is queued, as far as `timeout` allows, and end. The tier is closed by its owner."""
+        """Finishes queued stores within `timeout` and ends the thread. Does not close the tier."""
         deadline = time.monotonic() + timeout
         with self._condition:
             self._condition.wait_for(lambda: not self._stores and not self._inflight_bytes["store"], timeout)
@@ -179,7 +181,7 @@ class TierQueue:
             self._condition.notify()
         self._thread.join(max(0.05, deadline - time.monotonic()))
 
-    # -- the thread -----------------------------------------------------------------------------
+    # --- the thread
 
     def _run(self) -> None:
         while True:
@@ -196,7 +198,7 @@ class TierQueue:
             try:
                 self._busy_since = time.monotonic()
                 if isinstance(job, _StatsRequest):
-                    with suppress(Exception):  # it told something before
+                    with suppress(Exception):  # the last stats stay
                         self._stats = self.tier.stats()
                 elif isinstance(job, QueuedLookup):
                     self._run_lookup(job)
@@ -206,7 +208,7 @@ class TierQueue:
                 self._busy_since = None
 
     def _next(self) -> QueuedLookup | TransferBatch | _StatsRequest | None:
-        """What to do next, within the budget: a store only where no load waits."""
+        """Returns the next item within the budget. A store runs only if no load waits."""
         if self._lookups:
             return self._lookups.popleft()
         while self._loads:
@@ -239,7 +241,7 @@ class TierQueue:
         return sum(self._inflight_bytes.values()) + batch.size <= budget
 
     def _wait_seconds(self) -> float | None:
-        """Until when nothing can happen by itself."""
+        """Returns the seconds until the next deadline; None without one."""
         if self._cancelled:
             return 0.05
         ends = [self._deadline_of(batch) for batch in self._inflight]
@@ -252,7 +254,7 @@ class TierQueue:
         began = time.monotonic()
         try:
             found = [np.asarray(self.tier.lookup(objects), bool) for objects in lookup.objects]
-        except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without this tier
+        except Exception as error:  # noqa: BLE001  on any error the request continues without this tier
             self._record_fault("lookup", "failed", len(lookup.objects), str(error))
         else:
             lookup.found = found
@@ -263,7 +265,7 @@ class TierQueue:
         self._on_change()
 
     def _start_batch(self, batch: TransferBatch) -> None:
-        """Give a piece to the tier."""
+        """Starts the transfer of a batch."""
         batch.started_at = time.monotonic()
         store = batch.load is None
         if store and not self.breaker.allow_request(batch.started_at):
@@ -272,7 +274,7 @@ class TierQueue:
             return
         try:
             lease = self.host.acquire(batch.objects) if store else self.host.reserve(batch.objects)
-        except ValueError as error:  # a page that host memory cannot take
+        except ValueError as error:  # the page is larger than a slab of host memory
             self._fault_log.add("host", "reserve", "failed", len(batch.objects), str(error), batch.started_at)
             self._complete(batch, np.zeros(len(batch.objects), bool))
             return
@@ -294,7 +296,7 @@ class TierQueue:
         ranges = Ranges(self.host.arena, lease.offsets[batch.requested])
         try:
             transfer = self.tier.write(asked, ranges) if store else self.tier.read(asked, ranges)
-        except Exception as error:  # noqa: BLE001  as above
+        except Exception as error:  # noqa: BLE001  as in _run_lookup
             self._record_fault("write" if store else "read", "failed", len(asked), str(error))
             self._finish(batch, np.zeros(len(batch.requested), bool))
             return
@@ -305,10 +307,10 @@ class TierQueue:
 
     def _wake(self) -> None:
         with self._condition:
-            self._condition.notify_all()  # one alone could be who waits in `close`, and the thread would sleep on
+            self._condition.notify_all()  # notifying one could wake `close` instead of the thread
 
     def _collect(self, now: float) -> None:
-        """Take in what is done, give up what is late. Under the lock."""
+        """Settles finished batches and cancels late ones. The caller holds the lock."""
         for batch in [p for p in self._inflight if p.transfer is not None and p.transfer.released]:
             self._inflight.remove(batch)
             self._settle_batch(batch, now)
@@ -342,7 +344,7 @@ class TierQueue:
             amount = int((results == outcome).sum())
             name = Outcome(outcome).name.lower()
             if outcome == Outcome.LATE and batch.load is not None:
-                if not batch.load.is_cancelled:  # else it was not the tier that gave up
+                if not batch.load.is_cancelled:  # else the caller cancelled it
                     self._record_late(batch, amount, now)
             elif outcome in _HARMLESS:
                 self._fault_log.add(self.tier.name, verb, name, amount, transfer.reason, now)
@@ -358,7 +360,7 @@ class TierQueue:
         self._finish(batch, ok)
 
     def _finish(self, batch: TransferBatch, ok: Mask) -> None:
-        """The tier is done with a piece: its places go back, and who asked hears of it."""
+        """Releases a batch's lease and reports its outcome."""
         assert batch.lease is not None and batch.requested is not None
         loaded = batch.lease.results == Outcome.OK
         loaded[batch.requested] = ok
@@ -384,12 +386,12 @@ class TierQueue:
         self._on_change()
 
     def _record_late(self, batch: TransferBatch, amount: int, now: float) -> None:
-        """A piece did not come in time: the tier hangs, unless it did others since this one was asked for."""
+        """Records a late batch. The tier counts as hung unless it completed other batches since this one started."""
         verb = "write" if batch.load is None else "read"
         if self.throughput.last_end > batch.started_at:
-            self._fault_log.add(self.tier.name, verb, "late", amount, "it is slow", now)
+            self._fault_log.add(self.tier.name, verb, "late", amount, "the tier is slow", now)
         else:
-            self._record_fault(verb, "late", amount, "it hangs")
+            self._record_fault(verb, "late", amount, "the tier hangs")
 
     def _record_fault(self, verb: str, outcome: str, amount: int, reason: str) -> None:
         now = time.monotonic()

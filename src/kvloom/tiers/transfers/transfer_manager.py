@@ -1,11 +1,11 @@
-"""The mover: what goes up into host memory and down from it, and when. One lane a tier, nearest tier first.
+"""The transfer manager: transfers between host memory and the tiers below it, with one queue per tier, fastest first.
 
-    find(objects)   which of them are in host memory or below         (lookups, answered in bounded time)
-    fetch(objects)  those below come into host memory                 (promotion; nearest deadline first)
-    kept(objects)   pages came into host memory from above: the tiers below get copies as their policies say
+    lookup(objects)           which objects host memory or a tier has     (bounded time)
+    fetch(objects)            load objects from tiers into host memory    (earliest deadline first)
+    write_to_tiers(objects)   write pages of host memory to tiers, by their write policies
 
-A caller polls what it got and never waits for a tier; `wait` sleeps until something was done. A failed, late or hung tier
-is an answer "no", counted in `faults`. Knows names and bytes: not prompts, kinds or devices.
+A caller polls the results and never waits for a tier; `wait` sleeps until a queue has made progress. A failed, late or
+hung tier is a miss, counted in `fault_log`. Knows block hashes and bytes; not prompts, layer kinds or devices.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """A lookup may take `lookup_seconds`. Tiers that are written "back" get what is oldest in host memory when that is
-    fuller than `full`."""
+    """A lookup may take `lookup_seconds`. Tiers with write policy "back" get the oldest pages when host memory is fuller
+    than `write_back_threshold`.
+    """
 
     lookup_seconds: float = 0.25
     write_back_threshold: float = 0.85
@@ -43,14 +44,14 @@ class TransferConfig:
 
 
 class TierLookup:
-    """Where many objects are; `found` (here or below) once `done`."""
+    """The location of many objects; `found` (in host memory or a tier) is valid once `done`."""
 
     def __init__(self, manager: TransferManager, objects: Sequence[Objects]) -> None:
         self.objects = list(objects)
         self.in_host: list[Mask] = [manager.host.lookup(o) for o in self.objects]
         self.found: list[Mask] = [mask.copy() for mask in self.in_host]
         self.queue_of: dict[bytes, int] = {}
-        """key → which lane has it, of those that are not in host memory."""
+        """Key → index of the queue whose tier has it, for objects that are not in host memory."""
         self._manager = manager
         self._deadline = time.monotonic() + manager.config.lookup_seconds
         self._pending: list[tuple[int, list[npt.NDArray[np.int64]], QueuedLookup]] = []
@@ -67,7 +68,7 @@ class TierLookup:
 
     @property
     def done(self) -> bool:
-        """Whether every lane has answered; one that does not in time has nothing."""
+        """Whether every queue has answered. A queue without an answer in time counts as a miss."""
         if not self._pending:
             return True
         late = time.monotonic() >= self._deadline
@@ -77,18 +78,18 @@ class TierLookup:
             if not lookup.done:
                 self._manager.queues[number].record_timeout("lookup")
                 continue
-            for place, (at, objects, here) in enumerate(
+            for i, (at, objects, stored) in enumerate(
                 zip(missing, lookup.objects, lookup.found, strict=True)
             ):
-                for i in np.flatnonzero(here).tolist():
-                    self.queue_of.setdefault(objects.keys[i], number)
-                self.found[place][at] |= here
+                for j in np.flatnonzero(stored).tolist():
+                    self.queue_of.setdefault(objects.keys[j], number)
+                self.found[i][at] |= stored
         self._pending = []
         return True
 
 
 class FetchJob:
-    """Objects on their way into host memory. `came[i]`: is each of `objects[i]` there now? Valid when `done`."""
+    """A load of objects into host memory. `loaded` counts them; valid when `done`."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class FetchJob:
 
     @property
     def done(self) -> bool:
-        """Whether all has come, or will not; what is late is given up."""
+        """Whether all loads have ended. Cancels late ones."""
         if all(load.done for _, load in self._loads):
             return True
         if time.monotonic() < self.deadline:
@@ -124,59 +125,62 @@ class FetchJob:
 
     @property
     def loaded(self) -> int:
-        """Objects that came."""
+        """Number of loaded objects."""
         return sum(int(load.loaded.sum()) for _, load in self._loads)
 
     @property
     def requested(self) -> int:
+        """Number of requested objects."""
         return sum(len(load.objects) for _, load in self._loads)
 
     def cancel(self) -> None:
-        """Nobody waits for it any more. What has come stays in host memory."""
+        """Cancels the loads that still run. Loaded objects stay in host memory."""
         for queue, load in self._loads:
             if not load.done:
                 queue.cancel_load(load)
 
 
 class TransferManager:
-    """`host` is where everything passes; `places` the tiers below it, nearest first. One thread calls; lanes have their own."""
+    """`host` is the memory of all transfers; `tiers` are those below it, fastest first. One thread calls the manager;
+    each queue has its own.
+    """
 
     def __init__(
-        self, host: HostTier, places: Sequence[OpenTier], config: TransferConfig | None = None
+        self, host: HostTier, tiers: Sequence[OpenTier], config: TransferConfig | None = None
     ) -> None:
-        self.host, self.tiers, self.config = host, tuple(places), config or TransferConfig()
+        self.host, self.tiers, self.config = host, tuple(tiers), config or TransferConfig()
         self.fault_log = FaultLog()
         self._changed = threading.Event()
         self.queues = [
-            TierQueue(place.tier, host, self.fault_log, self.config.queue, self._changed.set)
-            for place in self.tiers
+            TierQueue(opened.tier, host, self.fault_log, self.config.queue, self._changed.set)
+            for opened in self.tiers
         ]
         self._dirty: list[OrderedDict[bytes, Objects]] = [OrderedDict() for _ in self.tiers]
         self._last_check = 0.0
 
     def lookup(self, objects: Sequence[Objects]) -> TierLookup:
-        """Look many objects up, in host memory at once and below it by and by."""
+        """Looks up objects, in host memory immediately and in tiers asynchronously."""
         return TierLookup(self, objects)
 
     def fetch(self, objects: Sequence[Objects], queue_of: dict[bytes, int], deadline: float) -> FetchJob:
-        """Bring objects into host memory from the lanes that `below` (of a Finding) names, until `deadline`."""
+        """Loads objects into host memory from the queues in `queue_of` (of a TierLookup), until `deadline`."""
         return FetchJob(self, objects, queue_of, deadline)
 
     def write_to_tiers(self, objects: Objects, used: bool) -> None:
-        """Objects came into host memory from above, `used` before or not: whoever below wants them gets them."""
-        for place, queue, dirty in zip(self.tiers, self.queues, self._dirty, strict=True):
-            if place.is_lossy and objects.form.exact:
-                continue  # nobody who wants them exact would find them there
-            if place.write_policy == "through" or (place.write_policy == "second-use" and used):
+        """Queues writes of objects in host memory, by the write policy of each tier. `used`: they were reused before."""
+        for opened, queue, dirty in zip(self.tiers, self.queues, self._dirty, strict=True):
+            if opened.is_lossy and objects.form.exact:
+                continue  # a lossy tier never serves exact pages
+            if opened.write_policy == "through" or (opened.write_policy == "second-use" and used):
                 queue.queue_store(objects)
-            elif place.write_policy == "back":
+            elif opened.write_policy == "back":
                 for name, key in zip(objects.block_hashes, objects.keys, strict=True):
                     if key not in dirty:
                         dirty[key] = Objects([name], objects.group, objects.form, objects.tenant)
         self._write_back(time.monotonic())
 
     def _write_back(self, now: float) -> None:
-        """Where host memory is nearly full, store what came there first."""
+        """Writes the oldest pages to tiers with policy "back" when host memory is nearly full."""
         if not any(self._dirty) or now - self._last_check < 0.05:
             return
         self._last_check = now
@@ -190,12 +194,12 @@ class TransferManager:
                 left -= objects.form.page_bytes
 
     def wait(self, timeout: float) -> None:
-        """Sleep until a lane did something, `timeout` seconds at the most."""
+        """Sleeps until a queue has made progress, at most `timeout` seconds."""
         self._changed.wait(timeout)
         self._changed.clear()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Store what is still to be stored, within `timeout`, and close every tier."""
+        """Finishes pending writes within `timeout` and closes every tier."""
         for queue, dirty in zip(self.queues, self._dirty, strict=True):
             for objects in dirty.values():
                 queue.queue_store(objects)
@@ -203,6 +207,6 @@ class TransferManager:
         deadline = time.monotonic() + timeout
         for queue in self.queues:
             queue.close(max(0.1, deadline - time.monotonic()))
-        for place in self.tiers:
-            place.tier.close()
+        for opened in self.tiers:
+            opened.tier.close()
         self.host.close()

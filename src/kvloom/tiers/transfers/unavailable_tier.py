@@ -1,6 +1,6 @@
-"""A tier that could not be opened: it is tried again, less and less often, and is itself as soon as it can be.
+"""A stand-in for a tier that could not be opened: it retries with growing pauses and delegates once the tier opens.
 
-Until then it has nothing and keeps nothing; what is asked of it fails at once, and says why. Knows only how to open the tier.
+Until then it holds nothing, and every operation fails immediately with the reason. Knows only how to open the tier.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["UnavailableTier"]
 
 log = logging.getLogger("kvloom.tiers")
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
-"""Seconds before it is tried again: each time in vain doubles them."""
+"""Seconds before a retry; each failed retry doubles them."""
 
 
 class UnavailableTier(Tier):
-    """`opened` opens it, or raises a TierError; `why` is what it said the first time."""
+    """`open_tier` opens the tier or raises TierError; `reason` is the message of the first failure."""
 
     def __init__(self, name: str, open_tier: Callable[[], Tier], reason: str) -> None:
         self._name, self._open, self._reason = name, open_tier, reason
         self._inner: Tier | None = None
         self._transfer_counts = TransferCounts()
         self._lock, self._closed = threading.Lock(), threading.Event()
-        threading.Thread(target=self._retry, name=f"kvloom-away-{name}", daemon=True).start()
+        threading.Thread(target=self._retry, name=f"kvloom-unavailable-{name}", daemon=True).start()
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class UnavailableTier(Tier):
         return self._transfer_counts.stats(0, 0, 0, 0) if self._inner is None else self._inner.stats()
 
     def close(self) -> None:
-        with self._lock:  # or it would be opened now, and stay open
+        with self._lock:  # else a concurrent retry could open it and leave it open
             self._closed.set()
         if self._inner is not None:
             self._inner.close()
@@ -69,13 +69,13 @@ class UnavailableTier(Tier):
         while not self._closed.wait(pause):
             try:
                 tier = self._open()
-            except Exception as error:  # noqa: BLE001  whatever it is, it is tried again
+            except Exception as error:  # noqa: BLE001  any failure leads to a retry
                 self._reason = str(error)
             else:
                 with self._lock:
                     if not self._closed.is_set():
                         self._inner = tier
-                        log.warning("tier %s is there now", self._name)
+                        log.warning("tier %s is available now", self._name)
                         return
                 tier.close()
                 return
