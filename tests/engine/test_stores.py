@@ -25,7 +25,7 @@ from .test_lower import PATIENT, POOL, QUICK, closed, drawn, served
 
 pytestmark = pytest.mark.server
 MIB = 1 << 20
-UNBROKEN = replace(PATIENT.transfers, lane=TierQueueConfig(breaker=CircuitBreakerConfig(max_failures=1000)))
+UNBROKEN = replace(PATIENT.transfers, queue=TierQueueConfig(breaker=CircuitBreakerConfig(max_failures=1000)))
 """For faults that must not close a tier: pages are offloaded to it again."""
 
 
@@ -98,7 +98,7 @@ def test_a_store_that_dies_in_between_changes_no_token(tmp_path: Path) -> None:
 
 def forge(port: int) -> int:
     """Replaces every page in Redis by random bytes with valid checksums, as a writer without keys can. Returns how many."""
-    client, random = RespConnection(("127.0.0.1", port), 5, most=16 * MIB), np.random.default_rng(0)
+    client, random = RespConnection(("127.0.0.1", port), 5, limit=16 * MIB), np.random.default_rng(0)
     keys = client.call("KEYS", PREFIX + b"*")
     for key in keys:
         parsed = parse_head(memoryview(client.call("GET", key)))

@@ -64,7 +64,7 @@ class RedisHarness(Harness):
 
 def client(port: int) -> RespConnection:
     """A connection that takes whole pages as answers."""
-    return RespConnection(("127.0.0.1", port), 5, most=4 * MIB)
+    return RespConnection(("127.0.0.1", port), 5, limit=4 * MIB)
 
 
 def harness_of(port: int, **options: object) -> RedisHarness:

@@ -76,7 +76,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @contextmanager
 def redis(port: int, options: str = "") -> Iterator[tuple[RemoteTier, RespConnection]]:
-    client = RespConnection(("127.0.0.1", port), 5, most=4 * MIB)
+    client = RespConnection(("127.0.0.1", port), 5, limit=4 * MIB)
     client.call("FLUSHALL")
     tier = open_tier(f"redis://127.0.0.1:{port}/0?capacity=16MiB{options}")
     assert isinstance(tier, RemoteTier)

@@ -1,4 +1,13 @@
-"""What every tier must do. A tier's tests subclass `TierConformance` and say how to make one and how to damage it."""
+"""The tests that every tier must pass, for tiers inside and outside this package. Needs pytest.
+
+    class TestMyTier(TierConformance):
+        def make(self, folder: Path) -> Harness:
+            return MyHarness(open_tier(f"mine:{folder}?capacity=4MiB"))
+
+A Harness opens the tier and damages its stored bytes. The functions below write and read pages with known bytes.
+For detailed assertion messages call `pytest.register_assert_rewrite("kvloom.tiers.testing.conformance")` in
+conftest.py.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +29,23 @@ from kvloom.tiers.aligned_memory import aligned_bytes
 
 from .fault_injection import Faults, FaultyTier
 
+__all__ = [
+    "FORM",
+    "PAGE",
+    "RUN",
+    "Harness",
+    "TierConformance",
+    "block_hash",
+    "check_bytes",
+    "filled",
+    "get",
+    "memory",
+    "objects",
+    "open_files",
+    "page",
+    "put",
+]
+
 PAGE, RUN = 64 << 10, 8 << 10
 FORM = Form("bf16", "LKTHD", PAGE, RUN, layout="test")
 
@@ -29,7 +55,7 @@ def block_hash(number: int) -> bytes:
 
 
 def page(number: int, size: int = PAGE) -> npt.NDArray[np.uint8]:
-    """The bytes that belong to a name: half noise, half easy to compress."""
+    """Returns the bytes of the page with this number: half noise, half compressible."""
     noise = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
     noise[: size // 2] = np.arange(size // 2) % 7 + number % 50
     return noise
@@ -40,7 +66,7 @@ def objects(numbers: range | list[int], form: Form = FORM, group: int = 0) -> Ob
 
 
 def memory(pages: int, size: int = PAGE, shift: int = 0) -> Ranges:
-    """Room for pages; `shift` takes it off its alignment."""
+    """Returns ranges for pages; `shift` makes them unaligned."""
     whole = np.frombuffer(aligned_bytes(pages * size + shift), np.uint8)
     return Ranges(whole[shift:], np.arange(pages) * size)
 
@@ -59,7 +85,7 @@ def put(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
 
 
 def check_bytes(transfer: Transfer, numbers: range | list[int], got: Ranges, size: int = PAGE) -> int:
-    """Every object that is OK has its own bytes; returns how many are."""
+    """Asserts that every object that is OK has its own bytes; returns how many are."""
     for at, number, ok in zip(got.starts.tolist(), numbers, transfer.ok.tolist(), strict=True):
         if ok:
             assert np.array_equal(got.bytes[at : at + size], page(number, size)), f"wrong bytes for {number}"
@@ -67,7 +93,7 @@ def check_bytes(transfer: Transfer, numbers: range | list[int], got: Ranges, siz
 
 
 def get(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
-    """Reads, and checks that what is OK is right."""
+    """Reads pages and asserts the bytes of every object that is OK."""
     got = memory(len(numbers), form.page_bytes)
     transfer = tier.read(objects(numbers, form), got)
     assert transfer.wait(20)
@@ -76,7 +102,7 @@ def get(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
 
 
 def open_files(word: str) -> int:
-    """How many files this process has open whose path has `word` in it."""
+    """Returns how many open files of this process have `word` in their path."""
     paths = []
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -86,21 +112,24 @@ def open_files(word: str) -> int:
 
 @dataclass
 class Harness:
-    """A tier of 4 MiB or more for pages up to 256 KiB, and ways to damage what it holds."""
+    """A tier of 4 MiB or more for pages up to 256 KiB, and methods that damage its stored bytes."""
 
     tier: Any
 
     def flip(self, wanted: Objects) -> None:
-        """Flips a bit of every one of these that the tier holds."""
+        """Flips a bit of each of these objects that the tier has stored."""
         raise NotImplementedError
 
     def swap(self, first: Objects, second: Objects) -> None:
-        """Gives the one the bytes of the other, and back."""
+        """Exchanges the stored bytes of two objects."""
         raise NotImplementedError
 
 
 class TierConformance:
+    """Subclass it as `Test…` and implement `make`."""
+
     def make(self, folder: Path) -> Harness:
+        """Returns a harness with an open, empty tier. `folder` is an empty directory."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -114,7 +143,7 @@ class TierConformance:
         tier: Tier = harness.tier
         return tier
 
-    # --- what is written is read
+    # --- write and read
 
     def test_written_pages_are_found_and_read(self, tier: Tier) -> None:
         assert not tier.lookup(objects(range(5))).any()
@@ -188,7 +217,7 @@ class TierConformance:
         source.bytes[:] = 0
         assert get(tier, range(3)).ok.all()
 
-    # --- names and forms
+    # --- groups and forms
 
     @pytest.mark.parametrize(
         "other",
@@ -210,7 +239,7 @@ class TierConformance:
         put(tier, [1])
         assert not tier.lookup(objects([1], group=1)).any()
 
-    # --- leaving
+    # --- drop and evict
 
     def test_dropped_pages_are_misses(self, tier: Tier) -> None:
         put(tier, range(4))
@@ -239,7 +268,7 @@ class TierConformance:
             assert get(tier, numbers, form).ok.all()
             assert tier.stats().bytes <= tier.capacity
 
-    # --- bad input, before anything is changed
+    # --- invalid input
 
     def test_invalid_batches_are_refused(self, tier: Tier) -> None:
         with pytest.raises(ValueError, match="3 ranges for 2 objects"):
@@ -258,7 +287,7 @@ class TierConformance:
             )
         assert tier.stats().objects == 0
 
-    # --- damage, and the medium's faults
+    # --- damage and faults of the medium
 
     def test_flipped_bits_are_a_counted_miss(self, harness: Harness) -> None:
         tier = harness.tier
@@ -267,7 +296,7 @@ class TierConformance:
         transfer = get(tier, range(4))
         assert transfer.results.tolist() == [Outcome.OK, Outcome.CORRUPT, Outcome.CORRUPT, Outcome.OK]
         assert tier.stats().reads["corrupt"] == 2
-        assert not tier.lookup(objects([1, 2])).any(), "a damaged page is not offered again"
+        assert not tier.lookup(objects([1, 2])).any(), "a damaged page is not found again"
         assert put(tier, [1, 2]).ok.all()
         assert get(tier, range(4)).ok.all()
 
@@ -288,7 +317,7 @@ class TierConformance:
             get(faulty, numbers)
         faults.failing = faults.full = False
         faults.tamper, faults.slow = None, 0
-        assert put(faulty, range(6)).ok.all(), "it recovers by itself"
+        assert put(faulty, range(6)).ok.all(), "the tier recovers by itself"
         assert get(faulty, range(6)).ok.all()
         counted = faulty.stats().reads
         assert {"ok", "failed", "corrupt"} <= set(counted)
@@ -303,16 +332,16 @@ class TierConformance:
         transfer = faulty.read(objects(range(2)), got)
         assert not transfer.wait(0.05)
         deadline = time.monotonic() + 5
-        while transfer._accesses == 0 and time.monotonic() < deadline:
+        while faults.hung_calls == 0 and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert not transfer.cancel(), "the medium still has the memory"
+        assert not transfer.cancel(), "the medium still uses the memory"
         assert time.monotonic() - began < 5
         assert transfer.done
         assert (transfer.results == Outcome.LATE).all()
         assert not transfer.released
         faults.release()
         assert transfer.wait_released(5)
-        assert (transfer.results == Outcome.LATE).all(), "an outcome stays what it was"
+        assert (transfer.results == Outcome.LATE).all(), "an outcome never changes"
         assert get(faulty, range(2)).ok.all()
         faulty.close()
 
@@ -332,7 +361,7 @@ class TierConformance:
                     else:
                         put(tier, numbers)
                         get(tier, numbers)
-            except BaseException as error:  # noqa: BLE001  told to the main thread
+            except BaseException as error:  # noqa: BLE001  raised in the main thread
                 wrong.append(error)
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -343,7 +372,7 @@ class TierConformance:
         assert not wrong
         assert tier.stats().bytes <= tier.capacity
 
-    # --- the end
+    # --- close
 
     def test_after_close_every_method_misses(self, tier: Tier) -> None:
         put(tier, range(2))

@@ -45,6 +45,7 @@ class Faults:
     tamper: Callable[[Objects], None] | None = None
     calls: frozenset[str] = frozenset({"read", "write", "sync", "open", "allocate"})
     error: int = errno.EIO
+    hung_calls: int = 0
     _released: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _due: float = 0.0
@@ -58,7 +59,11 @@ class Faults:
         if self.slow:
             threading.Event().wait(self.slow)
         if self.hung:
+            with self._lock:
+                self.hung_calls += 1
             self._released.wait()
+            with self._lock:
+                self.hung_calls -= 1
 
     def throttle(self, size: int) -> None:
         """Waits as long as a medium of `rate` needs for these bytes, after earlier requests."""
