@@ -9,7 +9,7 @@ import torch
 
 from kvloom.bench import attention_work, gpu_timing, kernels, state_work
 from kvloom.bench.expert_work import by_torch
-from kvloom.kernels.experts import experts
+from kvloom.kernels.moe import experts
 
 CUDA = torch.cuda.is_available()
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvloom.engine import checking
 from kvloom.engine.checking import check_engine, check_model
-from kvloom.kernels.cuda_driver import CudaError
+from kvloom.kernels.memory import CudaError
 from kvloom.models.catalog import folder_of
 
 LLAMA = folder_of("kvloom-llama")
@@ -73,7 +73,7 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(
             raise count
         return Driver()
 
-    monkeypatch.setattr(checking, "cuda_driver", driver)
+    monkeypatch.setattr(checking, "load_cuda_driver", driver)
     with nullcontext() if said is None else pytest.raises(ValueError, match=said):
         check_engine(LLAMA, device=device)
 

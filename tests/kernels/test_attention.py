@@ -10,9 +10,7 @@ import torch
 
 from kvloom.core import Span
 from kvloom.kernels import cpu
-from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
-from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape
+from kvloom.kernels.attention import Mask, Plan, ReferencePlan, Shape, decode_plan, prefill_plan
 
 from .batches import DEVICE, TOLERANCE, Batch, relative
 
@@ -129,10 +127,10 @@ def test_a_cpu_needs_no_triton() -> None:
 import sys
 sys.modules["triton"] = None
 import torch
-import kvloom.kernels.attention as a, kvloom.kernels.copy, kvloom.kernels.dense, kvloom.kernels.memory
-import kvloom.kernels.state, kvloom.kernels.views, kvloom.kernels.write
-from kvloom.kernels.shapes import Shape
-plan = a.decode_plan(Shape(2, 1, 64, 64, dtype=torch.float32), 1, device="cpu")
+import kvloom.kernels.batch_invariant, kvloom.kernels.copy, kvloom.kernels.fused, kvloom.kernels.memory
+import kvloom.kernels.moe, kvloom.kernels.state, kvloom.kernels.write
+from kvloom.kernels.attention import Shape, decode_plan
+plan = decode_plan(Shape(2, 1, 64, 64, dtype=torch.float32), 1, device="cpu")
 plan.make([0, 1], [5])
 k = torch.randn(3, 16, 1, 64)
 out, lse = plan.attend(torch.randn(1, 2, 64), k, k, torch.tensor([[2]], dtype=torch.int32))

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from kvloom.core import Field, LayerSpec, PoolLayout, Span
 from kvloom.core.copies import CopyBatch
-from kvloom.kernels import copy, reference
-from kvloom.kernels.copy import Copier, Method, copy_pages, side_by_side
-from kvloom.kernels.views import allocate, layer_views
+from kvloom.kernels.copy import Copier, Method, copier as copy, copy_pages, reference
+from kvloom.kernels.copy.copier import side_by_side
+from kvloom.kernels.memory import allocate, layer_views
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -70,7 +70,7 @@ def copier_of(
         monkeypatch.setattr(torch.cuda, "Event", Immediate)
         monkeypatch.setattr(torch.cuda, "stream", nullcontext)
         monkeypatch.setattr(torch.cuda, "current_stream", Immediate)
-        monkeypatch.setattr(copy, "cuda_driver", Immediate)
+        monkeypatch.setattr(copy, "load_cuda_driver", Immediate)
         monkeypatch.setattr(copy, "_multiprocessors", lambda device: 3)
         monkeypatch.setattr(copy, "_upload", lambda ids, device: torch.from_numpy(ids).int())
         copier._out, copier._in = copy._Way(pool.device), copy._Way(pool.device)
@@ -113,7 +113,7 @@ def test_padding_stays_where_it_is() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_kernel_moves_rows_between_any_strides(seed: int) -> None:
-    triton_copy = pytest.importorskip("kvloom.kernels.triton_copy")
+    triton_copy = pytest.importorskip("kvloom.kernels.copy.triton_copy")
     rng = random.Random(seed)
     tile = triton_copy.TILE_BYTES
     size = 16 * rng.choice([1, 7, 513, tile // 16, tile // 16 + 1, 2 * tile // 16])

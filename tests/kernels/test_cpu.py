@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from kvloom.core import Span
-from kvloom.kernels import attention, cpu, fused, reference
-from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape
+from kvloom.kernels import cpu
+from kvloom.kernels.attention import Mask, Shape, plan as attention, reference
+from kvloom.kernels.fused import operations as fused
 
 pytestmark = pytest.mark.skipif(not cpu.BUILT, reason="built without a compiler")
 

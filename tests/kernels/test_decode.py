@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from kvloom.core import Span
-from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape
+from kvloom.kernels.attention import Mask, Shape
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from kvloom.kernels.decode import DecodePlan  # noqa: E402
-from kvloom.kernels.worklist import Tile  # noqa: E402
+from kvloom.kernels.attention import DecodePlan  # noqa: E402
+from kvloom.kernels.attention.work_list import Tile  # noqa: E402
 
 from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
 

@@ -13,8 +13,7 @@ import torch
 
 from kvloom.core import Control, Field, KVCache, LayerSpec, PoolLayout, Sequence, Span, attention_fields
 from kvloom.kernels.copy import copy_pages
-from kvloom.kernels.memory import ElasticBuffer, elastic, granularity
-from kvloom.kernels.views import LayerView, layer_views
+from kvloom.kernels.memory import ElasticBuffer, LayerView, elastic_buffer, granularity, layer_views
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP = granularity(DEVICE)
@@ -38,7 +37,7 @@ class Engine:
     def __init__(self, kind: str, slabs: int, reserved: int) -> None:
         layout = PoolLayout.build(LAYERS[kind], BLOCK, granularity=STEP)
         self.cache = KVCache(layout, slabs, reserved=reserved, max_sequences=64, max_tokens=4096)
-        self.buffer: ElasticBuffer = elastic(layout, reserved, DEVICE, mapped=slabs)
+        self.buffer: ElasticBuffer = elastic_buffer(layout, reserved, DEVICE, mapped=slabs)
         self.views: dict[str, LayerView] = layer_views(self.buffer.tensor, layout)
 
     def grow(self, n: int) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvloom.kernels import experts as grouped
-from kvloom.kernels.experts import Tile, choose, experts, tile_for
+from kvloom.kernels.moe import Tile, choose, experts, interface as grouped, tile_for
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from kvloom.kernels import triton_experts
+from kvloom.kernels.moe import triton_moe as triton_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter computes no bf16 as a GPU does")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvloom.kernels import fused
+from kvloom.kernels.fused import operations as fused
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from kvloom.kernels import triton_fused, triton_linear
+from kvloom.kernels.fused import triton_linear, triton_operations as triton_fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + ([torch.bfloat16, torch.float16] if DEVICE == "cuda" else [])

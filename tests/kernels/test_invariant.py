@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from kvloom.core import Span
-from kvloom.kernels.prefill_backends import BlockTile
-from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape
+from kvloom.kernels.attention import Mask, Shape
+from kvloom.kernels.attention.prefill_backends import BlockTile
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from kvloom.kernels.invariant import Pieces, Whole, grouped_product, product, row_cumsum, row_sum
-from kvloom.kernels.invariant_mode import BatchInvariant
+from kvloom.kernels.attention import Pieces, Whole
+from kvloom.kernels.batch_invariant import BatchInvariant, grouped_product, product, row_cumsum, row_sum
 
 from .batches import DEVICE, TOLERANCE, Batch, relative
 

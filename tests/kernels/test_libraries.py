@@ -11,15 +11,19 @@ import pytest
 import torch
 
 from kvloom.core import Span
-from kvloom.kernels import libraries, reference
-from kvloom.kernels.libraries import FlashAttention3, Library, PagedCall, Step, fastest, installed, size_class
-from kvloom.kernels.prefill_backends import BlockTile, Rows
-from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape
+from kvloom.kernels.attention import Mask, Rows, Shape, installed, prefill_libraries as libraries, reference
+from kvloom.kernels.attention.prefill_backends import BlockTile
+from kvloom.kernels.attention.prefill_libraries import (
+    FlashAttention3,
+    Library,
+    PagedCall,
+    Step,
+    fastest,
+    size_class,
+)
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from kvloom.kernels import prefill  # noqa: E402
-from kvloom.kernels.prefill import PrefillPlan  # noqa: E402
+from kvloom.kernels.attention import PrefillPlan, prefill  # noqa: E402
 
 from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
 

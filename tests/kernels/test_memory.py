@@ -13,11 +13,16 @@ import pytest
 import torch
 
 from kvloom.core import LayerSpec, PoolLayout, Span, attention_fields
-from kvloom.kernels import memory
 from kvloom.kernels.copy import copy_pages
-from kvloom.kernels.cuda_driver import CudaError, cuda_driver
-from kvloom.kernels.memory import ElasticBuffer, elastic, granularity
-from kvloom.kernels.views import layer_views
+from kvloom.kernels.memory import (
+    CudaError,
+    ElasticBuffer,
+    elastic as memory,
+    elastic_buffer,
+    granularity,
+    layer_views,
+    load_cuda_driver,
+)
 
 pytestmark = pytest.mark.alone
 CUDA = torch.cuda.is_available()
@@ -62,7 +67,7 @@ def test_slabs_keep_their_bytes_while_others_come_and_go(seed: int) -> None:
 def test_a_pool_lives_in_it() -> None:
     spec = LayerSpec("token", attention_fields(2, 16, "fp32"), Span("full"))
     layout = PoolLayout.build({"a": spec, "b": spec}, granularity=STEP)
-    with elastic(layout, 64, DEVICE, mapped=3) as buffer:
+    with elastic_buffer(layout, 64, DEVICE, mapped=3) as buffer:
         views = layer_views(buffer.tensor, layout)
         stride, last = layout.groups[0].page_stride, 50 * layout.groups[0].pages_per_slab
         views["a"].fields["k"][1] = 7.0
@@ -228,7 +233,7 @@ def books(monkeypatch: pytest.MonkeyPatch) -> Books:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (5 << 20, 100 << 20))
     monkeypatch.setattr(memory._CudaRange, "view", lambda self: torch.empty(0, dtype=torch.uint8))
     books = Books()
-    monkeypatch.setattr(memory, "cuda_driver", lambda: books)
+    monkeypatch.setattr(memory, "load_cuda_driver", lambda: books)
     return books
 
 
@@ -333,7 +338,7 @@ def test_device_memory_goes_back_to_the_device() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_the_driver_counts_the_gpus_that_torch_does() -> None:
-    assert cuda_driver().devices() == torch.cuda.device_count()
+    assert load_cuda_driver().devices() == torch.cuda.device_count()
 
 
 @pytest.mark.gpu

@@ -9,22 +9,22 @@ import pytest
 import torch
 
 from kvloom.core import Span
-from kvloom.kernels import prefill_backends
-from kvloom.kernels.dense import attend_dense, merge
-from kvloom.kernels.prefill_backends import (
+from kvloom.kernels.attention import Mask, Rows, Shape, attend_dense, merge, prefill_backends
+from kvloom.kernels.attention.prefill_backends import (
     MANY,
     BlockTile,
-    Rows,
     block_list,
     choose_gathered_tile,
     groups_of,
 )
-from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from kvloom.kernels import prefill, prefill_batches, prefill_launch  # noqa: E402
-from kvloom.kernels.prefill import PrefillPlan  # noqa: E402
+from kvloom.kernels.attention import (  # noqa: E402
+    PrefillPlan,
+    prefill,
+    prefill_cudnn as prefill_batches,
+    prefill_launch,
+)
 
 from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
 

@@ -13,9 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Span, attention_fields
-from kvloom.kernels import reference
-from kvloom.kernels.reference import Mask, attend, copy_pages, write
-from kvloom.kernels.views import LayerView, allocate, layer_views
+from kvloom.kernels.attention import Mask, attend, reference
+from kvloom.kernels.copy.reference import copy_pages
+from kvloom.kernels.memory import LayerView, allocate, layer_views
+from kvloom.kernels.write.reference import write
 
 HEADS, KV, DIM, BLOCK = 4, 2, 16, 16
 SPANS = [Span("full"), Span("sliding", 20), Span("chunked", 24)]

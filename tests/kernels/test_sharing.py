@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from kvloom.core import Span
-from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape
-from kvloom.kernels.sharing import SharedRun, Sharing, find_shared, in_sight, worth_sharing
+from kvloom.kernels.attention import Mask, Shape, SharedRun, Sharing, find_shared, in_sight, worth_sharing
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from kvloom.kernels.decode import DecodePlan  # noqa: E402
+from kvloom.kernels.attention import DecodePlan  # noqa: E402
 
 from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
 

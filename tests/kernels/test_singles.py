@@ -5,14 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvloom.kernels import singles
+from kvloom.kernels.fused import step_layout as singles
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from kvloom.kernels import triton_singles
+from kvloom.kernels.fused import triton_step_layout
 
 from .batches import DEVICE
 
 SEQUENCES, BLOCKS, BLOCK = 9, 300, 16
+
+
+def launched(
+    numbers: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, states: int
+) -> singles.Singles:
+    found = triton_step_layout.lay_out(
+        numbers.to(DEVICE), tables, chosen.to(DEVICE), BLOCK, states, singles.FIELDS
+    )
+    return singles.Singles(*found)
 
 
 @pytest.mark.parametrize(("columns", "states", "shifted"), [(1, 0, False), (3, 2, True), (0, 1, False)])
@@ -37,7 +46,7 @@ def test_the_kernel_works_out_what_the_oracle_does(columns: int, states: int, sh
     changed, sent = tables.clone(), numbers.reshape(-1)
     wanted = singles.lay_out(sent, changed, chosen, rows, BLOCK, states, shifted)
     there = tables.to(DEVICE)
-    found = triton_singles.lay_out(numbers.to(DEVICE), there, chosen.to(DEVICE), BLOCK, states)
+    found = launched(numbers, there, chosen, states)
     assert torch.equal(there.cpu(), changed)
     for name in ("tokens", "positions", "lengths", "slots", "pages", "places", "states", "shifts"):
         ours, theirs = getattr(found, name).cpu(), getattr(wanted, name)
@@ -55,5 +64,5 @@ def test_rows_of_nobody_have_page_0_alone_in_a_trial(monkeypatch: pytest.MonkeyP
     numbers[2], numbers[3], numbers[5] = -1, SEQUENCES - 1, -1
     tables = torch.zeros(2, SEQUENCES, BLOCKS, dtype=torch.int32)
     chosen = torch.zeros(4, dtype=torch.int64)
-    found = triton_singles.lay_out(numbers.to(DEVICE), tables.to(DEVICE), chosen.to(DEVICE), BLOCK, 0)
+    found = launched(numbers, tables.to(DEVICE), chosen, 0)
     assert not found.tables.any()

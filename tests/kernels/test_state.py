@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvloom.kernels import state, state_reference
-from kvloom.kernels.state import STEP_TOKENS, Rows
+from kvloom.kernels import state
+from kvloom.kernels.state import STEP_TOKENS, Rows, reference as state_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PACKED = {"x", "dt", "b", "c", "z", "q", "k", "v", "g", "beta", "log_decay"}
@@ -184,7 +184,7 @@ class Rule:
         return getattr(state_reference, self.name)(*p.values(), states, rows)
 
     def triton(self, p: Arguments, states: torch.Tensor, rows: Rows) -> torch.Tensor:
-        module = importlib.import_module(f"kvloom.kernels.{self.kernels}")
+        module = importlib.import_module(f"kvloom.kernels.state.{self.kernels}")
         return getattr(module, self.name)(*p.values(), states, rows)
 
     def public(self, p: Arguments, states: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -617,7 +617,7 @@ def test_triton_is_the_plain_path(name: str, options: Arguments, lengths: list[i
 def test_triton_cuts_long_rows_in_time(
     name: str, options: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    triton_scan = pytest.importorskip("kvloom.kernels.triton_scan")
+    triton_scan = pytest.importorskip("kvloom.kernels.state.triton_scan")
     monkeypatch.setattr(triton_scan, "CHUNK", 16)
     walked = []
     monkeypatch.setattr(triton_scan, "pass_kernel", Spy(triton_scan.pass_kernel, walked))

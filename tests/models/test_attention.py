@@ -10,7 +10,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from kvloom.core import PoolLayout
-from kvloom.kernels.views import allocate
+from kvloom.kernels.memory import allocate
 from kvloom.models.pages import Pages
 from kvloom.models.reading import ModelError
 from kvloom.models.specs import model_spec

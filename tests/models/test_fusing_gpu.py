@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvloom.engine.engine import Engine
-from kvloom.kernels import triton_fused
+from kvloom.kernels.fused import triton_operations as triton_fused
 from kvloom.models.attending import Turning
 from kvloom.models.batch import Work
 from kvloom.models.fusing import _Layer

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvloom.core import PoolLayout
-from kvloom.kernels.views import allocate
+from kvloom.kernels.memory import allocate
 from kvloom.models.pages import Pages
 from kvloom.models.reading import ModelError
 from kvloom.models.scales import checkpoint_of, fingerprint, read_scales, scale_sizes, write_scales

@@ -11,7 +11,7 @@ import torch
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.kernels import prefill_backends
+from kvloom.kernels.attention import prefill_backends
 
 from .zoo import config_of, prompts_of
 

@@ -11,7 +11,7 @@ import transformers
 
 from kvloom.core import KVCache, PoolLayout, Sequence
 from kvloom.kernels.copy import copy_pages
-from kvloom.kernels.views import allocate
+from kvloom.kernels.memory import allocate
 from kvloom.models.attention import install
 from kvloom.models.batch import Batch, Stage, Work
 from kvloom.models.pages import Pages

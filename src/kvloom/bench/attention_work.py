@@ -118,8 +118,7 @@ def _mixed_lengths() -> list[int]:
 
 
 def decode_rows(rounds: int) -> Iterator[Row]:
-    from kvloom.kernels.decode import DecodePlan
-    from kvloom.kernels.shapes import Shape
+    from kvloom.kernels.attention import DecodePlan, Shape
 
     shape = Shape(HEADS, KV_HEADS, DIM, DIM, BLOCK)
     works: list[tuple[str, list[int], int | None]] = [
@@ -142,8 +141,7 @@ def decode_rows(rounds: int) -> Iterator[Row]:
 
 
 def quantised_rows(rounds: int, batch: int = 128, length: int = 8192) -> Iterator[Row]:
-    from kvloom.kernels.decode import DecodePlan
-    from kvloom.kernels.shapes import Shape
+    from kvloom.kernels.attention import DecodePlan, Shape
 
     lengths = [length] * batch
     tables, pages = _tables(lengths)
@@ -208,9 +206,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def shared_rows(rounds: int) -> Iterator[Row]:
-    from kvloom.kernels.decode import DecodePlan
-    from kvloom.kernels.shapes import Shape
-    from kvloom.kernels.sharing import Sharing, find_shared
+    from kvloom.kernels.attention import DecodePlan, Shape, Sharing, find_shared
 
     shape = Shape(HEADS, KV_HEADS, DIM, DIM, BLOCK)
     for batch, prefix, own in SHARED:
@@ -244,10 +240,7 @@ def shared_floor(batch: int, prefix: int, own: int) -> float:
 
 
 def prefill_rows(rounds: int) -> Iterator[Row]:
-    from kvloom.kernels.libraries import installed
-    from kvloom.kernels.prefill import PrefillPlan
-    from kvloom.kernels.prefill_backends import Rows
-    from kvloom.kernels.shapes import Shape
+    from kvloom.kernels.attention import PrefillPlan, Rows, Shape, installed
 
     for work in PREFILL:
         heads, kv_heads, dim = work.heads, work.kv_heads, work.dim
@@ -282,8 +275,7 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
 
 def latent_rows(rounds: int) -> Iterator[Row]:
     """Absorbed latents: few bytes, read by many heads; arithmetic is the floor as much as memory."""
-    from kvloom.kernels.decode import DecodePlan
-    from kvloom.kernels.shapes import Shape
+    from kvloom.kernels.attention import DecodePlan, Shape
 
     shape = Shape(LATENT_HEADS, 1, LATENT_DIM, LATENT_VALUES, BLOCK)
     for batch, length in LATENT:

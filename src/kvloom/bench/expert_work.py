@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from kvloom.kernels.experts import experts
 from kvloom.kernels.fused import gated
+from kvloom.kernels.moe import experts
 
 from .gpu_peers import Call
 

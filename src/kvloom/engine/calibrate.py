@@ -20,8 +20,7 @@ import torch
 
 from kvloom.core.layers import QUANTISED
 from kvloom.core.layout import PoolLayout
-from kvloom.kernels.reference import largest
-from kvloom.kernels.views import TORCH_DTYPES
+from kvloom.kernels.dtypes import TORCH_DTYPES, largest
 from kvloom.models.pages import Pages
 from kvloom.models.scales import Scales, write_scales
 

@@ -17,7 +17,7 @@ from urllib.request import getproxies
 
 from kvloom.core.layers import QUANTISED
 from kvloom.core.layout import PoolLayout
-from kvloom.kernels.cuda_driver import CudaError, cuda_driver
+from kvloom.kernels.memory import CudaError, load_cuda_driver
 from kvloom.models.catalog import embedded_models, known_models, load_config
 from kvloom.models.reading import ModelError
 from kvloom.models.specs import KVDtype, ModelSpec, kv_dtypes, model_spec
@@ -87,7 +87,7 @@ def _check_gpu(device: str) -> None:
     if not index.isdigit():
         return
     try:
-        count = cuda_driver().devices()
+        count = load_cuda_driver().devices()
     except OSError:
         why = "no NVIDIA driver is installed"
     except CudaError as error:

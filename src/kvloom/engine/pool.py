@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvloom.core import KVCache, PoolLayout, Snapshots, Tenant
-from kvloom.kernels.views import allocate
+from kvloom.kernels.memory import allocate
 from kvloom.models.attention import install
 from kvloom.models.crossing import eyes
 from kvloom.models.fingerprint import model_fingerprint

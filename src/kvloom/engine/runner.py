@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from kvloom.core import Control, KVCache, Sequence
+from kvloom.kernels.attention import SharedRun, find_shared, in_sight, worth_sharing
 from kvloom.kernels.copy import copy_pages
-from kvloom.kernels.shapes import upload
-from kvloom.kernels.sharing import SharedRun, find_shared, in_sight, worth_sharing
+from kvloom.kernels.device import upload
 from kvloom.models.batch import Batch, Stage, Work
 from kvloom.models.fusing import fuse
 from kvloom.models.pages import Cutter, Pages
@@ -76,7 +76,7 @@ class Runner:
         """What numbers are computed in, here and by whoever goes on with them."""
         if invariant:
             self._refuse()
-            from kvloom.kernels.invariant_mode import BatchInvariant
+            from kvloom.kernels.batch_invariant import BatchInvariant
 
             self.steady = BatchInvariant()  # type: ignore[no-untyped-call]
         if vision is not None:

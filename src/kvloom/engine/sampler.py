@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvloom.kernels.likeliest import likeliest
+from kvloom.kernels.fused import row_argmax
 
 from . import grammar
 from .logprobs import Logprobs
@@ -131,7 +131,7 @@ class Sampler:
         draws = plan.draws
         if len(draws) == 1 and draws[0].rows is None:
             return self._drawn(odds, draws[0], plan, counts)
-        tokens = likeliest(odds)
+        tokens = row_argmax(odds)
         for draw in draws:
             assert draw.rows is not None
             drawn = self._drawn(odds.index_select(0, draw.rows), draw, plan, counts)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvloom.core import KVCache, PoolLayout
-from kvloom.kernels.views import allocate
+from kvloom.kernels.memory import allocate
 from kvloom.models.batch import Work
 from kvloom.models.scales import Scales
 from kvloom.models.vision import Vision

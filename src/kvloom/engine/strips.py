@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.kernels.shapes import upload
+from kvloom.kernels.device import upload
 from kvloom.models.batch import Batch, Stage, Work
 from kvloom.models.pages import Cutter, Pages
 

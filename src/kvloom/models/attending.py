@@ -17,7 +17,7 @@ from torch import nn
 
 from kvloom.kernels import cpu
 from kvloom.kernels.fused import Normed, linear, rms_norms, rotate as turned
-from kvloom.kernels.reference import Rotary, rotate
+from kvloom.kernels.write import Rotary, rotate
 
 from .attention import ATTENTION, IGNORED
 

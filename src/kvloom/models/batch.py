@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from kvloom.core import KVCache, Sequence
-from kvloom.kernels import singles
-from kvloom.kernels.shapes import upload
+from kvloom.kernels.device import upload
+from kvloom.kernels.fused import FIELDS, fields_of, lay_out
 
 from .sight import Seen, Sight
 
@@ -138,7 +138,7 @@ class Stage:
         else:
             self._tables = torch.from_numpy(cache.rows.tables)
         most = 4 * tokens + (3 + self._states + shifted) * (rows + 1) + 1
-        most = max(most, singles.fields_of(width, self._states, shifted) * rows)
+        most = max(most, fields_of(width, self._states, shifted) * rows)
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         self._last = torch.arange(rows, device=self.device)
         self._sent = torch.zeros(most, dtype=torch.int32, device=self.device)
@@ -172,7 +172,7 @@ class Stage:
         """Send the numbers of a step of single tokens for a replay of `replayed(rows)`, with rows of nobody's to fill it up;
         what changed in the tables goes along."""
         width, count = len(self._tables), len(works)
-        block = np.zeros((singles.fields_of(width, self._states, self._shifted), rows), np.int32)
+        block = np.zeros((fields_of(width, self._states, self._shifted), rows), np.int32)
         block[2], block[3], block[5] = -1, self._tables.shape[1] - 1, -1
         if works:
             numbers = self._numbers(works)
@@ -180,8 +180,8 @@ class Stage:
                 raise ValueError("a step of single tokens has works of more")
             patched, pages = self._patches(numbers.rows)
             of_all = numbers.tokens, numbers.positions, numbers.source, numbers.rows, numbers.lengths, patched
-            block[: singles.FIELDS, :count] = of_all
-            at = singles.FIELDS
+            block[:FIELDS, :count] = of_all
+            at = FIELDS
             block[at : at + width, :count] = pages
             block[at + width : at + width + self._states, :count] = numbers.states
             if self._shifted:
@@ -191,9 +191,7 @@ class Stage:
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
         """The batch of any `rows` single tokens, worked out anew from what `send_singles` sent whenever a graph with it is
         replayed."""
-        found = singles.lay_out(
-            self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted
-        )
+        found = lay_out(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
             tokens=found.tokens,

@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional
 
 from kvloom.core import LayerSpec, Media, PoolLayout
-from kvloom.kernels.shapes import upload
-from kvloom.kernels.views import LayerView
+from kvloom.kernels.device import upload
+from kvloom.kernels.memory import LayerView
 from kvloom.kernels.write import write
 
 from .batch import Batch, Work

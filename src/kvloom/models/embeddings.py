@@ -15,8 +15,8 @@ import torch
 
 from kvloom.core import PROMPT, Field, LayerSpec, PoolLayout
 from kvloom.core.pool import Ids
-from kvloom.kernels.shapes import upload
-from kvloom.kernels.views import layer_views
+from kvloom.kernels.device import upload
+from kvloom.kernels.memory import layer_views
 
 __all__ = ["EMBEDDINGS", "Embeddings", "with_embeddings"]
 

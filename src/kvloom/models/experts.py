@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kvloom.kernels.experts import choose, experts, tiles_for
 from kvloom.kernels.fused import Activation
+from kvloom.kernels.moe import choose, experts, tiles_for
 
 __all__ = ["fuse_experts", "fuse_router"]
 

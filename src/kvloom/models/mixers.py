@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvloom.kernels.memory import LayerView
 from kvloom.kernels.state import Rows
-from kvloom.kernels.views import LayerView
 
 from .batch import Batch
 from .reading import ModelError

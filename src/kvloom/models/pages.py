@@ -21,11 +21,21 @@ import torch
 
 from kvloom.core import PoolLayout, Span
 from kvloom.kernels import cpu
-from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
-from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import DTYPES, Shape, room_of, split_dim
-from kvloom.kernels.sharing import SharedRun, Sharing, worth_sharing
-from kvloom.kernels.views import LayerView, layer_views
+from kvloom.kernels.attention import (
+    Mask,
+    Plan,
+    ReferencePlan,
+    Shape,
+    SharedRun,
+    Sharing,
+    decode_plan,
+    prefill_plan,
+    room_of,
+    split_dim,
+    worth_sharing,
+)
+from kvloom.kernels.dtypes import DTYPES
+from kvloom.kernels.memory import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
 
 from .batch import Batch
@@ -312,7 +322,7 @@ class Pages(Void):
 
     def _new_plan(self, shape: Shape, span: Span, rows: int, shared: bool) -> Plan:
         if self._piece:
-            from kvloom.kernels.invariant import Pieces, Whole
+            from kvloom.kernels.attention import Pieces, Whole
 
             longest = next(iter(self.batch.tables.values())).shape[2] * shape.block_tokens
             if rows:

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from kvloom.core.layers import QUANTISED, LayerSpec
-from kvloom.kernels.reference import largest
-from kvloom.kernels.views import TORCH_DTYPES
+from kvloom.kernels.dtypes import TORCH_DTYPES, largest
 
 from .reading import ModelError
 

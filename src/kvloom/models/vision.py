@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 
 from kvloom.core import LayerSpec, Media, PoolLayout
-from kvloom.kernels.shapes import upload
-from kvloom.kernels.views import LayerView
+from kvloom.kernels.device import upload
+from kvloom.kernels.memory import LayerView
 
 from .batch import Batch, Work
 from .embeddings import Embeddings, with_embeddings

@@ -1,0 +1,77 @@
+"""Attention over pages: a plan made once a step, run by every layer.
+
+| files                                        | hold                                                                       |
+|----------------------------------------------|----------------------------------------------------------------------------|
+| plan, cpu_plan                               | the interface `Plan`, the choice of an implementation, plans on a CPU      |
+| mask, shape, reference                       | visible tokens, supported shapes, the oracle in plain torch                |
+| decode, work_list                            | `DecodePlan`: 1 to 64 queries a row, in CUDA graphs                        |
+| cascade                                      | runs of pages that several sequences share, read once                      |
+| prefill, prefill_*                           | `PrefillPlan` and its backends: over pages, gathered, cuDNN, libraries     |
+| dense                                        | attention over packed K and V; joining two results                         |
+| batch_invariant                              | plans whose results do not depend on the batch                             |
+| triton_*                                     | the kernels                                                                |
+
+A new layer kind (`core.Span`) adds one mask rule here: its number in `mask.SPANS`, and the first token that a query sees in
+`triton_mask.first_visible`. The oracle and the host's lists read `Span.first_visible_each`. `prefill_backends.count_pairs`
+estimates the work of a kind; `prefill_libraries` refuse kinds that they do not name.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .cascade import SharedRun, Sharing, find_shared, in_sight, worth_sharing
+from .cpu_plan import ReferencePlan
+from .dense import attend_dense, merge
+from .mask import FULL, Mask
+from .plan import Plan, decode_plan, prefill_plan
+from .prefill_backends import Rows
+from .prefill_libraries import installed
+from .reference import attend
+from .shape import Shape, room_of, split_dim
+
+if TYPE_CHECKING:
+    from .batch_invariant import Pieces, Whole
+    from .decode import DecodePlan
+    from .prefill import PrefillPlan
+
+__all__ = [
+    "FULL",
+    "DecodePlan",
+    "Mask",
+    "Pieces",
+    "Plan",
+    "PrefillPlan",
+    "ReferencePlan",
+    "Rows",
+    "Shape",
+    "SharedRun",
+    "Sharing",
+    "Whole",
+    "attend",
+    "attend_dense",
+    "decode_plan",
+    "find_shared",
+    "in_sight",
+    "installed",
+    "merge",
+    "prefill_plan",
+    "room_of",
+    "split_dim",
+    "worth_sharing",
+]
+
+_NEEDS_TRITON = {
+    "DecodePlan": "decode",
+    "Pieces": "batch_invariant",
+    "PrefillPlan": "prefill",
+    "Whole": "batch_invariant",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _NEEDS_TRITON:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f".{_NEEDS_TRITON[name]}", __name__), name)

@@ -1,0 +1,175 @@
+"""Which running sequences share pages, so that attention reads those once. Plain arrays; no kernels.
+
+    sequence 0   [ system prompt | document | own … ]
+    sequence 1   [ system prompt | document | own … ]       level 0: the system prompt, three members
+    sequence 2   [ system prompt | other    | own … ]       level 1: the document, two members
+
+The prefix tree hands sequences the very same pages where their tokens agree, so equal page ids in equal blocks are what is
+shared. It changes when sequences join or leave, not while they decode: find it then, and keep it. Windows share what of
+these runs they still see (`in_sight`): that becomes less at every step, which the device works out of the positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core import Span
+from kvloom.kernels.device import upload
+
+__all__ = ["SharedRun", "Sharing", "find_shared", "in_sight", "worth_sharing"]
+
+LEAST_SAVED = 1024
+"""Tokens that a shared run must spare from being read again; below that, merging costs more than it saves."""
+LEAST_RUN = 128
+"""Tokens of a run worth a place of its own; a shorter one is read by the groups below it."""
+LEAST_WINDOW = 512
+"""Tokens of a window worth sharing: what is each sequence's own soon fills a shorter one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRun:
+    """Tokens [lo, hi) that all `members` (rows of the batch) hold in the same pages; `level` runs lie before it."""
+
+    lo: int
+    hi: int
+    members: tuple[int, ...]
+    level: int
+
+
+def find_shared(
+    tables: npt.NDArray[np.int32],
+    settled: npt.NDArray[np.int64],
+    block_tokens: int,
+    depth: int = 4,
+    least_saved: int = LEAST_SAVED,
+    least_run: int = LEAST_RUN,
+) -> list[SharedRun]:
+    """The runs of blocks worth reading once, of rows `tables` ([sequences, blocks]) whose first `settled` tokens are
+    written (everything but this step's queries). Costs one comparison of page ids per member and level."""
+    settled = np.asarray(settled, dtype=np.int64)
+    full = settled // block_tokens
+    runs: list[SharedRun] = []
+    waiting = [(np.arange(len(tables)), 0, 0, 0)]
+    while waiting:
+        rows, begin, column, level = waiting.pop()
+        if level >= depth:
+            continue
+        for members in _split(tables, rows[full[rows] > column], column):
+            if len(members) < 2 or tables[members[0], column] == 0:
+                continue
+            end = _agree(tables, members, column, int(full[members].min()))
+            tokens = (end - begin) * block_tokens
+            kept = tokens >= least_run and tokens * (len(members) - 1) >= least_saved
+            if kept:
+                runs.append(
+                    SharedRun(begin * block_tokens, end * block_tokens, tuple(members.tolist()), level)
+                )
+            waiting.append((members, end if kept else begin, end, level + kept))
+    return sorted(runs, key=lambda run: run.level)
+
+
+def worth_sharing(span: Span) -> bool:
+    """Whether layers of this span read shared runs once."""
+    return not span.windowed or span.size >= LEAST_WINDOW
+
+
+def in_sight(
+    runs: list[SharedRun], tables: npt.NDArray[np.int32], first: npt.NDArray[np.int64], block_tokens: int
+) -> list[SharedRun]:
+    """Those of `runs` that a windowed group's `tables` share, too, as far as each row sees, which is from its token `first`
+    on. Where pages differ, the members read that run and all below it on their own."""
+    kept: list[SharedRun] = []
+    out: set[int] = set()
+    for run in sorted(runs, key=lambda run: run.level):
+        rows = np.array(run.members)
+        seen = first[rows] // block_tokens
+        begin, end = max(run.lo // block_tokens, int(seen.min())), run.hi // block_tokens
+        part = tables[rows, begin:end]
+        held = part[seen.argmin()]  # who sees furthest back has all pages
+        looks = np.arange(begin, end) >= seen[:, None]
+        if out.intersection(run.members) or not held.all() or (looks & (part != held)).any():
+            out.update(run.members)
+        else:
+            kept.append(run)
+    return kept
+
+
+def _split(
+    tables: npt.NDArray[np.int32], rows: npt.NDArray[np.int64], column: int
+) -> list[npt.NDArray[np.int64]]:
+    """Rows by their page in `column`."""
+    if not len(rows):
+        return []
+    order = rows[np.argsort(tables[rows, column], kind="stable")]
+    cuts = np.flatnonzero(np.diff(tables[order, column])) + 1
+    return np.split(order, cuts)
+
+
+def _agree(tables: npt.NDArray[np.int32], members: npt.NDArray[np.int64], column: int, end: int) -> int:
+    """The first block from `column` on in which the members' pages differ or are not there."""
+    part = tables[members, column:end]
+    differs = (part != part[:1]).any(0) | (part[0] == 0)
+    return column + int(differs.argmax()) if differs.any() else end
+
+
+class Sharing:
+    """Shared runs in fixed device buffers, for plans captured in graphs: room for `segments` runs, `depth` of them above
+    one another, of up to `sequences` rows of `queries` query tokens."""
+
+    def __init__(
+        self,
+        sequences: int,
+        queries: int = 1,
+        segments: int = 64,
+        depth: int = 4,
+        device: torch.device | str = "cuda",
+    ) -> None:
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.sequences, self.queries, self.segments, self.depth = sequences, queries, segments, depth
+        self.holds = 0
+        """Runs that are shared now. Whether there are any is the host's to know: a graph captured with some is not the
+        one for none."""
+        self.begin = ints(sequences)
+        self.given, self.number = ints(segments, 5), ints(1)
+        self.members = ints(depth * sequences * queries)
+        self.levels = torch.full((depth, sequences, 2), -1, dtype=torch.int32, device=device)
+
+    def set(self, runs: list[SharedRun], starts: npt.NDArray[np.int64]) -> list[SharedRun]:
+        """Put the runs on the device (in order on the current stream; the host does not wait); the
+        runs that found room. A run is left out only with everything below it, which then reads on its own."""
+        starts = np.asarray(starts, dtype=np.int64)
+        begin = np.zeros(self.sequences, dtype=np.int32)
+        given = np.zeros((self.segments, 5), dtype=np.int32)
+        levels = np.full((self.depth, self.sequences, 2), -1, dtype=np.int32)
+        members: list[npt.NDArray[np.int64]] = []
+        placed: list[SharedRun] = []
+        used = 0
+        out: set[int] = set()
+        for run in sorted(runs, key=lambda run: run.level):
+            if len(placed) == self.segments or run.level >= self.depth or out.intersection(run.members):
+                out.update(run.members)
+                continue
+            tokens = [np.arange(starts[row], starts[row + 1]) for row in run.members]
+            at = np.cumsum([0, *map(len, tokens)])
+            rows = np.array(run.members)
+            levels[run.level, rows, 0] = len(placed)
+            levels[run.level, rows, 1] = at[:-1]
+            begin[rows] = run.hi
+            given[len(placed)] = (run.members[0], run.lo, run.hi, at[-1], used)
+            members += tokens
+            used += int(at[-1])
+            placed.append(run)
+        flat = np.concatenate(members).astype(np.int32) if members else np.zeros(0, dtype=np.int32)
+        self.begin.copy_(upload(begin, self.begin.device))
+        self.given.copy_(upload(given, self.begin.device))
+        self.number.fill_(len(placed))
+        self.holds = len(placed)
+        self.members[:used].copy_(upload(flat, self.begin.device))
+        self.levels.copy_(upload(levels, self.begin.device))
+        return placed

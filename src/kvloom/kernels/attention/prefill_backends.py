@@ -1,0 +1,295 @@
+"""Prefill's lists and the choice between its kernels: plain arrays, no launches, no Triton.
+
+| backend     | reads                              | takes                                                             |
+|-------------|------------------------------------|-------------------------------------------------------------------|
+| pages       | pages where they lie               | everything                                                        |
+| descriptors | pages gathered to one run a row    | half precision; windows, chunks and sinks; any mix of lengths     |
+| cudnn       | the same, in batches of equal size | half precision; sinks; torch's cuDNN operator, the fastest where batches are big |
+
+Of a windowed row only what some query of the step sees is gathered. What a span never cuts in a step counts as full.
+
+cuDNN prepares a plan for every new size it meets, which takes it 40 milliseconds on the host. So it takes even sizes alone, as
+chunks of long prompts have them: the causal part of new tokens, and what lies before them without a mask, merged. Other
+sizes come once, and would gain nothing by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core import Span
+
+from .shape import Shape
+
+__all__ = [
+    "Backend",
+    "BlockTile",
+    "Group",
+    "Rows",
+    "block_list",
+    "choose",
+    "choose_gathered_tile",
+    "choose_tile",
+    "copy_list",
+    "groups_of",
+    "span_list",
+]
+
+Backend = Literal["pages", "descriptors", "cudnn"]
+Ints = npt.NDArray[np.int64]
+Lists = npt.NDArray[np.int32]
+
+HALVES = (torch.bfloat16, torch.float16)
+GATHERED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+"""Dims of keys and values that the kernels over gathered tokens take."""
+CUDNN_TILES = 512
+"""Tiles of 128 queries by a head that each of cuDNN's batches must have: fewer leave the GPU's processors idle."""
+CUDNN_WORK = 1 << 26
+"""Pairs of query and key, over all heads, from which cuDNN is worth the plan that it makes for every new even size."""
+CUDNN_GROUPS = 4
+"""Batches that cuDNN may be called for; more, smaller ones are better run as one list."""
+DESCRIPTOR_WORK = 1 << 26
+"""Pairs of query and key, over all heads, from which gathering is worth it; below, launches weigh more."""
+WIDE_WORK = 1 << 24
+"""The same for heads of more than 128 dims, which are slower over pages."""
+MANY = 2048
+"""Tokens that a query sees, in the mean, from which heads of up to 64 dims go faster by descriptors than by cuDNN."""
+NARROW = 128
+"""Tokens of a window that is walked in short steps."""
+SHORT = 64
+"""Rows of fewer queries stay with the pages: gathering what so few read would cost more than their attention."""
+COPY_TOKENS = 64
+LEAST_UNITS = 4
+"""Steps over tokens that a piece of a block has at least."""
+SMALL_ROWS = 16
+"""Query rows a KV head up to which a sequence is put into short blocks, beside the long ones of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A step's sequences, as the host knows them: where queries begin in q, how many, and how many tokens lie before."""
+
+    starts: Ints
+    lengths: Ints
+
+    @classmethod
+    def of(cls, starts: Sequence[int] | Ints, lengths: Sequence[int] | Ints) -> Rows:
+        rows = cls(np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64))
+        if rows.starts.ndim != 1 or rows.starts.shape[0] != rows.lengths.shape[0] + 1:
+            raise ValueError(
+                f"{rows.starts.shape[0]} starts for {rows.lengths.shape[0]} lengths: there must be one more"
+            )
+        if rows.starts[0] != 0 or (np.diff(rows.starts) < 0).any():
+            raise ValueError(f"starts must begin with 0 and never fall, got {rows.starts[:8].tolist()}…")
+        return rows
+
+    @property
+    def queries(self) -> Ints:
+        return np.diff(self.starts)
+
+    @property
+    def owns(self) -> Ints:
+        return self.lengths - self.queries
+
+    def pairs(self, span: Span, chosen: Ints | slice = slice(None)) -> int:
+        """Pairs of a query of the `chosen` rows and a token that it sees, of one head."""
+        lengths, owns = self.lengths[chosen], np.maximum(self.owns[chosen], 0)
+        return int((_pairs(span, lengths) - _pairs(span, owns)).sum())
+
+    def seen(self, span: Span, chosen: Ints | slice = slice(None)) -> float:
+        """Tokens that a query of the `chosen` rows sees, in the mean."""
+        return self.pairs(span, chosen) / max(1, int(self.queries[chosen].sum()))
+
+    def whole(self, span: Span) -> bool:
+        """Whether every query sees all before it: the span is full, or no sequence has outgrown it."""
+        last = self.lengths[self.queries > 0]
+        return not bool((span.first_visible_each(np.maximum(last - 1, 0)) > 0).any())
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTile:
+    """A block's query rows, the tokens of a step, warps and stages of a program, programs a processor holds, and the
+    registers of a thread where more would let it hold fewer."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+    each: int = 2
+    registers: int | None = None
+
+
+def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) -> BlockTile:
+    """The tile over pages for sequences of `rows` query rows a KV head."""
+    wide = max(shape.k_dim, shape.v_dim)
+    if dtype == torch.float32:  # multiplied without tensor cores, out of registers
+        return BlockTile(16, 16, 4, 2, 2)
+    if wide > 256:
+        return BlockTile(16 if rows <= SMALL_ROWS else 64, 32, 8, 2, 1)
+    if rows <= SMALL_ROWS:
+        return BlockTile(16, 64 if wide <= 128 else 32, 4, 3, 4)
+    if wide > 128:
+        return BlockTile(64, 32, 4, 3, 2)
+    return BlockTile(128, 64, 4, 3, 2)
+
+
+def choose_gathered_tile(k_dim: int, span: Span, seen: float = 0.0) -> BlockTile:
+    """The tile over gathered tokens, of which a query sees so many: of 8 warps where 4 could not hold a block's outputs, or two
+    programs not their keys. Small heads take wide steps over many tokens, and short ones in a narrow window."""
+    if k_dim <= 64 and span.windowed and span.size <= NARROW:
+        return BlockTile(64, 32, 4, 3, 3)
+    if k_dim <= 64 and seen >= MANY:
+        return BlockTile(64, 128, 4, 2, 3, 168)
+    if k_dim <= 128:
+        return BlockTile(64, 64, 4, 3, 2)
+    return BlockTile(128, 64, 8, 3 if k_dim <= 192 else 2, 1)
+
+
+def choose(
+    shape: Shape, rows: Rows, chosen: Ints, dtype: torch.dtype, span: Span, plain: bool, cudnn: bool
+) -> Backend:
+    """The backend for the `chosen` rows of a step, those with many queries (see `SHORT`; the others go over pages). `span`: the
+    layer's, or full where no row outgrows it; `plain`: no softcap, images or scales; `cudnn`: whether it is there."""
+    gathers = (
+        plain and (shape.k_dim, shape.v_dim) in GATHERED_DIMS and dtype in HALVES and shape.dtype == dtype
+    )
+    if not gathers or not len(chosen):
+        return "pages"
+    pairs = rows.pairs(span, chosen) * shape.heads
+    many = shape.k_dim <= 64 and rows.seen(span, chosen) >= MANY
+    if cudnn and not span.windowed and pairs >= CUDNN_WORK and not many:
+        groups = groups_of(rows, chosen)
+        tiles = [len(group.rows) * shape.heads * -(-group.queries // 128) for group in groups]
+        if 0 < len(groups) <= CUDNN_GROUPS and min(tiles) >= CUDNN_TILES:
+            return "cudnn"
+    return "descriptors" if pairs >= (WIDE_WORK if shape.k_dim > 128 else DESCRIPTOR_WORK) else "pages"
+
+
+def block_list(
+    rows: Rows,
+    chosen: Ints,
+    group: int,
+    heads: int,
+    span: Span,
+    tile: BlockTile,
+    programs: int,
+    reach: Ints | None,
+) -> tuple[Lists, Lists, int]:
+    """The blocks of the `chosen` sequences for `attend_blocks`, long ones first; the joins of those that were cut so
+    that `programs` at once have something to do; and the slots of their pieces. `reach` is, by query, the last token
+    of its image."""
+    queries, owns = rows.queries[chosen], rows.owns[chosen]
+    times = -(-queries * group // tile.rows)
+    row = chosen.repeat(times)
+    row0 = _within(times) * tile.rows
+    count, own = queries.repeat(times), owns.repeat(times)
+    begin, end = row0 // group, np.minimum((row0 + tile.rows - 1) // group, count - 1)
+    hi = own + end + 1
+    if reach is not None and len(row):
+        first = rows.starts[row]
+        bounds = np.stack((first + begin, first + end + 1), 1).ravel()
+        hi = np.maximum(hi, np.maximum.reduceat(np.append(reach, -1), bounds)[::2] + 1)
+    hi = np.clip(hi, 0, rows.lengths[row])
+    lo = np.minimum(span.first_visible_each(np.maximum(own + begin, 0)), hi)
+    units = -(-(hi - lo // 16 * 16) // tile.tokens)
+    limit = max(LEAST_UNITS, int(-(-units.sum() * heads // programs)))
+    per = -(-units // np.maximum((units + limit // 2) // limit, 1))  # a block a little too long stays whole
+    pieces = np.maximum(-(-units // np.maximum(per, 1)), 1)
+    slots = np.where(pieces > 1, np.cumsum(np.where(pieces > 1, pieces, 0)) - pieces, -1)
+    joins = np.stack((slots, pieces, row0, rows.starts[row], count), 1)[pieces > 1]
+    piece = _within(pieces)
+    of = np.arange(len(row)).repeat(pieces)
+    origin = (lo // 16 * 16)[of]
+    step = (per * tile.tokens)[of]
+    p_lo = np.maximum(lo[of], origin + piece * step)
+    p_hi = np.minimum(hi[of], origin + (piece + 1) * step)
+    slot = np.where(slots[of] < 0, -1, slots[of] + piece)
+    items = np.stack((row[of], p_lo, p_hi, row0[of], rows.starts[row][of], count[of], own[of], slot), 1)
+    order = np.argsort(p_lo - p_hi, kind="stable")
+    return items[order].astype(np.int32), joins.astype(np.int32), int((slot >= 0).sum())
+
+
+def span_list(
+    queries: Ints,
+    firsts: Ints,
+    owns: Ints,
+    bases: Ints,
+    tokens: Ints,
+    group: int,
+    rows: int,
+    causal: bool,
+    span: Span,
+) -> Lists:
+    """The blocks of `attend_gathered`, long ones first: each sequence's K and V begin at `bases` and are `tokens` long, of which
+    `owns` come before its queries."""
+    times = -(-queries * group // rows)
+    row0 = _within(times) * rows
+    columns = (row0, *(x.repeat(times) for x in (firsts, queries, owns, bases, tokens)))
+    items = np.stack(columns, 1)
+    seen = items[:, 5]
+    if causal:
+        at = np.maximum(items[:, 3] + row0 // group, 0)
+        seen = at - span.first_visible_each(at)
+    return items[np.argsort(-seen, kind="stable")].astype(np.int32)
+
+
+def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
+    """The copies of `gather_pages`: tokens [begins, ends) of each table row to `into`, and zeros up to `sizes`."""
+    times = -(-sizes // COPY_TOKENS)
+    offset = _within(times) * COPY_TOKENS
+    there = np.clip((ends - begins).repeat(times) - offset, 0, COPY_TOKENS)
+    wanted = np.minimum(sizes.repeat(times) - offset, COPY_TOKENS)
+    columns = (
+        table_rows.repeat(times),
+        begins.repeat(times) + offset,
+        there,
+        into.repeat(times) + offset,
+        wanted,
+    )
+    return np.stack(columns, 1).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A batch for cuDNN: `rows` of the step, one after the other, with so many tokens before them (`own`) and new."""
+
+    rows: Ints
+    own: int
+    queries: int
+
+
+def groups_of(rows: Rows, chosen: Ints) -> list[Group]:
+    """The chosen rows batched by size; none where some size is uneven."""
+    queries, owns = rows.queries[chosen], rows.owns[chosen]
+    if (owns % _grain(owns, 16)).any() or (queries % _grain(queries, 32)).any():
+        return []
+    follows = (np.diff(rows.starts[chosen]) == queries[:-1]) & (np.diff(queries) == 0) & (np.diff(owns) == 0)
+    parts = np.split(np.arange(len(chosen)), np.flatnonzero(~follows) + 1)
+    return [Group(chosen[at], int(owns[at[0]]), int(queries[at[0]])) for at in parts]
+
+
+def _grain(tokens: Ints, parts: int) -> Ints:
+    """What even sizes are multiples of: of the power of two that is not above them one of so many parts, 128 at least."""
+    exponents = np.log2(np.maximum(tokens, 1)).astype(np.int64)  # exact for powers of two up to 2**52
+    return np.asarray(np.maximum((1 << exponents) // parts, 128), dtype=np.int64)
+
+
+def _within(times: Ints) -> Ints:
+    """0, 1, … for each of `times`, one after the other."""
+    found: Ints = np.arange(times.sum()) - (np.cumsum(times) - times).repeat(times)
+    return found
+
+
+def _pairs(span: Span, tokens: Ints) -> Ints:
+    """Pairs of a query and a token that it sees, if each of so many tokens is one, from a sequence's first on."""
+    if span.kind == "chunked":
+        rest = tokens % span.size
+        return tokens // span.size * (span.size * (span.size + 1) // 2) + rest * (rest + 1) // 2
+    rising = np.minimum(tokens, span.size) if span.windowed else tokens
+    return rising * (rising + 1) // 2 + (tokens - rising) * span.size

@@ -1,0 +1,210 @@
+"""What an attention call looks like, and which calls the GPU kernels take. No kernels here, no memory.
+
+    q [queries, heads, k_dim]   k [pages, block, kv_heads, k_dim]   v [pages, block, kv_heads, v_dim]
+
+Pages may lie in any order (token or head first): only the last dimension must be dense, for values that or the tokens.
+Where `v` is the beginning of `k` (MLA's latent), it is read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvloom.kernels.dtypes import DTYPES, PAGE_DTYPES, QUANTISED
+
+from .mask import Mask
+
+__all__ = [
+    "ROOMS",
+    "Shape",
+    "check_call",
+    "check_results",
+    "room_of",
+    "split_dim",
+]
+
+DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
+BLOCKS = (16, 32, 64, 128)
+
+
+ROOMS = (16, 64, 256, 512, 1024, 4096)
+"""Rows that plans of decode have room for: one plan serves steps of several sizes, and each is compiled but once."""
+
+
+def room_of(rows: int) -> int:
+    """The room that so many rows fit in."""
+    return next(room for room in ROOMS if room >= rows)
+
+
+def split_dim(dim: int) -> tuple[int, int]:
+    """A head dimension as two powers of two, so that no lane loads padding: 80 = 64 + 16; 0 where one is enough."""
+    high = 1 << dim.bit_length() - 1
+    return high, dim - high
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The attention of one layer: heads, their dimensions, tokens of a page and the dtype of pages."""
+
+    heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    block_tokens: int = 16
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads do not divide over {self.kv_heads} KV heads")
+
+    def check(self) -> None:
+        """Refuse what the GPU's kernels do not take; the oracle takes any shape."""
+        for name, dim in (("k_dim", self.k_dim), ("v_dim", self.v_dim)):
+            if dim not in DIMS:
+                raise ValueError(f"{name} {dim} is not supported; supported: {', '.join(map(str, DIMS))}")
+        if self.latent and self.v_dim != split_dim(self.k_dim)[0]:
+            raise ValueError(
+                f"values of {self.v_dim} in latents of {self.k_dim} are not supported; {split_dim(self.k_dim)[0]} are"
+            )
+        if self.block_tokens not in BLOCKS:
+            raise ValueError(
+                f"pages of {self.block_tokens} tokens are not supported; supported: {', '.join(map(str, BLOCKS))}"
+            )
+        if self.dtype not in PAGE_DTYPES:
+            raise ValueError(f"pages of {self.dtype} are not supported; supported: {_names(PAGE_DTYPES)}")
+
+    @property
+    def supported(self) -> bool:
+        """Whether the GPU's kernels take it."""
+        try:
+            self.check()
+        except ValueError:
+            return False
+        return True
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def latent(self) -> bool:
+        """Whether values are the beginning of keys."""
+        return self.k_dim > 256
+
+
+def check_call(
+    shape: Shape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tables: torch.Tensor,
+    mask: Mask,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> int:
+    """Refuse what the kernels cannot do; how the pages are scaled: 0 not, 1 by head, 2 by token and head."""
+    if q.dim() != 3 or q.shape[1:] != (shape.heads, shape.k_dim):
+        raise ValueError(f"q {tuple(q.shape)} is not [queries, {shape.heads}, {shape.k_dim}]")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"queries of {q.dtype} are not supported; supported: {_names(DTYPES)}")
+    for name, pages, dim in (("k", k, shape.k_dim), ("v", v, shape.v_dim)):
+        if pages.dim() != 4 or pages.shape[1:] != (shape.block_tokens, shape.kv_heads, dim):
+            raise ValueError(
+                f"{name} {tuple(pages.shape)} is not [pages, {shape.block_tokens}, {shape.kv_heads}, {dim}]"
+            )
+        if pages.dtype != shape.dtype:
+            raise ValueError(f"{name} pages are {pages.dtype}, the plan was made for {shape.dtype}")
+        if pages.stride(3) != 1 and not (name == "v" and pages.stride(1) == 1):
+            raise ValueError(
+                f"{name} pages have stride {pages.stride(3)} in their last dimension; it must be 1"
+                + (", or that of tokens must" if name == "v" else "")
+            )
+    if shape.dtype in DTYPES and q.dtype != shape.dtype:
+        raise ValueError(f"queries are {q.dtype} and pages {shape.dtype}; they must agree")
+    if shape.latent and (v.data_ptr() != k.data_ptr() or v.stride() != k.stride()):
+        raise ValueError(f"with keys of {shape.k_dim}, values must be a view of the keys' beginning")
+    if v.stride(3) != 1 and v.stride(0) % 16:
+        raise ValueError(
+            f"v pages with dense tokens begin every {v.stride(0)} elements; it must be a multiple of 16"
+        )
+    if q.stride(2) != 1:
+        raise ValueError(f"q has stride {q.stride(2)} in its last dimension; it must be 1")
+    if tables.dim() != 2 or tables.dtype != torch.int32 or tables.stride(1) != 1:
+        raise ValueError(
+            f"tables must be int32 [sequences, blocks] with dense rows, got {tables.dtype} {tuple(tables.shape)}"
+        )
+    _check_mask(shape, q, mask)
+    scales = _check_scales(shape, k, v, k_scale, v_scale)
+    given = {"k": k, "v": v, "tables": tables, "k_scale": k_scale, "v_scale": v_scale}
+    for name, tensor in (given | {"sinks": mask.sinks, "trees": mask.trees}).items():
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, the queries are on {q.device}; they must agree")
+    return scales
+
+
+def check_results(shape: Shape, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+    """Refuse results' places that a kernel would write past, or not as they lie."""
+    if out is not None:
+        wanted = (q.shape[0], shape.heads, shape.v_dim)
+        if out.shape != wanted or out.stride(2) != 1 or not out.is_floating_point() or out.device != q.device:
+            raise ValueError(
+                f"out must be floating {wanted} on {q.device}, dense in its last dimension, got {out.dtype} "
+                f"{tuple(out.shape)} on {out.device}, strides {out.stride()}"
+            )
+    if lse is not None:
+        wanted_lse = (q.shape[0], shape.heads)
+        if lse.shape != wanted_lse or lse.dtype != torch.float32 or lse.device != q.device:
+            raise ValueError(
+                f"lse must be float32 {wanted_lse} on {q.device}, got {lse.dtype} {tuple(lse.shape)} on {lse.device}"
+            )
+
+
+def _check_mask(shape: Shape, q: torch.Tensor, mask: Mask) -> None:
+    if mask.sinks is not None and (mask.sinks.shape != (shape.heads,) or not mask.sinks.is_contiguous()):
+        raise ValueError(
+            f"sinks {tuple(mask.sinks.shape)} are not one for each of {shape.heads} heads, side by side"
+        )
+    if mask.sinks is not None and not mask.sinks.is_floating_point():
+        raise ValueError(f"sinks are {mask.sinks.dtype}; they must be floating")
+    if mask.softcap is not None and mask.softcap <= 0:
+        raise ValueError(f"softcap {mask.softcap} must be positive")
+    if mask.trees is not None and (mask.trees.dim() != 2 or mask.trees.shape[0] != q.shape[0]):
+        raise ValueError(f"trees {tuple(mask.trees.shape)} are not one row for each of {q.shape[0]} queries")
+    if mask.trees is not None and (
+        mask.trees.dtype not in (torch.bool, torch.uint8) or mask.trees.stride(1) != 1
+    ):
+        raise ValueError(
+            f"trees must be bool with dense rows, got {mask.trees.dtype}, strides {mask.trees.stride()}"
+        )
+
+
+def _check_scales(
+    shape: Shape,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> int:
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("give scales for both keys and values, or for neither")
+    if k_scale is None or v_scale is None:
+        if shape.dtype in QUANTISED:
+            raise ValueError(f"pages of {shape.dtype} need k_scale and v_scale")
+        return 0
+    if k_scale.dtype != torch.float32 or v_scale.dtype != torch.float32:
+        raise ValueError(f"scales are {k_scale.dtype} and {v_scale.dtype}; they must be float32")
+    if k_scale.shape == v_scale.shape == (shape.kv_heads,):
+        return 1
+    if k_scale.shape == k.shape[:3] and v_scale.shape == v.shape[:3]:
+        return 2
+    raise ValueError(
+        f"scales {tuple(k_scale.shape)} and {tuple(v_scale.shape)} are neither [{shape.kv_heads}] "
+        f"nor {tuple(k.shape[:3])}"
+    )
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

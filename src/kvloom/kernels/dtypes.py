@@ -1,0 +1,29 @@
+"""Dtypes of queries, pages and accumulators, in one place for every kernel. Knows no operation."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["DTYPES", "PAGE_DTYPES", "QUANTISED", "TORCH_DTYPES", "accumulator", "largest"]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int32": torch.int32,
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUANTISED = (torch.int8, torch.float8_e4m3fn)
+PAGE_DTYPES = (*DTYPES, *QUANTISED)
+
+
+def largest(dtype: torch.dtype) -> float | None:
+    """The largest value of a dtype that pages are quantised to; None for the others, which take values as they are."""
+    return {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}.get(dtype)
+
+
+def accumulator(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

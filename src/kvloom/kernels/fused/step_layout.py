@@ -1,0 +1,70 @@
+"""A step of single tokens laid out on the device: from one small block of numbers to what a model reads, in one launch.
+
+    sent [fields, rows] int32    | token | position | source | table row | length | patched | new pages … | states … | shift |
+    tables [columns, sequences, blocks]    the device's copy of the page tables; a row's `patched` block gets its new pages
+
+A row has at most one new block in a step; -1 is none. `source` says which of the tokens chosen before is the row's (-1: `token`
+is it). CPU tensors run in plain torch, which is the oracle; CUDA tensors in Triton, so that a graph can hold it. Knows no cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["FIELDS", "Singles", "fields_of", "lay_out"]
+
+FIELDS = 6
+"""Numbers that every row has: token, position, source, table row, length, patched block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Singles:
+    """What was worked out. `tables` ([columns, rows, blocks]) hold the blocks up to each row's length; what lies beyond is not
+    to be read where a graph is replayed. `slots`, `pages` ([columns, rows]) and `places` say where the rows' tokens go."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    lengths: torch.Tensor
+    tables: torch.Tensor
+    slots: torch.Tensor
+    pages: torch.Tensor
+    places: torch.Tensor
+    states: torch.Tensor
+    shifts: torch.Tensor
+
+
+def fields_of(columns: int, states: int, shifted: bool) -> int:
+    """Numbers of a row in the block that is sent."""
+    return FIELDS + columns + states + shifted
+
+
+def lay_out(
+    sent: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, rows: int, block: int, states: int, shifted: bool
+) -> Singles:  # fmt: skip
+    """The step of `rows` rows that `sent` tells of; `tables` are brought up to date. Launches work, waits for none."""
+    columns = tables.shape[0]
+    numbers = sent[: fields_of(columns, states, shifted) * rows].view(-1, rows)
+    if sent.is_cuda:
+        from . import triton_step_layout
+
+        return Singles(*triton_step_layout.lay_out(numbers, tables, chosen, block, states, FIELDS))
+    token, position, source, of, _, patched = numbers[:FIELDS].long()
+    some = patched >= 0
+    new, rest = numbers[FIELDS : FIELDS + columns], numbers[FIELDS + columns :]
+    tables[:, of[some], patched[some]] = new[:, some]
+    held = tables.index_select(1, of)
+    pages = held[:, torch.arange(rows), position // block].long()
+    places = position % block
+    return Singles(
+        tokens=torch.where(source < 0, token, chosen[source.clamp(min=0)]),
+        positions=position,
+        lengths=numbers[4],
+        tables=held,
+        slots=pages * block + places,
+        pages=pages,
+        places=places,
+        states=rest[:states].long(),
+        shifts=rest[states:].long(),
+    )
