@@ -13,7 +13,7 @@ import pytest
 from kvloom.engine import checking
 from kvloom.engine.checking import check_engine, check_model
 from kvloom.kernels.memory import CudaError
-from kvloom.models.catalog import folder_of
+from kvloom.models.specs import folder_of
 
 LLAMA = folder_of("kvloom-llama")
 

@@ -11,10 +11,9 @@ import torch
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
 from kvloom.engine.runner import Runner
-from kvloom.models.attending import Turning, fuse_attention
-from kvloom.models.attention import install
-from kvloom.models.batch import Stage
-from kvloom.models.fusing import _project
+from kvloom.models.fusion.fused_attention import Turning, fuse_attention
+from kvloom.models.fusion.modules import _project
+from kvloom.models.paged import Stage, install
 from tests.models.zoo import expected, prompts_of, tiny
 
 from .invariance import run_interrupted

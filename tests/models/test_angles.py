@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvloom.models.angles import Angles, fuse_angles
+from kvloom.models.fusion.rotary_cache import Angles, fuse_angles
 
 from .test_attention import tiny
 

@@ -11,12 +11,11 @@ import torch
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
 from kvloom.kernels import cpu
-from kvloom.models import attending
-from kvloom.models.attending import Attention, Turning, fuse_attention
-from kvloom.models.attention import Pages, install
-from kvloom.models.batch import Stage, Work
-from kvloom.models.fusing import _norm, _project, fuse
-from kvloom.models.lean import Lean
+from kvloom.models.fusion import fuse, fused_attention as attending
+from kvloom.models.fusion.cpu_decoder_layer import Lean
+from kvloom.models.fusion.fused_attention import Attention, Turning, fuse_attention
+from kvloom.models.fusion.modules import _norm, _project
+from kvloom.models.paged import Pages, Stage, Work, install
 
 from .test_attention import tiny
 

@@ -11,9 +11,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 from kvloom.core import PoolLayout
 from kvloom.kernels.memory import allocate
-from kvloom.models.pages import Pages
-from kvloom.models.reading import ModelError
-from kvloom.models.specs import model_spec
+from kvloom.models.paged import Pages
+from kvloom.models.specs import ModelError, model_spec
 
 from .tiny import SIZES, TINY
 from .zoo import Runner, expected, prompts_of, tiny

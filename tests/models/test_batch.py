@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Span
-from kvloom.models.batch import Batch, Stage, Work
+from kvloom.models.paged import Batch, Stage, Work
 
 BLOCK = 16
 

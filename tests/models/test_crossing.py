@@ -23,9 +23,9 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.llm import LLM
 from kvloom.engine.lower import LowerConfig
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.models.crossing import attend_seen
-from kvloom.models.load import refusal
-from kvloom.models.sight import Part
+from kvloom.models.loading import refusal
+from kvloom.models.paged import Part
+from kvloom.models.paged.cross_attention import attend_seen
 from tests.engine.made_tokenizers import byte_level
 from tests.models.seeing import words
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.models.fusing import _Norm, fuse
+from kvloom.models.fusion import fuse
+from kvloom.models.fusion.modules import _Norm
 
 from .test_attention import tiny
 

@@ -10,9 +10,9 @@ import torch
 
 from kvloom.engine.engine import Engine
 from kvloom.kernels.fused import triton_operations as triton_fused
-from kvloom.models.attending import Turning
-from kvloom.models.batch import Work
-from kvloom.models.fusing import _Layer
+from kvloom.models.fusion.fused_attention import Turning
+from kvloom.models.fusion.modules import _Layer
+from kvloom.models.paged import Work
 
 from .zoo import config_of
 

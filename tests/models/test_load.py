@@ -14,9 +14,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
-from kvloom.models.families import settle_rope
-from kvloom.models.load import device_of, load, refusal, transformers_config
-from kvloom.models.reading import ModelError
+from kvloom.models.loading import device_of, load, refusal, transformers_config
+from kvloom.models.paged.family_exceptions import settle_rope
+from kvloom.models.specs import ModelError
 
 from .tiny import SIZES, TINY
 from .zoo import Runner, config_of, expected, prompts_of, tiny

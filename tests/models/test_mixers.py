@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from kvloom.models.attention import install
-from kvloom.models.mixers import is_mixer, wrap
-from kvloom.models.reading import ModelError
-from kvloom.models.scans import takes_packed_rows
+from kvloom.models.paged import install
+from kvloom.models.paged.mixers import is_mixer, wrap
+from kvloom.models.paged.scans import takes_packed_rows
+from kvloom.models.specs import ModelError
 
 from .tiny import TINY
 from .zoo import tiny

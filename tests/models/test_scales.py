@@ -12,10 +12,8 @@ from safetensors.torch import save_file
 
 from kvloom.core import PoolLayout
 from kvloom.kernels.memory import allocate
-from kvloom.models.pages import Pages
-from kvloom.models.reading import ModelError
-from kvloom.models.scales import checkpoint_of, fingerprint, read_scales, scale_sizes, write_scales
-from kvloom.models.specs import model_spec
+from kvloom.models.paged import Pages, checkpoint_of, fingerprint, read_scales, scale_sizes, write_scales
+from kvloom.models.specs import ModelError, model_spec
 
 from .tiny import SIZES, TINY
 from .zoo import tiny

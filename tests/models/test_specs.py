@@ -12,10 +12,16 @@ from hypothesis import given, strategies as st
 
 from kvloom.core.layers import LayerSpec, Span
 from kvloom.core.layout import PoolLayout
-from kvloom.models.catalog import known_models, load_config, load_spec
-from kvloom.models.reading import ModelError
-from kvloom.models.specs import KV_DTYPES, model_spec, with_draft
-from kvloom.models.table import FAMILIES
+from kvloom.models.specs import (
+    FAMILIES,
+    KV_DTYPES,
+    ModelError,
+    known_models,
+    load_config,
+    load_spec,
+    model_spec,
+    with_draft,
+)
 
 from .tiny import SIZES, TINY
 

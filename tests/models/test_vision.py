@@ -17,13 +17,9 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.llm import LLM
 from kvloom.engine.lower import LowerConfig
 from kvloom.engine.request import SamplingParams
-from kvloom.models.attention import ATTENTION
-from kvloom.models.batch import Stage, Work
-from kvloom.models.catalog import known_models, load_spec
-from kvloom.models.embeddings import with_embeddings
-from kvloom.models.sight import Sight
-from kvloom.models.specs import model_spec
-from kvloom.models.vision import Vision
+from kvloom.models.paged import ATTENTION, Sight, Stage, Work
+from kvloom.models.specs import known_models, load_spec, model_spec
+from kvloom.models.vision import Vision, with_embeddings
 from tests.engine.made_tokenizers import byte_level
 from tests.models.seeing import (
     BEGIN,

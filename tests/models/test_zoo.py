@@ -12,7 +12,7 @@ import torch
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
-from kvloom.models.table import FAMILIES
+from kvloom.models.specs import FAMILIES
 
 from .tiny import TINY
 from .zoo import NEW, Runner, expected, prompts_of, tiny

@@ -12,9 +12,7 @@ import transformers
 from kvloom.core import KVCache, PoolLayout, Sequence
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.memory import allocate
-from kvloom.models.attention import install
-from kvloom.models.batch import Batch, Stage, Work
-from kvloom.models.pages import Pages
+from kvloom.models.paged import Batch, Pages, Stage, Work, install
 from kvloom.models.specs import model_spec
 
 from .tiny import SIZES, TINY

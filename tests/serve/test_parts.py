@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvloom.core import Tenant
 from kvloom.engine.engine import Engine
 from kvloom.engine.params import SamplingParams
-from kvloom.models.catalog import embedded, folder_of
+from kvloom.models.specs import embedded, folder_of
 from kvloom.serve.errors import ApiError, engine_died
 from kvloom.serve.keys import exposed, read_keys
 from kvloom.serve.limits import Gate, Limits

@@ -34,7 +34,7 @@ from kvloom.core.sizes import format_bytes
 from kvloom.engine.engine import Engine
 from kvloom.engine.lower import Lower, LowerConfig
 from kvloom.engine.request import SamplingParams
-from kvloom.models.load import device_of
+from kvloom.models.loading import device_of
 from kvloom.tiers.opening import check_tiers
 
 from .emptying import empty_host, empty_pool, stored

@@ -20,7 +20,7 @@ import torch
 
 from kvloom.arguments import DEVICE, THREADS, Parser, device, interpreter, number, size, whole
 from kvloom.engine.threads import use_threads
-from kvloom.models.load import device_of
+from kvloom.models.loading import device_of
 from kvloom.models.specs import kv_dtypes
 from kvloom.tiers.opening import check_tiers
 
@@ -298,8 +298,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _capacity(args: argparse.Namespace) -> int:
     """Sequences really opened, beside uniform paging and the plan. 1 where the plan says another number."""
-    from kvloom.models.catalog import known_models, load_spec
-    from kvloom.models.specs import model_spec
+    from kvloom.models.specs import known_models, load_spec, model_spec
 
     from .residency import capacity
 

@@ -21,8 +21,7 @@ import torch
 from kvloom.core.layers import QUANTISED
 from kvloom.core.layout import PoolLayout
 from kvloom.kernels.dtypes import TORCH_DTYPES, largest
-from kvloom.models.pages import Pages
-from kvloom.models.scales import Scales, write_scales
+from kvloom.models.paged import Pages, Scales, write_scales
 
 from .engine import Engine
 from .request import SamplingParams

@@ -18,9 +18,16 @@ from urllib.request import getproxies
 from kvloom.core.layers import QUANTISED
 from kvloom.core.layout import PoolLayout
 from kvloom.kernels.memory import CudaError, load_cuda_driver
-from kvloom.models.catalog import embedded_models, known_models, load_config
-from kvloom.models.reading import ModelError
-from kvloom.models.specs import KVDtype, ModelSpec, kv_dtypes, model_spec
+from kvloom.models.specs import (
+    KVDtype,
+    ModelError,
+    ModelSpec,
+    embedded_models,
+    known_models,
+    kv_dtypes,
+    load_config,
+    model_spec,
+)
 from kvloom.tiers.opening import check_tiers
 
 __all__ = ["check_engine", "check_model"]

@@ -101,7 +101,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvloom.models.catalog import folder_of
+    from kvloom.models.specs import folder_of
 
     from .checking import check_engine
     from .params import SamplingParams

@@ -22,7 +22,7 @@ import torch
 
 from kvloom.core import Control, CopyBatch, Tenant
 from kvloom.kernels.copy import copy_pages
-from kvloom.models.sight import Sight
+from kvloom.models.paged import Sight
 from kvloom.models.specs import KVDtype
 from kvloom.models.vision import Vision
 from kvloom.tiers.opening import Place

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from kvloom.models.catalog import folder_of
-from kvloom.models.load import LoadFormat, device_of, load
-from kvloom.models.specs import KVDtype
+from kvloom.models.loading import LoadFormat, device_of, load
+from kvloom.models.specs import KVDtype, folder_of
 
 from .checking import check_engine
 from .engine import Engine

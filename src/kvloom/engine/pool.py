@@ -17,12 +17,10 @@ import torch
 
 from kvloom.core import KVCache, PoolLayout, Snapshots, Tenant
 from kvloom.kernels.memory import allocate
-from kvloom.models.attention import install
-from kvloom.models.crossing import eyes
-from kvloom.models.fingerprint import model_fingerprint
-from kvloom.models.scales import Scales, fingerprint, load_scales
+from kvloom.models.loading import model_fingerprint
+from kvloom.models.paged import Scales, fingerprint, install, load_scales
 from kvloom.models.specs import KVDtype, model_spec
-from kvloom.models.vision import Vision
+from kvloom.models.vision import Vision, eyes
 
 from .sizing import Room, room_for
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core import Control, Foreseen, Sequence, Stop, loops
-from kvloom.models.sight import Sight
+from kvloom.models.paged import Sight
 
 from .beams import BeamSearch
 from .grammar import GrammarState

@@ -26,10 +26,8 @@ from kvloom.core import Control, KVCache, Sequence
 from kvloom.kernels.attention import SharedRun, find_shared, in_sight, worth_sharing
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.device import upload
-from kvloom.models.batch import Batch, Stage, Work
-from kvloom.models.fusing import fuse
-from kvloom.models.pages import Cutter, Pages
-from kvloom.models.scales import Scales
+from kvloom.models.fusion import fuse
+from kvloom.models.paged import Batch, Cutter, Pages, Scales, Stage, Work
 from kvloom.models.vision import Vision
 
 from .strips import Strips, uncollected

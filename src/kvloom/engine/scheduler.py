@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvloom.core import ABSENT, KVCache, Match
-from kvloom.models.batch import Work
+from kvloom.models.paged import Work
 
 from .beams import Successor, seated
 from .foresight import Foresight

@@ -16,8 +16,7 @@ import torch
 
 from kvloom.core import KVCache, PoolLayout
 from kvloom.kernels.memory import allocate
-from kvloom.models.batch import Work
-from kvloom.models.scales import Scales
+from kvloom.models.paged import Scales, Work
 from kvloom.models.vision import Vision
 
 from .runner import Runner, graph_sizes

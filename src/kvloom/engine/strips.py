@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from kvloom.kernels.device import upload
-from kvloom.models.batch import Batch, Stage, Work
-from kvloom.models.pages import Cutter, Pages
+from kvloom.models.paged import Batch, Cutter, Pages, Stage, Work
 
 __all__ = ["Strips", "strip_sizes", "uncollected"]
 

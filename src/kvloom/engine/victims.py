@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 from operator import attrgetter
 
 from kvloom.core import KVCache
-from kvloom.models.batch import Work
+from kvloom.models.paged import Work
 
 from .request import Request
 

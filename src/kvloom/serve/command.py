@@ -85,7 +85,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvloom.models.catalog import folder_of
+    from kvloom.models.specs import folder_of
     from kvloom.serve.keys import Keys, exposed, read_keys
     from kvloom.serve.limits import Limits
     from kvloom.serve.messages import Start

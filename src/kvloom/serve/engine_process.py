@@ -70,7 +70,7 @@ def main(fd: int) -> None:
     grace = GOODBYE if start.tiers else 0.0
     threading.Thread(target=_read, args=(link, inbox, grace), daemon=True).start()
     threading.Thread(target=outbox.beat, daemon=True).start()
-    from kvloom.models.reading import ModelError
+    from kvloom.models.specs import ModelError
 
     try:
         worker, ready = _loaded(start)
@@ -110,7 +110,7 @@ def load_engine(start: Start) -> Engine:
     from kvloom.core import Tenant
     from kvloom.engine.engine import Engine
     from kvloom.engine.threads import use_threads
-    from kvloom.models.load import device_of, load
+    from kvloom.models.loading import device_of, load
 
     device = device_of(start.device)
     use_threads(start.threads)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvloom.models.catalog import known_models
+from kvloom.models.specs import known_models
 
 from .errors import bad_request, too_long
 from .fields import ChatFields, CompletionFields

@@ -22,7 +22,7 @@ from kvloom.core import KVCache, Sequence
 from kvloom.kernels.device import upload
 from kvloom.kernels.fused import FIELDS, fields_of, lay_out
 
-from .sight import Seen, Sight
+from .image_inputs import Seen, Sight
 
 __all__ = ["Batch", "Stage", "Work"]
 

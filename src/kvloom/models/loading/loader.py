@@ -19,12 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .catalog import known_models, load_config
-from .families import refused, settle
+from kvloom.models.paged import refused, settle
+from kvloom.models.specs import ModelError, known_models, load_config, model_spec
+from kvloom.models.vision import FAMILIES
+
 from .probe import examine
-from .reading import ModelError
-from .specs import model_spec
-from .vision import FAMILIES
 
 __all__ = ["LoadFormat", "device_of", "load", "refusal", "transformers_config"]
 

@@ -12,11 +12,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .reading import ModelError
-from .specs import ModelSpec, model_spec
+from .config_reading import ModelError
+from .layer_specs import ModelSpec, model_spec
 
 __all__ = ["embedded", "embedded_models", "folder_of", "known_models", "load_config", "load_spec"]
 
+_MODELS = "kvloom.models"
+"""The package that holds the folders `configs` and `embedded`."""
 PREFIX = "kvloom-"
 """How the names of the models begin whose weights come along."""
 
@@ -24,14 +26,14 @@ PREFIX = "kvloom-"
 @cache
 def known_models() -> tuple[str, ...]:
     """Names that `load_config` takes, sorted."""
-    files = resources.files(__package__).joinpath("configs").iterdir()
+    files = resources.files(_MODELS).joinpath("configs").iterdir()
     return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
 
 
 def load_config(model: str) -> dict[str, Any]:
     """The config of a known model, of a config.json, or of a folder that holds one."""
     if model.lower() in known_models():
-        shipped = resources.files(__package__).joinpath("configs", f"{model.lower()}.json")
+        shipped = resources.files(_MODELS).joinpath("configs", f"{model.lower()}.json")
         return _parse(shipped.read_text(encoding="utf-8"), model)
     path = Path(folder_of(model))
     if path.is_dir():
@@ -67,7 +69,7 @@ def embedded_models() -> tuple[str, ...]:
 
 
 def _embedded() -> Path:
-    return Path(str(resources.files(__package__))) / "embedded"
+    return Path(str(resources.files(_MODELS))) / "embedded"
 
 
 def folder_of(model: str) -> str:

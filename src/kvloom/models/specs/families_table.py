@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .reading import (
+from .config_reading import (
     MAMBA2,
     Family,
     ModelError,

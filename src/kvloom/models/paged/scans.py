@@ -25,7 +25,7 @@ import torch
 
 from kvloom.kernels.state import Rows, causal_conv, delta_rule, mamba1_scan, mamba2_scan
 
-from .void import Void
+from .empty_cache import Void
 
 __all__ = ["Packed", "lightning", "replace_functions", "running", "takes_packed_rows"]
 

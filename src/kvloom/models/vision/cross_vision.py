@@ -17,18 +17,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from kvloom.core import LayerSpec, Media, PoolLayout
 from kvloom.kernels.device import upload
 from kvloom.kernels.memory import LayerView
 from kvloom.kernels.write import write
+from kvloom.models.paged import Batch, Image, Part, Seen, Sight, Work
 
-from .batch import Batch, Work
-from .sight import Image, Part, Seen, Sight
-from .vision import Vision
+from .encoder import Vision
 
-__all__ = ["CrossVision", "attend_seen", "eyes", "wrap_cross"]
+__all__ = [
+    "CrossVision",
+    "eyes",
+]
 
 INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 
@@ -200,60 +201,3 @@ def _views(places: Any, start: int, stop: int) -> list[tuple[int, int, range]]:
         if last >= 0:
             found.append((begin, end, range(first, last + 1)))
     return found
-
-
-def attend_seen(
-    view: LayerView, column: int, query: torch.Tensor, parts: Many[Part], scale: float
-) -> torch.Tensor:
-    """Let queries [tokens, heads, dim], those of one part after the other, attend to all that each part sees."""
-    fields, out, begin = view.fields, [], 0
-    for part in parts:
-        ids, q = part.pages[column], query[begin : begin + part.count].transpose(0, 1)
-        k, v = (_values(fields, name, ids, part.real, query.dtype) for name in "kv")
-        found = functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], scale=scale, enable_gqa=True
-        )
-        out.append(found[0].transpose(0, 1))
-        begin += part.count
-    return torch.cat(out)
-
-
-def _values(
-    fields: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, real: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """What pages keep of one field's tokens: [heads, tokens, dim]. Bytes are moved as bytes: not every index takes fp8."""
-    pages, scale = fields[name], fields.get(f"{name}_scale")
-    raw = pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
-    found = raw[ids].view(pages.dtype).flatten(0, 1)[real].to(dtype)
-    if scale is not None:
-        each = scale[ids].flatten(0, 1)[real] if scale.dim() == 3 else scale.view(1, -1)
-        found = found * each[..., None].to(dtype)
-    return found.transpose(0, 1)
-
-
-def wrap_cross(layer: Any) -> bool:
-    """Have a decoder layer of cross attention take packed rows: tokens that see an image go through it, with what they see
-    read from pages; the others pass it by. Whether `layer` is one; harmless to repeat."""
-    attention = getattr(layer, "cross_attn", None)
-    if attention is None or not hasattr(layer, "cross_attn_attn_gate"):
-        return False
-    if not getattr(attention, "is_fused", False):
-        attention.is_fused = True  # its keys and values come from elsewhere than its queries: nothing to join
-        own = layer.forward
-
-        def look(hidden_states: torch.Tensor, pages: Any, **_: Any) -> tuple[torch.Tensor, None]:
-            tokens = hidden_states.shape[1]
-            query = attention.q_norm(attention.q_proj(hidden_states).view(tokens, -1, attention.head_dim))
-            view, column = pages.crosses[attention.layer_idx]
-            out = attend_seen(view, column, query, pages.batch.seen.parts, attention.scaling)
-            return attention.o_proj(out.reshape(1, tokens, -1)), None
-
-        def forward(hidden_states: torch.Tensor, pages: Any, **named: Any) -> torch.Tensor:
-            if pages.batch.seen is None:
-                return hidden_states
-            places = pages.batch.seen.places
-            given = {**named, "full_text_row_masked_out_mask": None}
-            return hidden_states.index_copy(1, places, own(hidden_states[:, places], pages=pages, **given))
-
-        attention.forward, layer.forward = look, forward
-    return True

@@ -22,8 +22,7 @@ import torch
 
 from kvloom.core.layers import QUANTISED, LayerSpec
 from kvloom.kernels.dtypes import TORCH_DTYPES, largest
-
-from .reading import ModelError
+from kvloom.models.specs import ModelError
 
 __all__ = [
     "Scales",

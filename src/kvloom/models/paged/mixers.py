@@ -17,9 +17,9 @@ from torch import nn
 
 from kvloom.kernels.memory import LayerView
 from kvloom.kernels.state import Rows
+from kvloom.models.specs import ModelError
 
 from .batch import Batch
-from .reading import ModelError
 from .scans import Packed, lightning, replace_functions, running, takes_packed_rows
 
 __all__ = ["Steps", "is_mixer", "wrap"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .reading import ModelError
+from kvloom.models.specs import ModelError
 
 __all__ = ["absorb", "calls_registry", "keeps_latents", "name_masks", "refused", "settle", "settle_rope"]
 

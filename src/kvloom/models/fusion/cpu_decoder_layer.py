@@ -14,7 +14,7 @@ import torch
 
 from kvloom.kernels import cpu
 
-from .attending import TAKEN, Attention
+from .fused_attention import TAKEN, Attention
 
 __all__ = ["Lean", "Norm"]
 

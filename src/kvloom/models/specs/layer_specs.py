@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from kvloom.core.layers import LayerSpec, Span
 
-from .reading import Config, Family, ModelError, dtype_name
-from .table import FAMILIES, TEXT_TYPES, plain_family
+from .config_reading import Config, Family, ModelError, dtype_name
+from .families_table import FAMILIES, TEXT_TYPES, plain_family
 
 __all__ = ["KV_DTYPES", "KV_KINDS", "KVDtype", "Media", "ModelSpec", "kv_dtypes", "model_spec", "with_draft"]
 

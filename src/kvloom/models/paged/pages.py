@@ -37,13 +37,13 @@ from kvloom.kernels.attention import (
 from kvloom.kernels.dtypes import DTYPES
 from kvloom.kernels.memory import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
+from kvloom.models.specs import ModelError
 
 from .batch import Batch
-from .embeddings import EMBEDDINGS
+from .empty_cache import Void
+from .image_inputs import EMBEDDINGS
 from .mixers import Steps
-from .reading import ModelError
 from .scales import Scales, scale_sizes
-from .void import Void
 
 __all__ = ["OPEN", "Cutter", "Pages"]
 

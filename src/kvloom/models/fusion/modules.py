@@ -32,10 +32,10 @@ from torch.nn import functional
 
 from kvloom.kernels.fused import Activation, Norm, Normed, add_norm, gated, linear, rms_norm, rotate
 
-from . import lean
-from .angles import fuse_angles
-from .attending import Attention, fuse_attention
-from .experts import fuse_experts, fuse_router
+from . import cpu_decoder_layer as lean
+from .fused_attention import Attention, fuse_attention
+from .moe import fuse_experts, fuse_router
+from .rotary_cache import fuse_angles
 
 __all__ = ["fuse"]
 

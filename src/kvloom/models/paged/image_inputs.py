@@ -11,9 +11,11 @@ import torch
 
 from kvloom.core import Media
 
-__all__ = ["Image", "Part", "Seen", "Sight"]
+__all__ = ["EMBEDDINGS", "Image", "Part", "Seen", "Sight"]
 
 Ints = npt.NDArray[np.int64]
+EMBEDDINGS = "vision.embeddings"
+"""The name of the layer, among those of a model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .crossing import wrap_cross
-from .families import absorb, calls_registry, keeps_latents, settle
+from kvloom.models.specs import ModelError
+
+from .cross_attention import wrap_cross
+from .family_exceptions import absorb, calls_registry, keeps_latents, settle
 from .mixers import is_mixer, wrap
 from .pages import OPEN, Pages
-from .reading import ModelError
 
 __all__ = ["ATTENTION", "IGNORED", "attend", "install"]
 

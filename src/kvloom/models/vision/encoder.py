@@ -23,10 +23,9 @@ import torch
 from kvloom.core import LayerSpec, Media, PoolLayout
 from kvloom.kernels.device import upload
 from kvloom.kernels.memory import LayerView
+from kvloom.models.paged import Batch, Image, Sight, Work
 
-from .batch import Batch, Work
 from .embeddings import Embeddings, with_embeddings
-from .sight import Image, Sight
 
 __all__ = ["FAMILIES", "Vision"]
 

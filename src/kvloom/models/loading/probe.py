@@ -15,11 +15,8 @@ from typing import Any
 import torch
 
 from kvloom.core import LayerSpec
-
-from .attention import IGNORED, attend
-from .families import calls_registry
-from .reading import ModelError
-from .void import Void
+from kvloom.models.paged import IGNORED, Void, attend, calls_registry
+from kvloom.models.specs import ModelError
 
 __all__ = ["examine"]
 

@@ -17,11 +17,9 @@ from kvloom.core import PROMPT, Field, LayerSpec, PoolLayout
 from kvloom.core.pool import Ids
 from kvloom.kernels.device import upload
 from kvloom.kernels.memory import layer_views
+from kvloom.models.paged import EMBEDDINGS
 
-__all__ = ["EMBEDDINGS", "Embeddings", "with_embeddings"]
-
-EMBEDDINGS = "vision.embeddings"
-"""The name of the layer, among those of a model."""
+__all__ = ["Embeddings", "with_embeddings"]
 
 
 def with_embeddings(layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:

@@ -18,8 +18,7 @@ from torch import nn
 from kvloom.kernels import cpu
 from kvloom.kernels.fused import Normed, linear, rms_norms, rotate as turned
 from kvloom.kernels.write import Rotary, rotate
-
-from .attention import ATTENTION, IGNORED
+from kvloom.models.paged import ATTENTION, IGNORED
 
 __all__ = ["TAKEN", "Attention", "Turning", "fuse_attention"]
 
