@@ -18,7 +18,7 @@ from kvloom.engine.arena import HostPages, form_of, open_host
 from kvloom.engine.engine import Engine
 from kvloom.engine.keeping import Keeping
 from kvloom.engine.request import SamplingParams
-from kvloom.kernels.copy import Done
+from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers.arena import copy_pages
 from kvloom.tiers.mover import Mover
 from tests.models.zoo import expected, tiny
@@ -294,7 +294,7 @@ class Late(HostPages):
             return super().down(stride, pages, offsets)
         then = self.then[age - 1]
         copy_pages(self._arena, offsets, then, np.asarray(pages, np.int64) * stride, stride)
-        return Done()
+        return FinishedEvent()
 
 
 @pytest.fixture

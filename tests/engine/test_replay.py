@@ -11,9 +11,9 @@ import torch
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
 from kvloom.engine.runner import Runner
-from kvloom.models.fusion.fused_attention import Turning, fuse_attention
-from kvloom.models.fusion.modules import _project
-from kvloom.models.paged import Stage, install
+from kvloom.models.fusion.fused_attention import GpuFusedAttention, fuse_attention
+from kvloom.models.fusion.modules import _fuse_projections
+from kvloom.models.paged import BatchBuilder, install
 from tests.models.zoo import expected, prompts_of, tiny
 
 from .invariance import run_interrupted
@@ -38,10 +38,10 @@ class Eager:
         self.logits.copy_(self.runner._forward(batch, None))
 
 
-def replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[int, Eager]]:
+def is_replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[int, Eager]]:
     engine = Engine(model, 1 << 24, max_running=rows, ahead=True, **options)
     runner, made = engine.runner, dict[int, Eager]()
-    runner.stage = Stage(engine.cache, "cpu", 256, rows, mirrored=True)
+    runner.stage = BatchBuilder(engine.cache, "cpu", 256, rows, mirrored=True)
     runner._sizes = [2, rows]
     runner._shared_column = None
 
@@ -64,10 +64,10 @@ def test_replayed_steps_give_the_tokens_of_generate(family: str, turned: bool) -
     install(model)
     if turned:
         for module in [module for module in model.modules() if hasattr(module, "q_proj")]:
-            assert _project(module)
-            assert fuse_attention(module, Turning)
+            assert _fuse_projections(module)
+            assert fuse_attention(module, GpuFusedAttention)
             module.is_fused = True
-    engine, made = replaying(model, 4)
+    engine, made = is_replaying(model, 4)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     requests = [engine.add(prompt, params) for prompt in prompts]
     engine.run()
@@ -79,7 +79,7 @@ def test_replayed_steps_give_the_tokens_of_generate(family: str, turned: bool) -
 def test_rows_that_were_preempted_and_come_back_find_their_tables() -> None:
     prompts = prompts_of(4, (30, 20, 40, 25, 33, 18))
     wanted = expected(tiny("llama"), prompts, 30)
-    engine, made = replaying(tiny("llama"), 4, token_budget=16)
+    engine, made = is_replaying(tiny("llama"), 4, token_budget=16)
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     requests = [engine.add(prompt, params) for prompt in prompts]
     run_interrupted(engine, requests, every=9)

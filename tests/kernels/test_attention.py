@@ -63,7 +63,7 @@ def test_a_cpu_reads_prompts_by_its_own_way_and_gives_the_same(
     lengths, queries = [40, 3, 70, 16, 200, 64, 300, 210], [40, 1, 20, 1, 2, 17, 200, 210]
     if not singles:
         lengths, queries = [40, 70, 200, 300, 210], [40, 20, 2, 200, 210]
-        monkeypatch.setattr(cpu, "BUILT", False)  # as without a compiler
+        monkeypatch.setattr(cpu, "IS_BUILT", False)  # as without a compiler
     shape = Shape(*heads, 64, 64, dtype=torch.float32)
     batch = Batch(shape, lengths, queries, order=order)
     exact, _ = batch.expected(Mask(), 0.3)
@@ -78,7 +78,7 @@ def test_a_cpu_reads_prompts_by_its_own_way_and_gives_the_same(
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="it is the CPU's way")
-@pytest.mark.skipif(not cpu.BUILT, reason="it is native, and this was built without a compiler")
+@pytest.mark.skipif(not cpu.IS_BUILT, reason="it is native, and this was built without a compiler")
 @pytest.mark.parametrize("span", [Span("full"), Span("sliding", 20), Span("chunked", 32)], ids=str)
 def test_a_cpu_takes_few_queries_one_by_one(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(SHAPE, [40, 3, 70, 64], [3, 1, 33, 64], span)

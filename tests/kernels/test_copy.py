@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from kvloom.core import Field, LayerSpec, PoolLayout, Span
 from kvloom.core.copies import CopyBatch
 from kvloom.kernels.copy import Copier, Method, copier as copy, copy_pages, reference
-from kvloom.kernels.copy.copier import side_by_side
+from kvloom.kernels.copy.copier import merge_adjacent
 from kvloom.kernels.memory import allocate, layer_views
 
 CUDA = torch.cuda.is_available()
@@ -73,7 +73,7 @@ def copier_of(
         monkeypatch.setattr(copy, "load_cuda_driver", Immediate)
         monkeypatch.setattr(copy, "_multiprocessors", lambda device: 3)
         monkeypatch.setattr(copy, "_upload", lambda ids, device: torch.from_numpy(ids).int())
-        copier._out, copier._in = copy._Way(pool.device), copy._Way(pool.device)
+        copier._out, copier._in = copy._StagedLane(pool.device), copy._StagedLane(pool.device)
     return copier
 
 
@@ -194,7 +194,7 @@ def test_one_layer_of_every_page_moves_alone(method: Method | None, monkeypatch:
 
 def test_what_a_batch_of_copies_is_told() -> None:
     host = torch.randint(0, 256, (9, 64), dtype=torch.uint8)[:, :32]
-    rows = copy._Rows(host, np.array([8, 0, 3]))
+    rows = copy._ByteRows(host, np.array([8, 0, 3]))
     found = [ctypes.string_at(int(address), 32) for address in rows.addresses()]
     assert found == [host[row].numpy().tobytes() for row in (8, 0, 3)]
 
@@ -291,7 +291,7 @@ def test_copies_that_lie_side_by_side_at_both_ends_are_one(seed: int) -> None:
     count, size = int(rng.integers(0, 60)), 16
     steps = [rng.choice([1, 1, 1, 2, -5], count).cumsum() + 1000 for _ in range(2)]
     targets, sources = (at.astype(np.uint64) * np.uint64(size) for at in steps)
-    runs = side_by_side(targets, sources, size)
+    runs = merge_adjacent(targets, sources, size)
     again = [
         (target + at, source + at)
         for target, source, length in zip(*(array.tolist() for array in runs), strict=True)
@@ -307,7 +307,7 @@ def test_copies_that_lie_side_by_side_at_both_ends_are_one(seed: int) -> None:
 def test_staging_needs_no_luck(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, device = random.Random(seed), Device()
     monkeypatch.setattr(copy, "_STAGE_BYTES", 32 * rng.randint(1, 4))
-    monkeypatch.setattr(copy, "_event", Event)
+    monkeypatch.setattr(copy, "_new_event", Event)
     monkeypatch.setattr(copy, "_move", device.move)
     monkeypatch.setattr(copy, "_upload", lambda ids, device: torch.from_numpy(ids))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
@@ -315,7 +315,7 @@ def test_staging_needs_no_luck(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     pages = torch.randint(0, 256, (40, 32), dtype=torch.uint8)
     out, back = torch.zeros_like(pages), torch.randint(0, 256, (40, 32), dtype=torch.uint8)
     order = rng.sample(range(40), 40)
-    ways = [copy._Way(pages.device), copy._Way(pages.device)]
+    ways = [copy._StagedLane(pages.device), copy._StagedLane(pages.device)]
     sides = [Stream(), Stream()]  # callers may bring another stream each time
     expected = pages.clone()
     expected[order[20:]] = back[order[20:]]
@@ -323,10 +323,10 @@ def test_staging_needs_no_luck(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         for part in ([0, 7], [7, 8], [8, 20]):
             ids = np.array(order[slice(*part)])
             stream = rng.choice([*sides, ways[0].stream])
-            ways[0].gather(copy._Rows(pages, ids), copy._Rows(out, ids), stream)
+            ways[0].gather(copy._ByteRows(pages, ids), copy._ByteRows(out, ids), stream)
             ids = np.array(order[20 + part[0] : 20 + part[1]])
             stream = rng.choice([*sides, ways[1].stream])
-            ways[1].scatter(copy._Rows(back, ids), copy._Rows(pages, ids), stream)
+            ways[1].scatter(copy._ByteRows(back, ids), copy._ByteRows(pages, ids), stream)
     device.run([*sides, *(s for way in ways for s in (way.stream, way._packer))], rng)
     assert torch.equal(out[order[:20]], expected[order[:20]])
     assert torch.equal(pages, expected)

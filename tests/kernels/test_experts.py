@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvloom.kernels.moe import Tile, choose, experts, interface as grouped, tile_for
+from kvloom.kernels.fused import Activation
+from kvloom.kernels.moe import Tile, choose_tile, fused_moe, interface as grouped, topk_softmax
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 from kvloom.kernels.moe import triton_moe as triton_experts
@@ -61,7 +62,7 @@ def test_tokens_go_through_the_experts_they_chose(
     given = mixture(tokens, count, picked, dim, inner, dtype)
     exact = one_by_one(*given)
     bound = 2e-6 if dtype == torch.float32 else 2e-2
-    assert far(experts(*(part.cpu() for part in given)), exact) < bound
+    assert far(fused_moe(*(part.cpu() for part in given)), exact) < bound
     found = grouped.launch(*given, tile=SMALL)
     assert found.dtype == dtype
     assert far(found, exact) < bound
@@ -96,9 +97,9 @@ def test_pairs_are_put_into_tiles_of_one_expert_each(pairs: int, chunk: int, row
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_activations_and_weights_of_another_precision(activation: grouped.Activation) -> None:
+def test_activations_and_weights_of_another_precision(activation: Activation) -> None:
     x, index, weights, gate_up, down = mixture(9, 4, 2, 32, 16)
-    wanted = experts(*(part.cpu() for part in (x, index, weights.double(), gate_up, down)), activation)
+    wanted = fused_moe(*(part.cpu() for part in (x, index, weights.double(), gate_up, down)), activation)
     found = grouped.launch(x, index, weights.double(), gate_up, down, activation, SMALL)
     assert wanted.dtype == found.dtype == torch.float32
     assert far(found, wanted) < 2e-6
@@ -128,8 +129,8 @@ def test_the_experts_of_the_largest_odds_are_chosen(
     tokens: int, count: int, picked: int, shared: bool
 ) -> None:
     logits = randn(tokens, count, seed=3)
-    weights, index = choose(logits.cpu(), picked, shared, torch.float32)
-    found, chosen = triton_experts.choose(logits, picked, shared, torch.float32)
+    weights, index = topk_softmax(logits.cpu(), picked, shared, torch.float32)
+    found, chosen = triton_experts.topk_softmax(logits, picked, shared, torch.float32)
     assert torch.equal(chosen.cpu(), index)
     torch.testing.assert_close(found.cpu(), weights)
     if shared:
@@ -137,26 +138,26 @@ def test_the_experts_of_the_largest_odds_are_chosen(
 
 
 def test_of_equal_odds_each_expert_is_chosen_once() -> None:
-    _, chosen = triton_experts.choose(torch.zeros(3, 6, device=DEVICE), 4, True, torch.float32)
+    _, chosen = triton_experts.topk_softmax(torch.zeros(3, 6, device=DEVICE), 4, True, torch.float32)
     assert chosen.tolist() == [[0, 1, 2, 3]] * 3
 
 
 def test_tiles_are_higher_where_experts_have_more_to_do() -> None:
-    heights = [tile_for(tokens * 8, 128, torch.bfloat16).rows for tokens in (1, 64, 256, 512, 8192)]
+    heights = [choose_tile(tokens * 8, 128, torch.bfloat16).rows for tokens in (1, 64, 256, 512, 8192)]
     assert heights == sorted(heights)
     assert heights[0] == 16
     assert heights[-1] == 128
     assert all(
         (t.rows + 2 * t.columns) * t.depth * 2 * t.stages <= grouped.SHARED_MEMORY
-        for t in (tile_for(8 * tokens, 128, torch.bfloat16) for tokens in (1, 64, 256, 512, 8192))
+        for t in (choose_tile(8 * tokens, 128, torch.bfloat16) for tokens in (1, 64, 256, 512, 8192))
     )
 
 
 def test_what_does_not_fit_is_refused() -> None:
     x, index, weights, gate_up, down = mixture(3, 4, 2, 32, 16)
     with pytest.raises(ValueError, match="they must be"):
-        experts(x, index, weights, gate_up, down.transpose(1, 2))
+        fused_moe(x, index, weights, gate_up, down.transpose(1, 2))
     with pytest.raises(ValueError, match="needs as many of both"):
-        experts(x, index[:2], weights, gate_up, down)
+        fused_moe(x, index[:2], weights, gate_up, down)
     with pytest.raises(ValueError, match="at least 1, at most"):
-        choose(x, 33, True, torch.float32)
+        topk_softmax(x, 33, True, torch.float32)

@@ -13,7 +13,7 @@ from kvloom.kernels.attention import Mask, Shape
 from kvloom.kernels.attention.prefill_backends import BlockTile
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from kvloom.kernels.attention import Pieces, Whole
+from kvloom.kernels.attention import BatchInvariantDecodePlan, BatchInvariantPrefillPlan
 from kvloom.kernels.batch_invariant import BatchInvariant, grouped_product, product, row_cumsum, row_sum
 
 from .batches import DEVICE, TOLERANCE, Batch, relative
@@ -26,14 +26,14 @@ FULL = Span("full")
 
 
 def whole(batch: Batch, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
-    plan = Whole(batch.shape, PIECE, batch.span, DEVICE, TILE)
+    plan = BatchInvariantPrefillPlan(batch.shape, PIECE, batch.span, DEVICE, TILE)
     plan.make(batch.starts.tolist(), batch.lengths)
     return plan.attend(batch.q, batch.k, batch.v, batch.tables, mask, None, batch.k_scale, batch.v_scale)
 
 
 def single(batch: Batch, mask: Mask, row: int, position: int, beside: int = 0) -> torch.Tensor:
     """The query of a row's token at `position` as if it were decoded now, with `beside` others of any length."""
-    plan = Pieces(batch.shape, PIECE, beside + 2, 4096, batch.span, DEVICE, TILE)
+    plan = BatchInvariantDecodePlan(batch.shape, PIECE, beside + 2, 4096, batch.span, DEVICE, TILE)
     order = [row] * (beside + 1)
     lengths = [1 + (7 * i) % batch.lengths[row] for i in range(beside)]
     if batch.span.windowed:  # pages that a shorter row would see are not there

@@ -11,14 +11,21 @@ import pytest
 import torch
 
 from kvloom.core import Span
-from kvloom.kernels.attention import Mask, Rows, Shape, installed, prefill_libraries as libraries, reference
+from kvloom.kernels.attention import (
+    Mask,
+    QueryRows,
+    Shape,
+    installed_libraries,
+    prefill_libraries as libraries,
+    reference,
+)
 from kvloom.kernels.attention.prefill_backends import BlockTile
 from kvloom.kernels.attention.prefill_libraries import (
     FlashAttention3,
     Library,
+    LibraryStep,
     PagedCall,
-    Step,
-    fastest,
+    measure_fastest,
     size_class,
 )
 
@@ -41,10 +48,10 @@ class Fake:
     def __init__(self) -> None:
         self.calls = 0
 
-    def takes(self, shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None) -> bool:
+    def supports(self, shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None) -> bool:
         return span == FULL and softcap is None
 
-    def attend(self, step: Step, call: PagedCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, step: LibraryStep, call: PagedCall) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls += 1
         rows = call.tables[: len(step.rows.lengths)]
         out, lse = reference.attend(
@@ -56,10 +63,10 @@ class Fake:
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(libraries, "_FASTEST", {})
-    monkeypatch.setattr(prefill, "LIBRARY_PAIRS", 0)
-    installed.cache_clear()
+    monkeypatch.setattr(prefill, "MIN_LIBRARY_PAIRS", 0)
+    installed_libraries.cache_clear()
     yield
-    installed.cache_clear()
+    installed_libraries.cache_clear()
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, fake_is_faster: bool) -> list[Any]:
@@ -114,7 +121,7 @@ def test_what_it_does_not_take_stays_with_us(monkeypatch: pytest.MonkeyPatch) ->
     )
     more_queries_than_tokens = Batch(SHAPE, [30, 0], [5, 2])
     run(PrefillPlan(SHAPE, device=DEVICE, tile=TILE, libraries=[fake]), more_queries_than_tokens)
-    monkeypatch.setattr(prefill, "LIBRARY_PAIRS", 1 << 40)
+    monkeypatch.setattr(prefill, "MIN_LIBRARY_PAIRS", 1 << 40)
     run(PrefillPlan(SHAPE, device=DEVICE, tile=TILE, libraries=[fake]), batch)
     assert not measured
     assert not fake.calls
@@ -137,9 +144,9 @@ def test_who_fails_while_measured_is_left_out_and_said_so() -> None:
         raise RuntimeError("no kernel image")
 
     with pytest.warns(RuntimeWarning, match="no kernel image"):
-        assert fastest("key", {"kvloom": lambda: result, "other": broken}, CPU) == "kvloom"
+        assert measure_fastest("key", {"kvloom": lambda: result, "other": broken}, CPU) == "kvloom"
     with pytest.raises(RuntimeError, match="no kernel image"):
-        fastest("another", {"kvloom": broken, "other": lambda: result}, CPU)
+        measure_fastest("another", {"kvloom": broken, "other": lambda: result}, CPU)
 
 
 @pytest.mark.parametrize("wrong", [1.1, math.nan], ids=str)
@@ -150,21 +157,21 @@ def test_who_finds_something_else_is_left_out_and_said_so(wrong: float) -> None:
 
     candidates = {"kvloom": slow, "hasty": lambda: (torch.full((3,), wrong), torch.ones(3))}
     with pytest.warns(RuntimeWarning, match="outputs differ"):
-        assert fastest("key", candidates, CPU) == "kvloom"
+        assert measure_fastest("key", candidates, CPU) == "kvloom"
 
 
 def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     calls: list[str] = []
     candidates: Any = {name: (lambda name=name: calls.append(name)) for name in ("kvloom", "other")}
-    assert fastest("key", candidates, torch.device("cuda")) == "kvloom"
+    assert measure_fastest("key", candidates, torch.device("cuda")) == "kvloom"
     assert not calls
     assert not libraries._FASTEST
 
 
 def test_classes_tell_sizes_apart_by_factors_of_two() -> None:
     def of(starts: list[int], lengths: list[int], softcap: float | None = None) -> object:
-        return size_class(SHAPE, torch.float32, FULL, softcap, Rows.of(starts, lengths))
+        return size_class(SHAPE, torch.float32, FULL, softcap, QueryRows.from_lists(starts, lengths))
 
     assert of([0, 600], [5000]) == of([0, 700], [5500])
     assert of([0, 600], [5000]) != of([0, 1100], [5000])
@@ -174,12 +181,12 @@ def test_classes_tell_sizes_apart_by_factors_of_two() -> None:
 
 
 def test_the_environment_says_which_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(libraries.VARIABLE, "")
-    assert installed() == ()
-    installed.cache_clear()
-    monkeypatch.setenv(libraries.VARIABLE, "flash_attn_9, flashinfer")
+    monkeypatch.setenv(libraries.ENVIRONMENT_VARIABLE, "")
+    assert installed_libraries() == ()
+    installed_libraries.cache_clear()
+    monkeypatch.setenv(libraries.ENVIRONMENT_VARIABLE, "flash_attn_9, flashinfer")
     with pytest.raises(ValueError, match=r"flash_attn_9.*known are flash_attn_interface"):
-        installed()
+        installed_libraries()
 
 
 def test_a_package_that_only_has_the_name_is_left_out() -> None:
@@ -190,14 +197,14 @@ def test_a_package_that_only_has_the_name_is_left_out() -> None:
             return q
 
     batch = Batch(SHAPE, [30], [5])
-    step = Step(Rows.of([0, 5], [30]), torch.device(DEVICE))
+    step = LibraryStep(QueryRows.from_lists([0, 5], [30]), torch.device(DEVICE))
     call = PagedCall(batch.q, batch.k, batch.v, batch.tables, 1.0, FULL, None)
     with pytest.raises(TypeError, match="no log-sum-exps"):
         FlashAttention3(Namesake()).attend(step, call)
 
 
 def there() -> list[Library]:
-    return list(installed()) if DEVICE == "cuda" else []
+    return list(installed_libraries()) if DEVICE == "cuda" else []
 
 
 @pytest.mark.parametrize("name", ["FlashAttention-3", "FlashInfer"])
@@ -208,9 +215,9 @@ def test_installed_libraries_agree_with_the_oracle(name: str, order: str) -> Non
         pytest.skip(f"{name} is not installed here, or there is no GPU")
     shape = Shape(8, 2, 128, 128, dtype=torch.bfloat16)
     batch = Batch(shape, [300, 128, 40, 290], [40, 128, 40, 1], order=order, dtype=torch.bfloat16)
-    rows = Rows.of(batch.starts.tolist(), batch.lengths)
-    assert found[0].takes(shape, torch.bfloat16, FULL, None)
-    step = Step(rows, torch.device(DEVICE))
+    rows = QueryRows.from_lists(batch.starts.tolist(), batch.lengths)
+    assert found[0].supports(shape, torch.bfloat16, FULL, None)
+    step = LibraryStep(rows, torch.device(DEVICE))
     exact = batch.expected(Mask(FULL))
     for out in (None, torch.full_like(batch.q, math.nan)):
         call = PagedCall(batch.q, batch.k, batch.v, batch.tables, 128**-0.5, FULL, None, out)
@@ -228,7 +235,9 @@ def test_flash_attention_takes_windows_and_softcap() -> None:
     batch = Batch(shape, [300, 128], [140, 128], window, dtype=torch.bfloat16)
     plan = PrefillPlan(shape, window, DEVICE, libraries=found)
     libraries._FASTEST[
-        size_class(shape, torch.bfloat16, window, 20.0, Rows.of(batch.starts.tolist(), batch.lengths))
+        size_class(
+            shape, torch.bfloat16, window, 20.0, QueryRows.from_lists(batch.starts.tolist(), batch.lengths)
+        )
     ] = "FlashAttention-3"
     mask = Mask(window, softcap=20.0)
     assert relative(run(plan, batch, mask)[0], batch.expected(mask)[0]) < TOLERANCE[torch.bfloat16]

@@ -142,9 +142,9 @@ def test_mixed_batches_equal_dense_attention(seed: int, monkeypatch: pytest.Monk
     """Single queries, drafts, prefills and empty rows together, every mask; in one batch or in many pieces."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    monkeypatch.setattr(reference, "BUDGET", rng.choice([1, 1 << 15, 64 << 20]))
-    monkeypatch.setattr(reference, "SMALL", rng.choice([0, 1 << 20]))
-    monkeypatch.setattr(reference, "FEWEST", rng.choice([1, 16]))
+    monkeypatch.setattr(reference, "MAX_BATCH_BYTES", rng.choice([1, 1 << 15, 64 << 20]))
+    monkeypatch.setattr(reference, "SMALL_PADDING_BYTES", rng.choice([0, 1 << 20]))
+    monkeypatch.setattr(reference, "MIN_PIECE_QUERIES", rng.choice([1, 16]))
     span = rng.choice(
         [Span("full"), Span("sliding", rng.randint(1, 40)), Span("chunked", rng.randint(1, 40))]
     )
@@ -255,7 +255,7 @@ def test_memory_that_is_kept_serves_every_mode_and_thread(monkeypatch: pytest.Mo
 
 
 def test_lengths_that_differ_widely_are_not_padded_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "SMALL", 0)
+    monkeypatch.setattr(reference, "SMALL_PADDING_BYTES", 0)
     monkeypatch.setattr(reference, "_SCRATCH", reference._Scratch())
     batch = Batch.build([4000] + [16] * 40, [1] * 41, Span("full"))
     q = batch.queries()
@@ -266,7 +266,7 @@ def test_lengths_that_differ_widely_are_not_padded_to_the_longest(monkeypatch: p
 
 def test_a_long_prompt_is_scored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(reference, "BUDGET", 1 << 20)
+    monkeypatch.setattr(reference, "MAX_BATCH_BYTES", 1 << 20)
     monkeypatch.setattr(reference, "_SCRATCH", reference._Scratch())
     batch = Batch.build([1500], [1500], Span("full"))
     q = batch.queries()

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from kvloom.core import Span
-from kvloom.kernels.attention import Mask, Shape, SharedRun, Sharing, find_shared, in_sight, worth_sharing
+from kvloom.kernels.attention import (
+    Mask,
+    Shape,
+    SharedRun,
+    SharedRuns,
+    find_shared_runs,
+    is_worth_sharing,
+    visible_shared_runs,
+)
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 from kvloom.kernels.attention import DecodePlan  # noqa: E402
@@ -25,7 +33,7 @@ def tables_of(*rows: list[int]) -> np.ndarray:
 
 
 def found(tables: np.ndarray, settled: list[int], **options: object) -> list[SharedRun]:
-    return find_shared(tables, np.array(settled), 16, least_saved=16, least_run=16, **options)  # type: ignore[arg-type]
+    return find_shared_runs(tables, np.array(settled), 16, min_saved=16, min_run=16, **options)  # type: ignore[arg-type]
 
 
 def test_runs_stand_in_levels_where_prompts_part() -> None:
@@ -46,7 +54,7 @@ def test_only_settled_whole_blocks_are_shared() -> None:
 
 def test_a_run_too_short_is_left_to_the_groups_below() -> None:
     rows = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 5, 6, 7], [1, 5, 6, 7]]
-    runs = find_shared(tables_of(*rows), np.full(4, 64), 16, least_saved=48, least_run=32)
+    runs = find_shared_runs(tables_of(*rows), np.full(4, 64), 16, min_saved=48, min_run=32)
     assert sorted(runs, key=lambda run: run.members) == [
         SharedRun(0, 64, (0, 1), 0),
         SharedRun(0, 64, (2, 3), 0),
@@ -57,30 +65,30 @@ def test_windows_share_what_all_who_see_it_hold_in_the_same_pages() -> None:
     runs = [SharedRun(0, 48, (0, 1, 2), 0), SharedRun(48, 80, (0, 1), 1)]
     tables = tables_of([0, 2, 3, 4, 5], [0, 0, 3, 4, 5], [0, 0, 3, 9, 9])
     first = np.array([17, 32, 47])
-    assert in_sight(runs, tables, first, 16) == runs
-    assert in_sight(runs, tables, np.array([81, 90, 85]), 16) == runs  # nobody sees them any more
+    assert visible_shared_runs(runs, tables, first, 16) == runs
+    assert visible_shared_runs(runs, tables, np.array([81, 90, 85]), 16) == runs  # nobody sees them any more
     for row, block, kept in ((1, 3, runs[:1]), (2, 2, []), (0, 1, []), (2, 1, runs)):
         other = tables.copy()
         other[row, block] = (
             0 if row == 0 else 7
         )  # gone where somebody looks, another page, one that nobody looks at
-        assert in_sight(runs, other, first, 16) == kept
+        assert visible_shared_runs(runs, other, first, 16) == kept
 
 
 def test_short_windows_are_read_by_each() -> None:
-    assert [worth_sharing(Span(*span)) for span in (("full",), ("sliding", 1024), ("chunked", 8192))] == [
+    assert [is_worth_sharing(Span(*span)) for span in (("full",), ("sliding", 1024), ("chunked", 8192))] == [
         True
     ] * 3
-    assert not worth_sharing(Span("sliding", 128))
+    assert not is_worth_sharing(Span("sliding", 128))
 
 
 def test_depth_and_room_limit_what_is_shared() -> None:
     tables = tables_of([1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5, 6])
     assert [run.level for run in found(tables, [48] * 4, depth=2)] == [0, 1]
-    sharing = Sharing(4, segments=1, depth=4, device=DEVICE)
+    sharing = SharedRuns(4, segments=1, depth=4, device=DEVICE)
     runs = found(tables, [48] * 4)
     assert len(runs) == 3
-    placed = sharing.set(runs, np.arange(5))
+    placed = sharing.set_runs(runs, np.arange(5))
     assert placed == runs[:1]
     assert sharing.begin.tolist() == [16, 16, 16, 16]
 
@@ -109,17 +117,17 @@ def test_shared_prefixes_give_what_plain_decode_gives(case: int) -> None:
     shape = Shape(8, 2, 64, 64, dtype=torch.float32)
     batch = Batch(shape, lengths, queries, span, shared=shared, seed=case)
     settled = np.array(lengths) - np.array(queries)
-    runs = find_shared(batch.tables.cpu().numpy(), settled, 16, least_saved=16, least_run=16)
+    runs = find_shared_runs(batch.tables.cpu().numpy(), settled, 16, min_saved=16, min_run=16)
     assert runs
     rows, most = len(lengths) + 1, max(queries)
-    sharing = Sharing(rows, most, segments=8, depth=3, device=DEVICE)
-    sharing.set(runs, batch.starts.cpu().numpy())
+    sharing = SharedRuns(rows, most, segments=8, depth=3, device=DEVICE)
+    sharing.set_runs(runs, batch.starts.cpu().numpy())
     plan = DecodePlan(shape, rows, most, span, DEVICE, sharing)
     sinks = torch.randn(8).to(DEVICE)
     for mask in (Mask(span), Mask(span, 4.0, sinks)):
         agrees(plan, batch, mask)
     # With nothing shared the same plan is plain decode.
-    sharing.set([], batch.starts.cpu().numpy())
+    sharing.set_runs([], batch.starts.cpu().numpy())
     agrees(plan, batch, Mask(span))
 
 
@@ -145,12 +153,12 @@ def test_shared_runs_in_windows_give_what_plain_decode_gives_as_they_pass(case: 
         seen = span.first_visible_each(settled) // block
         return np.where(np.arange(whole.shape[1]) < seen[:, None], 0, whole)
 
-    runs = find_shared(whole, begun, block, least_saved=16, least_run=16)
-    runs = in_sight(runs, left(begun), span.first_visible_each(begun), block)
+    runs = find_shared_runs(whole, begun, block, min_saved=16, min_run=16)
+    runs = visible_shared_runs(runs, left(begun), span.first_visible_each(begun), block)
     assert runs
     rows, most = len(lengths) + 1, max(queries)
-    sharing = Sharing(rows, most, segments=8, depth=3, device=DEVICE)
-    sharing.set(runs, batch.starts.cpu().numpy())
+    sharing = SharedRuns(rows, most, segments=8, depth=3, device=DEVICE)
+    sharing.set_runs(runs, batch.starts.cpu().numpy())
     plan = DecodePlan(shape, rows, most, span, DEVICE, sharing)
     mask = Mask(span, 4.0, torch.randn(8).to(DEVICE))
     some = 0
@@ -168,14 +176,16 @@ def test_shared_runs_in_windows_give_what_plain_decode_gives_as_they_pass(case: 
 def test_what_an_earlier_step_left_is_nobodys() -> None:
     """A step of fewer and shorter rows after a longer one, with q as large as before."""
     shape = Shape(8, 2, 64, 64, dtype=torch.float32)
-    sharing = Sharing(6, 3, segments=4, depth=2, device=DEVICE)
+    sharing = SharedRuns(6, 3, segments=4, depth=2, device=DEVICE)
     plan = DecodePlan(shape, 6, 3, device=DEVICE, sharing=sharing)
     before = Batch(shape, [150, 140, 135, 40, 90], [3, 3, 3, 3, 3], shared=[(128, [0, 1, 2])])
     after = Batch(shape, [150, 140], [1, 2], shared=[(128, [0, 1])], seed=3)
     for batch in (before, after):
         queries = np.diff(batch.starts.cpu().numpy())
-        runs = find_shared(batch.tables.cpu().numpy(), np.array(batch.lengths) - queries, 16, least_saved=16)
-        sharing.set(runs, batch.starts.cpu().numpy())
+        runs = find_shared_runs(
+            batch.tables.cpu().numpy(), np.array(batch.lengths) - queries, 16, min_saved=16
+        )
+        sharing.set_runs(runs, batch.starts.cpu().numpy())
         plan.make(batch.starts, batch.lengths_)
         count = int(batch.starts[-1])
         q = torch.zeros(15, 8, 64, device=DEVICE)

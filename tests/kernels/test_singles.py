@@ -17,11 +17,11 @@ SEQUENCES, BLOCKS, BLOCK = 9, 300, 16
 
 def launched(
     numbers: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, states: int
-) -> singles.Singles:
-    found = triton_step_layout.lay_out(
-        numbers.to(DEVICE), tables, chosen.to(DEVICE), BLOCK, states, singles.FIELDS
+) -> singles.StepLayout:
+    found = triton_step_layout.lay_out_step(
+        numbers.to(DEVICE), tables, chosen.to(DEVICE), BLOCK, states, singles.ROW_FIELDS
     )
-    return singles.Singles(*found)
+    return singles.StepLayout(*found)
 
 
 @pytest.mark.parametrize(("columns", "states", "shifted"), [(1, 0, False), (3, 2, True), (0, 1, False)])
@@ -32,7 +32,7 @@ def test_the_kernel_works_out_what_the_oracle_does(columns: int, states: int, sh
         return torch.randint(0, most, shape, generator=gen, dtype=torch.int32)
 
     rows, count = 7, 5
-    numbers = torch.zeros(singles.fields_of(columns, states, shifted), rows, dtype=torch.int32)
+    numbers = torch.zeros(singles.field_count(columns, states, shifted), rows, dtype=torch.int32)
     numbers[2], numbers[3], numbers[5] = -1, SEQUENCES - 1, -1  # two rows are nobody's
     lengths = torch.tensor([1, 16, 17, 2500, 4800], dtype=torch.int32)
     numbers[0, :count], numbers[1, :count], numbers[4, :count] = drawn(99, count), lengths - 1, lengths
@@ -44,7 +44,7 @@ def test_the_kernel_works_out_what_the_oracle_does(columns: int, states: int, sh
     tables[:, -1] = 0
     chosen = torch.arange(8) + 1000
     changed, sent = tables.clone(), numbers.reshape(-1)
-    wanted = singles.lay_out(sent, changed, chosen, rows, BLOCK, states, shifted)
+    wanted = singles.lay_out_step(sent, changed, chosen, rows, BLOCK, states, shifted)
     there = tables.to(DEVICE)
     found = launched(numbers, there, chosen, states)
     assert torch.equal(there.cpu(), changed)
@@ -60,7 +60,7 @@ def test_the_kernel_works_out_what_the_oracle_does(columns: int, states: int, sh
 def test_rows_of_nobody_have_page_0_alone_in_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a graph is captured its step runs once, with rows that are nobody's and sharers that may be anybody's."""
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(*shape, 1 << 20, **how))
-    numbers = torch.zeros(singles.fields_of(2, 0, False), 4, dtype=torch.int32)
+    numbers = torch.zeros(singles.field_count(2, 0, False), 4, dtype=torch.int32)
     numbers[2], numbers[3], numbers[5] = -1, SEQUENCES - 1, -1
     tables = torch.zeros(2, SEQUENCES, BLOCKS, dtype=torch.int32)
     chosen = torch.zeros(4, dtype=torch.int64)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.kernels.state import Rows
+from kvloom.kernels.state import StateRows
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -103,7 +103,7 @@ class Sequences:
         )
         slots = torch.tensor(read, device=DEVICE)
         new = torch.tensor(fresh, device=DEVICE) if any(fresh) else None
-        rows = Rows(starts, slots, slots, max(sizes), new, steady=True)
+        rows = StateRows(starts, slots, slots, max(sizes), new, batch_invariant=True)
         found = self.rule.public(p, self.states, rows)
         for index, (a, b) in zip(counts, pairwise(starts.tolist()), strict=False):
             self.out[index].append(found[a:b])
@@ -117,7 +117,7 @@ class Sequences:
         outputs, after = [], self.first.cpu().double()
         for index, p in enumerate(self.each):
             slot = torch.tensor([index + 1])
-            rows = Rows(
+            rows = StateRows(
                 torch.tensor([0, self.lengths[index]]),
                 slot,
                 slot,
@@ -185,7 +185,9 @@ def test_arguments_that_lie_anywhere_give_the_same_bits(name: str) -> None:
     p = {k: move(v, torch.float32) for k, v in rule.arguments(5).items()}
     states = move(pages(4, rule.shape(p), torch.bfloat16))
     slots = torch.tensor([3, 1], device=DEVICE)
-    rows = Rows(torch.tensor([0, 4, 5], dtype=torch.int32, device=DEVICE), slots, slots, 4, steady=True)
+    rows = StateRows(
+        torch.tensor([0, 4, 5], dtype=torch.int32, device=DEVICE), slots, slots, 4, batch_invariant=True
+    )
     twin = states.clone()
     wanted = rule.public(p, states, rows)
     for key in part_names(p):
@@ -202,4 +204,6 @@ def test_steady_rows_are_not_of_float64() -> None:
     p: dict[str, Any] = rule.arguments(2)
     slot = torch.tensor([1])
     with pytest.raises(ValueError, match="float32 at most"):
-        rule.public(p, torch.zeros(2, 5), Rows(torch.tensor([0, 2]), slot, slot, 2, steady=True))
+        rule.public(
+            p, torch.zeros(2, 5), StateRows(torch.tensor([0, 2]), slot, slot, 2, batch_invariant=True)
+        )

@@ -11,15 +11,15 @@ import torch
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
 from kvloom.kernels import cpu
-from kvloom.models.fusion import fuse, fused_attention as attending
-from kvloom.models.fusion.cpu_decoder_layer import Lean
-from kvloom.models.fusion.fused_attention import Attention, Turning, fuse_attention
-from kvloom.models.fusion.modules import _norm, _project
-from kvloom.models.paged import Pages, Stage, Work, install
+from kvloom.models.fusion import fuse, fused_attention as fused_attention
+from kvloom.models.fusion.cpu_decoder_layer import CpuDecoderLayer
+from kvloom.models.fusion.fused_attention import FusedAttention, GpuFusedAttention, fuse_attention
+from kvloom.models.fusion.modules import _fuse_norm, _fuse_projections
+from kvloom.models.paged import BatchBuilder, Pages, Work, install
 
 from .test_attention import tiny
 
-pytestmark = pytest.mark.skipif(not cpu.BUILT, reason="built without a compiler")
+pytestmark = pytest.mark.skipif(not cpu.IS_BUILT, reason="built without a compiler")
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_modules_are_taken_that_hand_pages_the_same(family: str, attentions: int
     install(model)
     assert fuse(model)["attentions"] == attentions
     forwards = [vars(module).get("forward") for module in model.modules()]
-    assert sum(isinstance(forward, Attention) for forward in forwards) == attentions
-    assert sum(isinstance(forward, Lean) for forward in forwards) == (attentions if lean else 0)
+    assert sum(isinstance(forward, FusedAttention) for forward in forwards) == attentions
+    assert sum(isinstance(forward, CpuDecoderLayer) for forward in forwards) == (attentions if lean else 0)
 
 
 def test_a_module_that_does_more_stays_as_it_is() -> None:
@@ -50,7 +50,7 @@ def test_a_module_that_does_more_stays_as_it_is() -> None:
 
     odd.forward = forward
     assert fuse(model)["attentions"] == 3
-    assert not isinstance(model.model.layers[1].forward, Lean)
+    assert not isinstance(model.model.layers[1].forward, CpuDecoderLayer)
 
 
 def test_without_pages_a_model_computes_what_it_did() -> None:
@@ -75,9 +75,9 @@ def test_steps_of_single_tokens_take_the_short_way(
         for prompt in prompts
     ]
     sizes: list[int] = []
-    step = cpu.step
+    step = cpu.attention_step
     monkeypatch.setattr(
-        cpu, "step", lambda joined, *rest: (sizes.append(len(joined)), step(joined, *rest))[1]
+        cpu, "attention_step", lambda joined, *rest: (sizes.append(len(joined)), step(joined, *rest))[1]
     )
     engine = Engine(model, 1 << 24)
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -102,10 +102,10 @@ def test_single_tokens_to_be_replayed_are_turned_by_who_writes_them(
     install(model)
     attentions = [module for module in model.modules() if hasattr(module, "q_proj")]
     for module in model.modules() if normed else ():
-        module.is_fused = _norm(module)
+        module.is_fused = _fuse_norm(module)
     for module in attentions:
-        assert _project(module)
-        assert fuse_attention(module, Turning)
+        assert _fuse_projections(module)
+        assert fuse_attention(module, GpuFusedAttention)
         module.is_fused = True
     engine = Engine(model, 1 << 24)
     works = []
@@ -122,9 +122,11 @@ def test_single_tokens_to_be_replayed_are_turned_by_who_writes_them(
     pool = engine.buffer.clone()
     engine.buffer.copy_(before)
     turned: list[int] = []
-    own = Pages._write_turned
-    monkeypatch.setattr(Pages, "_write_turned", lambda self, *given: (turned.append(1), own(self, *given))[1])
-    stage = Stage(engine.cache, "cpu", 16, 8, mirrored=True)
+    own = Pages._write_rotated
+    monkeypatch.setattr(
+        Pages, "_write_rotated", lambda self, *given: (turned.append(1), own(self, *given))[1]
+    )
+    stage = BatchBuilder(engine.cache, "cpu", 16, 8, mirrored=True)
     stage.send_singles(works, 3)
     found = engine.runner._forward(stage.replayed(3, torch.zeros(8, dtype=torch.int64)), None)
     assert len(turned) == len(attentions)
@@ -132,13 +134,13 @@ def test_single_tokens_to_be_replayed_are_turned_by_who_writes_them(
     torch.testing.assert_close(engine.buffer.view(torch.float32), pool.view(torch.float32), equal_nan=True)
 
 
-class Cutting:
+class Splitting:
     """Attends where it is asked to cut, into a place of its own."""
 
     def __init__(self) -> None:
         self.cuts = 0
 
-    def cut(self, call: Any, query: torch.Tensor, *new: Any) -> torch.Tensor:
+    def split_at(self, call: Any, query: torch.Tensor, *new: Any) -> torch.Tensor:
         self.cuts += 1
         out = query.new_full((*query.shape[:2], new[-1]), torch.nan)
         call(query, *new[:-1], out=out)
@@ -154,20 +156,22 @@ def test_prompts_are_turned_by_who_norms_them(
 ) -> None:
     """The GPU's way, on a CPU: the bits that modules hand to pages themselves, and those that pages hold then."""
     calls: list[int] = []
-    own = attending.turned
+    own = fused_attention.norm_and_rotate
     monkeypatch.setattr(
-        attending, "turned", lambda q, *rest, **named: (calls.append(q.shape[2]), own(q, *rest, **named))[1]
+        fused_attention,
+        "norm_and_rotate",
+        lambda q, *rest, **named: (calls.append(q.shape[2]), own(q, *rest, **named))[1],
     )
     found = []
-    for way in (None, Turning):
+    for implementation in (None, GpuFusedAttention):
         model = tiny(family)
         install(model)
         for module in model.modules():
-            module.is_fused = _norm(module)
+            module.is_fused = _fuse_norm(module)
         attentions = [module for module in model.modules() if hasattr(module, "q_proj")]
         for module in attentions:
-            assert _project(module)
-            assert way is None or fuse_attention(module, way)
+            assert _fuse_projections(module)
+            assert implementation is None or fuse_attention(module, implementation)
             module.is_fused = True
         calls.clear()
         engine = Engine(model, 1 << 24)
@@ -179,10 +183,10 @@ def test_prompts_are_turned_by_who_norms_them(
             assert not sequence.extend(size)
             works.append(Work(sequence, prompt))
         batch = engine.runner.stage.lay_out(works, engine.runner.chosen)
-        cutter = Cutting() if cut else None
+        cutter = Splitting() if cut else None
         logits = engine.runner._forward(batch, None, cutter)
         assert cutter is None or cutter.cuts == len(attentions)
-        assert calls == ([58] * len(attentions) if turned and way is Turning else [])
+        assert calls == ([58] * len(attentions) if turned and implementation is GpuFusedAttention else [])
         found.append((logits.clone(), engine.buffer.clone()))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])

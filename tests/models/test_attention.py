@@ -22,7 +22,7 @@ def test_what_is_no_layer_of_a_model_is_refused_by_name() -> None:
     config = {**SIZES, **TINY["mllama_text_model"]}
     layers = dict(model_spec(config, kv_dtype="fp32").layers)
     layout = PoolLayout.build(layers)
-    assert Pages(layout, allocate(layout, 3)).crosses.keys() == {1, 3}
+    assert Pages(layout, allocate(layout, 3)).cross_views.keys() == {1, 3}
     layout = PoolLayout.build({"encoder": layers["layers.0.attention"]})
     with pytest.raises(ModelError, match=r"'encoder'.* is not one of a model's"):
         Pages(layout, allocate(layout, 3))

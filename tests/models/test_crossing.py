@@ -24,8 +24,8 @@ from kvloom.engine.llm import LLM
 from kvloom.engine.lower import LowerConfig
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.models.loading import refusal
-from kvloom.models.paged import Part
-from kvloom.models.paged.cross_attention import attend_seen
+from kvloom.models.paged import ImageGroup
+from kvloom.models.paged.cross_attention import attend_images
 from tests.engine.made_tokenizers import byte_level
 from tests.models.seeing import words
 
@@ -188,13 +188,13 @@ def test_an_image_is_written_once_for_each_content_whatever_stands_before_it() -
     assert [first.tokens, other.tokens] == [expected(model, prompt, [picture(seed)]) for seed in (1, 5)]
     assert first.tokens == again.tokens != other.tokens
     assert (first.cached_tokens, other.cached_tokens, again.cached_tokens) == (0, 24, len(prompt) - 1)
-    assert engine.vision.runs == 2
+    assert engine.vision.encoder_runs == 2
     elsewhere = [*words(8, 5), IMAGE, *words(3, 4)]
     moved = ask(engine, elsewhere, [picture(1)])
     assert moved.tokens == expected(model, elsewhere, [picture(1)])
-    assert engine.vision.runs == 2, "its pages are found by what it shows"
+    assert engine.vision.encoder_runs == 2, "its pages are found by what it shows"
     ask(engine, prompt, [picture(1)], control=Control(tenant="another"))
-    assert engine.vision.runs == 3, "tenants share nothing"
+    assert engine.vision.encoder_runs == 3, "tenants share nothing"
 
 
 def test_answers_share_the_image() -> None:
@@ -211,7 +211,7 @@ def test_answers_share_the_image() -> None:
         alone.run()
         assert one.tokens == single.tokens
     assert engine.vision is not None
-    assert engine.vision.runs == 1
+    assert engine.vision.encoder_runs == 1
 
 
 @pytest.mark.parametrize(("kv_dtype", "error"), [("int8", 0.01), ("fp8", 0.05)])
@@ -226,9 +226,9 @@ def test_quantised_pages_of_images_are_read_by_their_scales(kv_dtype: str, error
     found = []
     for one in (plain, engine):
         [run] = one.cache.room.runs.values()
-        part = Part(2, torch.from_numpy(run.rows.T.astype(np.int64)), torch.arange(3 * 17))
-        view, column = one.runner.pages.crosses[3]
-        found.append(attend_seen(view, column, query, [part], 0.35))
+        part = ImageGroup(2, torch.from_numpy(run.rows.T.astype(np.int64)), torch.arange(3 * 17))
+        view, column = one.runner.pages.cross_views[3]
+        found.append(attend_images(view, column, query, [part], 0.35))
     assert torch.dist(*found) < error * found[0].norm()
 
 
@@ -262,7 +262,7 @@ def test_pages_of_an_image_leave_and_what_stood_behind_it_is_computed_again() ->
     assert again.tokens == expected(model, prompt, [picture(3)])
     assert again.cached_tokens is not None
     assert again.cached_tokens <= 20
-    assert engine.vision.runs == 2
+    assert engine.vision.encoder_runs == 2
 
 
 def test_requests_that_could_never_hold_their_images_are_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvloom.models.fusion import fuse
-from kvloom.models.fusion.modules import _Norm
+from kvloom.models.fusion.modules import _FusedNorm
 
 from .test_attention import tiny
 
@@ -58,13 +58,13 @@ def test_a_layer_is_handed_the_norm_that_it_begins_with(family: str, monkeypatch
     assert layers[-1].after is None
     firsts = {id(layer._pres[0]): i for i, layer in enumerate(layers)}
     begun: list[int] = []
-    own = _Norm.__call__
+    own = _FusedNorm.__call__
 
-    def called(self: _Norm, x: torch.Tensor) -> torch.Tensor:
+    def called(self: _FusedNorm, x: torch.Tensor) -> torch.Tensor:
         begun.extend([firsts[id(self)]] if id(self) in firsts else [])
         return own(self, x)
 
-    monkeypatch.setattr(_Norm, "__call__", called)
+    monkeypatch.setattr(_FusedNorm, "__call__", called)
     found = logits(model)
     assert begun == [0], "the others were given theirs"
     for layer in layers:

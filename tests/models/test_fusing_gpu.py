@@ -10,8 +10,8 @@ import torch
 
 from kvloom.engine.engine import Engine
 from kvloom.kernels.fused import triton_operations as triton_fused
-from kvloom.models.fusion.fused_attention import Turning
-from kvloom.models.fusion.modules import _Layer
+from kvloom.models.fusion.fused_attention import GpuFusedAttention
+from kvloom.models.fusion.modules import _FusedDecoderLayer
 from kvloom.models.paged import Work
 
 from .zoo import config_of
@@ -43,9 +43,9 @@ def engine_of(family: str, shape: dict[str, Any], together: bool) -> Engine:
     engine = Engine(model, 1 << 28, token_budget=2048, max_running=4)
     for module in model.modules() if not together else ():
         forward = vars(module).get("forward")
-        if isinstance(forward, Turning):
+        if isinstance(forward, GpuFusedAttention):
             forward._fused = False
-        if isinstance(forward, _Layer):
+        if isinstance(forward, _FusedDecoderLayer):
             forward.after = None
     return engine
 
@@ -76,13 +76,13 @@ def test_logits_are_the_bits_of_separate_launches(
     monkeypatch.setenv("KVLOOM_ATTENTION_LIBRARIES", "")
     engines = engine_of(family, shape, together=True), engine_of(family, shape, together=False)
     normed: list[int] = []
-    own = triton_fused.rotate
+    own = triton_fused.apply_rotary
 
     def rotated(q: torch.Tensor, *rest: Any) -> Any:
         normed.extend([q.shape[2]] if len(rest) > 3 and rest[3] is not None else [])
         return own(q, *rest)
 
-    monkeypatch.setattr(triton_fused, "rotate", rotated)
+    monkeypatch.setattr(triton_fused, "apply_rotary", rotated)
     wanted = run(engines[1])
     assert not normed
     found = run(engines[0])

@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
-from kvloom.models.loading import device_of, load, refusal, transformers_config
-from kvloom.models.paged.family_exceptions import settle_rope
+from kvloom.models.loading import choose_device, load, refusal, transformers_config
+from kvloom.models.paged.family_exceptions import fix_rope_frequencies
 from kvloom.models.specs import ModelError
 
 from .tiny import SIZES, TINY
@@ -213,7 +213,7 @@ def small(model_type: str) -> Any:
 
 
 def test_every_causal_model_of_transformers_runs_or_is_refused_with_a_reason() -> None:
-    supported, refused, skipped = [], {}, []
+    supported, refusal_reason, skipped = [], {}, []
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
             config = small(model_type)
@@ -226,13 +226,15 @@ def test_every_causal_model_of_transformers_runs_or_is_refused_with_a_reason() -
         elif any(words in reason for words in UNBUILDABLE):
             skipped.append(model_type)
         else:
-            refused[model_type] = reason
-    print(f"{len(supported)} run, {len(refused)} are refused, {len(skipped)} want arguments: {skipped}")
-    odd = {name: why for name, why in refused.items() if not any(words in why for words in REASONS)}
+            refusal_reason[model_type] = reason
+    print(
+        f"{len(supported)} run, {len(refusal_reason)} are refused, {len(skipped)} want arguments: {skipped}"
+    )
+    odd = {name: why for name, why in refusal_reason.items() if not any(words in why for words in REASONS)}
     assert not odd
-    assert not set(refused) & set(TINY)
-    assert {"bloom", "falcon", "gptj", "mpt", "xglm", "openai-gpt"} <= set(refused)
-    assert all("never calls" in refused[name] for name in ("bloom", "falcon", "gptj", "mpt"))
+    assert not set(refusal_reason) & set(TINY)
+    assert {"bloom", "falcon", "gptj", "mpt", "xglm", "openai-gpt"} <= set(refusal_reason)
+    assert all("never calls" in refusal_reason[name] for name in ("bloom", "falcon", "gptj", "mpt"))
     assert len(supported) >= 90
     assert len(skipped) <= 15
 
@@ -268,10 +270,10 @@ def test_rotary_frequencies_do_not_follow_the_batch() -> None:
     model = tiny("phi3", **options)
     assert refusal(model.config) is None
     short = model.model.rotary_emb.inv_freq.clone()
-    settle_rope(model, context=32)
+    fix_rope_frequencies(model, context=32)
     assert torch.equal(model.model.rotary_emb.inv_freq, short)
     model = tiny("phi3", **options)
-    settle_rope(model)
+    fix_rope_frequencies(model)
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, short / torch.tensor(LONG["long_factor"]))
     model.set_attn_implementation("eager")
     prompts = prompts_of(1, (5, 20, 40))
@@ -284,9 +286,9 @@ def test_rotary_frequencies_do_not_follow_the_batch() -> None:
 @pytest.mark.parametrize("wrong", ["cudda", "gpu", "cpu:x", "cuda:99", torch.device("cuda", 99)])
 def test_a_device_that_is_not_there_is_named(wrong: torch.device | str) -> None:
     with pytest.raises(ValueError, match=r"give cpu") as caught:
-        device_of(wrong)
+        choose_device(wrong)
     assert str(wrong) in str(caught.value)
-    assert device_of("cpu") == torch.device("cpu")
+    assert choose_device("cpu") == torch.device("cpu")
 
 
 def test_an_engine_of_short_contexts_turns_by_short_frequencies() -> None:

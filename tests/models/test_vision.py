@@ -17,7 +17,7 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.llm import LLM
 from kvloom.engine.lower import LowerConfig
 from kvloom.engine.request import SamplingParams
-from kvloom.models.paged import ATTENTION, Sight, Stage, Work
+from kvloom.models.paged import ATTENTION, BatchBuilder, ImageInputs, Work
 from kvloom.models.specs import known_models, load_spec, model_spec
 from kvloom.models.vision import Vision, with_embeddings
 from tests.engine.made_tokenizers import byte_level
@@ -254,14 +254,14 @@ def test_no_step_ends_inside_an_image_whose_tokens_see_each_other() -> None:
 
 def test_an_image_cut_by_a_lack_of_pages_waits_whole() -> None:
     """Chunks are halved where pages are short; an image is never one of the halves."""
-    sight = Sight(
+    sight = ImageInputs(
         (),
         (Media(3, 9, bytes(16)), Media(12, 15, bytes(16))),
         np.arange(0),
         np.zeros(1, np.int64),
         whole=True,
     )
-    assert [sight.fitting(0, count) for count in range(1, 16)] == [
+    assert [sight.step_tokens(0, count) for count in range(1, 16)] == [
         1,
         2,
         3,
@@ -278,26 +278,26 @@ def test_an_image_cut_by_a_lack_of_pages_waits_whole() -> None:
         12,
         15,
     ]
-    assert [sight.fitting(5, count) for count in range(1, 6)] == [0, 0, 0, 4, 5]
-    assert sight.largest == 6
-    free = Sight((), sight.media, sight.places, sight.bounds)
-    assert [free.fitting(0, count) for count in range(1, 16)] == list(range(1, 16))
-    assert free.largest == 1
+    assert [sight.step_tokens(5, count) for count in range(1, 6)] == [0, 0, 0, 4, 5]
+    assert sight.min_step_tokens == 6
+    free = ImageInputs((), sight.media, sight.places, sight.bounds)
+    assert [free.step_tokens(0, count) for count in range(1, 16)] == list(range(1, 16))
+    assert free.min_step_tokens == 1
 
 
 def test_positions_that_are_sent_for_a_replay_are_shifted_by_row() -> None:
     layout = PoolLayout.build(model_spec(seeing("qwen2_vl").config.to_dict(), kv_dtype="fp32").layers)
     cache = KVCache(layout, slabs=50)
-    stage = Stage(cache, "cpu", 64, 8, mirrored=True, shifted=True)
+    stage = BatchBuilder(cache, "cpu", 64, 8, mirrored=True, shifted=True)
     media = (Media(1, 2, bytes(16)),)
-    sights = [Sight((), media, np.arange(0), np.zeros(1, np.int64), None, shift) for shift in (-4, 7)]
+    sights = [ImageInputs((), media, np.arange(0), np.zeros(1, np.int64), None, shift) for shift in (-4, 7)]
     works = []
     for i, sight in enumerate([*sights, None]):
         prompt = np.arange(3, 23 + i, dtype=np.int32)[::-1]
         sequence = cache.open(cache.match(prompt))
         sequence.extend(21 + i)
         sequence.commit(prompt)
-        works.append(Work(sequence, np.array([9]), sight=sight))
+        works.append(Work(sequence, np.array([9]), images=sight))
     laid_out = stage.lay_out(works)
     assert laid_out.positions.tolist() == [20, 21, 22]
     assert laid_out.rotary is not None
@@ -314,8 +314,8 @@ def test_tokens_between_the_rows_of_an_image_belong_to_its_name() -> None:
     vision = Vision(model)
     rows = [[IMAGE] * 4 for _ in range(4)]
     broken = [token for row in rows for token in [*row, 50]]
-    plain = vision.look([3, *[IMAGE] * 16, 4], [image]).media[0]
-    cut, other = (vision.look([3, *broken[:-1], last], [image]).media[0] for last in (4, 5))
+    plain = vision.read_prompt([3, *[IMAGE] * 16, 4], [image]).media[0]
+    cut, other = (vision.read_prompt([3, *broken[:-1], last], [image]).media[0] for last in (4, 5))
     assert (plain.start, plain.stop) == (1, 17)
     assert (cut.start, cut.stop) == (1, 20)
     assert plain.digest != cut.digest == other.digest
@@ -338,7 +338,7 @@ def test_pixels_alone_are_an_image_and_dtype_and_grid_are_content() -> None:
     pixels = image_of("llava", 0)["pixel_values"]
 
     def digest(given: Any) -> bytes:
-        return vision.look([IMAGE] * 16, [given]).images[0].digest
+        return vision.read_prompt([IMAGE] * 16, [given]).images[0].digest
 
     same = [digest(given) for given in ({"pixel_values": pixels}, pixels, pixels[0], pixels.numpy())]
     assert len(set(same)) == 1
@@ -346,11 +346,11 @@ def test_pixels_alone_are_an_image_and_dtype_and_grid_are_content() -> None:
     changed[0, 0, 0, 0] += 1e-3
     assert digest(changed) != same[0]
     assert digest(pixels.bfloat16()) != same[0]
-    assert vision.look([IMAGE] * 16, [pixels], tenant="other").images[0].digest != same[0]
+    assert vision.read_prompt([IMAGE] * 16, [pixels], tenant="other").images[0].digest != same[0]
     qwen = Vision(seeing("qwen2_vl"))
     patches = image_of("qwen2_vl", 0)["pixel_values"]
     wide, tall = (
-        qwen.look([BEGIN, *[IMAGE] * 6, END], [{"pixel_values": patches, "image_grid_thw": torch.tensor([1, *size])}])
+        qwen.read_prompt([BEGIN, *[IMAGE] * 6, END], [{"pixel_values": patches, "image_grid_thw": torch.tensor([1, *size])}])
         for size in ((4, 6), (6, 4))
     )  # fmt: skip
     assert wide.media[0].digest != tall.media[0].digest

@@ -20,7 +20,7 @@ import torch
 
 from kvloom.arguments import DEVICE, THREADS, Parser, device, interpreter, number, size, whole
 from kvloom.engine.threads import use_threads
-from kvloom.models.loading import device_of
+from kvloom.models.loading import choose_device
 from kvloom.models.specs import kv_dtypes
 from kvloom.tiers.opening import check_tiers
 
@@ -254,7 +254,7 @@ def _bench(args: argparse.Namespace) -> int:
                 f"{work.name} comes to {work.longest:,} tokens, and {args.shape} takes {config.max_position_embeddings:,}: "
                 "give a smaller --scale, or leave it out with --only"
             )
-    device = str(device_of(args.device))
+    device = str(choose_device(args.device))
     use_threads(args.threads)
     options = Options(
         device=device, seed=args.seed, kv_dtype=args.kv_dtype, pool=args.pool, token_budget=args.token_budget,

@@ -20,7 +20,7 @@ import torch
 
 from kvloom.core.layers import QUANTISED
 from kvloom.core.layout import PoolLayout
-from kvloom.kernels.dtypes import TORCH_DTYPES, largest
+from kvloom.kernels.dtypes import TORCH_DTYPES, quantised_max
 from kvloom.models.paged import Pages, Scales, write_scales
 
 from .engine import Engine
@@ -46,7 +46,7 @@ class Calibration:
     @property
     def scales(self) -> Scales:
         """A head that was always zero gets room for 1."""
-        most = largest(TORCH_DTYPES[self.dtype])
+        most = quantised_max(TORCH_DTYPES[self.dtype])
         assert most is not None
         return {
             layer: {name: torch.where(x > 0, x, 1.0) / most for name, x in fields.items()}

@@ -22,7 +22,7 @@ import torch
 
 from kvloom.core import Control, CopyBatch, Tenant
 from kvloom.kernels.copy import copy_pages
-from kvloom.models.paged import Sight
+from kvloom.models.paged import ImageInputs
 from kvloom.models.specs import KVDtype
 from kvloom.models.vision import Vision
 from kvloom.tiers.opening import Place
@@ -377,10 +377,10 @@ class Engine:
             self._grammars = Grammars(self.tokenizer, self.eos)
         return self._grammars
 
-    def _look(self, tokens: tuple[int, ...], images: Many[Any], tenant: str) -> Sight:
+    def _look(self, tokens: tuple[int, ...], images: Many[Any], tenant: str) -> ImageInputs:
         if self.vision is None:
             raise ValueError(Vision.refusal(self.model))
-        return self.vision.look(tokens, images, tenant)
+        return self.vision.read_prompt(tokens, images, tenant)
 
     def _refuse(self, ids: npt.NDArray[Any], params: SamplingParams, text: bool) -> None:
         """Raise ValueError for what can never run."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core import KVCache, Parcel
-from kvloom.kernels.copy import Done
+from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers import Lease, Objects, Outcome
 from kvloom.tiers.mover import Mover
 
@@ -28,7 +28,7 @@ __all__ = ["Keeping"]
 
 Moment = tuple[int, int, int]
 _PENDING = int(Outcome.PENDING)
-_DONE: Event = Done()
+_DONE: Event = FinishedEvent()
 MOST_ROOTS = 4096
 """Roots of lossy names that are remembered before those that have gone are looked for."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvloom.models.loading import LoadFormat, device_of, load
+from kvloom.models.loading import LoadFormat, choose_device, load
 from kvloom.models.specs import KVDtype, folder_of
 
 from .checking import check_engine
@@ -118,7 +118,7 @@ class LLM:
                 tiers=tiers,
                 device=None if device is None else str(device),
             )
-            where = device_of(device)
+            where = choose_device(device)
             if dtype == "auto" and where.type == "cpu" and self._folder != model:
                 dtype = "float32"  # one that comes along, as `kvloom serve` has it
             model, found = load(self._folder, dtype, where, load_format, progress)

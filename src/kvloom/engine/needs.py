@@ -37,9 +37,9 @@ class Needs:
                     f"{len(request.prompt)} prompt tokens and up to {request.params.max_tokens} new ones need "
                     f"{needed:,} bytes of cache, but the {whose} {there:,}"
                 )
-        if request.sight is not None and request.sight.largest > self.token_budget:
+        if request.sight is not None and request.sight.min_step_tokens > self.token_budget:
             raise ValueError(
-                f"an image of {request.sight.largest} tokens, which are computed together, exceeds the {self.token_budget} "
+                f"an image of {request.sight.min_step_tokens} tokens, which are computed together, exceeds the {self.token_budget} "
                 "tokens of a step: raise token_budget"
             )
 

@@ -20,7 +20,7 @@ from kvloom.kernels.memory import allocate
 from kvloom.models.loading import model_fingerprint
 from kvloom.models.paged import Scales, fingerprint, install, load_scales
 from kvloom.models.specs import KVDtype, model_spec
-from kvloom.models.vision import Vision, eyes
+from kvloom.models.vision import Vision, vision_of
 
 from .sizing import Room, room_for
 
@@ -79,9 +79,9 @@ def pool_for(
     )
     scales = None if kv_scales == "dynamic" else load_scales(kv_scales, model, spec.layers)
     layout = PoolLayout.build(spec.layers, block_tokens)
-    vision = eyes(model)
+    vision = vision_of(model)
     if vision is not None:
-        layout = vision.lay_out(spec.layers, layout)
+        layout = vision.extend_layout(spec.layers, layout)
     limit = _limit(spec.max_context, max_context)
     longest = limit or MAX_TOKENS
     install(model, limit)

@@ -93,7 +93,7 @@ def front_of(request: Request, start: int, block: int) -> Front | None:
     alone = request.uncached or request.tells_prompt
     if end > len(request.tokens) or alone or not (control.read and control.store):
         return None
-    shown = b"" if request.sight is None else request.sight.content(end)
+    shown = b"" if request.sight is None else request.sight.content_key(end)
     return control.tenant, f"{control.adapter}{'~' * control.lossy}", request.ids(end).tobytes() + shown
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core import Control, Foreseen, Sequence, Stop, loops
-from kvloom.models.paged import Sight
+from kvloom.models.paged import ImageInputs
 
 from .beams import BeamSearch
 from .grammar import GrammarState
@@ -88,7 +88,7 @@ class Request:
     children: list[Request] = field(default_factory=list)
     branched: bool = False
     beams: BeamSearch[Request] | None = None
-    sight: Sight | None = None
+    sight: ImageInputs | None = None
     looked_up: float = 0.0
     began: float = 0.0
     stop: Stop | None = None

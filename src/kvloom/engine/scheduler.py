@@ -379,7 +379,7 @@ class Scheduler:
         if request.unknown and request.pending == 1:
             return Work(request.sequence, UNKNOWN, places[id(request)], request.sight)
         tokens = np.array(request.tokens[request.computed : request.computed + count])
-        return Work(request.sequence, tokens, sight=request.sight)
+        return Work(request.sequence, tokens, images=request.sight)
 
     def _unpark(self) -> bool:
         """Where beams that wait for others hold every row, one gives its up; whether that is so."""
@@ -418,4 +418,4 @@ class Scheduler:
 
 def _fitting(request: Request, count: int) -> int:
     """How many of `count` tokens a step may take so that it cuts no image that must stay whole."""
-    return count if request.sight is None else request.sight.fitting(request.computed, count)
+    return count if request.sight is None else request.sight.step_tokens(request.computed, count)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvloom.kernels.device import upload
-from kvloom.models.paged import Batch, Cutter, Pages, Stage, Work
+from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Work
 
 __all__ = ["Strips", "strip_sizes", "uncollected"]
 
@@ -64,8 +64,8 @@ class Strips:
     def __init__(
         self,
         pages: Pages,
-        stage: Stage,
-        forward: Callable[[Batch, torch.Tensor | None, Cutter | None], torch.Tensor],
+        stage: BatchBuilder,
+        forward: Callable[[Batch, torch.Tensor | None, GraphSplitter | None], torch.Tensor],
         chosen: torch.Tensor,
         most: int,
     ) -> None:
@@ -166,7 +166,7 @@ class _Recording:
         if self._pool is not None:
             self.graphs[-1].capture_end()
 
-    def cut(
+    def split_at(
         self,
         call: Callable[..., torch.Tensor],
         query: torch.Tensor,

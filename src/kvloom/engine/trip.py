@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from kvloom.core import Arrival, Prospect
-from kvloom.kernels.copy import Done
+from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers import Lease, Objects
 from kvloom.tiers.mover import Fetch, Finding
 
@@ -64,7 +64,7 @@ class Trip:
     came: np.ndarray | None = None
     states_came: bool = True
     leases: list[Lease] = field(default_factory=list)
-    events: list[Loading | Done] = field(default_factory=list)
+    events: list[Loading | FinishedEvent] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     copied: float = 0.0
     bytes: int = 0

@@ -1,17 +1,17 @@
 """The small operations of a step on a CPU, one call each, where the package was built with a compiler (`_cpu.c`).
 
 A step of a small model is mostly the price of calling torch: each of these is one call for what would be five to ten, and
-attention reads pages where they lie. float32 alone; what is not taken here (`takes` says no) runs in torch, which gives the
+attention reads pages where they lie. float32 alone; what is not taken here (`supports` says no) runs in torch, which gives the
 same up to rounding. Knows no modules and no plans.
 
 | function    | takes                                                   | gives                                         |
 |-------------|---------------------------------------------------------|-----------------------------------------------|
 | `rms_norm`  | x [..., dim]                                            | the same shape, dense                         |
-| `gated`     | x [..., 2 * dim]                                        | [..., dim]                                    |
+| `act_and_mul`     | x [..., 2 * dim]                                        | [..., dim]                                    |
 | `rotate_`   | x [tokens, heads, dim], cos, sin [tokens, dim]          | x, turned in place                            |
-| `put`       | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: tokens are at their places         |
+| `write_tokens`       | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: tokens are at their places         |
 | `decode`    | q [rows, heads, dim], pages, tables, what each row sees | [rows, heads, dim of v]                       |
-| `step`      | q, k and v of one token a row, joined                   | the last three in one call                    |
+| `attention_step`      | q, k and v of one token a row, joined                   | the last three in one call                    |
 """
 
 from __future__ import annotations
@@ -24,22 +24,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-BUILT = True
+IS_BUILT = True
 try:
     from . import _cpu
 except ImportError:  # without a compiler
-    BUILT = False
+    IS_BUILT = False
 
-__all__ = ["LayerPages", "Rows", "Seen", "decode", "gated", "put", "rms_norm", "rotate_", "step", "takes"]
+__all__ = [
+    "LayerPages",
+    "SingleTokenRows",
+    "VisibleTokens",
+    "act_and_mul",
+    "attention_step",
+    "decode",
+    "rms_norm",
+    "rotate_",
+    "supports",
+    "write_tokens",
+]
 
 Ints = npt.NDArray[np.int64]
-SHARED_WORK = 1 << 22
+MIN_THREAD_PRODUCTS = 1 << 22
 """Products from which attention is done by several threads, one for so many: a millisecond or so."""
 
 
-def takes(*tensors: torch.Tensor) -> bool:
+def supports(*tensors: torch.Tensor) -> bool:
     """Whether these can be computed here: float32 on a CPU, dense in their last dimension."""
-    return BUILT and all(x.is_cpu and x.dtype == torch.float32 and x.stride(-1) == 1 for x in tensors)
+    return IS_BUILT and all(x.is_cpu and x.dtype == torch.float32 and x.stride(-1) == 1 for x in tensors)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> torch.Tensor:
@@ -52,8 +63,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> 
     return out
 
 
-def gated(x: torch.Tensor, tanh: bool) -> torch.Tensor:
-    """See `fused.gated`."""
+def act_and_mul(x: torch.Tensor, tanh: bool) -> torch.Tensor:
+    """See `fused.act_and_mul`."""
     if not x.is_contiguous():
         x = x.contiguous()
     dim = x.shape[-1] // 2
@@ -77,7 +88,7 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     )
 
 
-def put(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> None:
+def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> None:
     """`pages[page, place] = new`, by int64 page and place."""
     tokens, heads, dim = new.shape
     page, place = (_dense(ids, torch.int64, (tokens,)) for ids in (page, place))
@@ -87,7 +98,7 @@ def put(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch
     )  # fmt: skip
 
 
-class Seen:
+class VisibleTokens:
     """What each row's query sees: tokens `firsts` to `lengths` - 1, at least one. Made once a step."""
 
     def __init__(self, firsts: Ints, lengths: Ints) -> None:
@@ -100,7 +111,7 @@ class Seen:
     def parts(self, heads: int, products: int) -> list[int]:
         """Bounds of what each thread does of the units (`heads` of a row, row after row), of about equal work."""
         units = len(self.counts) * heads
-        count = min(torch.get_num_threads(), units, self.total * products // SHARED_WORK)
+        count = min(torch.get_num_threads(), units, self.total * products // MIN_THREAD_PRODUCTS)
         if count < 2:
             return [0, units]
         done = self.counts.repeat(heads).cumsum()
@@ -109,7 +120,7 @@ class Seen:
 
 
 def decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: Seen, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: VisibleTokens, scale: float
 ) -> torch.Tensor:
     """Attention of one query a row over what it sees; `tables` (int32) name a page for each block of that."""
     rows, heads, dim = q.shape
@@ -124,7 +135,7 @@ def decode(
     shape = heads, kv_heads, dim, v_dim, k.shape[1]
     strides = q.stride()[:2], k.stride()[:3], v.stride()[:3], tables.stride(0)
 
-    _shared(
+    _run_in_threads(
         seen.parts(kv_heads, heads * (dim + v_dim)),
         lambda begin, end: _cpu.decode(*given, begin, end, *shape, *strides, seen.longest, scale),
     )
@@ -148,23 +159,23 @@ class LayerPages:
         )
 
 
-class Rows:
+class SingleTokenRows:
     """A step of one new token a row: the pages of each row ([rows, blocks], int32), and what its token sees."""
 
-    def __init__(self, tables: torch.Tensor, seen: Seen) -> None:
+    def __init__(self, tables: torch.Tensor, seen: VisibleTokens) -> None:
         tables = _dense(tables, torch.int32, (len(seen.counts), tables.shape[1]))
         self.seen, self._kept, self.blocks = seen, tables, tables.shape[1]
         self.at = tables.data_ptr(), tables.stride(0), *seen.at, seen.longest
 
 
-def step(
+def attention_step(
     joined: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     heads: int,
     scale: float,
     pages: LayerPages,
-    rows: Rows,
+    rows: SingleTokenRows,
 ) -> torch.Tensor:
     """What a layer's attention does between its products, in one call: q and k are turned, k and v written, q attended.
     `joined` [rows, (heads + 2 * heads of K) * dim], dense, is q, k and v of each row; it is changed."""
@@ -179,11 +190,13 @@ def step(
     if len(bounds) == 2:
         _cpu.step(*given, 0, count, heads, scale, pages.at, rows.at)
     else:
-        _shared(bounds, lambda begin, end: _cpu.step(*given, begin, end, heads, scale, pages.at, rows.at))
+        _run_in_threads(
+            bounds, lambda begin, end: _cpu.step(*given, begin, end, heads, scale, pages.at, rows.at)
+        )
     return out
 
 
-def _shared(bounds: list[int], part: Callable[[int, int], None]) -> None:
+def _run_in_threads(bounds: list[int], part: Callable[[int, int], None]) -> None:
     """Do each part, the first here and the others in threads."""
     later = [_threads().submit(part, *both) for both in pairwise(bounds[1:])]
     part(bounds[0], bounds[1])

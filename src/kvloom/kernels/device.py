@@ -8,7 +8,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-__all__ = ["overlapped", "overlaps", "upload"]
+__all__ = ["pdl_options", "supports_pdl", "upload"]
 
 
 def upload(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -19,11 +19,11 @@ def upload(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=16)
-def overlaps(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether a launch can start before the one ahead of it has ended, and wait for it in place: from sm_90 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def overlapped(device: torch.device) -> dict[str, bool]:
+def pdl_options(device: torch.device) -> dict[str, bool]:
     """The launch option for that."""
-    return {"launch_pdl": True} if overlaps(device) else {}
+    return {"launch_pdl": True} if supports_pdl(device) else {}

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["DTYPES", "PAGE_DTYPES", "QUANTISED", "TORCH_DTYPES", "accumulator", "largest"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "PAGE_DTYPES",
+    "QUANTISED_DTYPES",
+    "TORCH_DTYPES",
+    "accumulator_dtype",
+    "quantised_max",
+]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
@@ -15,15 +22,15 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "int8": torch.int8,
     "int32": torch.int32,
 }
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-QUANTISED = (torch.int8, torch.float8_e4m3fn)
-PAGE_DTYPES = (*DTYPES, *QUANTISED)
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+PAGE_DTYPES = (*FLOAT_DTYPES, *QUANTISED_DTYPES)
 
 
-def largest(dtype: torch.dtype) -> float | None:
+def quantised_max(dtype: torch.dtype) -> float | None:
     """The largest value of a dtype that pages are quantised to; None for the others, which take values as they are."""
     return {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}.get(dtype)
 
 
-def accumulator(q: torch.Tensor) -> torch.dtype:
+def accumulator_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -110,9 +110,9 @@ def load_engine(start: Start) -> Engine:
     from kvloom.core import Tenant
     from kvloom.engine.engine import Engine
     from kvloom.engine.threads import use_threads
-    from kvloom.models.loading import device_of, load
+    from kvloom.models.loading import choose_device, load
 
-    device = device_of(start.device)
+    device = choose_device(start.device)
     use_threads(start.threads)
     model, tokenizer = load(
         start.model,

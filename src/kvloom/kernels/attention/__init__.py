@@ -12,7 +12,7 @@
 | triton_*                                     | the kernels                                                                |
 
 A new layer kind (`core.Span`) adds one mask rule here: its number in `mask.SPANS`, and the first token that a query sees in
-`triton_mask.first_visible`. The oracle and the host's lists read `Span.first_visible_each`. `prefill_backends.count_pairs`
+`triton_mask.first_visible`. The oracle and the host's lists read `Span.first_visible_each`. `QueryRows.count_pairs`
 estimates the work of a kind; `prefill_libraries` refuse kinds that they do not name.
 """
 
@@ -21,52 +21,52 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .cascade import SharedRun, Sharing, find_shared, in_sight, worth_sharing
+from .cascade import SharedRun, SharedRuns, find_shared_runs, is_worth_sharing, visible_shared_runs
 from .cpu_plan import ReferencePlan
-from .dense import attend_dense, merge
+from .dense import attend_dense, merge_outputs
 from .mask import FULL, Mask
 from .plan import Plan, decode_plan, prefill_plan
-from .prefill_backends import Rows
-from .prefill_libraries import installed
+from .prefill_backends import QueryRows
+from .prefill_libraries import installed_libraries
 from .reference import attend
-from .shape import Shape, room_of, split_dim
+from .shape import Shape, plan_capacity, split_dim
 
 if TYPE_CHECKING:
-    from .batch_invariant import Pieces, Whole
+    from .batch_invariant import BatchInvariantDecodePlan, BatchInvariantPrefillPlan
     from .decode import DecodePlan
     from .prefill import PrefillPlan
 
 __all__ = [
     "FULL",
+    "BatchInvariantDecodePlan",
+    "BatchInvariantPrefillPlan",
     "DecodePlan",
     "Mask",
-    "Pieces",
     "Plan",
     "PrefillPlan",
+    "QueryRows",
     "ReferencePlan",
-    "Rows",
     "Shape",
     "SharedRun",
-    "Sharing",
-    "Whole",
+    "SharedRuns",
     "attend",
     "attend_dense",
     "decode_plan",
-    "find_shared",
-    "in_sight",
-    "installed",
-    "merge",
+    "find_shared_runs",
+    "installed_libraries",
+    "is_worth_sharing",
+    "merge_outputs",
+    "plan_capacity",
     "prefill_plan",
-    "room_of",
     "split_dim",
-    "worth_sharing",
+    "visible_shared_runs",
 ]
 
 _NEEDS_TRITON = {
     "DecodePlan": "decode",
-    "Pieces": "batch_invariant",
+    "BatchInvariantDecodePlan": "batch_invariant",
     "PrefillPlan": "prefill",
-    "Whole": "batch_invariant",
+    "BatchInvariantPrefillPlan": "batch_invariant",
 }
 
 if not TYPE_CHECKING:

@@ -4,8 +4,8 @@
 |-----------------|-------------------------------|-------------------------------------------------------------------|
 | `product`, `grouped_product` | matrix products  | its row and its column; tiles are as large for one row as for many |
 | `row_sum`, `row_cumsum` | sums along the last dimension | its row                                                    |
-| `Whole`         | attention of prompts' chunks  | its query and the tokens that sees, by `piece` tokens             |
-| `Pieces`        | attention of single tokens    | the same: both give the same bits, this one in CUDA graphs        |
+| `BatchInvariantPrefillPlan`         | attention of prompts' chunks  | its query and the tokens that sees, by `piece` tokens             |
+| `BatchInvariantDecodePlan`        | attention of single tokens    | the same: both give the same bits, this one in CUDA graphs        |
 
 Larger tiles are taken for large products only where they gave the same bits on random input on this device. Costs more than
 the fastest kernels, which cut work by how much of it there is. Knows no models.
@@ -24,17 +24,17 @@ from kvloom.core import Span
 from kvloom.kernels.device import upload
 
 from . import triton_batch_invariant as kernels
-from .mask import FULL, SPANS, Mask
+from .mask import FULL, SPAN_NUMBERS, Mask
 from .prefill_backends import BlockTile, choose_tile
-from .shape import Shape, check_call, check_results, split_dim
+from .shape import Shape, check_call, check_outputs, split_dim
 
-__all__ = ["Pieces", "Whole"]
+__all__ = ["BatchInvariantDecodePlan", "BatchInvariantPrefillPlan"]
 
 LANES = 8
 """Programs a processor for each KV head, at most, that take a step's pieces in turn."""
 
 
-class _Fixed:
+class _BatchInvariantPlan:
     """What both plans have in common: a shape, a span, and `piece`, the tokens that are summed by themselves."""
 
     def __init__(
@@ -70,7 +70,7 @@ class _Fixed:
         if mask.trees is not None:
             raise ValueError("draft trees have no batch-invariant attention")
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
-        check_results(self.shape, q, out, lse)
+        check_outputs(self.shape, q, out, lse)
         if out is None:
             out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
         if lse is None:
@@ -86,13 +86,13 @@ class _Fixed:
         return {
             "HEADS": shape.kv_heads, "GROUP": shape.group, "DK0": dk0, "DK1": dk1, "DV0": dv0, "DV1": dv1,
             "PAGE": shape.block_tokens, "BM": tile.rows, "BN": tile.tokens, "PIECE": self.piece,
-            "SPAN": SPANS[self.span.kind], "SIZE": self.span.size, "SOFTCAP": mask.softcap is not None, "SCALES": scales,
+            "SPAN": SPAN_NUMBERS[self.span.kind], "SIZE": self.span.size, "SOFTCAP": mask.softcap is not None, "SCALES": scales,
             "LATENT": shape.latent, "TURNED": v.stride(3) != 1, "EXACT": q.dtype == torch.float32,
             "HALF": shape.dtype == torch.float8_e4m3fn, "STAGES": tile.stages, "num_warps": tile.warps, **exactly,
         }  # fmt: skip
 
 
-class Whole(_Fixed):
+class BatchInvariantPrefillPlan(_BatchInvariantPlan):
     """Attention of rows of any number of queries: a program for each block of query rows, over all that it sees."""
 
     _items: torch.Tensor | None = None
@@ -132,7 +132,7 @@ class Whole(_Fixed):
         scales, out, lse = self._check(q, k, v, tables, mask, k_scale, v_scale, out, lse)
         items = self._items
         if len(items):
-            kernels.attend_whole[(len(items) * self.shape.kv_heads,)](
+            kernels.attend_by_piece[(len(items) * self.shape.kv_heads,)](
                 q, k, v, q if k_scale is None else k_scale, q if v_scale is None else v_scale, out, lse, items, tables,
                 q if mask.sinks is None else mask.sinks, items if mask.spans is None else mask.spans,
                 q.stride(0), q.stride(1), *k.stride()[:3], *v.stride(), *_strides(k_scale), *_strides(v_scale),
@@ -143,7 +143,7 @@ class Whole(_Fixed):
         return out, lse
 
 
-class Pieces(_Fixed):
+class BatchInvariantDecodePlan(_BatchInvariantPlan):
     """Attention of up to `rows` rows of one query and up to `longest` tokens each, a program for each piece; can be captured."""
 
     def __init__(
@@ -171,7 +171,7 @@ class Pieces(_Fixed):
             raise ValueError(f"{len(lengths)} rows do not fit a plan for {self.rows}")
         self._lengths = lengths
         kernels.plan_pieces[(1,)](
-            lengths, self._ends, len(lengths), PIECE=self.piece, SPAN=SPANS[self.span.kind], SIZE=self.span.size,
+            lengths, self._ends, len(lengths), PIECE=self.piece, SPAN=SPAN_NUMBERS[self.span.kind], SIZE=self.span.size,
             CAPACITY=len(self._ends),
         )  # fmt: skip
 

@@ -20,13 +20,13 @@ import torch
 from kvloom.core import Span
 from kvloom.kernels.device import upload
 
-__all__ = ["SharedRun", "Sharing", "find_shared", "in_sight", "worth_sharing"]
+__all__ = ["SharedRun", "SharedRuns", "find_shared_runs", "is_worth_sharing", "visible_shared_runs"]
 
-LEAST_SAVED = 1024
+MIN_SAVED_TOKENS = 1024
 """Tokens that a shared run must spare from being read again; below that, merging costs more than it saves."""
-LEAST_RUN = 128
+MIN_RUN_TOKENS = 128
 """Tokens of a run worth a place of its own; a shorter one is read by the groups below it."""
-LEAST_WINDOW = 512
+MIN_WINDOW_TOKENS = 512
 """Tokens of a window worth sharing: what is each sequence's own soon fills a shorter one."""
 
 
@@ -40,30 +40,30 @@ class SharedRun:
     level: int
 
 
-def find_shared(
+def find_shared_runs(
     tables: npt.NDArray[np.int32],
-    settled: npt.NDArray[np.int64],
+    written: npt.NDArray[np.int64],
     block_tokens: int,
     depth: int = 4,
-    least_saved: int = LEAST_SAVED,
-    least_run: int = LEAST_RUN,
+    min_saved: int = MIN_SAVED_TOKENS,
+    min_run: int = MIN_RUN_TOKENS,
 ) -> list[SharedRun]:
     """The runs of blocks worth reading once, of rows `tables` ([sequences, blocks]) whose first `settled` tokens are
     written (everything but this step's queries). Costs one comparison of page ids per member and level."""
-    settled = np.asarray(settled, dtype=np.int64)
-    full = settled // block_tokens
+    written = np.asarray(written, dtype=np.int64)
+    full = written // block_tokens
     runs: list[SharedRun] = []
     waiting = [(np.arange(len(tables)), 0, 0, 0)]
     while waiting:
         rows, begin, column, level = waiting.pop()
         if level >= depth:
             continue
-        for members in _split(tables, rows[full[rows] > column], column):
+        for members in _group_by_page(tables, rows[full[rows] > column], column):
             if len(members) < 2 or tables[members[0], column] == 0:
                 continue
-            end = _agree(tables, members, column, int(full[members].min()))
+            end = _end_of_agreement(tables, members, column, int(full[members].min()))
             tokens = (end - begin) * block_tokens
-            kept = tokens >= least_run and tokens * (len(members) - 1) >= least_saved
+            kept = tokens >= min_run and tokens * (len(members) - 1) >= min_saved
             if kept:
                 runs.append(
                     SharedRun(begin * block_tokens, end * block_tokens, tuple(members.tolist()), level)
@@ -72,12 +72,12 @@ def find_shared(
     return sorted(runs, key=lambda run: run.level)
 
 
-def worth_sharing(span: Span) -> bool:
+def is_worth_sharing(span: Span) -> bool:
     """Whether layers of this span read shared runs once."""
-    return not span.windowed or span.size >= LEAST_WINDOW
+    return not span.windowed or span.size >= MIN_WINDOW_TOKENS
 
 
-def in_sight(
+def visible_shared_runs(
     runs: list[SharedRun], tables: npt.NDArray[np.int32], first: npt.NDArray[np.int64], block_tokens: int
 ) -> list[SharedRun]:
     """Those of `runs` that a windowed group's `tables` share, too, as far as each row sees, which is from its token `first`
@@ -98,7 +98,7 @@ def in_sight(
     return kept
 
 
-def _split(
+def _group_by_page(
     tables: npt.NDArray[np.int32], rows: npt.NDArray[np.int64], column: int
 ) -> list[npt.NDArray[np.int64]]:
     """Rows by their page in `column`."""
@@ -109,14 +109,16 @@ def _split(
     return np.split(order, cuts)
 
 
-def _agree(tables: npt.NDArray[np.int32], members: npt.NDArray[np.int64], column: int, end: int) -> int:
+def _end_of_agreement(
+    tables: npt.NDArray[np.int32], members: npt.NDArray[np.int64], column: int, end: int
+) -> int:
     """The first block from `column` on in which the members' pages differ or are not there."""
     part = tables[members, column:end]
     differs = (part != part[:1]).any(0) | (part[0] == 0)
     return column + int(differs.argmax()) if differs.any() else end
 
 
-class Sharing:
+class SharedRuns:
     """Shared runs in fixed device buffers, for plans captured in graphs: room for `segments` runs, `depth` of them above
     one another, of up to `sequences` rows of `queries` query tokens."""
 
@@ -132,15 +134,15 @@ class Sharing:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.sequences, self.queries, self.segments, self.depth = sequences, queries, segments, depth
-        self.holds = 0
+        self.run_count = 0
         """Runs that are shared now. Whether there are any is the host's to know: a graph captured with some is not the
         one for none."""
         self.begin = ints(sequences)
-        self.given, self.number = ints(segments, 5), ints(1)
+        self.run_table, self.run_total = ints(segments, 5), ints(1)
         self.members = ints(depth * sequences * queries)
         self.levels = torch.full((depth, sequences, 2), -1, dtype=torch.int32, device=device)
 
-    def set(self, runs: list[SharedRun], starts: npt.NDArray[np.int64]) -> list[SharedRun]:
+    def set_runs(self, runs: list[SharedRun], starts: npt.NDArray[np.int64]) -> list[SharedRun]:
         """Put the runs on the device (in order on the current stream; the host does not wait); the
         runs that found room. A run is left out only with everything below it, which then reads on its own."""
         starts = np.asarray(starts, dtype=np.int64)
@@ -167,9 +169,9 @@ class Sharing:
             placed.append(run)
         flat = np.concatenate(members).astype(np.int32) if members else np.zeros(0, dtype=np.int32)
         self.begin.copy_(upload(begin, self.begin.device))
-        self.given.copy_(upload(given, self.begin.device))
-        self.number.fill_(len(placed))
-        self.holds = len(placed)
+        self.run_table.copy_(upload(given, self.begin.device))
+        self.run_total.fill_(len(placed))
+        self.run_count = len(placed)
         self.members[:used].copy_(upload(flat, self.begin.device))
         self.levels.copy_(upload(levels, self.begin.device))
         return placed

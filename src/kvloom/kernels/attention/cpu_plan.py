@@ -18,7 +18,7 @@ from .shape import Shape
 
 __all__ = ["CpuPlan", "ReferencePlan"]
 
-Rows = torch.Tensor | Sequence[int] | npt.NDArray[np.int64]
+Integers = torch.Tensor | Sequence[int] | npt.NDArray[np.int64]
 
 
 class ReferencePlan:
@@ -28,7 +28,7 @@ class ReferencePlan:
         self.shape, self.span = shape, span
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def make(self, starts: Rows, lengths: Rows) -> None:
+    def make(self, starts: Integers, lengths: Integers) -> None:
         self._rows = torch.as_tensor(starts), torch.as_tensor(lengths)
 
     def attend(
@@ -61,7 +61,7 @@ class ReferencePlan:
         return found[0] if out is None else out, found[1] if lse is None else lse
 
 
-FEW = 1 << 21
+MAX_NATIVE_PRODUCTS = 1 << 21
 """Products of a row's attention up to which its queries are taken one by one, natively: a call of torch's takes as long."""
 
 
@@ -70,22 +70,24 @@ class CpuPlan(ReferencePlan):
     in one of torch's own over the pages they see, gathered; longer prompts that see everything through torch's kernel, row by
     row. What is the same in every layer is worked out once a step."""
 
-    def make(self, starts: Rows, lengths: Rows) -> None:
+    def make(self, starts: Integers, lengths: Integers) -> None:
         super().make(starts, lengths)
         self._begins, self._lengths = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
         counts = np.diff(self._begins)
         self._single = bool((counts == 1).all() and self._lengths.all())
         self._sound = bool((counts <= self._lengths).all())
         products = counts * self._lengths * self.shape.heads * (self.shape.k_dim + self.shape.v_dim)
-        few = (self._lengths > 0) & ((counts == 1) | ((counts > 0) & (products <= FEW) & cpu.BUILT))
+        few = (self._lengths > 0) & (
+            (counts == 1) | ((counts > 0) & (products <= MAX_NATIVE_PRODUCTS) & cpu.IS_BUILT)
+        )
         self._prompts = np.flatnonzero((counts > 1) & ~few)
         self._owners = few.nonzero()[0].repeat(counts[few])  # of the queries that are taken one by one
         self._queries = np.flatnonzero(few.repeat(counts))
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._native: cpu.Seen | None = None
+        self._native: cpu.VisibleTokens | None = None
         if len(self._queries):
             ends = self._queries + 1 - self._begins[1:][self._owners] + self._lengths[self._owners]
-            self._native = cpu.Seen(self.span.first_visible_each(ends - 1), ends)
+            self._native = cpu.VisibleTokens(self.span.first_visible_each(ends - 1), ends)
 
     def attend(
         self,
@@ -105,30 +107,32 @@ class CpuPlan(ReferencePlan):
         mask = mask or Mask(self.span)
         plain = mask == Mask(self.span) and q.dtype == k.dtype == torch.float32
         if plain and self._rows is not None and self._sound and out is None and lse is None:
-            found = self._plainly(q, k, v, tables, q.shape[-1] ** -0.5 if scale is None else scale)
+            found = self._attend_plain(q, k, v, tables, q.shape[-1] ** -0.5 if scale is None else scale)
             if found is not None:
                 return found, None
         return super().attend(q, k, v, tables, mask, scale, k_scale, v_scale, out, lse)
 
-    def _plainly(
+    def _attend_plain(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor | None:
         """By the shortest way there is; None where there is none but the oracle's."""
-        native, apart = cpu.takes(q, k, v), k.data_ptr() != v.data_ptr()
+        native, apart = cpu.supports(q, k, v), k.data_ptr() != v.data_ptr()
         if self._native is not None and native and not len(self._prompts) and len(self._queries) == len(q):
             rows = tables if self._single else tables[torch.from_numpy(self._owners)]
             return cpu.decode(q, k, v, rows, self._native, scale)
         if self._single:
-            return self._by_torch(q, k, v, tables, scale) if apart else None
+            return self._attend_gathered(q, k, v, tables, scale) if apart else None
         whole = apart and not self.span.windowed and q.shape[2] == v.shape[3] and q.stride(2) == 1
-        return self._mixed(q, k, v, tables, scale) if whole and (native or self._native is None) else None
+        return (
+            self._attend_mixed(q, k, v, tables, scale) if whole and (native or self._native is None) else None
+        )
 
-    def _by_torch(
+    def _attend_gathered(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Single queries over the pages they see, gathered."""
         if tables.data_ptr() not in self._seen:
-            self._seen[tables.data_ptr()] = self._visible(tables, k.shape[1])
+            self._seen[tables.data_ptr()] = self._gather_plan(tables, k.shape[1])
         ids, hidden, unseen = self._seen[tables.data_ptr()]
         rows = len(self._lengths)
 
@@ -143,7 +147,7 @@ class CpuPlan(ReferencePlan):
         )
         return result[:, :, 0]
 
-    def _mixed(
+    def _attend_mixed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Prompts, and few queries beside them, that see all of their sequences."""
@@ -155,10 +159,12 @@ class CpuPlan(ReferencePlan):
             begin, end, tokens = self._begins[row], self._begins[row + 1], int(self._lengths[row])
             ids = tables[row, : -(-tokens // k.shape[1])]
             keys, values = (pages.index_select(0, ids).flatten(0, 1)[:tokens] for pages in (k, v))
-            out[begin:end] = _causal(q[begin:end], keys, values, scale)
+            out[begin:end] = _attend_causal(q[begin:end], keys, values, scale)
         return out
 
-    def _visible(self, tables: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _gather_plan(
+        self, tables: torch.Tensor, block: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The pages that rows see, padded to as many each; what is added to scores; and the tokens that nobody sees."""
         last = self._lengths - 1
         first = self.span.first_visible_each(last)
@@ -176,7 +182,7 @@ class CpuPlan(ReferencePlan):
         )
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def _attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Causal attention of q ([queries, heads, dim]) over k and v ([tokens, kv_heads, dim]), the last of which are of the same
     tokens, by torch's kernel for CPUs. That aligns beginnings: what came before the queries is a call of its own."""
     queries, tokens, kv_heads = len(q), *k.shape[:2]

@@ -15,15 +15,15 @@ import triton
 
 from kvloom.core import Span
 
-from .cascade import Sharing
-from .mask import FULL, SPANS, Mask
-from .shape import Shape, check_call, check_results
-from .triton_work_list import plan_rows, plan_segments, plan_sight, plan_sources
-from .work_list import Layer, Tile, WorkList, choose_tile, walks
+from .cascade import SharedRuns
+from .mask import FULL, SPAN_NUMBERS, Mask
+from .shape import Shape, check_call, check_outputs
+from .triton_work_list import plan_rows, plan_segments, plan_sources, plan_visible_runs
+from .work_list import LayerCall, Tile, WorkList, choose_tile, uses_single_tile_kernel
 
-__all__ = ["MOST_QUERIES", "DecodePlan"]
+__all__ = ["MAX_QUERIES", "DecodePlan"]
 
-MOST_QUERIES = 64
+MAX_QUERIES = 64
 """Queries a sequence may bring to one step: a draft tree. Longer rows are prefill."""
 
 
@@ -41,15 +41,13 @@ class DecodePlan:
         queries: int = 1,
         span: Span = FULL,
         device: torch.device | str = "cuda",
-        sharing: Sharing | None = None,
+        sharing: SharedRuns | None = None,
         tile: Tile | None = None,
         shared_tile: Tile | None = None,
     ) -> None:
         shape.check()
-        if not 1 <= queries <= MOST_QUERIES:
-            raise ValueError(
-                f"a decode row has 1 to {MOST_QUERIES} queries, got {queries}; longer is prefill"
-            )
+        if not 1 <= queries <= MAX_QUERIES:
+            raise ValueError(f"a decode row has 1 to {MAX_QUERIES} queries, got {queries}; longer is prefill")
         if sequences < 1:
             raise ValueError(f"a plan needs room for at least one sequence, got {sequences}")
         if sharing is not None and (sharing.sequences, sharing.queries) != (sequences, queries):
@@ -63,14 +61,16 @@ class DecodePlan:
         rows = queries * shape.group
         plain = tile or choose_tile(shape, rows, self.device)
         self.plain = self._list(plain, sequences, sequences, rows)
-        self._walks = walks(shape, plain.rows) and plain.rows >= rows and plain.toll == 0
+        self._walks = (
+            uses_single_tile_kernel(shape, plain.rows) and plain.rows >= rows and plain.overhead_units == 0
+        )
         self.own, self.shared = self.plain, self.plain
         if sharing is not None:
             own = tile or choose_tile(shape, rows, self.device, beside=True)
             tall = shared_tile or choose_tile(shape, sequences * rows, self.device, beside=True)
             self.own = self._list(own, sequences, sequences, rows)
             self.shared = self._list(tall, sharing.segments, sharing.depth, sequences * rows)
-            self._seen = torch.zeros_like(sharing.given) if span.windowed else sharing.given
+            self._seen = torch.zeros_like(sharing.run_table) if span.windowed else sharing.run_table
         most = sequences * queries
         self.tokens = torch.zeros((most, 4), dtype=torch.int32, device=self.device)
         depth = 0 if sharing is None else sharing.depth
@@ -99,21 +99,25 @@ class DecodePlan:
             )
         self._starts = starts
         sharing = self.sharing
-        self._shares = sharing is not None and sharing.holds > 0
+        self._shares = sharing is not None and sharing.run_count > 0
         work = self.own if self._shares else self.plain
         plan_rows[(1,)](
-            starts, lengths, sharing.begin if sharing is not None else lengths, *work.line, self.tokens, rows,
-            SPAN=SPANS[self.span.kind], SIZE=self.span.size, QUERIES=self.queries, ROOM=len(self.tokens), BEGIN=self._shares,
-            num_warps=8, **work.cut(self.shape),
+            starts, lengths, sharing.begin if sharing is not None else lengths, *work.buffers, self.tokens, rows,
+            SPAN=SPAN_NUMBERS[self.span.kind], SIZE=self.span.size, QUERIES=self.queries, ROOM=len(self.tokens), BEGIN=self._shares,
+            num_warps=8, **work.constants(self.shape),
         )  # fmt: skip
         if sharing is not None and self._shares:
             if self.span.windowed:
-                plan_sight[(sharing.segments,)](
-                    sharing.given, sharing.number, sharing.members, self.tokens, self._seen,
-                    SPAN=SPANS[self.span.kind], SIZE=self.span.size, BLOCK=128, num_warps=1,
+                plan_visible_runs[(sharing.segments,)](
+                    sharing.run_table, sharing.run_total, sharing.members, self.tokens, self._seen,
+                    SPAN=SPAN_NUMBERS[self.span.kind], SIZE=self.span.size, BLOCK=128, num_warps=1,
                 )  # fmt: skip
             plan_segments[(1,)](
-                self._seen, sharing.number, *self.shared.line, num_warps=8, **self.shared.cut(self.shape)
+                self._seen,
+                sharing.run_total,
+                *self.shared.buffers,
+                num_warps=8,
+                **self.shared.constants(self.shape),
             )
             plan_sources[(triton.cdiv(len(self.tokens), 128),)](
                 self.own.segments, self.own.places, self.shared.segments, self.shared.places, sharing.levels,
@@ -156,14 +160,14 @@ class DecodePlan:
                 "more than one, and trees as many columns"
             )
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
-        check_results(self.shape, q, out, lse)
+        check_outputs(self.shape, q, out, lse)
         if lse is not None and lse.stride(1) != 1:
             raise ValueError(f"lse has stride {lse.stride(1)} in its last dimension; it must be 1")
         if out is None:
             out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
         if lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        layer = Layer(
+        layer = LayerCall(
             self.shape, q, k, v, tables, self.tokens, mask, scale, k_scale, v_scale, scales, out, lse
         )
         # A single query sees its whole segment; several see different ends and, in windows, beginnings, as members do.
@@ -171,13 +175,13 @@ class DecodePlan:
         bounds = (3 if self.span.windowed else 1) if several else 0
         if self.sharing is None or not self._shares:
             if self._walks:
-                layer.line(self.plain, self.queries, bounds)
+                layer.attend_single_tiles(self.plain, self.queries, bounds)
             else:
-                layer.tiles(self.plain, bounds, direct=True)
+                layer.attend_tiles(self.plain, bounds, direct=True)
             layer.merge_split(self.plain, self._starts, self.queries)
         else:
             sight = 2 if self.span.windowed else 0
-            layer.tiles(self.shared, sight, direct=False, members=self.sharing.members)
-            layer.tiles(self.own, bounds, direct=False, beside=True)
+            layer.attend_tiles(self.shared, sight, direct=False, members=self.sharing.members)
+            layer.attend_tiles(self.own, bounds, direct=False, beside=True)
             layer.merge_levels(self.own, self.shared, self.sources)
         return out, lse

@@ -16,9 +16,16 @@ import numpy as np
 import torch
 
 from .mask import FULL
-from .prefill_backends import CUDNN_TILES, GATHERED_DIMS, HALVES, Ints, choose_gathered_tile, span_list
+from .prefill_backends import (
+    GATHERED_DIMS,
+    HALF_DTYPES,
+    MIN_CUDNN_TILES,
+    Ints,
+    choose_gathered_tile,
+    span_list,
+)
 
-__all__ = ["attend_dense", "cudnn_attend", "cudnn_takes", "merge"]
+__all__ = ["attend_dense", "cudnn_attend", "cudnn_supports", "merge_outputs"]
 
 
 def attend_dense(
@@ -49,9 +56,9 @@ def attend_dense(
     if lse is None:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if backend is None:
-        backend = _choose(q, k, v, first, k_first, causal, sinks)
+        backend = _choose_backend(q, k, v, first, k_first, causal, sinks)
     if backend == "torch":
-        return _plain(q, k, v, first, k_first, causal, scale, sinks, out, lse)
+        return _attend_torch(q, k, v, first, k_first, causal, scale, sinks, out, lse)
     if backend == "cudnn":
         batch = len(first) - 1
         parts = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
@@ -74,7 +81,7 @@ def attend_dense(
     return out, lse
 
 
-def merge(
+def merge_outputs(
     out_a: torch.Tensor,
     lse_a: torch.Tensor,
     out_b: torch.Tensor,
@@ -124,11 +131,11 @@ def cudnn_attend(
 
 
 @lru_cache(maxsize=64)
-def cudnn_takes(
+def cudnn_supports(
     heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether cuDNN is there and computes such heads. The first call for a shape tries it, with 128 tokens."""
-    if device.type != "cuda" or dtype not in HALVES or (k_dim, v_dim) not in GATHERED_DIMS:
+    if device.type != "cuda" or dtype not in HALF_DTYPES or (k_dim, v_dim) not in GATHERED_DIMS:
         return False
     if not hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention"):
         return False
@@ -148,7 +155,7 @@ def _one_place(tokens: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([[0, 0, tokens, 0]], dtype=torch.int32, device=device)
 
 
-def _choose(
+def _choose_backend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -164,15 +171,15 @@ def _choose(
     aligned = not causal or bool((queries == tokens).all())
     tiles = len(queries) * q.shape[1] * -(-int(queries[0]) // 128)
     # cuDNN prepares a plan for each new size: only sizes that come back are worth it.
-    if equal and aligned and sinks is None and tiles >= CUDNN_TILES and queries[0] % 128 == 0:
-        if cudnn_takes(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device):
+    if equal and aligned and sinks is None and tiles >= MIN_CUDNN_TILES and queries[0] % 128 == 0:
+        if cudnn_supports(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device):
             return "cudnn"
-    if (q.shape[2], v.shape[2]) in GATHERED_DIMS and q.dtype in HALVES:
+    if (q.shape[2], v.shape[2]) in GATHERED_DIMS and q.dtype in HALF_DTYPES:
         return "descriptors"
     return "torch"
 
 
-def _plain(
+def _attend_torch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

@@ -8,10 +8,10 @@ import torch
 
 from kvloom.core import Span
 
-__all__ = ["FULL", "SPANS", "Mask"]
+__all__ = ["FULL", "SPAN_NUMBERS", "Mask"]
 
 FULL = Span("full")
-SPANS = {"full": 0, "sliding": 1, "chunked": 2}
+SPAN_NUMBERS = {"full": 0, "sliding": 1, "chunked": 2}
 """Numbers of layer kinds inside kernels (`triton_mask.first_visible`); above 0 a query may not see every earlier token."""
 
 

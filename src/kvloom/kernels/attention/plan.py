@@ -16,7 +16,7 @@ import torch
 
 from kvloom.core import Span
 
-from .cascade import Sharing
+from .cascade import SharedRuns
 from .cpu_plan import CpuPlan, ReferencePlan
 from .mask import FULL, Mask
 from .shape import Shape
@@ -60,7 +60,7 @@ def decode_plan(
     queries: int = 1,
     span: Span = FULL,
     device: torch.device | str = "cuda",
-    sharing: Sharing | None = None,
+    sharing: SharedRuns | None = None,
 ) -> Plan:
     """A plan for up to `sequences` rows of up to `queries` query tokens; `starts` and `lengths` are int32 tensors on
     the device. On a CPU nothing is shared: it reads what it needs and gives the same."""

@@ -4,7 +4,7 @@
     plan.make(starts, lengths)                     # host arrays; lists are laid out and sent when first needed
     out, lse = plan.attend(q, k, v, tables)        # every layer; the new tokens are in their pages already
 
-Rows of any number of queries may be mixed, 1 and 0 among them. Which kernels run is `prefill_backends.choose`'s to say; many rows
+Rows of any number of queries may be mixed, 1 and 0 among them. Which kernels run is `prefill_backends.choose_backend`'s to say; many rows
 of one query that come first are decode's (`decode.py`).
 Does not know the cache. A call of `attend` can be captured in a CUDA graph once an equal one has run.
 """
@@ -24,32 +24,40 @@ from kvloom.kernels.device import upload
 
 from . import prefill_launch as launch
 from .decode import DecodePlan
-from .dense import cudnn_takes
+from .dense import cudnn_supports
 from .mask import FULL, Mask
 from .prefill_backends import (
-    DESCRIPTOR_WORK,
-    SHORT,
+    MIN_GATHERED_PAIRS,
+    MIN_GATHERED_QUERIES,
     SMALL_ROWS,
     Backend,
     BlockTile,
     Ints,
-    Rows,
+    QueryRows,
     block_list,
-    choose,
+    choose_backend,
     choose_tile,
 )
-from .prefill_cudnn import Batches, Call
-from .prefill_gathered import Runs
-from .prefill_libraries import Library, PagedCall, Result, Step, fastest, installed, size_class
-from .shape import ROOMS, Shape, check_call, check_results, room_of
+from .prefill_cudnn import CudnnPrefill, PrefillCall
+from .prefill_gathered import GatheredPrefill
+from .prefill_libraries import (
+    Library,
+    LibraryStep,
+    PagedCall,
+    Result,
+    installed_libraries,
+    measure_fastest,
+    size_class,
+)
+from .shape import PLAN_CAPACITIES, Shape, check_call, check_outputs, plan_capacity
 
 __all__ = ["PrefillPlan"]
 
-LIBRARY_PAIRS = DESCRIPTOR_WORK
+MIN_LIBRARY_PAIRS = MIN_GATHERED_PAIRS
 """Pairs of query and key, over all heads, from which it may matter who computes them."""
 
 
-SINGLES = 16
+MIN_DECODE_ROWS = 16
 """Rows of one query, before all others, from which decode's kernels take them: they are made for such rows, and a step that
 mixes prompts with what decodes has them in front."""
 
@@ -79,35 +87,39 @@ class PrefillPlan:
         tile: BlockTile | None = None,
         gathered_tile: BlockTile | None = None,
         libraries: Sequence[Library] | None = None,
-        singles: int | None = None,
+        min_decode_rows: int | None = None,
     ) -> None:
-        """`singles` replaces `SINGLES`; 0: no row goes to decode's kernels."""
+        """`min_decode_rows` replaces `MIN_DECODE_ROWS`; 0: no row goes to decode's kernels."""
         shape.check()
         self.shape, self.span, self.backend, self.tile = shape, span, backend, tile
         self.device = torch.device(device)
         self.gathered_tile = gathered_tile
         if libraries is None:
             free = self.device.type == "cuda" and not (backend or tile or gathered_tile)
-            libraries = installed() if free else ()
+            libraries = installed_libraries() if free else ()
         self.libraries = tuple(libraries)
-        if singles is None:
-            singles = SINGLES if self.device.type == "cuda" and not (backend or tile or gathered_tile) else 0
-        self._least = singles
-        self._decodes: dict[int, DecodePlan] = {}
-        self._rows: Rows | None = None
+        if min_decode_rows is None:
+            min_decode_rows = (
+                MIN_DECODE_ROWS
+                if self.device.type == "cuda" and not (backend or tile or gathered_tile)
+                else 0
+            )
+        self._min_decode_rows = min_decode_rows
+        self._decode_plans: dict[int, DecodePlan] = {}
+        self._rows: QueryRows | None = None
         self._span = span  # full where no row of the step outgrows it
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._decode: tuple[int, DecodePlan | None] | None = None
         self._ids: torch.Tensor | None = None
         self._fetched: int | None = None
         self._reach: Ints | None = None
         self._pages: dict[tuple[torch.dtype, int], list[_Blocks]] = {}
-        self._batches = Batches(self.shape, self.device)
-        self._runs = Runs(self.shape, self._span, self.gathered_tile, self.device)
-        self._step: Step | None = None
-        self._owners: dict[tuple[torch.dtype, float | None], Library | None] = {}
+        self._batches = CudnnPrefill(self.shape, self.device)
+        self._runs = GatheredPrefill(self.shape, self._span, self.gathered_tile, self.device)
+        self._step: LibraryStep | None = None
+        self._chosen_libraries: dict[tuple[torch.dtype, float | None], Library | None] = {}
         self._chosen: dict[tuple[torch.dtype, bool], tuple[Backend, Ints, Ints]] = {}
 
     def make(
@@ -118,11 +130,11 @@ class PrefillPlan:
     ) -> None:
         """Take the step's rows: `starts` ([rows + 1]) of their queries and `lengths` with those included, on the host.
         `spans` are the masks' image spans, if there are any; else `attend` fetches them, and waits for that."""
-        rows = self._rows = Rows.of(starts, lengths)
-        self._span = FULL if rows.whole(self.span) else self.span
-        self._forget()
+        rows = self._rows = QueryRows.from_lists(starts, lengths)
+        self._span = FULL if rows.sees_all_context(self.span) else self.span
+        self._reset()
         if spans is not None:
-            self._take_spans(np.asarray(spans), torch.from_numpy(np.asarray(spans, dtype=np.int32)))
+            self._set_image_spans(np.asarray(spans), torch.from_numpy(np.asarray(spans, dtype=np.int32)))
 
     def attend(
         self,
@@ -147,50 +159,60 @@ class PrefillPlan:
         mask = mask or Mask(self.span)
         rows = self._check(q, mask, tables, scale)
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
-        check_results(self.shape, q, out, lse)
-        call = Call(q, k, v, tables, mask, self.shape.k_dim**-0.5 if scale is None else scale, out, lse)
+        check_outputs(self.shape, q, out, lse)
+        call = PrefillCall(
+            q, k, v, tables, mask, self.shape.k_dim**-0.5 if scale is None else scale, out, lse
+        )
         if q.shape[0] == 0:
-            return call.results()
-        ours = partial(self._ourselves, rows, call, k_scale, v_scale, scales, new_k, new_v)
-        library = self._library(rows, call, ours) if scales == 0 else None
-        return ours() if library is None else self._by(library, rows, call)
+            return call.outputs()
+        ours = partial(self._run_kernels, rows, call, k_scale, v_scale, scales, new_k, new_v)
+        library = self._choose_library(rows, call, ours) if scales == 0 else None
+        return ours() if library is None else self._run_library(library, rows, call)
 
-    def _library(self, rows: Rows, call: Call, ours: Callable[[], Result]) -> Library | None:
+    def _choose_library(
+        self, rows: QueryRows, call: PrefillCall, ours: Callable[[], Result]
+    ) -> Library | None:
         """Who computes this step's layers of such a kind, if not we ourselves (None)."""
         mask, dtype = call.mask, call.q.dtype
         if not self.libraries or mask.sinks is not None or mask.spans is not None or self.shape.latent:
             return None
         key = dtype, mask.softcap
-        if key not in self._owners:
-            self._owners[key] = self._owner(rows, call, ours)
-        return self._owners[key]
+        if key not in self._chosen_libraries:
+            self._chosen_libraries[key] = self._measure_libraries(rows, call, ours)
+        return self._chosen_libraries[key]
 
-    def _owner(self, rows: Rows, call: Call, ours: Callable[[], Result]) -> Library | None:
+    def _measure_libraries(
+        self, rows: QueryRows, call: PrefillCall, ours: Callable[[], Result]
+    ) -> Library | None:
         """Who is measured to be the fastest of those that take such a step; None: we, or nobody else would matter."""
         shape, dtype, softcap = self.shape, call.q.dtype, call.mask.softcap
-        if rows.pairs(self._span) < LIBRARY_PAIRS / shape.heads:
+        if rows.count_pairs(self._span) < MIN_LIBRARY_PAIRS / shape.heads:
             return None
-        if (rows.owns < 0).any():  # queries without any token: only the pages' kernel knows of them
+        if (
+            rows.context_lengths < 0
+        ).any():  # queries without any token: only the pages' kernel knows of them
             return None
-        able = {x.name: x for x in self.libraries if x.takes(shape, dtype, self._span, softcap)}
+        able = {x.name: x for x in self.libraries if x.supports(shape, dtype, self._span, softcap)}
         if not able:
             return None
-        candidates = {name: partial(self._by, library, rows, call) for name, library in able.items()}
+        candidates = {name: partial(self._run_library, library, rows, call) for name, library in able.items()}
         sizes = size_class(shape, dtype, self._span, softcap, rows)
-        return able.get(fastest(sizes, {"kvloom": ours, **candidates}, self.device))
+        return able.get(measure_fastest(sizes, {"kvloom": ours, **candidates}, self.device))
 
-    def _by(self, library: Library, rows: Rows, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_library(
+        self, library: Library, rows: QueryRows, call: PrefillCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._step is None:
-            self._step = Step(rows, self.device)
+            self._step = LibraryStep(rows, self.device)
         softcap = call.mask.softcap
         paged = PagedCall(call.q, call.k, call.v, call.tables, call.scale, self._span, softcap, call.out)
         out, lse = library.attend(self._step, paged)
         return out, lse if call.lse is None else call.lse.copy_(lse)
 
-    def _ourselves(
+    def _run_kernels(
         self,
-        rows: Rows,
-        call: Call,
+        rows: QueryRows,
+        call: PrefillCall,
         k_scale: torch.Tensor | None,
         v_scale: torch.Tensor | None,
         scales: int,
@@ -200,17 +222,17 @@ class PrefillPlan:
         backend, short, long = self._choose(rows, call, k_scale is None)
         if backend == "cudnn" and not len(short):
             return self._batches.attend(rows, long, call, new_k, new_v)
-        call = call.placed()
-        short = short[self._over_singles(rows, call, k_scale, v_scale) :]
+        call = call.with_outputs()
+        short = short[self._decode_leading_rows(rows, call, k_scale, v_scale) :]
         if len(short):
-            self._over_pages(rows, short, call, k_scale, v_scale, scales)
+            self._attend_pages(rows, short, call, k_scale, v_scale, scales)
         if backend == "cudnn":
             return self._batches.attend(rows, long, call, new_k, new_v)
         if backend == "descriptors":
             return self._runs.attend(rows, long, call, new_k, new_v)
-        return call.results()
+        return call.outputs()
 
-    def _check(self, q: torch.Tensor, mask: Mask, tables: torch.Tensor, scale: float | None) -> Rows:
+    def _check(self, q: torch.Tensor, mask: Mask, tables: torch.Tensor, scale: float | None) -> QueryRows:
         rows = self._rows
         if rows is None:
             raise ValueError("call make(starts, lengths) before attend: there is no plan yet")
@@ -231,13 +253,13 @@ class PrefillPlan:
                 f"longest sequence of {longest}"
             )
         if mask.spans is not None and self._ids is None:
-            self._take_spans(mask.spans.cpu().numpy(), mask.spans)
+            self._set_image_spans(mask.spans.cpu().numpy(), mask.spans)
             self._fetched = mask.spans.data_ptr()
         elif mask.spans is not None and self._fetched not in (None, mask.spans.data_ptr()):
             raise ValueError("image spans are a step's, the same in every layer: call make again for others")
         return rows
 
-    def _choose(self, rows: Rows, call: Call, unscaled: bool) -> tuple[Backend, Ints, Ints]:
+    def _choose(self, rows: QueryRows, call: PrefillCall, unscaled: bool) -> tuple[Backend, Ints, Ints]:
         """The backend, the rows that go over pages, and those that go the backend's way."""
         plain = call.mask.softcap is None and call.mask.spans is None and unscaled
         if self.backend not in (None, "pages") and not plain:
@@ -248,21 +270,25 @@ class PrefillPlan:
         if key not in self._chosen:
             shape, queries = self.shape, rows.queries
             # A row may have more queries than tokens (padding); only the pages' kernel knows of queries without any.
-            long = (rows.owns >= 0) & (queries >= (SHORT if self.backend is None else 1))
+            long = (rows.context_lengths >= 0) & (
+                queries >= (MIN_GATHERED_QUERIES if self.backend is None else 1)
+            )
             backend = self.backend
             if backend is None:
                 plain = plain and call.q.is_cuda
                 whole = plain and not self._span.windowed
-                cudnn = whole and cudnn_takes(
+                cudnn = whole and cudnn_supports(
                     shape.heads, shape.kv_heads, shape.k_dim, shape.v_dim, call.q.dtype, call.q.device
                 )
-                backend = choose(shape, rows, np.flatnonzero(long), call.q.dtype, self._span, plain, cudnn)
+                backend = choose_backend(
+                    shape, rows, np.flatnonzero(long), call.q.dtype, self._span, plain, cudnn
+                )
             if backend == "pages":
                 long[:] = False
             self._chosen[key] = backend, np.flatnonzero((queries > 0) & ~long), np.flatnonzero(long)
         return self._chosen[key]
 
-    def _take_spans(self, host: npt.NDArray[np.int32], spans: torch.Tensor) -> None:
+    def _set_image_spans(self, host: npt.NDArray[np.int32], spans: torch.Tensor) -> None:
         """Keep the images' ids and, by query, the last token of its image: blocks end there."""
         rows = self._rows
         assert rows is not None
@@ -270,7 +296,7 @@ class PrefillPlan:
         if ids.shape != (int(rows.starts[-1]),):
             raise ValueError(f"spans {ids.shape} are not one for each of {rows.starts[-1]} queries")
         of = np.arange(len(rows.lengths)).repeat(rows.queries)
-        position = rows.owns[of] + np.arange(len(ids)) - rows.starts[of]
+        position = rows.context_lengths[of] + np.arange(len(ids)) - rows.starts[of]
         _, image = np.unique(np.stack((of, ids), 1), axis=0, return_inverse=True)
         ends = np.full(len(ids), -1, dtype=np.int64)
         np.maximum.at(ends, image.reshape(-1), position)
@@ -278,19 +304,19 @@ class PrefillPlan:
         self._ids = spans.to(self.device, torch.int32).contiguous()
         self._pages.clear()
 
-    def _over_pages(
+    def _attend_pages(
         self,
-        rows: Rows,
+        rows: QueryRows,
         chosen: Ints,
-        call: Call,
+        call: PrefillCall,
         k_scale: torch.Tensor | None,
         v_scale: torch.Tensor | None,
         scales: int,
     ) -> None:
-        out, lse = call.results()
+        out, lse = call.outputs()
         key = (call.q.dtype, len(chosen))  # of a step's rows, all or the short ones
         if key not in self._pages:
-            self._pages[key] = self._lay_out(rows, chosen, call.q.dtype)
+            self._pages[key] = self._plan_blocks(rows, chosen, call.q.dtype)
         ids = None if call.mask.spans is None else self._ids
         for work in self._pages[key]:
             launch.attend_blocks(
@@ -302,35 +328,35 @@ class PrefillPlan:
                     self.shape, work.tile, work.joins, work.parts, work.part_lse, call.mask.sinks, out, lse
                 )
 
-    def _over_singles(
-        self, rows: Rows, call: Call, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+    def _decode_leading_rows(
+        self, rows: QueryRows, call: PrefillCall, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
     ) -> int:
         """Let decode's kernels take the rows of one query that come first, where they are many; how many it took."""
         if call.mask.spans is not None:
             return 0
         if self._decode is None:
-            count = int(np.append((rows.queries != 1) | (rows.owns < 0), True).argmax())
+            count = int(np.append((rows.queries != 1) | (rows.context_lengths < 0), True).argmax())
             self._decode = 0, None
-            if 0 < self._least <= count <= ROOMS[-1]:
-                room = room_of(count)
-                if room not in self._decodes:
-                    self._decodes[room] = DecodePlan(self.shape, room, 1, self.span, self.device)
-                self._decode = count, self._decodes[room]
+            if 0 < self._min_decode_rows <= count <= PLAN_CAPACITIES[-1]:
+                room = plan_capacity(count)
+                if room not in self._decode_plans:
+                    self._decode_plans[room] = DecodePlan(self.shape, room, 1, self.span, self.device)
+                self._decode = count, self._decode_plans[room]
                 at = -(-(count + 1) // 4) * 4  # so that both are aligned, as a compiled kernel knows them
                 ends = np.zeros(at + count, np.int32)
                 ends[: count + 1], ends[at:] = np.arange(count + 1), rows.lengths[:count]
-                sent = self._sent(ends)
-                self._decodes[room].make(sent[: count + 1], sent[at:])
+                sent = self._upload(ends)
+                self._decode_plans[room].make(sent[: count + 1], sent[at:])
         count, plan = self._decode
         if plan is not None:
-            out, lse = call.results()
+            out, lse = call.outputs()
             plan.attend(
                 call.q[:count], call.k, call.v, call.tables, call.mask, call.scale, k_scale, v_scale,
                 out[:count], lse[:count],
             )  # fmt: skip
         return count
 
-    def _lay_out(self, rows: Rows, chosen: Ints, dtype: torch.dtype) -> list[_Blocks]:
+    def _plan_blocks(self, rows: QueryRows, chosen: Ints, dtype: torch.dtype) -> list[_Blocks]:
         """The blocks of rows with few query rows, and those of the others."""
         shape, heights = self.shape, rows.queries[chosen] * self.shape.group
         found = []
@@ -340,7 +366,7 @@ class PrefillPlan:
             tile = self.tile
             if tile is None or heights[mine].max() <= SMALL_ROWS < tile.rows:
                 tile = choose_tile(shape, int(heights[mine].max()), dtype)
-            programs = _processors(self.device) * tile.each
+            programs = _processors(self.device) * tile.programs_per_processor
             blocks, joins, slots = block_list(
                 rows, chosen[mine], shape.group, shape.kv_heads, self.span, tile, programs, self._reach
             )
@@ -348,15 +374,15 @@ class PrefillPlan:
             found.append(
                 _Blocks(
                     tile,
-                    self._sent(blocks),
-                    self._sent(joins),
+                    self._upload(blocks),
+                    self._upload(joins),
                     torch.empty((max(held, 1), shape.v_dim), dtype=torch.float32, device=self.device),
                     torch.empty(max(held, 1), dtype=torch.float32, device=self.device),
                 )
             )
         return found
 
-    def _sent(self, listed: npt.NDArray[np.int32]) -> torch.Tensor:
+    def _upload(self, listed: npt.NDArray[np.int32]) -> torch.Tensor:
         return upload(np.ascontiguousarray(listed), self.device)
 
 

@@ -30,14 +30,14 @@ from .shape import Shape
 __all__ = [
     "Backend",
     "BlockTile",
-    "Group",
-    "Rows",
+    "CudnnBatch",
+    "QueryRows",
     "block_list",
-    "choose",
+    "choose_backend",
     "choose_gathered_tile",
     "choose_tile",
     "copy_list",
-    "groups_of",
+    "cudnn_batches",
     "span_list",
 ]
 
@@ -45,41 +45,41 @@ Backend = Literal["pages", "descriptors", "cudnn"]
 Ints = npt.NDArray[np.int64]
 Lists = npt.NDArray[np.int32]
 
-HALVES = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 GATHERED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Dims of keys and values that the kernels over gathered tokens take."""
-CUDNN_TILES = 512
+MIN_CUDNN_TILES = 512
 """Tiles of 128 queries by a head that each of cuDNN's batches must have: fewer leave the GPU's processors idle."""
-CUDNN_WORK = 1 << 26
+MIN_CUDNN_PAIRS = 1 << 26
 """Pairs of query and key, over all heads, from which cuDNN is worth the plan that it makes for every new even size."""
-CUDNN_GROUPS = 4
+MAX_CUDNN_BATCHES = 4
 """Batches that cuDNN may be called for; more, smaller ones are better run as one list."""
-DESCRIPTOR_WORK = 1 << 26
+MIN_GATHERED_PAIRS = 1 << 26
 """Pairs of query and key, over all heads, from which gathering is worth it; below, launches weigh more."""
-WIDE_WORK = 1 << 24
+MIN_GATHERED_PAIRS_WIDE = 1 << 24
 """The same for heads of more than 128 dims, which are slower over pages."""
-MANY = 2048
+MANY_VISIBLE_TOKENS = 2048
 """Tokens that a query sees, in the mean, from which heads of up to 64 dims go faster by descriptors than by cuDNN."""
-NARROW = 128
+NARROW_WINDOW = 128
 """Tokens of a window that is walked in short steps."""
-SHORT = 64
+MIN_GATHERED_QUERIES = 64
 """Rows of fewer queries stay with the pages: gathering what so few read would cost more than their attention."""
 COPY_TOKENS = 64
-LEAST_UNITS = 4
+MIN_PIECE_UNITS = 4
 """Steps over tokens that a piece of a block has at least."""
 SMALL_ROWS = 16
 """Query rows a KV head up to which a sequence is put into short blocks, beside the long ones of others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class QueryRows:
     """A step's sequences, as the host knows them: where queries begin in q, how many, and how many tokens lie before."""
 
     starts: Ints
     lengths: Ints
 
     @classmethod
-    def of(cls, starts: Sequence[int] | Ints, lengths: Sequence[int] | Ints) -> Rows:
+    def from_lists(cls, starts: Sequence[int] | Ints, lengths: Sequence[int] | Ints) -> QueryRows:
         rows = cls(np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64))
         if rows.starts.ndim != 1 or rows.starts.shape[0] != rows.lengths.shape[0] + 1:
             raise ValueError(
@@ -94,19 +94,19 @@ class Rows:
         return np.diff(self.starts)
 
     @property
-    def owns(self) -> Ints:
+    def context_lengths(self) -> Ints:
         return self.lengths - self.queries
 
-    def pairs(self, span: Span, chosen: Ints | slice = slice(None)) -> int:
+    def count_pairs(self, span: Span, chosen: Ints | slice = slice(None)) -> int:
         """Pairs of a query of the `chosen` rows and a token that it sees, of one head."""
-        lengths, owns = self.lengths[chosen], np.maximum(self.owns[chosen], 0)
-        return int((_pairs(span, lengths) - _pairs(span, owns)).sum())
+        lengths, context_lengths = self.lengths[chosen], np.maximum(self.context_lengths[chosen], 0)
+        return int((_count_visible_pairs(span, lengths) - _count_visible_pairs(span, context_lengths)).sum())
 
-    def seen(self, span: Span, chosen: Ints | slice = slice(None)) -> float:
+    def mean_visible(self, span: Span, chosen: Ints | slice = slice(None)) -> float:
         """Tokens that a query of the `chosen` rows sees, in the mean."""
-        return self.pairs(span, chosen) / max(1, int(self.queries[chosen].sum()))
+        return self.count_pairs(span, chosen) / max(1, int(self.queries[chosen].sum()))
 
-    def whole(self, span: Span) -> bool:
+    def sees_all_context(self, span: Span) -> bool:
         """Whether every query sees all before it: the span is full, or no sequence has outgrown it."""
         last = self.lengths[self.queries > 0]
         return not bool((span.first_visible_each(np.maximum(last - 1, 0)) > 0).any())
@@ -121,7 +121,7 @@ class BlockTile:
     tokens: int
     warps: int
     stages: int
-    each: int = 2
+    programs_per_processor: int = 2
     registers: int | None = None
 
 
@@ -142,37 +142,44 @@ def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) ->
 def choose_gathered_tile(k_dim: int, span: Span, seen: float = 0.0) -> BlockTile:
     """The tile over gathered tokens, of which a query sees so many: of 8 warps where 4 could not hold a block's outputs, or two
     programs not their keys. Small heads take wide steps over many tokens, and short ones in a narrow window."""
-    if k_dim <= 64 and span.windowed and span.size <= NARROW:
+    if k_dim <= 64 and span.windowed and span.size <= NARROW_WINDOW:
         return BlockTile(64, 32, 4, 3, 3)
-    if k_dim <= 64 and seen >= MANY:
+    if k_dim <= 64 and seen >= MANY_VISIBLE_TOKENS:
         return BlockTile(64, 128, 4, 2, 3, 168)
     if k_dim <= 128:
         return BlockTile(64, 64, 4, 3, 2)
     return BlockTile(128, 64, 8, 3 if k_dim <= 192 else 2, 1)
 
 
-def choose(
-    shape: Shape, rows: Rows, chosen: Ints, dtype: torch.dtype, span: Span, plain: bool, cudnn: bool
+def choose_backend(
+    shape: Shape, rows: QueryRows, chosen: Ints, dtype: torch.dtype, span: Span, plain: bool, cudnn: bool
 ) -> Backend:
-    """The backend for the `chosen` rows of a step, those with many queries (see `SHORT`; the others go over pages). `span`: the
+    """The backend for the `chosen` rows of a step, those with many queries (see `MIN_GATHERED_QUERIES`; the others go over pages). `span`: the
     layer's, or full where no row outgrows it; `plain`: no softcap, images or scales; `cudnn`: whether it is there."""
     gathers = (
-        plain and (shape.k_dim, shape.v_dim) in GATHERED_DIMS and dtype in HALVES and shape.dtype == dtype
+        plain
+        and (shape.k_dim, shape.v_dim) in GATHERED_DIMS
+        and dtype in HALF_DTYPES
+        and shape.dtype == dtype
     )
     if not gathers or not len(chosen):
         return "pages"
-    pairs = rows.pairs(span, chosen) * shape.heads
-    many = shape.k_dim <= 64 and rows.seen(span, chosen) >= MANY
-    if cudnn and not span.windowed and pairs >= CUDNN_WORK and not many:
-        groups = groups_of(rows, chosen)
+    pairs = rows.count_pairs(span, chosen) * shape.heads
+    many = shape.k_dim <= 64 and rows.mean_visible(span, chosen) >= MANY_VISIBLE_TOKENS
+    if cudnn and not span.windowed and pairs >= MIN_CUDNN_PAIRS and not many:
+        groups = cudnn_batches(rows, chosen)
         tiles = [len(group.rows) * shape.heads * -(-group.queries // 128) for group in groups]
-        if 0 < len(groups) <= CUDNN_GROUPS and min(tiles) >= CUDNN_TILES:
+        if 0 < len(groups) <= MAX_CUDNN_BATCHES and min(tiles) >= MIN_CUDNN_TILES:
             return "cudnn"
-    return "descriptors" if pairs >= (WIDE_WORK if shape.k_dim > 128 else DESCRIPTOR_WORK) else "pages"
+    return (
+        "descriptors"
+        if pairs >= (MIN_GATHERED_PAIRS_WIDE if shape.k_dim > 128 else MIN_GATHERED_PAIRS)
+        else "pages"
+    )
 
 
 def block_list(
-    rows: Rows,
+    rows: QueryRows,
     chosen: Ints,
     group: int,
     heads: int,
@@ -184,11 +191,11 @@ def block_list(
     """The blocks of the `chosen` sequences for `attend_blocks`, long ones first; the joins of those that were cut so
     that `programs` at once have something to do; and the slots of their pieces. `reach` is, by query, the last token
     of its image."""
-    queries, owns = rows.queries[chosen], rows.owns[chosen]
+    queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     times = -(-queries * group // tile.rows)
     row = chosen.repeat(times)
-    row0 = _within(times) * tile.rows
-    count, own = queries.repeat(times), owns.repeat(times)
+    row0 = _index_within(times) * tile.rows
+    count, own = queries.repeat(times), context_lengths.repeat(times)
     begin, end = row0 // group, np.minimum((row0 + tile.rows - 1) // group, count - 1)
     hi = own + end + 1
     if reach is not None and len(row):
@@ -198,12 +205,12 @@ def block_list(
     hi = np.clip(hi, 0, rows.lengths[row])
     lo = np.minimum(span.first_visible_each(np.maximum(own + begin, 0)), hi)
     units = -(-(hi - lo // 16 * 16) // tile.tokens)
-    limit = max(LEAST_UNITS, int(-(-units.sum() * heads // programs)))
+    limit = max(MIN_PIECE_UNITS, int(-(-units.sum() * heads // programs)))
     per = -(-units // np.maximum((units + limit // 2) // limit, 1))  # a block a little too long stays whole
     pieces = np.maximum(-(-units // np.maximum(per, 1)), 1)
     slots = np.where(pieces > 1, np.cumsum(np.where(pieces > 1, pieces, 0)) - pieces, -1)
     joins = np.stack((slots, pieces, row0, rows.starts[row], count), 1)[pieces > 1]
-    piece = _within(pieces)
+    piece = _index_within(pieces)
     of = np.arange(len(row)).repeat(pieces)
     origin = (lo // 16 * 16)[of]
     step = (per * tile.tokens)[of]
@@ -218,7 +225,7 @@ def block_list(
 def span_list(
     queries: Ints,
     firsts: Ints,
-    owns: Ints,
+    context_lengths: Ints,
     bases: Ints,
     tokens: Ints,
     group: int,
@@ -227,10 +234,10 @@ def span_list(
     span: Span,
 ) -> Lists:
     """The blocks of `attend_gathered`, long ones first: each sequence's K and V begin at `bases` and are `tokens` long, of which
-    `owns` come before its queries."""
+    `context_lengths` come before its queries."""
     times = -(-queries * group // rows)
-    row0 = _within(times) * rows
-    columns = (row0, *(x.repeat(times) for x in (firsts, queries, owns, bases, tokens)))
+    row0 = _index_within(times) * rows
+    columns = (row0, *(x.repeat(times) for x in (firsts, queries, context_lengths, bases, tokens)))
     items = np.stack(columns, 1)
     seen = items[:, 5]
     if causal:
@@ -242,7 +249,7 @@ def span_list(
 def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
     """The copies of `gather_pages`: tokens [begins, ends) of each table row to `into`, and zeros up to `sizes`."""
     times = -(-sizes // COPY_TOKENS)
-    offset = _within(times) * COPY_TOKENS
+    offset = _index_within(times) * COPY_TOKENS
     there = np.clip((ends - begins).repeat(times) - offset, 0, COPY_TOKENS)
     wanted = np.minimum(sizes.repeat(times) - offset, COPY_TOKENS)
     columns = (
@@ -256,37 +263,41 @@ def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Int
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CudnnBatch:
     """A batch for cuDNN: `rows` of the step, one after the other, with so many tokens before them (`own`) and new."""
 
     rows: Ints
-    own: int
+    context: int
     queries: int
 
 
-def groups_of(rows: Rows, chosen: Ints) -> list[Group]:
+def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
     """The chosen rows batched by size; none where some size is uneven."""
-    queries, owns = rows.queries[chosen], rows.owns[chosen]
-    if (owns % _grain(owns, 16)).any() or (queries % _grain(queries, 32)).any():
+    queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
+    if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
         return []
-    follows = (np.diff(rows.starts[chosen]) == queries[:-1]) & (np.diff(queries) == 0) & (np.diff(owns) == 0)
+    follows = (
+        (np.diff(rows.starts[chosen]) == queries[:-1])
+        & (np.diff(queries) == 0)
+        & (np.diff(context_lengths) == 0)
+    )
     parts = np.split(np.arange(len(chosen)), np.flatnonzero(~follows) + 1)
-    return [Group(chosen[at], int(owns[at[0]]), int(queries[at[0]])) for at in parts]
+    return [CudnnBatch(chosen[at], int(context_lengths[at[0]]), int(queries[at[0]])) for at in parts]
 
 
-def _grain(tokens: Ints, parts: int) -> Ints:
+def _even_size(tokens: Ints, parts: int) -> Ints:
     """What even sizes are multiples of: of the power of two that is not above them one of so many parts, 128 at least."""
     exponents = np.log2(np.maximum(tokens, 1)).astype(np.int64)  # exact for powers of two up to 2**52
     return np.asarray(np.maximum((1 << exponents) // parts, 128), dtype=np.int64)
 
 
-def _within(times: Ints) -> Ints:
+def _index_within(times: Ints) -> Ints:
     """0, 1, … for each of `times`, one after the other."""
     found: Ints = np.arange(times.sum()) - (np.cumsum(times) - times).repeat(times)
     return found
 
 
-def _pairs(span: Span, tokens: Ints) -> Ints:
+def _count_visible_pairs(span: Span, tokens: Ints) -> Ints:
     """Pairs of a query and a token that it sees, if each of so many tokens is one, from a sequence's first on."""
     if span.kind == "chunked":
         rest = tokens % span.size

@@ -1,6 +1,6 @@
 """Prefill by cuDNN: pages gathered into batches of equal rows, the causal part and the cached part joined by log-sum-exp.
 
-Which rows make a batch, `prefill_backends.groups_of` says. Knows no plans and no choice between ways.
+Which rows make a batch, `prefill_backends.cudnn_batches` says. Knows no plans and no choice between ways.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvloom.kernels.device import upload
 from . import prefill_launch as launch
 from .dense import cudnn_attend
 from .mask import Mask
-from .prefill_backends import Group, Ints, Rows, copy_list, groups_of
+from .prefill_backends import CudnnBatch, Ints, QueryRows, copy_list, cudnn_batches
 from .shape import Shape
 
-__all__ = ["Batches", "Call", "room"]
+__all__ = ["CudnnPrefill", "PrefillCall", "gather_buffers"]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PrefillCall:
     """One layer's call: what is read and where results go (None: wherever they come out)."""
 
     q: torch.Tensor
@@ -34,12 +34,12 @@ class Call:
     out: torch.Tensor | None
     lse: torch.Tensor | None
 
-    def placed(self) -> Call:
+    def with_outputs(self) -> PrefillCall:
         """The same call with somewhere to put its results."""
-        out, lse = self.results()
+        out, lse = self.outputs()
         return replace(self, out=out, lse=lse)
 
-    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         q, out, lse = self.q, self.out, self.lse
         if out is None:
             out = torch.empty((*q.shape[:2], self.v.shape[-1]), dtype=q.dtype, device=q.device)
@@ -52,13 +52,13 @@ class Call:
 class _Batch:
     """One of cuDNN's batches: what is copied out of pages, and where its queries stand."""
 
-    group: Group
+    group: CudnnBatch
     copies: torch.Tensor
     places: torch.Tensor
     first: int
 
 
-class Batches:
+class CudnnPrefill:
     """A step's batches, laid out when they are first needed."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
@@ -66,14 +66,19 @@ class Batches:
         self._batches: dict[bool, list[_Batch]] = {}
 
     def attend(
-        self, rows: Rows, chosen: Ints, call: Call, new_k: torch.Tensor | None, new_v: torch.Tensor | None
+        self,
+        rows: QueryRows,
+        chosen: Ints,
+        call: PrefillCall,
+        new_k: torch.Tensor | None,
+        new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the `chosen` rows. `new_k` and `new_v`: the new tokens' keys and values, where they are at hand."""
         at_hand = new_k is not None and new_v is not None
         if at_hand not in self._batches:
-            groups = groups_of(rows, chosen)
+            groups = cudnn_batches(rows, chosen)
             if not groups:
-                sizes = zip(rows.queries[chosen].tolist(), rows.owns[chosen].tolist(), strict=True)
+                sizes = zip(rows.queries[chosen].tolist(), rows.context_lengths[chosen].tolist(), strict=True)
                 told = ", ".join(f"{new} after {own}" for new, own in list(sizes)[:4])
                 raise ValueError(
                     f"cudnn takes rows of even sizes only, not {told} tokens; descriptors take any"
@@ -83,8 +88,8 @@ class Batches:
         out, lse = call.out, call.lse
         for batch in batches:
             group, number = batch.group, len(batch.group.rows)
-            tokens = group.own + (0 if at_hand else group.queries)
-            k, v = (_split(x, number, tokens) for x in room(self.shape, call.q, number * tokens))
+            tokens = group.context + (0 if at_hand else group.queries)
+            k, v = (_split(x, number, tokens) for x in gather_buffers(self.shape, call.q, number * tokens))
             if tokens:
                 launch.gather(call.k, call.v, call.tables, batch.copies, k, v)
             part = slice(batch.first, batch.first + number * group.queries)
@@ -92,28 +97,28 @@ class Batches:
             if new_k is not None and new_v is not None:
                 own_k, own_v = (_split(x[part], number, group.queries) for x in (new_k, new_v))
             else:
-                own_k, own_v = k[:, group.own :], v[:, group.own :]
+                own_k, own_v = k[:, group.context :], v[:, group.context :]
             a, a_lse = _batched(q, own_k, own_v, True, call.scale)
             b = b_lse = None
-            if group.own:
-                b, b_lse = _batched(q, k[:, : group.own], v[:, : group.own], False, call.scale)
+            if group.context:
+                b, b_lse = _batched(q, k[:, : group.context], v[:, : group.context], False, call.scale)
             elif call.mask.sinks is None:
                 if out is None and lse is None and number * group.queries == call.q.shape[0]:
                     return a.flatten(0, 1), a_lse.flatten(0, 1)
                 if out is None or lse is None:
-                    out, lse = call.results()
+                    out, lse = call.outputs()
                 out[part].copy_(a.flatten(0, 1))
                 lse[part].copy_(a_lse.flatten(0, 1))
                 continue
             if out is None or lse is None:
-                out, lse = call.results()
+                out, lse = call.outputs()
             launch.merge_parts(a, a_lse, b, b_lse, batch.places, group.queries, call.mask.sinks, out, lse)
         assert out is not None
         assert lse is not None
         return out, lse
 
-    def _batch(self, rows: Rows, group: Group, at_hand: bool) -> _Batch:
-        tokens = group.own + (0 if at_hand else group.queries)
+    def _batch(self, rows: QueryRows, group: CudnnBatch, at_hand: bool) -> _Batch:
+        tokens = group.context + (0 if at_hand else group.queries)
         number = np.arange(len(group.rows))
         size = np.full_like(number, tokens)
         copies = copy_list(group.rows, np.zeros_like(number), size, number * tokens, size)
@@ -127,7 +132,7 @@ class Batches:
         )
 
 
-def room(shape: Shape, q: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_buffers(shape: Shape, q: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Somewhere to gather so many tokens' keys and values."""
     k, v = (tokens, shape.kv_heads, shape.k_dim), (tokens, shape.kv_heads, shape.v_dim)
     return q.new_empty(k), q.new_empty(v)

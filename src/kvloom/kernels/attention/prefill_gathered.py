@@ -17,15 +17,15 @@ from kvloom.core import Span
 from kvloom.kernels.device import upload
 
 from . import prefill_launch as launch
-from .prefill_backends import BlockTile, Ints, Rows, choose_gathered_tile, copy_list, span_list
-from .prefill_cudnn import Call, room
+from .prefill_backends import BlockTile, Ints, QueryRows, choose_gathered_tile, copy_list, span_list
+from .prefill_cudnn import PrefillCall, gather_buffers
 from .shape import Shape
 
-__all__ = ["Runs"]
+__all__ = ["GatheredPrefill"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Listed:
+class _GatherPlan:
     """What is copied, how many tokens that is, and the blocks over the copy by their tile."""
 
     copies: torch.Tensor
@@ -34,45 +34,64 @@ class _Listed:
     tile: BlockTile
 
 
-class Runs:
+class GatheredPrefill:
     """A step's rows under one span, laid out when they are first needed. `tile` replaces the rule for it."""
 
     def __init__(self, shape: Shape, span: Span, tile: BlockTile | None, device: torch.device) -> None:
         self.shape, self.span, self.tile, self.device = shape, span, tile, device
-        self._listed: dict[bool, _Listed] = {}
+        self._listed: dict[bool, _GatherPlan] = {}
         self._fresh: bool | None = None  # whether no row has anything cached
 
     def attend(
-        self, rows: Rows, chosen: Ints, call: Call, new_k: torch.Tensor | None, new_v: torch.Tensor | None
+        self,
+        rows: QueryRows,
+        chosen: Ints,
+        call: PrefillCall,
+        new_k: torch.Tensor | None,
+        new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the `chosen` rows. `new_k` and `new_v`: the new tokens' keys and values, where they are at hand."""
-        out, lse = call.results()
+        out, lse = call.outputs()
         if self._fresh is None:
-            self._fresh = not rows.owns[chosen].any()
+            self._fresh = not rows.context_lengths[chosen].any()
         k = v = None
         if self._fresh and new_k is not None and new_v is not None:
-            if launch.described(new_k) and launch.described(new_v):
+            if launch.fits_descriptor(new_k) and launch.fits_descriptor(new_v):
                 k, v = new_k, new_v
         at_hand = k is not None
         if at_hand not in self._listed:
             self._listed[at_hand] = self._list(rows, chosen, at_hand)
         listed = self._listed[at_hand]
         if k is None or v is None:
-            k, v = room(self.shape, call.q, listed.tokens)
+            k, v = gather_buffers(self.shape, call.q, listed.tokens)
             launch.gather(call.k, call.v, call.tables, listed.copies, k, v)
         launch.attend_gathered(
             listed.tile, listed.blocks, call.q, k, v, call.scale, True, self.span, call.mask.sinks, out, lse
         )
         return out, lse
 
-    def _list(self, rows: Rows, chosen: Ints, at_hand: bool) -> _Listed:
-        owns, queries, starts = rows.owns[chosen], rows.queries[chosen], rows.starts[chosen]
-        begins = self.span.first_visible_each(owns)
+    def _list(self, rows: QueryRows, chosen: Ints, at_hand: bool) -> _GatherPlan:
+        context_lengths, queries, starts = (
+            rows.context_lengths[chosen],
+            rows.queries[chosen],
+            rows.starts[chosen],
+        )
+        begins = self.span.first_visible_each(context_lengths)
         sizes = rows.lengths[chosen] - begins
         bases = starts if at_hand else np.cumsum(sizes) - sizes
         copies = copy_list(chosen, begins, begins + sizes, bases, sizes)
-        tile = self.tile or choose_gathered_tile(self.shape.k_dim, self.span, rows.seen(self.span, chosen))
-        blocks = span_list(
-            queries, starts, owns - begins, bases, sizes, self.shape.group, tile.rows, True, self.span
+        tile = self.tile or choose_gathered_tile(
+            self.shape.k_dim, self.span, rows.mean_visible(self.span, chosen)
         )
-        return _Listed(upload(copies, self.device), int(sizes.sum()), upload(blocks, self.device), tile)
+        blocks = span_list(
+            queries,
+            starts,
+            context_lengths - begins,
+            bases,
+            sizes,
+            self.shape.group,
+            tile.rows,
+            True,
+            self.span,
+        )
+        return _GatherPlan(upload(copies, self.device), int(sizes.sum()), upload(blocks, self.device), tile)

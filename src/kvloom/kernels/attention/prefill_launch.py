@@ -9,14 +9,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvloom.core import Span
 
 from . import triton_gathered as gathered, triton_prefill as kernels
-from .mask import SPANS, Mask
+from .mask import SPAN_NUMBERS, Mask
 from .prefill_backends import COPY_TOKENS, BlockTile
 from .shape import Shape, split_dim
 
 __all__ = [
     "attend_blocks",
     "attend_gathered",
-    "described",
+    "fits_descriptor",
     "gather",
     "join_blocks",
     "merge_parts",
@@ -60,7 +60,7 @@ def attend_blocks(
         out.stride(0), out.stride(1), *lse.stride(), tables.stride(0), scale,
         1.0 if mask.softcap is None else mask.softcap,
         HEADS=shape.kv_heads, GROUP=shape.group, DK0=dk0, DK1=dk1, DV0=dv0, DV1=dv1, PAGE=shape.block_tokens, BM=tile.rows, BN=tile.tokens,
-        SPAN=SPANS[span.kind], SIZE=span.size,
+        SPAN=SPAN_NUMBERS[span.kind], SIZE=span.size,
         IMAGES=ids is not None, SOFTCAP=mask.softcap is not None, SINK=mask.sinks is not None, SCALES=scales,
         LATENT=shape.latent, TURNED=v.stride(3) != 1, EXACT=q.dtype == torch.float32,
         HALF=shape.dtype == torch.float8_e4m3fn, STAGES=tile.stages, num_warps=tile.warps,
@@ -117,7 +117,7 @@ def attend_gathered(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attention over K and V ([tokens, heads, dim], such as are `described`), under a span only where it is causal."""
+    """Attention over K and V ([tokens, heads, dim], such as are `fits_descriptor`), under a span only where it is causal."""
     heads, k_dim, v_dim = k.shape[1], k.shape[2], v.shape[2]
     dk0, dk1 = split_dim(k_dim)
     flat_k, flat_v = k.view(-1, heads * k_dim), v.view(-1, heads * v_dim)
@@ -126,7 +126,7 @@ def attend_gathered(
         _descriptor(flat_v, tile.tokens, v_dim), out, lse, blocks, q if sinks is None else sinks,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *lse.stride(), scale,
         HEADS=heads, GROUP=q.shape[1] // heads, DK0=dk0, DK1=dk1, DV=v_dim, BM=tile.rows, BN=tile.tokens, CAUSAL=causal,
-        SPAN=SPANS[span.kind], SIZE=span.size, FEW=span.windowed and span.size <= FEW_TILES * tile.tokens,
+        SPAN=SPAN_NUMBERS[span.kind], SIZE=span.size, FEW=span.windowed and span.size <= FEW_TILES * tile.tokens,
         SINK=sinks is not None, STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
 
@@ -154,7 +154,7 @@ def merge_parts(
     )  # fmt: skip
 
 
-def described(x: torch.Tensor) -> bool:
+def fits_descriptor(x: torch.Tensor) -> bool:
     """Whether tensor descriptors can read keys or values where they lie: tokens anywhere, but each in one run."""
     return (
         x.stride(2) == 1

@@ -28,16 +28,24 @@ import torch
 from kvloom.core import Span
 from kvloom.kernels.device import upload
 
-from .prefill_backends import HALVES, Rows
+from .prefill_backends import HALF_DTYPES, QueryRows
 from .shape import Shape
 
-__all__ = ["Library", "PagedCall", "Result", "Step", "fastest", "installed", "size_class"]
+__all__ = [
+    "Library",
+    "LibraryStep",
+    "PagedCall",
+    "Result",
+    "installed_libraries",
+    "measure_fastest",
+    "size_class",
+]
 
-VARIABLE = "KVLOOM_ATTENTION_LIBRARIES"
+ENVIRONMENT_VARIABLE = "KVLOOM_ATTENTION_LIBRARIES"
 WORKSPACE = 384 << 20
-RUNS = 3
+MEASURED_RUNS = 3
 """Times that each candidate is measured, after one that is not."""
-MOST_OFF = 0.02
+MAX_ERROR = 0.02
 """How far a library's outputs may lie from ours: some roundings of half precision, no mistake."""
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -58,10 +66,10 @@ class PagedCall:
 
 
 @dataclass
-class Step:
+class LibraryStep:
     """A step's rows, on the host and on the device, and what libraries have planned for them."""
 
-    rows: Rows
+    rows: QueryRows
     device: torch.device
     plans: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -77,11 +85,11 @@ class Library(Protocol):
 
     name: str
 
-    def takes(self, shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None) -> bool:
+    def supports(self, shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None) -> bool:
         """Whether it computes such layers on this machine."""
         ...
 
-    def attend(self, step: Step, call: PagedCall) -> Result:
+    def attend(self, step: LibraryStep, call: PagedCall) -> Result:
         """Outputs [queries, heads, v_dim] and natural log-sum-exps [queries, heads]."""
         ...
 
@@ -92,17 +100,17 @@ class FlashAttention3:
     def __init__(self, module: Any) -> None:
         self.module, self.name = module, "FlashAttention-3"
 
-    def takes(self, shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None) -> bool:
+    def supports(self, shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None) -> bool:
         return (
             span.kind in ("full", "sliding")
-            and dtype in HALVES
+            and dtype in HALF_DTYPES
             and shape.dtype == dtype
             and shape.k_dim == shape.v_dim
             and shape.k_dim in (64, 96, 128, 192, 256)
             and torch.cuda.get_device_capability() == (9, 0)
         )
 
-    def attend(self, step: Step, call: PagedCall) -> Result:
+    def attend(self, step: LibraryStep, call: PagedCall) -> Result:
         tables, module = call.tables[: len(step.rows.lengths)], self.module
         options: dict[str, Any] = {
             "cu_seqlens_q": step.starts,
@@ -137,17 +145,17 @@ class FlashInfer:
         self.module, self.name = module, "FlashInfer"
         self._workspace: torch.Tensor | None = None
 
-    def takes(self, shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None) -> bool:
+    def supports(self, shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None) -> bool:
         return (
             span.kind == "full"
             and softcap is None
-            and dtype in HALVES
+            and dtype in HALF_DTYPES
             and shape.dtype == dtype
             and shape.k_dim == shape.v_dim
             and shape.k_dim in (64, 128, 256)
         )
 
-    def attend(self, step: Step, call: PagedCall) -> Result:
+    def attend(self, step: LibraryStep, call: PagedCall) -> Result:
         k, v = call.k, call.v
         by_head = k.stride(1) < k.stride(2)
         key = self.name, call.tables.data_ptr(), call.q.dtype, call.scale, by_head, k.shape[1:]
@@ -158,7 +166,7 @@ class FlashInfer:
         out, lse = step.plans[key].run(call.q, (k, v), out=call.out, return_lse=True)
         return out, lse * math.log(2)
 
-    def _plan(self, step: Step, call: PagedCall, order: str) -> Any:
+    def _plan(self, step: LibraryStep, call: PagedCall, order: str) -> Any:
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=step.device)
         block, heads, dim = call.k.shape[1:]
@@ -188,13 +196,13 @@ MODULES: dict[str, Callable[[Any], Library]] = {
 
 
 @lru_cache(maxsize=1)
-def installed() -> tuple[Library, ...]:
+def installed_libraries() -> tuple[Library, ...]:
     """The libraries that are there and allowed, one of each sort. Imports them: seconds, once."""
-    wanted = os.environ.get(VARIABLE)
+    wanted = os.environ.get(ENVIRONMENT_VARIABLE)
     names = list(MODULES) if wanted is None else [name.strip() for name in wanted.split(",") if name.strip()]
     unknown = [name for name in names if name not in MODULES]
     if unknown:
-        raise ValueError(f"{VARIABLE} names {', '.join(unknown)}; known are {', '.join(MODULES)}")
+        raise ValueError(f"{ENVIRONMENT_VARIABLE} names {', '.join(unknown)}; known are {', '.join(MODULES)}")
     found: dict[str, Library] = {}
     for name in names:
         try:
@@ -208,7 +216,9 @@ def installed() -> tuple[Library, ...]:
     return tuple(found.values())
 
 
-def size_class(shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None, rows: Rows) -> Hashable:
+def size_class(
+    shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None, rows: QueryRows
+) -> Hashable:
     """What a measurement counts for: layers of one shape, and steps within a factor of two in each of their sizes."""
     queries = rows.queries
     sizes = (
@@ -223,7 +233,9 @@ def size_class(shape: Shape, dtype: torch.dtype, span: Span, softcap: float | No
 _FASTEST: dict[Hashable, str] = {}
 
 
-def fastest(key: Hashable, candidates: Mapping[str, Callable[[], Result]], device: torch.device) -> str:
+def measure_fastest(
+    key: Hashable, candidates: Mapping[str, Callable[[], Result]], device: torch.device
+) -> str:
     """The candidate that was, or now is, measured to be fastest for `key`. Who fails while measured, or finds something else
     than the first, is out, and that is said. While a graph is captured nothing can be measured: the first is taken, and nothing
     remembered."""
@@ -237,7 +249,7 @@ def fastest(key: Hashable, candidates: Mapping[str, Callable[[], Result]], devic
     for name in others:
         try:
             off = float((candidates[name]()[0] - expected).float().norm() / expected.float().norm())
-            if not off <= MOST_OFF:
+            if not off <= MAX_ERROR:
                 raise ValueError(f"its outputs differ by {off:.1%}")
             took[name] = _seconds(candidates[name], device)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -250,7 +262,7 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     """The best of a few runs."""
     call()
     best = math.inf
-    for _ in range(RUNS):
+    for _ in range(MEASURED_RUNS):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()

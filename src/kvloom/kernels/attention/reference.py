@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.kernels.dtypes import accumulator
+from kvloom.kernels.dtypes import accumulator_dtype
 
 from .mask import Mask
 
@@ -34,12 +34,12 @@ __all__ = ["attend"]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-BUDGET = 32 << 20
+MAX_BATCH_BYTES = 32 << 20
 """Bytes that one batched step of `attend` may gather and score (one long row alone may take more). A long row
 is scored in pieces of half of it."""
-SMALL = 2 << 20
+SMALL_PADDING_BYTES = 2 << 20
 """Padding below this many bytes is cheaper than another round of calls."""
-FEWEST = 16
+MIN_PIECE_QUERIES = 16
 """Queries that a piece of a long row has at least, whatever the budget."""
 LOG2E = 1 / math.log(2)
 
@@ -74,12 +74,12 @@ def attend(
         if len(part) == q.shape[0] and real.all():  # pieces are in order, so this is every query in its place
             return part, part_lse
         if out is None or lse is None:
-            out, lse = _nothing(q, v, mask or Mask())
+            out, lse = _empty_outputs(q, v, mask or Mask())
         kept = torch.as_tensor(np.flatnonzero(real), device=q.device)
         index = torch.as_tensor(query[real], device=q.device)
         out.index_copy_(0, index, part.index_select(0, kept))
         lse.index_copy_(0, index, part_lse.index_select(0, kept))
-    return _nothing(q, v, mask or Mask()) if out is None or lse is None else (out, lse)
+    return _empty_outputs(q, v, mask or Mask()) if out is None or lse is None else (out, lse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class _Scratch(threading.local):
         self, name: str, shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize
-        if like.device.type != "cpu" or size > BUDGET:
+        if like.device.type != "cpu" or size > MAX_BATCH_BYTES:
             return like.new_empty(shape, dtype=dtype)
         buffer = self.buffers.get(name)
         if buffer is None or buffer.numel() < size:
@@ -120,12 +120,12 @@ _SCRATCH = _Scratch()
 class _Rows:
     """The sequences of a call: where their queries begin, how many, and at which token."""
 
-    __slots__ = ("begins", "lengths", "owns", "queries")
+    __slots__ = ("begins", "context_lengths", "lengths", "queries")
 
     def __init__(self, starts: Ints, lengths: Ints) -> None:
         self.begins, self.lengths = starts[:-1], lengths
         self.queries = starts[1:] - starts[:-1]
-        self.owns = lengths - self.queries
+        self.context_lengths = lengths - self.queries
 
 
 class _Pieces(NamedTuple):
@@ -142,15 +142,17 @@ class _Pieces(NamedTuple):
 def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
     """Every row with something to compute; a row whose scores would break the budget in several pieces."""
     row = ((rows.queries > 0) & (rows.lengths > 0)).nonzero()[0]
-    count, position, query = rows.queries[row], rows.owns[row], rows.begins[row]
-    most = BUDGET // 2 // (rows.lengths[row] * layer.q.shape[1] * accumulator(layer.q).itemsize)
-    most = np.maximum(most, FEWEST)
+    count, position, query = rows.queries[row], rows.context_lengths[row], rows.begins[row]
+    most = (
+        MAX_BATCH_BYTES // 2 // (rows.lengths[row] * layer.q.shape[1] * accumulator_dtype(layer.q).itemsize)
+    )
+    most = np.maximum(most, MIN_PIECE_QUERIES)
     if (count > most).any():
         times = -(-count // most)
         row, count, most = row.repeat(times), count.repeat(times), most.repeat(times)
         offset = np.concatenate([np.arange(n) for n in times]) * most
         count = np.minimum(count - offset, most)
-        position, query = rows.owns[row] + offset, rows.begins[row] + offset
+        position, query = rows.context_lengths[row] + offset, rows.begins[row] + offset
     # Trees and images let a query see later ones, so only without them do pieces end at their last query.
     free = layer.mask.trees is None and layer.mask.spans is None
     end = position + count if free else rows.lengths[row]
@@ -169,17 +171,17 @@ def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
     columns = (column[order].tolist() for column in (sizes, pieces.blocks, pieces.queries))
     for at, (its_size, blocks, its_queries) in enumerate(zip(*columns, strict=True)):
         queries, padding = max(queries, its_queries), padding + longest - blocks
-        block_bytes = k.shape[1] * accumulator(q).itemsize * (gathered + queries * scored)
-        full = (at - begin + 1) * longest * block_bytes > BUDGET
-        if its_size != size or full or (blocks * 2 < longest and padding * block_bytes > SMALL):
+        block_bytes = k.shape[1] * accumulator_dtype(q).itemsize * (gathered + queries * scored)
+        full = (at - begin + 1) * longest * block_bytes > MAX_BATCH_BYTES
+        if its_size != size or full or (blocks * 2 < longest and padding * block_bytes > SMALL_PADDING_BYTES):
             if at > begin:
-                yield _taken(pieces, order[begin:at])
+                yield _select(pieces, order[begin:at])
             begin, longest, size, queries, padding = at, blocks, its_size, its_queries, 0
     if len(order):
-        yield _taken(pieces, order[begin:])
+        yield _select(pieces, order[begin:])
 
 
-def _taken(pieces: _Pieces, chosen: npt.NDArray[np.intp]) -> _Pieces:
+def _select(pieces: _Pieces, chosen: npt.NDArray[np.intp]) -> _Pieces:
     """In the order of their queries: a batch that holds all of them then needs no sorting back."""
     chosen = np.sort(chosen)
     return _Pieces(*(column[chosen] for column in pieces))
@@ -263,7 +265,9 @@ def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools,
     token = (pieces.block * block_tokens)[:, None, None] + np.arange(pieces.blocks.max() * block_tokens)
     seen: Bools = token <= position
     if mask.trees is not None or mask.spans is not None:
-        own = token - rows.owns[pieces.row][:, None, None]  # the token's place among its row's queries
+        own = (
+            token - rows.context_lengths[pieces.row][:, None, None]
+        )  # the token's place among its row's queries
         inside = (own >= 0) & (own < rows.queries[pieces.row][:, None, None]) & (position >= 0)
         if mask.trees is not None:
             trees = mask.trees.cpu().numpy().astype(bool)
@@ -289,7 +293,7 @@ def _page_ids(tables: torch.Tensor, pieces: _Pieces) -> torch.Tensor:
 def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A copy of the pages in the accumulator's dtype. Bytes are moved as bytes: not every index takes fp8."""
     kept = torch.uint8 if pages.dtype == torch.float8_e4m3fn else pages.dtype
-    shape, dtype = (len(ids), *pages.shape[1:]), accumulator(like)
+    shape, dtype = (len(ids), *pages.shape[1:]), accumulator_dtype(like)
     found = _SCRATCH.empty(name if kept == dtype else "raw", shape, pages, kept)
     torch.index_select(pages if kept == pages.dtype else pages.view(kept), 0, ids, out=found)
     return (
@@ -308,9 +312,9 @@ def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) 
     return found.permute(2, 0, 1).contiguous().view(kv, n, 1, t)
 
 
-def _nothing(q: torch.Tensor, v: torch.Tensor, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_outputs(q: torch.Tensor, v: torch.Tensor, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of queries that see no token: only sinks take part in their softmax."""
-    lse = torch.full(q.shape[:2], -math.inf, dtype=accumulator(q), device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=accumulator_dtype(q), device=q.device)
     if mask.sinks is not None:
         lse[:] = mask.sinks.to(lse.dtype)
     return q.new_zeros((*q.shape[:2], v.shape[-1])), lse

@@ -12,30 +12,30 @@ from dataclasses import dataclass
 
 import torch
 
-from kvloom.kernels.dtypes import DTYPES, PAGE_DTYPES, QUANTISED
+from kvloom.kernels.dtypes import FLOAT_DTYPES, PAGE_DTYPES, QUANTISED_DTYPES
 
 from .mask import Mask
 
 __all__ = [
-    "ROOMS",
+    "PLAN_CAPACITIES",
     "Shape",
     "check_call",
-    "check_results",
-    "room_of",
+    "check_outputs",
+    "plan_capacity",
     "split_dim",
 ]
 
-DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
-BLOCKS = (16, 32, 64, 128)
+SUPPORTED_DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
+SUPPORTED_BLOCK_TOKENS = (16, 32, 64, 128)
 
 
-ROOMS = (16, 64, 256, 512, 1024, 4096)
+PLAN_CAPACITIES = (16, 64, 256, 512, 1024, 4096)
 """Rows that plans of decode have room for: one plan serves steps of several sizes, and each is compiled but once."""
 
 
-def room_of(rows: int) -> int:
+def plan_capacity(rows: int) -> int:
     """The room that so many rows fit in."""
-    return next(room for room in ROOMS if room >= rows)
+    return next(room for room in PLAN_CAPACITIES if room >= rows)
 
 
 def split_dim(dim: int) -> tuple[int, int]:
@@ -62,21 +62,23 @@ class Shape:
     def check(self) -> None:
         """Refuse what the GPU's kernels do not take; the oracle takes any shape."""
         for name, dim in (("k_dim", self.k_dim), ("v_dim", self.v_dim)):
-            if dim not in DIMS:
-                raise ValueError(f"{name} {dim} is not supported; supported: {', '.join(map(str, DIMS))}")
+            if dim not in SUPPORTED_DIMS:
+                raise ValueError(
+                    f"{name} {dim} is not supported; supported: {', '.join(map(str, SUPPORTED_DIMS))}"
+                )
         if self.latent and self.v_dim != split_dim(self.k_dim)[0]:
             raise ValueError(
                 f"values of {self.v_dim} in latents of {self.k_dim} are not supported; {split_dim(self.k_dim)[0]} are"
             )
-        if self.block_tokens not in BLOCKS:
+        if self.block_tokens not in SUPPORTED_BLOCK_TOKENS:
             raise ValueError(
-                f"pages of {self.block_tokens} tokens are not supported; supported: {', '.join(map(str, BLOCKS))}"
+                f"pages of {self.block_tokens} tokens are not supported; supported: {', '.join(map(str, SUPPORTED_BLOCK_TOKENS))}"
             )
         if self.dtype not in PAGE_DTYPES:
             raise ValueError(f"pages of {self.dtype} are not supported; supported: {_names(PAGE_DTYPES)}")
 
     @property
-    def supported(self) -> bool:
+    def is_supported(self) -> bool:
         """Whether the GPU's kernels take it."""
         try:
             self.check()
@@ -108,8 +110,8 @@ def check_call(
     """Refuse what the kernels cannot do; how the pages are scaled: 0 not, 1 by head, 2 by token and head."""
     if q.dim() != 3 or q.shape[1:] != (shape.heads, shape.k_dim):
         raise ValueError(f"q {tuple(q.shape)} is not [queries, {shape.heads}, {shape.k_dim}]")
-    if q.dtype not in DTYPES:
-        raise ValueError(f"queries of {q.dtype} are not supported; supported: {_names(DTYPES)}")
+    if q.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"queries of {q.dtype} are not supported; supported: {_names(FLOAT_DTYPES)}")
     for name, pages, dim in (("k", k, shape.k_dim), ("v", v, shape.v_dim)):
         if pages.dim() != 4 or pages.shape[1:] != (shape.block_tokens, shape.kv_heads, dim):
             raise ValueError(
@@ -122,7 +124,7 @@ def check_call(
                 f"{name} pages have stride {pages.stride(3)} in their last dimension; it must be 1"
                 + (", or that of tokens must" if name == "v" else "")
             )
-    if shape.dtype in DTYPES and q.dtype != shape.dtype:
+    if shape.dtype in FLOAT_DTYPES and q.dtype != shape.dtype:
         raise ValueError(f"queries are {q.dtype} and pages {shape.dtype}; they must agree")
     if shape.latent and (v.data_ptr() != k.data_ptr() or v.stride() != k.stride()):
         raise ValueError(f"with keys of {shape.k_dim}, values must be a view of the keys' beginning")
@@ -145,7 +147,7 @@ def check_call(
     return scales
 
 
-def check_results(shape: Shape, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+def check_outputs(shape: Shape, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
     """Refuse results' places that a kernel would write past, or not as they lie."""
     if out is not None:
         wanted = (q.shape[0], shape.heads, shape.v_dim)
@@ -191,7 +193,7 @@ def _check_scales(
     if (k_scale is None) != (v_scale is None):
         raise ValueError("give scales for both keys and values, or for neither")
     if k_scale is None or v_scale is None:
-        if shape.dtype in QUANTISED:
+        if shape.dtype in QUANTISED_DTYPES:
             raise ValueError(f"pages of {shape.dtype} need k_scale and v_scale")
         return 0
     if k_scale.dtype != torch.float32 or v_scale.dtype != torch.float32:

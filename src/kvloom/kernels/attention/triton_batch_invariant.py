@@ -23,8 +23,8 @@ from .triton_units import load_rows
 from .triton_work_list import LOG2E, with_sink
 
 __all__ = [
+    "attend_by_piece",
     "attend_pieces",
-    "attend_whole",
     "join_pieces",
     "plan_pieces",
 ]
@@ -97,7 +97,7 @@ def _finish(
 
 
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["TABLES"])
-def attend_whole(
+def attend_by_piece(
     Q, K, V, KS, VS, OUT, LSE, ITEMS, TABLES, SINKS, IDS,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, v_column,
     ks_page, ks_token, ks_head, vs_page, vs_token, vs_head, out_token, out_head, lse_token, lse_head, table_row,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .triton_mask import first_visible
-from .triton_prefill import soften
+from .triton_prefill import softmax_step
 from .triton_units import load_rows
 from .triton_work_list import LOG2E, with_sink
 
@@ -79,7 +79,7 @@ def _gathered_step(
         if WINDOW:
             seen = seen & (t[None, :] >= first[:, None])
         scores = tl.where(seen, scores, float("-inf"))
-    p, fade, peak, weight = soften(scores, factor, peak, weight, False, CHECK)
+    p, fade, peak, weight = softmax_step(scores, factor, peak, weight, False, CHECK)
     weight += tl.sum(p, 1)
     values = V.load([t0 + i, v_at])
     if LAST:

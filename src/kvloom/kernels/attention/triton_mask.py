@@ -6,12 +6,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .mask import SPANS
+from .mask import SPAN_NUMBERS
 
 __all__ = ["first_visible"]
 
-SLIDING: tl.constexpr = tl.constexpr(SPANS["sliding"])
-CHUNKED: tl.constexpr = tl.constexpr(SPANS["chunked"])
+SLIDING: tl.constexpr = tl.constexpr(SPAN_NUMBERS["sliding"])
+CHUNKED: tl.constexpr = tl.constexpr(SPAN_NUMBERS["chunked"])
 
 
 @triton.jit

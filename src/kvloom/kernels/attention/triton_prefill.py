@@ -20,14 +20,14 @@ from .triton_mask import first_visible
 from .triton_units import load_pages, load_rows, load_sizes, load_values, product
 from .triton_work_list import LOG2E, SMALLEST, with_sink
 
-__all__ = ["attend_blocks", "join_blocks", "page_step", "soften"]
+__all__ = ["attend_blocks", "join_blocks", "page_step", "softmax_step"]
 
 BLOCK_WIDTH: tl.constexpr = tl.constexpr(8)
 JOIN_WIDTH: tl.constexpr = tl.constexpr(5)
 
 
 @triton.jit
-def soften(scores, factor, peak, weight, SCALED: tl.constexpr, CHECK: tl.constexpr):
+def softmax_step(scores, factor, peak, weight, SCALED: tl.constexpr, CHECK: tl.constexpr):
     """One step of a running softmax in powers of two: weights, the old sums' fade, the new peak and sum. `factor`
     (positive) is laid over the scores here, as part of the exponent's subtraction, unless SCALED."""
     if SCALED:
@@ -85,7 +85,7 @@ def page_step(
         # Sizes of values enter the exponent, so that weights stay within [0, 1] whatever the sizes.
         v_size = tl.maximum(load_sizes(VS, page, slot, vs_page, vs_token, ok, CHECK), SMALLEST)
         scores = scores + tl.log2(v_size)[None, :]
-    p, fade, peak, weight = soften(scores, qk_scale, peak, weight, SOFTCAP or SCALES == 2, CHECK)
+    p, fade, peak, weight = softmax_step(scores, qk_scale, peak, weight, SOFTCAP or SCALES == 2, CHECK)
     if SCALES == 2:
         weight += tl.sum(p * (1.0 / v_size)[None, :], 1)
     else:

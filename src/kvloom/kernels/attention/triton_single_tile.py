@@ -32,9 +32,9 @@ from .triton_work_list import (
     with_sink,
 )
 
-__all__ = ["AHEAD", "attend_line"]
+__all__ = ["READ_AHEAD", "attend_single_tiles"]
 
-AHEAD = 8
+READ_AHEAD = 8
 """Segments beyond the last that are read (and not used): so many stages a loop may have."""
 
 
@@ -77,7 +77,7 @@ def _store_columns(into, values, mine, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["TABLES"])
-def attend_line(
+def attend_single_tiles(
     Q, K, V, OUT, LSE, PART, PART_LSE, SEGMENTS, FIRSTS, TOTALS, TOKENS, TABLES, SINKS, TREES,
     q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, v_column,
     out_token, out_head, lse_token, table_row, tree_row, scale, softcap,

@@ -28,8 +28,8 @@ __all__ = [
     "merge_split",
     "plan_rows",
     "plan_segments",
-    "plan_sight",
     "plan_sources",
+    "plan_visible_runs",
     "with_sink",
 ]
 
@@ -130,7 +130,7 @@ def plan_rows(
 
 
 @triton.jit
-def plan_sight(
+def plan_visible_runs(
     given, number, members, tokens, seen, SPAN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """What windows see of `given` segments: from the first token that any member sees on, by the table of that member, which

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from kvloom.kernels.device import overlapped, overlaps
-from kvloom.kernels.dtypes import QUANTISED
+from kvloom.kernels.device import pdl_options, supports_pdl
+from kvloom.kernels.dtypes import QUANTISED_DTYPES
 
-from .mask import SPANS, Mask
+from .mask import SPAN_NUMBERS, Mask
 from .shape import Shape, split_dim
-from .triton_single_tile import AHEAD, attend_line
+from .triton_single_tile import READ_AHEAD, attend_single_tiles
 from .triton_tiles import attend_tiles
 from .triton_work_list import merge_levels, merge_split
 
-__all__ = ["Layer", "Tile", "WorkList", "choose_tile", "walks"]
+__all__ = ["LayerCall", "Tile", "WorkList", "choose_tile", "uses_single_tile_kernel"]
 
 UNIT_BYTES = 36 * 1024
 """Keys and values of one unit, at most."""
@@ -36,8 +36,8 @@ class Tile:
     warps: int
     stages: int
     programs: int
-    least: int = 4
-    toll: int = 2
+    min_units: int = 4
+    overhead_units: int = 2
     registers: int | None = None
 
 
@@ -52,8 +52,8 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
     if device.type != "cuda":
         # The interpreter: small, so that everything is split.
         height = min(64, max(16, triton.next_power_of_2(rows)))
-        toll = 0 if walks(shape, height) and not beside else 1
-        return Tile(height, 32 if shape.dtype in QUANTISED else 16, 4, 2, 8, 1, toll)
+        toll = 0 if uses_single_tile_kernel(shape, height) and not beside else 1
+        return Tile(height, 32 if shape.dtype in QUANTISED_DTYPES else 16, 4, 2, 8, 1, toll)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     each = (shape.k_dim + (0 if shape.latent else shape.v_dim)) * shape.dtype.itemsize
     tokens = min(128, max(16, 1 << (UNIT_BYTES // each).bit_length() - 1))
@@ -68,7 +68,7 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
             # One tile reads all: what is under way counts.
             return Tile(height, height // 2, height // 16, 5, processors, 2, 1, 168)
         return Tile(height, 64, height // 16, 3, processors, 2, 1, 168)
-    if shape.dtype in QUANTISED:
+    if shape.dtype in QUANTISED_DTYPES:
         height = max(8, triton.next_power_of_2(rows))
         if shape.block_tokens < 64 and not beside:
             return Tile(height, tokens, 4, 5, processors * 2, 2, 1)
@@ -78,15 +78,15 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
         return Tile(height, tokens, 4, 3, processors * (1 if shape.latent else 2))
     if beside:
         return Tile(height, max(16, tokens // 2), 2, 4, processors * 2, 4, 3, 168)
-    if walks(shape, height):
+    if uses_single_tile_kernel(shape, height):
         return Tile(height, tokens, 4, 5, processors * 2, 1, 0)
     return Tile(height, tokens, 4, 5, processors * 2)
 
 
-def walks(shape: Shape, rows: int) -> bool:
+def uses_single_tile_kernel(shape: Shape, rows: int) -> bool:
     """Whether tiles of so many rows are walked in one loop: queries are then loaded with every unit, which pays, and leaves
     shared memory for two programs, where they are small."""
-    return rows <= 16 and max(shape.k_dim, shape.v_dim) <= 128 and shape.dtype not in QUANTISED
+    return rows <= 16 and max(shape.k_dim, shape.v_dim) <= 128 and shape.dtype not in QUANTISED_DTYPES
 
 
 class WorkList:
@@ -98,22 +98,22 @@ class WorkList:
 
         self.tile, self.capacity = tile, segments
         self.lanes = max(1, tile.programs // shape.kv_heads)
-        self.segments, self.places = ints(segments + AHEAD, 8), ints(segments)
+        self.segments, self.places = ints(segments + READ_AHEAD, 8), ints(segments)
         self.firsts, self.totals = ints(self.lanes), ints(3)
         pieces = (tiles + self.lanes) * shape.kv_heads * tile.rows
         self.parts = torch.empty((pieces, shape.v_dim), dtype=torch.float32, device=device)
         self.part_lse = torch.empty(pieces, dtype=torch.float32, device=device)
 
     @property
-    def line(self) -> tuple[torch.Tensor, ...]:
+    def buffers(self) -> tuple[torch.Tensor, ...]:
         return self.segments, self.places, self.firsts, self.totals
 
-    def cut(self, shape: Shape) -> dict[str, int]:
+    def constants(self, shape: Shape) -> dict[str, int]:
         """The constants by which the planning kernels lay out this list."""
         return {
             "LANES": self.lanes,
-            "LEAST": self.tile.least,
-            "TOLL": self.tile.toll,
+            "LEAST": self.tile.min_units,
+            "TOLL": self.tile.overhead_units,
             "GROUP": shape.group,
             "PAGE": shape.block_tokens,
             "BM": self.tile.rows,
@@ -125,7 +125,7 @@ class WorkList:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerCall:
     """One layer's call: what is read, and where results go."""
 
     shape: Shape
@@ -142,7 +142,7 @@ class Layer:
     out: torch.Tensor
     lse: torch.Tensor
 
-    def tiles(
+    def attend_tiles(
         self,
         work: WorkList,
         bounds: int,
@@ -163,7 +163,11 @@ class Layer:
         clear = turned or (members is not None and not small and max(shape.k_dim, shape.v_dim) <= 128)
         # Tensor cores take 8 bits as they are, 32 at a time along what is summed.
         native = (
-            shape.dtype in QUANTISED and turned and small and (dk1 == 0 or dk1 >= 32) and tile.tokens >= 32
+            shape.dtype in QUANTISED_DTYPES
+            and turned
+            and small
+            and (dk1 == 0 or dk1 >= 32)
+            and tile.tokens >= 32
         )
         attend_tiles[(work.lanes * shape.kv_heads,)](
             q, k, v, k_scale, v_scale, self.out, self.lse, work.parts, work.part_lse, work.segments, work.firsts, work.totals,
@@ -177,21 +181,21 @@ class Layer:
             shape.k_dim**-0.5 if self.scale is None else self.scale,
             1.0 if mask.softcap is None else mask.softcap,
             HEADS=shape.kv_heads, GROUP=shape.group, DK0=dk0, DK1=dk1, DV0=dv0, DV1=dv1, PAGE=shape.block_tokens,
-            BM=tile.rows, BN=tile.tokens, SPAN=SPANS[mask.span.kind], SIZE=mask.span.size,
+            BM=tile.rows, BN=tile.tokens, SPAN=SPAN_NUMBERS[mask.span.kind], SIZE=mask.span.size,
             SHARED=members is not None, BOUNDS=bounds, TREE=mask.trees is not None, SOFTCAP=mask.softcap is not None,
             SINK=mask.sinks is not None, SCALES=self.scales, LATENT=shape.latent,
             TURNED=turned, DIRECT=direct,
             EXACT=q.dtype == torch.float32, HALF=shape.dtype == torch.float8_e4m3fn, PHASES=clear,
-            STAGES=tile.stages, OVERLAP=overlaps(q.device), SMALL=small, TOLL=tile.toll, BESIDE=beside and overlaps(q.device),
-            NATIVE=native, num_warps=tile.warps, maxnreg=tile.registers, **(overlapped(q.device) if beside else {}),
+            STAGES=tile.stages, OVERLAP=supports_pdl(q.device), SMALL=small, TOLL=tile.overhead_units, BESIDE=beside and supports_pdl(q.device),
+            NATIVE=native, num_warps=tile.warps, maxnreg=tile.registers, **(pdl_options(q.device) if beside else {}),
         )  # fmt: skip
 
-    def line(self, work: WorkList, queries: int, bounds: int) -> None:
+    def attend_single_tiles(self, work: WorkList, queries: int, bounds: int) -> None:
         """`tiles` of a list whose segments are one tile each and count no toll: whole tiles to `out`, in one loop."""
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         dk0, dk1 = split_dim(shape.k_dim)
         dv0, dv1 = split_dim(shape.v_dim)
-        attend_line[(work.lanes * shape.kv_heads,)](
+        attend_single_tiles[(work.lanes * shape.kv_heads,)](
             q, k, v, self.out, self.lse, work.parts, work.part_lse, work.segments, work.firsts, work.totals,
             self.tokens, self.tables, q if mask.sinks is None else mask.sinks,
             q if mask.trees is None else mask.trees.view(torch.uint8),
@@ -201,11 +205,11 @@ class Layer:
             shape.k_dim**-0.5 if self.scale is None else self.scale,
             1.0 if mask.softcap is None else mask.softcap,
             HEADS=shape.kv_heads, GROUP=shape.group, DK0=dk0, DK1=dk1, DV0=dv0, DV1=dv1, PAGE=shape.block_tokens,
-            BM=tile.rows, BN=tile.tokens, SPAN=SPANS[mask.span.kind], WINDOW=mask.span.size,
+            BM=tile.rows, BN=tile.tokens, SPAN=SPAN_NUMBERS[mask.span.kind], WINDOW=mask.span.size,
             SINGLE=queries == 1, BOUNDS=bounds, TREE=mask.trees is not None, SOFTCAP=mask.softcap is not None,
             SINK=mask.sinks is not None, TURNED=v.stride(3) != 1, EXACT=q.dtype == torch.float32,
-            STAGES=tile.stages, OVERLAP=overlaps(q.device), num_warps=tile.warps, maxnreg=tile.registers,
-            **overlapped(q.device),
+            STAGES=tile.stages, OVERLAP=supports_pdl(q.device), num_warps=tile.warps, maxnreg=tile.registers,
+            **pdl_options(q.device),
         )  # fmt: skip
 
     def merge_split(self, work: WorkList, starts: torch.Tensor, queries: int) -> None:
@@ -213,12 +217,12 @@ class Layer:
         shape, tile = self.shape, work.tile
         columns = triton.next_power_of_2(shape.v_dim)
         merge_split[(work.lanes, shape.kv_heads, min(tile.rows, queries * shape.group))](
-            self.out, self.lse, work.parts, work.part_lse, *work.line, starts,
+            self.out, self.lse, work.parts, work.part_lse, *work.buffers, starts,
             self.q if self.mask.sinks is None else self.mask.sinks, starts.numel() - 1,
             self.out.stride(0), self.out.stride(1), self.lse.stride(0),
             HEADS=shape.kv_heads, GROUP=shape.group, DV=shape.v_dim, COLUMNS=columns,
             BM=tile.rows, SINK=self.mask.sinks is not None, CHUNK=2048 // columns, LANES=work.lanes,
-            OVERLAP=overlaps(self.q.device), num_warps=1, **overlapped(self.q.device),
+            OVERLAP=supports_pdl(self.q.device), num_warps=1, **pdl_options(self.q.device),
         )  # fmt: skip
 
     def merge_levels(self, own: WorkList, shared: WorkList, sources: torch.Tensor) -> None:
@@ -230,7 +234,7 @@ class Layer:
             self.out.stride(0), self.out.stride(1), self.lse.stride(0),
             HEADS=shape.kv_heads, GROUP=shape.group, DV=shape.v_dim, COLUMNS=triton.next_power_of_2(shape.v_dim),
             BM=own.tile.rows, S_BM=shared.tile.rows, DEPTH=sources.shape[1] - 1, SINK=self.mask.sinks is not None,
-            CHUNK=4, OVERLAP=overlaps(self.q.device), num_warps=1, **overlapped(self.q.device),
+            CHUNK=4, OVERLAP=supports_pdl(self.q.device), num_warps=1, **pdl_options(self.q.device),
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ __all__ = ["BatchInvariant"]
 aten = torch.ops.aten
 
 # fmt: off
-MOVES = frozenset((
+DATA_MOVEMENT = frozenset((
     "_local_scalar_dense", "_pin_memory", "_to_copy", "_unsafe_view", "alias", "arange", "argmax", "argmin",
     "as_strided", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach", "detach_", "embedding",
     "empty", "empty_like", "empty_strided", "expand", "eye", "fill", "fill_", "full", "full_like", "gather",
@@ -39,7 +39,7 @@ MOVES = frozenset((
 ))
 # fmt: on
 """Operations that compute nothing: what they give is what they were given."""
-ROWS = frozenset(
+ROW_WISE = frozenset(
     [
         "_fused_rms_norm",
         "index_add",
@@ -63,7 +63,7 @@ ROWS = frozenset(
 that are there once, as those who call it here do."""
 
 
-SINGLE = frozenset(("complex", "floor_divide", "polar"))
+ELEMENT_WISE = frozenset(("complex", "floor_divide", "polar"))
 """Operations that work number by number, though torch does not say so of them."""
 
 
@@ -124,7 +124,7 @@ def _grouped(
     return grouped_product(a, b, offs)
 
 
-OURS: dict[OpOverload, Callable[..., torch.Tensor]] = {
+REPLACEMENTS: dict[OpOverload, Callable[..., torch.Tensor]] = {
     aten.mm.default: product,
     aten.bmm.default: product,
     aten.addmm.default: _addmm,
@@ -137,13 +137,13 @@ OURS: dict[OpOverload, Callable[..., torch.Tensor]] = {
 
 
 @lru_cache(maxsize=4096)
-def _harmless(operation: OpOverload) -> bool:
+def _is_batch_invariant(operation: OpOverload) -> bool:
     name = operation._schema.name.rpartition("::")[2]
     return (
         torch.Tag.pointwise in operation.tags
         or operation.is_view
-        or name in MOVES
-        or name.rstrip("_") in ROWS | SINGLE
+        or name in DATA_MOVEMENT
+        or name.rstrip("_") in ROW_WISE | ELEMENT_WISE
     )
 
 
@@ -154,10 +154,10 @@ class BatchInvariant(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        ours = OURS.get(func)
+        ours = REPLACEMENTS.get(func)
         if ours is not None:
             return ours(*args, **kwargs)
-        if _harmless(func):
+        if _is_batch_invariant(func):
             return func(*args, **kwargs)
         with self:  # what is made of smaller operations is looked at in those
             found = func.decompose(*args, **kwargs)

@@ -24,13 +24,13 @@ class _Tile:
     stages: int
 
 
-LARGE = _Tile(128, 128, 64, 8, 3)
+LARGE_TILE = _Tile(128, 128, 64, 8, 3)
 
 
-_agrees: dict[tuple[Any, ...], bool] = {}
+_large_tile_agrees: dict[tuple[Any, ...], bool] = {}
 
 
-def _small(columns: int, dtype: torch.dtype) -> _Tile:
+def _small_tile(columns: int, dtype: torch.dtype) -> _Tile:
     """The tile for a weight of so many outputs, whatever the number of rows: few columns, so that a row alone, too, is
     computed by all of the device."""
     if dtype == torch.float32:  # multiplied without tensor cores, out of registers
@@ -46,28 +46,28 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
     if a.shape[-1] == 1 and bias is None:
         return a * b  # nothing is summed
     # Of two that are batches, the second's columns may be the step's tokens: the tile must not go by them.
-    small = _small(b.shape[-1] if b.dim() == 2 else 0, a.dtype)
+    small = _small_tile(b.shape[-1] if b.dim() == 2 else 0, a.dtype)
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
-    large = -(-m // LARGE.rows) * -(-n // LARGE.columns) * (len(a) if a.dim() == 3 else 1)
+    large = -(-m // LARGE_TILE.rows) * -(-n // LARGE_TILE.columns) * (len(a) if a.dim() == 3 else 1)
     if a.is_cuda and a.dtype != torch.float32 and large >= _processors(a.device):
         key = n, k, a.dtype, a.device, b.stride()[-2:] == (1, k)
-        if key not in _agrees:
-            _agrees[key] = _agree(small, b[0] if b.dim() == 3 else b)
-        return _launch(a, b, bias, LARGE if _agrees[key] else small)
+        if key not in _large_tile_agrees:
+            _large_tile_agrees[key] = _tiles_agree(small, b[0] if b.dim() == 3 else b)
+        return _launch(a, b, bias, LARGE_TILE if _large_tile_agrees[key] else small)
     return _launch(a, b, bias, small)
 
 
 def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The rows of a [m, k] by their groups: those up to `offsets[0]` times b[0], the next up to `offsets[1]` times b[1], …; b
     is [groups, k, n]. The offsets stay on the device."""
-    return _launch(a, b, None, _small(b.shape[-1], a.dtype), offsets)
+    return _launch(a, b, None, _small_tile(b.shape[-1], a.dtype), offsets)
 
 
-def _agree(small: _Tile, b: torch.Tensor) -> bool:
+def _tiles_agree(small: _Tile, b: torch.Tensor) -> bool:
     """Whether the large tile gives the bits of the small one, on this device and for such a weight."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(300, b.shape[0], generator=generator).to(b.device, b.dtype)
-    return torch.equal(_launch(a, b, None, small), _launch(a, b, None, LARGE))
+    return torch.equal(_launch(a, b, None, small), _launch(a, b, None, LARGE_TILE))
 
 
 def _launch(

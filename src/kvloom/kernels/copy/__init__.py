@@ -3,6 +3,6 @@
 `copier` has both interfaces and the three methods, `reference` the oracle in plain torch, `triton_copy` the kernel.
 """
 
-from .copier import Copier, Done, Ids, Method, copy_pages
+from .copier import Copier, FinishedEvent, Ids, Method, copy_pages
 
-__all__ = ["Copier", "Done", "Ids", "Method", "copy_pages"]
+__all__ = ["Copier", "FinishedEvent", "Ids", "Method", "copy_pages"]

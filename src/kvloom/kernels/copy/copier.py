@@ -28,7 +28,7 @@ import torch
 
 from kvloom.kernels.memory import Addresses, load_cuda_driver
 
-__all__ = ["Copier", "Done", "Ids", "Method", "copy_pages", "side_by_side"]
+__all__ = ["Copier", "FinishedEvent", "Ids", "Method", "copy_pages", "merge_adjacent"]
 
 Ids: TypeAlias = torch.Tensor | npt.NDArray[np.integer[Any]] | Sequence[int]
 Method = Literal["batch", "staged", "kernel"]
@@ -76,7 +76,7 @@ def copy_pages(
         move(buffer, buffer, from_, to, len(source), page_bytes, page_stride, page_stride, programs)
 
 
-class Done:
+class FinishedEvent:
     """What a copy returns where there is nothing to wait for: a finished event."""
 
     def query(self) -> bool:
@@ -108,9 +108,9 @@ class Copier:
         self.page_stride = page_stride
         self.page_bytes = page_stride if page_bytes is None else page_bytes
         self._pages = _pages(buffer, page_stride, self.page_bytes)
-        self._out = _Way(buffer.device) if buffer.is_cuda else None
-        self._in = _Way(buffer.device) if buffer.is_cuda else None
-        self._known: weakref.ref[torch.Tensor] | None = None
+        self._out = _StagedLane(buffer.device) if buffer.is_cuda else None
+        self._in = _StagedLane(buffer.device) if buffer.is_cuda else None
+        self._checked_host: weakref.ref[torch.Tensor] | None = None
 
     def gather(
         self,
@@ -122,15 +122,15 @@ class Copier:
         after: torch.cuda.Event | None = None,
         method: Method | None = None,
         trusted: bool = False,
-    ) -> torch.cuda.Event | Done:
+    ) -> torch.cuda.Event | FinishedEvent:
         """Copy page `pages[i]` to row `rows[i]` of `host` ([rows, page_bytes] uint8, pinned on CUDA), or to row i. Of `trusted`
         rows it is not looked at whether each is there once."""
-        source = _Rows(self._pages, _checked(pages, len(self._pages), "page"))
-        target = _Rows(host, self._host_rows(host, rows, len(source.ids), once=not trusted))
+        source = _ByteRows(self._pages, _checked(pages, len(self._pages), "page"))
+        target = _ByteRows(host, self._host_rows(host, rows, len(source.ids), once=not trusted))
         if self._out is None:
             host[torch.from_numpy(target.ids)] = self._pages[torch.from_numpy(source.ids)]
-            return Done()
-        return self._carry(self._out, source, target, stream, after, self._choose(method, rows))
+            return FinishedEvent()
+        return self._copy(self._out, source, target, stream, after, self._choose(method, rows))
 
     def scatter(
         self,
@@ -141,14 +141,14 @@ class Copier:
         stream: torch.cuda.Stream | None = None,
         after: torch.cuda.Event | None = None,
         method: Method | None = None,
-    ) -> torch.cuda.Event | Done:
+    ) -> torch.cuda.Event | FinishedEvent:
         """Copy row `rows[i]` of `host`, or row i, to page `pages[i]`: the way back of `gather`."""
-        target = _Rows(self._pages, _checked(pages, len(self._pages), "page", once=True))
-        source = _Rows(host, self._host_rows(host, rows, len(target.ids)))
+        target = _ByteRows(self._pages, _checked(pages, len(self._pages), "page", once=True))
+        source = _ByteRows(host, self._host_rows(host, rows, len(target.ids)))
         if self._in is None:
             self._pages[torch.from_numpy(target.ids)] = host[torch.from_numpy(source.ids)]
-            return Done()
-        return self._carry(self._in, source, target, stream, after, self._choose(method, rows))
+            return FinishedEvent()
+        return self._copy(self._in, source, target, stream, after, self._choose(method, rows))
 
     def _choose(self, method: Method | None, rows: Ids | None) -> Method:
         if method not in (None, "batch", "staged", "kernel"):
@@ -160,22 +160,22 @@ class Copier:
             raise ValueError("method 'batch' needs a driver of CUDA 12.8 or later: use staged or kernel")
         return method or ("batch" if batches else "staged")
 
-    def _carry(
+    def _copy(
         self,
-        way: _Way,
-        source: _Rows,
-        target: _Rows,
+        lane: _StagedLane,
+        source: _ByteRows,
+        target: _ByteRows,
         stream: torch.cuda.Stream | None,
         after: torch.cuda.Event | None,
         method: Method,
     ) -> torch.cuda.Event:
-        stream = stream or way.stream
+        stream = stream or lane.stream
         if after is None:
             stream.wait_stream(torch.cuda.current_stream(self._pages.device))
         else:
             stream.wait_event(after)
         if method == "batch":
-            runs = side_by_side(target.addresses(), source.addresses(), self.page_bytes)
+            runs = merge_adjacent(target.addresses(), source.addresses(), self.page_bytes)
             load_cuda_driver().copy_batch(*runs, stream.cuda_stream)
         elif method == "kernel":
             with torch.cuda.stream(stream):
@@ -183,10 +183,10 @@ class Copier:
                 ids = _upload(source.ids, device), _upload(target.ids, device)
                 _move(source.rows, target.rows, *ids, _LINK_PROGRAMS)
         elif source.rows is self._pages:
-            way.gather(source, target, stream)
+            lane.gather(source, target, stream)
         else:
-            way.scatter(source, target, stream)
-        event = _event()
+            lane.scatter(source, target, stream)
+        event = _new_event()
         event.record(stream)
         return event
 
@@ -194,9 +194,11 @@ class Copier:
         self, host: torch.Tensor, rows: Ids | None, count: int, once: bool = False
     ) -> npt.NDArray[np.int64]:
         """The rows that are meant, after checking that `host` can take part."""
-        if self._known is None or self._known() is not host:  # asking the driver takes as long as many copies
+        if (
+            self._checked_host is None or self._checked_host() is not host
+        ):  # asking the driver takes as long as many copies
             self._check_host(host)
-            self._known = weakref.ref(host)
+            self._checked_host = weakref.ref(host)
         if rows is None and len(host) != count:
             raise ValueError(f"host memory has {len(host)} rows for {count} pages: cut it or give `rows`")
         found = np.arange(count) if rows is None else _checked(rows, len(host), "host row", once)
@@ -224,7 +226,7 @@ class Copier:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _ByteRows:
     """One end of a copy: some rows of a matrix of bytes."""
 
     rows: torch.Tensor
@@ -236,7 +238,7 @@ class _Rows:
         return places.view(np.uint64)
 
 
-class _Way:
+class _StagedLane:
     """The streams of one way, and its two staging buffers: one is filled while the other empties."""
 
     def __init__(self, device: torch.device) -> None:
@@ -247,7 +249,7 @@ class _Way:
         self._slots: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._turn = 0
 
-    def gather(self, source: _Rows, target: _Rows, stream: torch.cuda.Stream) -> None:
+    def gather(self, source: _ByteRows, target: _ByteRows, stream: torch.cuda.Stream) -> None:
         """Pack on one stream, copy on the other."""
         self._packer.wait_stream(stream)
         with torch.cuda.stream(self._packer):
@@ -263,7 +265,7 @@ class _Way:
                     target.rows[row : row + count].copy_(stage[at : at + count], non_blocking=True)
                 free.record(stream)
 
-    def scatter(self, source: _Rows, target: _Rows, stream: torch.cuda.Stream) -> None:
+    def scatter(self, source: _ByteRows, target: _ByteRows, stream: torch.cuda.Stream) -> None:
         """Copy on one stream, unpack on the other."""
         self._packer.wait_stream(stream)
         with torch.cuda.stream(self._packer):
@@ -285,7 +287,7 @@ class _Way:
             with torch.cuda.stream(self._packer):
                 for _ in range(2):
                     buffer = torch.empty(max(_STAGE_BYTES, row_bytes), dtype=torch.uint8, device=self._device)
-                    self._slots.append((buffer, _event()))
+                    self._slots.append((buffer, _new_event()))
                     self._slots[-1][1].record(self._packer)
         each = self._slots[0][0].numel() // row_bytes
         for first in range(0, count, each):
@@ -361,7 +363,9 @@ def _runs(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[tuple[int, in
     return [(first, int(rows[first]), end - first) for first, end in zip(firsts, ends, strict=True)]
 
 
-def side_by_side(targets: Addresses, sources: Addresses, size: int) -> tuple[Addresses, Addresses, Addresses]:
+def merge_adjacent(
+    targets: Addresses, sources: Addresses, size: int
+) -> tuple[Addresses, Addresses, Addresses]:
     """Copies of `size` bytes each as fewer and longer ones, where both ends of some lie side by side: targets, sources
     and bytes. The driver and the engine pay for each copy, however short."""
     if not len(targets):
@@ -384,7 +388,7 @@ def _upload(ids: Ids, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.asarray(ids, np.int32)).pin_memory().to(device, non_blocking=True)
 
 
-def _event() -> torch.cuda.Event:
+def _new_event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 

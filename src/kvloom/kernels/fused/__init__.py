@@ -8,22 +8,32 @@
 """
 
 from .argmax import row_argmax
-from .operations import Activation, Norm, Normed, add_norm, gated, linear, rms_norm, rms_norms, rotate
-from .step_layout import FIELDS, Singles, fields_of, lay_out
+from .operations import (
+    Activation,
+    NormForm,
+    RMSNorm,
+    act_and_mul,
+    add_norm,
+    apply_rotary,
+    linear,
+    rms_norm,
+    rms_norms,
+)
+from .step_layout import ROW_FIELDS, StepLayout, field_count, lay_out_step
 
 __all__ = [
-    "FIELDS",
+    "ROW_FIELDS",
     "Activation",
-    "Norm",
-    "Normed",
-    "Singles",
+    "NormForm",
+    "RMSNorm",
+    "StepLayout",
+    "act_and_mul",
     "add_norm",
-    "fields_of",
-    "gated",
-    "lay_out",
+    "apply_rotary",
+    "field_count",
+    "lay_out_step",
     "linear",
     "rms_norm",
     "rms_norms",
-    "rotate",
     "row_argmax",
 ]

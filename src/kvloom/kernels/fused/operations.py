@@ -7,10 +7,10 @@ oracle, or natively (`cpu`); CUDA tensors in Triton. Knows no modules: `models/f
 |-------------|---------------------------------------------------|--------------------------|
 | `rms_norm`  | x [..., dim], any strides but dense in dim        | the same shape, dense    |
 | `rms_norms` | x [tokens, heads, dim], two norms                 | the same shape, dense    |
-| `gated`     | x [tokens, 2 * dim]: gates, then what they gate   | [tokens, dim]            |
+| `act_and_mul`     | x [tokens, 2 * dim]: gates, then what they gate   | [tokens, dim]            |
 | `add_norm`  | x, y [..., dim], dense                            | x, to which y's norm is added; and its norm |
 | `linear`    | x [..., in], weight [out, in], what is added to   | [..., out]               |
-| `rotate`    | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms), turned; dense by token |
+| `apply_rotary`    | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms), turned; dense by token |
 
 `linear` is a matrix product of torch's, but where a token is alone.
 """
@@ -26,26 +26,36 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kvloom.kernels import cpu
 
-__all__ = ["Activation", "Norm", "Normed", "add_norm", "gated", "linear", "rms_norm", "rms_norms", "rotate"]
+__all__ = [
+    "Activation",
+    "NormForm",
+    "RMSNorm",
+    "act_and_mul",
+    "add_norm",
+    "apply_rotary",
+    "linear",
+    "rms_norm",
+    "rms_norms",
+]
 
-Norm = Literal["llama", "gemma"]
+NormForm = Literal["llama", "gemma"]
 """How the weight comes in: `llama` rounds before multiplying by it, `gemma` multiplies by 1 + weight in float32."""
 Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
-class Normed:
+class RMSNorm:
     """An RMS norm: of what it is taken is the caller's."""
 
     weight: torch.Tensor
     eps: float
-    form: Norm = "llama"
+    form: NormForm = "llama"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, self.form)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Norm = "llama") -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm = "llama") -> torch.Tensor:
     """x over the root of its mean square along the last dimension, times the weight."""
     if x.shape[-1:] != weight.shape:
         raise ValueError(
@@ -55,7 +65,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Norm = "ll
         from . import triton_operations as triton_fused
 
         return triton_fused.rms_norm(x, weight, eps, form == "gemma")
-    if cpu.takes(x, weight):
+    if cpu.supports(x, weight):
         return cpu.rms_norm(x, weight, eps, form == "gemma")
     if x.dtype == torch.float32:  # nothing is rounded on the way
         return functional.rms_norm(x, weight.shape, weight if form == "llama" else 1.0 + weight, eps)
@@ -66,38 +76,38 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: Norm = "ll
     return weight * wide.to(x.dtype)
 
 
-def rms_norms(x: torch.Tensor, first: int, norms: tuple[Normed, Normed]) -> torch.Tensor:
+def rms_norms(x: torch.Tensor, first: int, norms: tuple[RMSNorm, RMSNorm]) -> torch.Tensor:
     """The `first` heads of x through one norm, the others through the other."""
-    if x.is_cuda and x.stride(-1) == 1 and _alike(norms, x):
+    if x.is_cuda and x.stride(-1) == 1 and _fuse_in_one_launch(norms, x):
         from . import triton_operations as triton_fused
 
         return triton_fused.rms_norms(x, first, norms)
     return torch.cat((norms[0](x[:, :first]), norms[1](x[:, first:])), 1)
 
 
-def _alike(norms: tuple[Normed, Normed], x: torch.Tensor) -> bool:
+def _fuse_in_one_launch(norms: tuple[RMSNorm, RMSNorm], x: torch.Tensor) -> bool:
     """Whether one launch may take both."""
     a, b = norms
     return a.eps == b.eps and a.form == b.form and a.weight.shape == b.weight.shape == x.shape[-1:]
 
 
-def gated(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+def act_and_mul(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
     """The first half of each row through the activation, times the second half."""
     if x.shape[-1] % 2:
         raise ValueError(f"rows of {x.shape[-1]} have no halves")
     if x.is_cuda and x.is_contiguous():
         from . import triton_operations as triton_fused
 
-        return triton_fused.gated(x, activation)
-    if cpu.takes(x):
-        return cpu.gated(x, activation == "gelu_tanh")
+        return triton_fused.act_and_mul(x, activation)
+    if cpu.supports(x):
+        return cpu.act_and_mul(x, activation == "gelu_tanh")
     gate, up = x.chunk(2, -1)
     acted = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
     return acted * up
 
 
 def add_norm(
-    x: torch.Tensor, y: torch.Tensor, post: Normed, pre: Normed | None = None
+    x: torch.Tensor, y: torch.Tensor, post: RMSNorm, pre: RMSNorm | None = None
 ) -> torch.Tensor | None:
     """Add y's norm to x, in place; the norm `pre` of the sum, where it is wanted."""
     if x.shape != y.shape or x.shape[-1:] != post.weight.shape:
@@ -130,19 +140,19 @@ def linear(
         from . import triton_linear
 
         flat = None if into is None else into.view(1, -1)
-        return triton_linear.row_times(x.view(1, -1), weight, flat).view(*x.shape[:-1], -1)
+        return triton_linear.row_linear(x.view(1, -1), weight, flat).view(*x.shape[:-1], -1)
     if into is None:
         return functional.linear(x, weight, bias)
     into.view(-1, into.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
     return into
 
 
-def rotate(
+def apply_rotary(
     q: torch.Tensor,
     k: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    norms: tuple[Normed, Normed] | None = None,
+    norms: tuple[RMSNorm, RMSNorm] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn q and k by angles given per token, each pair of dims half a head apart (`cos` and `sin` name every dim); what
     is turned are their norms, where those are given."""
@@ -152,16 +162,16 @@ def rotate(
             "token and dim"
         )
     launched = q.is_cuda and q.stride(-1) == k.stride(-1) == 1 and q.shape[0] == 1
-    if norms is not None and not (launched and _alike(norms, q)):
+    if norms is not None and not (launched and _fuse_in_one_launch(norms, q)):
         q, k, norms = norms[0](q), norms[1](k), None
     if launched:
         from . import triton_operations as triton_fused
 
-        return triton_fused.rotate(q, k, cos, sin, norms)
+        return triton_fused.apply_rotary(q, k, cos, sin, norms)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return q * cos + _half_turned(q) * sin, k * cos + _half_turned(k) * sin
+    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
 
 
-def _half_turned(x: torch.Tensor) -> torch.Tensor:
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
     low, high = x.chunk(2, -1)
     return torch.cat((-high, low), -1)

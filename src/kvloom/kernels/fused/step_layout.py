@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["FIELDS", "Singles", "fields_of", "lay_out"]
+__all__ = ["ROW_FIELDS", "StepLayout", "field_count", "lay_out_step"]
 
-FIELDS = 6
+ROW_FIELDS = 6
 """Numbers that every row has: token, position, source, table row, length, patched block."""
 
 
 @dataclass(frozen=True, slots=True)
-class Singles:
+class StepLayout:
     """What was worked out. `tables` ([columns, rows, blocks]) hold the blocks up to each row's length; what lies beyond is not
     to be read where a graph is replayed. `slots`, `pages` ([columns, rows]) and `places` say where the rows' tokens go."""
 
@@ -35,29 +35,31 @@ class Singles:
     shifts: torch.Tensor
 
 
-def fields_of(columns: int, states: int, shifted: bool) -> int:
+def field_count(columns: int, states: int, shifted: bool) -> int:
     """Numbers of a row in the block that is sent."""
-    return FIELDS + columns + states + shifted
+    return ROW_FIELDS + columns + states + shifted
 
 
-def lay_out(
+def lay_out_step(
     sent: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, rows: int, block: int, states: int, shifted: bool
-) -> Singles:  # fmt: skip
+) -> StepLayout:  # fmt: skip
     """The step of `rows` rows that `sent` tells of; `tables` are brought up to date. Launches work, waits for none."""
     columns = tables.shape[0]
-    numbers = sent[: fields_of(columns, states, shifted) * rows].view(-1, rows)
+    numbers = sent[: field_count(columns, states, shifted) * rows].view(-1, rows)
     if sent.is_cuda:
         from . import triton_step_layout
 
-        return Singles(*triton_step_layout.lay_out(numbers, tables, chosen, block, states, FIELDS))
-    token, position, source, of, _, patched = numbers[:FIELDS].long()
+        return StepLayout(
+            *triton_step_layout.lay_out_step(numbers, tables, chosen, block, states, ROW_FIELDS)
+        )
+    token, position, source, of, _, patched = numbers[:ROW_FIELDS].long()
     some = patched >= 0
-    new, rest = numbers[FIELDS : FIELDS + columns], numbers[FIELDS + columns :]
+    new, rest = numbers[ROW_FIELDS : ROW_FIELDS + columns], numbers[ROW_FIELDS + columns :]
     tables[:, of[some], patched[some]] = new[:, some]
     held = tables.index_select(1, of)
     pages = held[:, torch.arange(rows), position // block].long()
     places = position % block
-    return Singles(
+    return StepLayout(
         tokens=torch.where(source < 0, token, chosen[source.clamp(min=0)]),
         positions=position,
         lengths=numbers[4],

@@ -17,9 +17,9 @@ from triton.language.extra.cuda import (
     gdc_wait as wait_for_launcher,
 )
 
-from kvloom.kernels.device import overlapped, overlaps
+from kvloom.kernels.device import pdl_options, supports_pdl
 
-__all__ = ["row_times"]
+__all__ = ["row_linear"]
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _row_kernel(
     tl.store(out + row, total.to(out.dtype.element_ty), mask=row < rows)
 
 
-def row_times(
+def row_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     into: torch.Tensor | None = None,
@@ -62,7 +62,7 @@ def row_times(
     bn, bk, warps = tile or _tile(rows, k)
     _row_kernel[(triton.cdiv(rows, bn),)](
         x, weight, out, weight.stride(0), rows,
-        K=k, BN=bn, BK=bk, ADD=into is not None, OVERLAP=overlaps(x.device), num_warps=warps, **overlapped(x.device),
+        K=k, BN=bn, BK=bk, ADD=into is not None, OVERLAP=supports_pdl(x.device), num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip
     return out
 

@@ -20,9 +20,9 @@ from triton.language.extra.cuda import (
     gdc_wait as wait_for_launcher,
 )
 
-from kvloom.kernels.device import overlapped, overlaps
+from kvloom.kernels.device import pdl_options, supports_pdl
 
-__all__ = ["act", "add_norm", "gated", "rms_norm", "rms_norms", "rotate"]
+__all__ = ["act", "act_and_mul", "add_norm", "apply_rotary", "rms_norm", "rms_norms"]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -137,20 +137,20 @@ def _rotate_kernel(
     s1 = tl.load(sin + token * s_angle + HALF + column, mask=there, other=0.0).to(tl.float32)[None, :]
     for first in tl.static_range(0, HEADS, ROWS):
         head = first + tl.arange(0, ROWS)
-        _turn(
+        _rotate(
             q + token * sq_token + head[:, None] * sq_head, q_out + (token * HEADS + head[:, None]) * (2 * HALF),
             (head < HEADS)[:, None] & there[None, :], column, c0, c1, s0, s1, HALF,
         )  # fmt: skip
     for first in tl.static_range(0, KV_HEADS, ROWS):
         head = first + tl.arange(0, ROWS)
-        _turn(
+        _rotate(
             k + token * sk_token + head[:, None] * sk_head, k_out + (token * KV_HEADS + head[:, None]) * (2 * HALF),
             (head < KV_HEADS)[:, None] & there[None, :], column, c0, c1, s0, s1, HALF,
         )  # fmt: skip
 
 
 @triton.jit
-def _turn(source, target, mask, column, c0, c1, s0, s1, HALF: tl.constexpr):
+def _rotate(source, target, mask, column, c0, c1, s0, s1, HALF: tl.constexpr):
     kind = source.dtype.element_ty
     low = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + HALF + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -239,8 +239,8 @@ def _norm_rows(
     if rows:
         _norm_kernel[(triton.cdiv(rows, each),)](
             x, *weights, out, heads, rows, s_token, s_head, eps,
-            DIM=dim, COLUMNS=columns, ROWS=each, FIRST=first, GEMMA=gemma, OVERLAP=overlaps(x.device),
-            num_warps=min(16, max(1, columns * each // 512)), enable_fp_fusion=False, **overlapped(x.device),
+            DIM=dim, COLUMNS=columns, ROWS=each, FIRST=first, GEMMA=gemma, OVERLAP=supports_pdl(x.device),
+            num_warps=min(16, max(1, columns * each // 512)), enable_fp_fusion=False, **pdl_options(x.device),
         )  # fmt: skip
     return out
 
@@ -255,7 +255,7 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, post: Any, pre: Any) -> torch.Ten
         _add_norm_kernel[(x.numel() // dim,)](
             x, y, post.weight, first.weight, out, post.eps, first.eps,
             DIM=dim, COLUMNS=columns, POST_GEMMA=post.form == "gemma", PRE=pre is not None, PRE_GEMMA=first.form == "gemma",
-            OVERLAP=overlaps(x.device), num_warps=min(16, max(1, columns // 512)), enable_fp_fusion=False, **overlapped(x.device),
+            OVERLAP=supports_pdl(x.device), num_warps=min(16, max(1, columns // 512)), enable_fp_fusion=False, **pdl_options(x.device),
         )  # fmt: skip
     return None if pre is None else out
 
@@ -273,19 +273,19 @@ def _walk(x: torch.Tensor) -> tuple[int, int, int] | None:
     return dims[1][0], dims[0][1], dims[1][1]
 
 
-def gated(x: torch.Tensor, activation: Any) -> torch.Tensor:
+def act_and_mul(x: torch.Tensor, activation: Any) -> torch.Tensor:
     dim = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], dim), dtype=x.dtype, device=x.device)
     rows, columns = out.numel() // max(dim, 1), min(2048, triton.next_power_of_2(dim))
     if rows:
         _gated_kernel[(rows, triton.cdiv(dim, columns))](
-            x, out, DIM=dim, COLUMNS=columns, TANH=activation == "gelu_tanh", OVERLAP=overlaps(x.device),
-            num_warps=max(1, columns // 512), **overlapped(x.device),
+            x, out, DIM=dim, COLUMNS=columns, TANH=activation == "gelu_tanh", OVERLAP=supports_pdl(x.device),
+            num_warps=max(1, columns // 512), **pdl_options(x.device),
         )  # fmt: skip
     return out
 
 
-def rotate(
+def apply_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One batch row: [1, heads, tokens, dim] in, the same out, as [tokens, heads, dim] lies. Both norms, where there are any,
@@ -300,15 +300,15 @@ def rotate(
     if tokens and norms is None:
         _rotate_kernel[(tokens,)](
             q, k, cos, sin, *turned, *strides,
-            HEADS=heads, KV_HEADS=kv_heads, HALF=half, COLUMNS=columns, ROWS=rows, OVERLAP=overlaps(q.device),
-            num_warps=4, enable_fp_fusion=False, **overlapped(q.device),
+            HEADS=heads, KV_HEADS=kv_heads, HALF=half, COLUMNS=columns, ROWS=rows, OVERLAP=supports_pdl(q.device),
+            num_warps=4, enable_fp_fusion=False, **pdl_options(q.device),
         )  # fmt: skip
     elif tokens:
         rows = max(rows, 512 // columns)  # else more threads would share a row than where it is normed alone
         _norm_rotate_kernel[(tokens,)](
             q, k, cos, sin, norms[0].weight, norms[1].weight, *turned, *strides, norms[0].eps,
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, COLUMNS=2 * columns, ROWS=rows, RUN=gcd(half, 8),
-            GEMMA=norms[0].form == "gemma", OVERLAP=overlaps(q.device),
-            num_warps=4, enable_fp_fusion=False, **overlapped(q.device),
+            GEMMA=norms[0].form == "gemma", OVERLAP=supports_pdl(q.device),
+            num_warps=4, enable_fp_fusion=False, **pdl_options(q.device),
         )  # fmt: skip
     return turned[0].transpose(1, 2), turned[1].transpose(1, 2)

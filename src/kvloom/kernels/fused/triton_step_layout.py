@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["lay_out"]
+__all__ = ["lay_out_step"]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -49,7 +49,7 @@ def _row_kernel(
         tl.store(slots + column * rows + row, page * BLOCK + position % BLOCK)
 
 
-def lay_out(
+def lay_out_step(
     numbers: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, block: int, states: int, fixed: int
 ) -> tuple[torch.Tensor, ...]:
     """Launch the kernel for `numbers` [fields, rows] that begin with `fixed` fields; returns the fields of `StepLayout`."""

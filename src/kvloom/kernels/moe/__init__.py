@@ -3,6 +3,6 @@
 `interface` has the functions, their plain torch oracle and the choice of tiles; `triton_moe` the kernels.
 """
 
-from .interface import Tile, choose, experts, tile_for, tiles_for
+from .interface import Tile, candidate_tiles, choose_tile, fused_moe, topk_softmax
 
-__all__ = ["Tile", "choose", "experts", "tile_for", "tiles_for"]
+__all__ = ["Tile", "candidate_tiles", "choose_tile", "fused_moe", "topk_softmax"]

@@ -4,7 +4,7 @@
             down [experts, dim, inner]) → [tokens, dim]
 
 CPU tensors run in plain torch, which is the oracle; CUDA tensors in Triton, without a wait for the device, so that graphs can
-hold it. Results are rounded where modeling code rounds. Knows no modules: `models/experts.py` puts these in their places.
+hold it. Results are rounded where modeling code rounds. Knows no modules: `models/fused_moe.py` puts these in their places.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kvloom.kernels.fused import Activation, gated
+from kvloom.kernels.fused import Activation, act_and_mul
 
-__all__ = ["Tile", "choose", "experts", "tile_for", "tiles_for"]
+__all__ = ["Tile", "candidate_tiles", "choose_tile", "fused_moe", "topk_softmax"]
 
 SHARED_MEMORY = 200 << 10
 """What a program's tiles may take: a little less than an H200's 227 KiB."""
@@ -34,7 +34,7 @@ class Tile:
     warps: int
     described: bool = True
 
-    def fitting(self, itemsize: int) -> Tile:
+    def with_fitting_stages(self, itemsize: int) -> Tile:
         """The same with as many stages as fit into shared memory."""
         stage = (self.rows + 2 * self.columns) * self.depth * itemsize
         stages = max(1, min(self.stages, SHARED_MEMORY // stage))
@@ -58,21 +58,21 @@ CHUNKS = (512, 4096)
 EXACT_TILE = Tile(32, 32, 32, 2, 4, described=False)
 
 
-def tile_for(pairs: int, count: int, dtype: torch.dtype) -> Tile:
+def choose_tile(pairs: int, count: int, dtype: torch.dtype) -> Tile:
     """The tile for so many pairs over so many experts: by what the host knows alone."""
     if dtype == torch.float32:
         return EXACT_TILE
-    return next(tile for most, tile in TILES if pairs <= most * count).fitting(dtype.itemsize)
+    return next(tile for most, tile in TILES if pairs <= most * count).with_fitting_stages(dtype.itemsize)
 
 
-def tiles_for(x: torch.Tensor) -> list[Tile]:
+def candidate_tiles(x: torch.Tensor) -> list[Tile]:
     """Every tile that x's kind of numbers may run with."""
     if x.dtype == torch.float32:
         return [EXACT_TILE]
-    return [tile.fitting(x.dtype.itemsize) for _, tile in TILES]
+    return [tile.with_fitting_stages(x.dtype.itemsize) for _, tile in TILES]
 
 
-def experts(
+def fused_moe(
     x: torch.Tensor,
     index: torch.Tensor,
     weights: torch.Tensor,
@@ -110,7 +110,7 @@ def _plain(
         if end > begin:
             mine = order[begin:end]
             both = functional.linear(x[mine // picked], gate_up[expert])
-            parts[mine] = functional.linear(gated(both, activation), down[expert])
+            parts[mine] = functional.linear(act_and_mul(both, activation), down[expert])
         begin = end
     return (parts.view(*index.shape, -1) * weights[..., None]).sum(1).to(x.dtype)
 
@@ -124,14 +124,14 @@ def launch(
     activation: Activation = "silu",
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """The Triton kernels: four launches, five where there are many pairs. Arguments as `experts` checks them."""
+    """The Triton kernels: four launches, five where there are many pairs. Arguments as `fused_moe` checks them."""
     from . import triton_moe as kernels
 
     picked, pairs, count = index.shape[1], index.numel(), len(gate_up)
     if not pairs:
         return torch.zeros_like(x)
     if tile is None:
-        tile = tile_for(pairs, count, x.dtype)
+        tile = choose_tile(pairs, count, x.dtype)
     if x.stride(1) != 1:
         x = x.contiguous()
     index, weights = index.contiguous(), weights.contiguous()
@@ -151,7 +151,7 @@ def launch(
     return kernels.sum_parts(parts, weights)
 
 
-def choose(
+def topk_softmax(
     logits: torch.Tensor, picked: int, shared: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `picked` experts with the largest softmax of each row, as weights ([tokens, picked], in `dtype`) and index;
@@ -161,7 +161,7 @@ def choose(
     if logits.is_cuda:
         from . import triton_moe as triton_experts
 
-        return triton_experts.choose(logits.contiguous(), picked, shared, dtype)
+        return triton_experts.topk_softmax(logits.contiguous(), picked, shared, dtype)
     weights, index = functional.softmax(logits.float(), -1).topk(picked, -1)
     if shared:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Triton kernels of `experts.py`: pairs put in order, two grouped matrix products, the sum; and the choice of experts.
+"""Triton kernels of `fused_moe.py`: pairs put in order, two grouped matrix products, the sum; and the choice of experts.
 
     order   pair p = token * picked + j goes to rows[first[expert] * M + rank], its expert's tiles of M rows each
     up      hidden[row] = act(x[token] @ gate.T) * (x[token] @ up.T)      a program: one tile of rows, N columns of each half
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["choose", "count_pairs", "down", "gate_up", "order_pairs", "sum_parts"]
+__all__ = ["count_pairs", "down", "gate_up", "order_pairs", "sum_parts", "topk_softmax"]
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -227,11 +227,11 @@ def count_pairs(index: torch.Tensor, counts: torch.Tensor, chunk: int) -> None:
 
 def order_pairs(
     index: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
-    experts: int, chunk: int, tile_rows: int,
+    fused_moe: int, chunk: int, tile_rows: int,
 ) -> None:  # fmt: skip
     """Pairs into tiles of one expert each: `rows` (-1 where a tile has room left), each tile's owner, and how many."""
     chunks, bins = counts.shape
-    _order_kernel[(experts, chunks)](
+    _order_kernel[(fused_moe, chunks)](
         index, counts, rows, owners, tiles, index.numel(), chunks,
         CHUNK=chunk, CHUNKS=1 if chunks == 1 else max(16, triton.next_power_of_2(chunks)), BINS=bins, M=tile_rows, num_warps=4,
     )  # fmt: skip
@@ -289,16 +289,16 @@ def sum_parts(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def choose(
+def topk_softmax(
     logits: torch.Tensor, picked: int, shared: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, experts = logits.shape
+    tokens, fused_moe = logits.shape
     weights = torch.empty((tokens, picked), dtype=dtype, device=logits.device)
     index = torch.empty((tokens, picked), dtype=torch.int64, device=logits.device)
-    bins, rows = max(16, triton.next_power_of_2(experts)), 4
+    bins, rows = max(16, triton.next_power_of_2(fused_moe)), 4
     if tokens:
         _choose_kernel[(triton.cdiv(tokens, rows),)](
-            logits, weights, index, tokens, EXPERTS=experts, BINS=bins, PICKED=picked,
+            logits, weights, index, tokens, EXPERTS=fused_moe, BINS=bins, PICKED=picked,
             SLOTS=triton.next_power_of_2(picked), ROWS=rows, SHARED=shared, num_warps=rows,
         )  # fmt: skip
     return weights, index

@@ -5,6 +5,14 @@
 """
 
 from .interface import causal_conv, delta_rule, linear_scan, mamba1_scan, mamba2_scan
-from .rows import STEP_TOKENS, Rows
+from .rows import STEP_TOKENS, StateRows
 
-__all__ = ["STEP_TOKENS", "Rows", "causal_conv", "delta_rule", "linear_scan", "mamba1_scan", "mamba2_scan"]
+__all__ = [
+    "STEP_TOKENS",
+    "StateRows",
+    "causal_conv",
+    "delta_rule",
+    "linear_scan",
+    "mamba1_scan",
+    "mamba2_scan",
+]

@@ -1,10 +1,10 @@
 """Recurrent layers over packed rows: their states are read from pages and written back to pages, in one call.
 
 Each function takes tokens packed as [tokens, …], a view of the pages that hold this layer's states ([pages, *shape],
-any page stride) and `Rows`, which say where each sequence's tokens and pages are. It returns the outputs and
+any page stride) and `StateRows`, which say where each sequence's tokens and pages are. It returns the outputs and
 leaves the last states in their pages. Rows of up to STEP_TOKENS tokens take the decode path, longer ones the
-chunked one; the caller says which by `Rows.longest`, so nothing waits for the device. CPU tensors (and float64
-ones anywhere) run in plain torch, CUDA tensors in Triton, and so do rows that are `steady`. Projections, norms and
+chunked one; the caller says which by `StateRows.longest`, so nothing waits for the device. CPU tensors (and float64
+ones anywhere) run in plain torch, CUDA tensors in Triton, and so do rows that are `batch_invariant`. Projections, norms and
 models are not known here.
 
 | function      | one token does                                                | state of a page             |
@@ -27,9 +27,17 @@ from itertools import pairwise
 import torch
 
 from . import reference as state_reference
-from .rows import STEP_TOKENS, Rows, check_states, check_tokens
+from .rows import STEP_TOKENS, StateRows, check_states, check_tokens
 
-__all__ = ["STEP_TOKENS", "Rows", "causal_conv", "delta_rule", "linear_scan", "mamba1_scan", "mamba2_scan"]
+__all__ = [
+    "STEP_TOKENS",
+    "StateRows",
+    "causal_conv",
+    "delta_rule",
+    "linear_scan",
+    "mamba1_scan",
+    "mamba2_scan",
+]
 
 NO_LIMITS = (0.0, float("inf"))
 
@@ -38,7 +46,7 @@ def causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
     bias: torch.Tensor | None = None,
     silu: bool = False,
 ) -> torch.Tensor:
@@ -72,7 +80,9 @@ def causal_conv(
     return triton_conv.causal_conv(x, weight, bias, silu, states, rows)
 
 
-def linear_scan(x: torch.Tensor, log_decay: torch.Tensor, states: torch.Tensor, rows: Rows) -> torch.Tensor:
+def linear_scan(
+    x: torch.Tensor, log_decay: torch.Tensor, states: torch.Tensor, rows: StateRows
+) -> torch.Tensor:
     """h = exp(log_decay) h + x for every channel: x and log_decay [tokens, channels] → the h of every token.
 
     The last h goes to the page. `log_decay` is at most 0.
@@ -95,7 +105,7 @@ def mamba1_scan(
     b: torch.Tensor,
     c: torch.Tensor,
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
     d: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
@@ -142,7 +152,7 @@ def mamba2_scan(
     b: torch.Tensor,
     c: torch.Tensor,
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
     d: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
@@ -189,7 +199,7 @@ def delta_rule(
     g: torch.Tensor | None,
     beta: torch.Tensor | None,
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
     scale: float | None = None,
     normalise: bool = False,
 ) -> torch.Tensor:
@@ -231,18 +241,18 @@ def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     return states, tuple(states.shape)
 
 
-def _plain(x: torch.Tensor, rows: Rows, states: torch.Tensor) -> bool:
+def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
     """Whether plain torch serves this call. What only reading the rows can tell is checked where that is free."""
     if x.device.type == "cpu":
         _check_values(x.shape[0], rows, states.shape[0])
-    if rows.steady:
+    if rows.batch_invariant:
         if x.dtype == torch.float64:
             raise ValueError("steady rows are computed in float32 at most, not in float64: convert them")
         return False
     return x.device.type != "cuda" or x.dtype == torch.float64
 
 
-def _check_values(tokens: int, rows: Rows, pages: int) -> None:
+def _check_values(tokens: int, rows: StateRows, pages: int) -> None:
     starts = rows.starts.tolist()
     if starts[0] != 0 or starts[-1] > tokens or any(b < a for a, b in pairwise(starts)):
         raise ValueError(f"starts {starts} must rise from 0 to at most {tokens} tokens")

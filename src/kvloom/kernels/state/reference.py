@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kvloom.kernels.dtypes import accumulator
+from kvloom.kernels.dtypes import accumulator_dtype
 
-from .rows import Rows
+from .rows import StateRows
 
 __all__ = ["causal_conv", "delta_rule", "linear_scan", "mamba1_scan", "mamba2_scan", "time_steps"]
 
@@ -56,10 +56,10 @@ def causal_conv(
     bias: torch.Tensor | None,
     silu: bool,
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
 ) -> torch.Tensor:
     """See `state.causal_conv`."""
-    dtype = accumulator(x)
+    dtype = accumulator_dtype(x)
     starts, old = rows.starts.long(), _initial(rows, states, dtype)
     lengths = starts.diff()
     tokens, columns, taps = int(starts[-1]), states.shape[2], weight.shape[1]
@@ -88,9 +88,11 @@ def causal_conv(
     return out
 
 
-def linear_scan(x: torch.Tensor, log_decay: torch.Tensor, states: torch.Tensor, rows: Rows) -> torch.Tensor:
+def linear_scan(
+    x: torch.Tensor, log_decay: torch.Tensor, states: torch.Tensor, rows: StateRows
+) -> torch.Tensor:
     """See `state.linear_scan`."""
-    dtype, out = accumulator(x), torch.zeros_like(x)
+    dtype, out = accumulator_dtype(x), torch.zeros_like(x)
     last = _initial(rows, states, dtype)
     for batch in _batches(rows):
         inputs, decay = batch.take(x, dtype), batch.take(log_decay, dtype).exp()
@@ -112,10 +114,10 @@ def mamba1_scan(
     dt_bias: torch.Tensor | None,
     softplus: bool,
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
 ) -> torch.Tensor:
     """See `state.mamba1_scan`; here b and c are [tokens, groups, n]."""
-    dtype, out = accumulator(x), torch.zeros_like(x)
+    dtype, out = accumulator_dtype(x), torch.zeros_like(x)
     last = _initial(rows, states, dtype)
     rates, (channels, size) = a.to(dtype), a.shape
     groups = b.shape[1]
@@ -155,10 +157,10 @@ def mamba2_scan(
     softplus: bool,
     limits: tuple[float, float],
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
 ) -> torch.Tensor:
     """See `state.mamba2_scan`."""
-    dtype, out = accumulator(x), torch.zeros_like(x)
+    dtype, out = accumulator_dtype(x), torch.zeros_like(x)
     last = _initial(rows, states, dtype)
     heads, groups = x.shape[1], b.shape[1]
     for batch in _batches(rows):
@@ -185,10 +187,10 @@ def delta_rule(
     scale: float,
     normalise: bool,
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
 ) -> torch.Tensor:
     """See `state.delta_rule`."""
-    dtype, out = accumulator(v), torch.zeros_like(v)
+    dtype, out = accumulator_dtype(v), torch.zeros_like(v)
     last = _initial(rows, states, dtype)
     repeat = v.shape[1] // k.shape[1]
     for batch in _batches(rows):
@@ -322,7 +324,7 @@ def _skip_and_gate(
     return y if z is None else y * functional.silu(z)
 
 
-def _initial(rows: Rows, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _initial(rows: StateRows, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Every row's first state, a copy; set to zeros, not multiplied by them, as an unwritten page may hold anything."""
     blank = rows.read == 0
     if rows.fresh is not None:
@@ -332,12 +334,12 @@ def _initial(rows: Rows, states: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     return found
 
 
-def _finish(rows: Rows, states: torch.Tensor, last: torch.Tensor) -> None:
+def _finish(rows: StateRows, states: torch.Tensor, last: torch.Tensor) -> None:
     kept = rows.write > 0
     states[rows.write[kept].long()] = last[kept].to(states.dtype)
 
 
-def _batches(rows: Rows) -> Iterator[_Batch]:
+def _batches(rows: StateRows) -> Iterator[_Batch]:
     """Dense batches that cover every row with tokens, with at most as much padding as content."""
     starts = rows.starts.long()
     lengths = starts.diff()

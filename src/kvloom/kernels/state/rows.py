@@ -13,7 +13,7 @@ It knows nothing of what a state holds. Rows are built once a step and read by e
 
 Rows run side by side, so a page that one row writes must not be read or written by another row of the call: a
 prompt that wants snapshots on its way is cut there by the caller, one call for each part. An empty row's last
-state is its first. `steady` rows run token by token however long they are, and a state is rounded to its page's dtype after
+state is its first. `batch_invariant` rows run token by token however long they are, and a state is rounded to its page's dtype after
 every token, as if it had been put there and fetched again. Decode steps run faster in a call of their own than beside long
 rows. Tokens past the last start belong to nobody: their outputs are undefined.
 """
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["STEP_TOKENS", "Rows", "check_states", "check_tokens"]
+__all__ = ["STEP_TOKENS", "StateRows", "check_states", "check_tokens"]
 
 STEP_TOKENS = 8
 """Rows of at most so many tokens (decode, verification of a draft) run token by token, in one pass over the state."""
@@ -34,7 +34,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class StateRows:
     """The rows of one step (see the table above). Building it copies nothing and reads no device memory."""
 
     starts: torch.Tensor
@@ -42,7 +42,7 @@ class Rows:
     write: torch.Tensor
     longest: int
     fresh: torch.Tensor | None = None
-    steady: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         parts = {"starts": self.starts, "read": self.read, "write": self.write}
@@ -74,7 +74,7 @@ class Rows:
         return self.longest <= STEP_TOKENS
 
     @classmethod
-    def decode(cls, slots: torch.Tensor, tokens: int = 1) -> Rows:
+    def decode(cls, slots: torch.Tensor, tokens: int = 1) -> StateRows:
         """Rows of `tokens` tokens each that read and write the same slots. A row on slot 0 is padding: it
         computes from zeros and keeps nothing."""
         starts = torch.arange(0, (slots.numel() + 1) * tokens, tokens, dtype=torch.int32, device=slots.device)
@@ -93,7 +93,7 @@ def check_states(states: torch.Tensor, shape: tuple[int, ...], name: str) -> Non
         raise ValueError(f"{name} are {states.dtype}: keep them in one of {', '.join(map(str, _FLOATS))}")
 
 
-def check_tokens(rows: Rows, **parts: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
+def check_tokens(rows: StateRows, **parts: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
     """Raise unless every part has the shape it is given with and lies where the rows lie."""
     for name, (part, shape) in parts.items():
         if part is None:

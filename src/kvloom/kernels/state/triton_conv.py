@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .rows import Rows
+from .rows import StateRows
 from .triton_rows import (
     exactly,
     locate,
@@ -55,7 +55,7 @@ def conv_kernel(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     FRESH: tl.constexpr,
-    STEADY: tl.constexpr,
+    INVARIANT: tl.constexpr,
 ):
     if STEPS:
         row = tl.program_id(0)
@@ -84,7 +84,7 @@ def conv_kernel(
             mask=inside[:, None] & real[None, :],
             other=0.0,
         ).to(tl.float32)
-        if STEADY and tap < TAPS - 1:
+        if INVARIANT and tap < TAPS - 1:
             # In the order of the taps, and as a page would give them back, wherever they come from.
             stored = tl.load(
                 old[None, :] + (source + COLUMNS)[:, None],
@@ -94,7 +94,7 @@ def conv_kernel(
             value = tl.where((source < 0)[:, None], stored, value.to(states.dtype.element_ty).to(tl.float32))
         factor = tl.load(weight + column * TAPS + tap, mask=real, other=0.0).to(tl.float32)
         acc += value * factor[None, :]
-    if not STEADY:
+    if not INVARIANT:
         if chunk == 0:
             for tap in tl.static_range(TAPS - 1):
                 before = at - (TAPS - 1 - tap)
@@ -141,7 +141,7 @@ def causal_conv(
     bias: torch.Tensor | None,
     silu: bool,
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
 ) -> torch.Tensor:
     """See `state.causal_conv`."""
     x = packed(x)
@@ -169,9 +169,9 @@ def causal_conv(
         STEPS=rows.steps,
         BIAS=bias is not None,
         SILU=silu,
-        STEADY=rows.steady,
+        INVARIANT=rows.batch_invariant,
         num_warps=4,
         **row_arguments(rows),
-        **(exactly(x) if rows.steady else {}),
+        **(exactly(x) if rows.batch_invariant else {}),
     )
     return out

@@ -24,8 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .rows import Rows
+from .rows import StateRows
 from .triton_rows import (
+    batch_invariant_options,
     dot_precision,
     exactly,
     first_place,
@@ -37,7 +38,6 @@ from .triton_rows import (
     row_of,
     search_width,
     start_page,
-    steadily,
 )
 
 __all__ = ["delta_rule"]
@@ -265,7 +265,7 @@ def decode_kernel(
     scale, heads, per_key, q_stride, q_head, k_stride, k_head, v_stride, v_head, g_stride, g_head, beta_stride,
     page_stride,
     DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr,
-    DECAY: tl.constexpr, BETA: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr, STEADY: tl.constexpr,
+    DECAY: tl.constexpr, BETA: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
     head = tl.program_id(1)
@@ -284,7 +284,7 @@ def decode_kernel(
     v += head * v_head
     g += head * g_head
     beta += head
-    if STEADY:  # rows may be long: the next token is loaded while this one is computed
+    if INVARIANT:  # rows may be long: the next token is loaded while this one is computed
         some = length > 0
         lines, columns = tl.where(some, DK, 0), tl.where(some, DV, 0)
         q_next, k_next, v_next, decay_next, strength_next = _token(
@@ -293,7 +293,7 @@ def decode_kernel(
         )  # fmt: skip
     for at in range(length):
         token = start + at
-        if STEADY:
+        if INVARIANT:
             query, key, value, decay, strength = q_next, k_next, v_next, decay_next, strength_next
             some = at + 1 < length
             lines, columns = tl.where(some, DK, 0), tl.where(some, DV, 0)
@@ -320,14 +320,14 @@ def decode_kernel(
         s += key[:, None] * correction[None, :]
         y = tl.sum(s * (query * scale)[:, None], 0)
         tl.store(out + (token * heads + head) * DV + column, y.to(out.dtype.element_ty), mask=column < DV)
-        if STEADY:
+        if INVARIANT:
             s = s.to(states.dtype.element_ty).to(tl.float32)
     target = tl.load(write + row).to(tl.int64)
     if target > 0:
         tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=inside)
 
 
-steady_kernel = steadily(decode_kernel)
+steady_kernel = batch_invariant_options(decode_kernel)
 
 
 def delta_rule(
@@ -339,7 +339,7 @@ def delta_rule(
     scale: float,
     normalise: bool,
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
 ) -> torch.Tensor:
     """See `state.delta_rule`."""
     q, k, v = packed(q), packed(k), packed(v)
@@ -362,14 +362,14 @@ def delta_rule(
     # Products in float32 hold twice the bytes a factor, or more: they get more warps to hold them.
     kept, more = (torch.bfloat16, 1) if dot == "bf16" else (torch.float32, 2)
     large = sizes_of["DK_UP"] * kept.itemsize > LARGEST_KEY_BYTES
-    if rows.steps or rows.steady or decay == CHANNEL_DECAY.value or large:
+    if rows.steps or rows.batch_invariant or decay == CHANNEL_DECAY.value or large:
         width = max(1, min(triton.next_power_of_2(dv), DECODE_ELEMENTS // sizes_of["DK_UP"]))
-        kernel = steady_kernel if rows.steady else decode_kernel
+        kernel = steady_kernel if rows.batch_invariant else decode_kernel
         kernel[(triton.cdiv(dv, width), heads, rows.sequences)](
             q, k, v, g_in, beta_in, out, states,
             scale=scale, q_stride=q.stride(0), q_head=q.stride(1), v_stride=v.stride(0), v_head=v.stride(1),
-            g_head=g_in.stride(1) if decay == CHANNEL_DECAY.value else 1, page_stride=states.stride(0), DV_UP=width, STEADY=rows.steady,
-            num_warps=DECODE_WARPS, **sizes_of, **strides, **gates, **known, **(exactly(v) if rows.steady else {}),
+            g_head=g_in.stride(1) if decay == CHANNEL_DECAY.value else 1, page_stride=states.stride(0), DV_UP=width, INVARIANT=rows.batch_invariant,
+            num_warps=DECODE_WARPS, **sizes_of, **strides, **gates, **known, **(exactly(v) if rows.batch_invariant else {}),
         )  # fmt: skip
         return out
     count, search = places(rows, tokens, CHUNK), search_width(rows)

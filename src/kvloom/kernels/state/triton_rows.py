@@ -16,9 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .rows import Rows
+from .rows import StateRows
 
 __all__ = [
+    "batch_invariant_options",
     "dot_precision",
     "exactly",
     "first_place",
@@ -32,7 +33,6 @@ __all__ = [
     "silu",
     "softplus",
     "start_page",
-    "steadily",
 ]
 
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -107,20 +107,20 @@ def packed(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def places(rows: Rows, tokens: int, chunk: int) -> int:
+def places(rows: StateRows, tokens: int, chunk: int) -> int:
     """How many chunk places a call needs."""
     return tokens // chunk + rows.sequences
 
 
-def search_width(rows: Rows) -> int:
+def search_width(rows: StateRows) -> int:
     """How many starts a program looks at to find its row: few widths, so that few kernels are compiled."""
     return max(64, int(triton.next_power_of_2(rows.sequences)))
 
 
-def row_arguments(rows: Rows) -> dict[str, object]:
+def row_arguments(rows: StateRows) -> dict[str, object]:
     """The arguments by which a kernel knows its rows. Steady ones are always of the same types: a kernel that is compiled for
     others is another kernel."""
-    if rows.steady:
+    if rows.batch_invariant:
         read = rows.read if rows.fresh is None else rows.read.masked_fill(rows.fresh != 0, 0)
         read, write = (part.to(torch.int64).contiguous() for part in (read, rows.write))
         starts = rows.starts.to(torch.int32).contiguous()
@@ -135,7 +135,7 @@ def row_arguments(rows: Rows) -> dict[str, object]:
     }
 
 
-def steadily(kernel: Any) -> Any:
+def batch_invariant_options(kernel: Any) -> Any:
     """A kernel for steady rows: compiled once for a layer, whatever values and alignment the arguments of a call have. (A size
     of 1 or an address that ends in zeros may change in what layout a tile is summed. Where pages lie never changes.)"""
     varying = [

@@ -18,8 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .rows import Rows
+from .rows import StateRows
 from .triton_rows import (
+    batch_invariant_options,
     exactly,
     first_place,
     locate,
@@ -31,7 +32,6 @@ from .triton_rows import (
     silu,
     softplus,
     start_page,
-    steadily,
 )
 
 __all__ = ["linear_scan", "mamba1_scan"]
@@ -83,7 +83,7 @@ def scan_kernel(
     N: tl.constexpr, N_UP: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, SEARCH: tl.constexpr,
     PHASE: tl.constexpr, LINEAR: tl.constexpr, GROUPED: tl.constexpr, SOFTPLUS: tl.constexpr,
     BIAS: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, FRESH: tl.constexpr,
-    STEADY: tl.constexpr,
+    INVARIANT: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     if PHASE == WHOLE:
@@ -156,7 +156,7 @@ def scan_kernel(
             if GATE:
                 y *= silu(tl.load(z + token * z_stride + column, mask=real, other=0.0).to(tl.float32))
             tl.store(out + token * out_stride + column, y.to(out.dtype.element_ty), mask=real)
-        if STEADY:
+        if INVARIANT:
             h = h.to(states.dtype.element_ty).to(tl.float32)
 
     if PHASE == WHOLE:
@@ -168,7 +168,7 @@ def scan_kernel(
         tl.store(chunk_steps + place.to(tl.int64) * channels + column, steps, mask=real)
 
 
-steady_kernel = steadily(scan_kernel)
+steady_kernel = batch_invariant_options(scan_kernel)
 
 
 @triton.jit
@@ -203,7 +203,9 @@ def pass_kernel(
         tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=inside)
 
 
-def linear_scan(x: torch.Tensor, log_decay: torch.Tensor, states: torch.Tensor, rows: Rows) -> torch.Tensor:
+def linear_scan(
+    x: torch.Tensor, log_decay: torch.Tensor, states: torch.Tensor, rows: StateRows
+) -> torch.Tensor:
     """See `state.linear_scan`."""
     return _scan(x, log_decay, None, None, None, None, None, None, False, states, rows)
 
@@ -219,7 +221,7 @@ def mamba1_scan(
     dt_bias: torch.Tensor | None,
     softplus: bool,
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
 ) -> torch.Tensor:
     """See `state.mamba1_scan`; here b and c are [tokens, groups, n]."""
     return _scan(x, dt, a.contiguous(), packed(b), packed(c), d, z, dt_bias, softplus, states, rows)
@@ -236,7 +238,7 @@ def _scan(
     dt_bias: torch.Tensor | None,
     softplus: bool,
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
 ) -> torch.Tensor:
     x, dt = packed(x), packed(dt)
     z = None if z is None else packed(z)
@@ -245,12 +247,12 @@ def _scan(
     size = 1 if a is None else a.shape[1]
     groups = 1 if b is None else b.shape[1]
     elements, warps = (
-        (STEP_ELEMENTS, STEP_WARPS) if rows.steps or rows.steady else (WALK_ELEMENTS, WALK_WARPS)
+        (STEP_ELEMENTS, STEP_WARPS) if rows.steps or rows.batch_invariant else (WALK_ELEMENTS, WALK_WARPS)
     )
     width = max(16, elements // triton.next_power_of_2(size))
     width = min(width, 256, max(16, triton.next_power_of_2(channels)))
     blocks = triton.cdiv(channels, width)
-    cut = not rows.steady and rows.longest >= 2 * CHUNK and rows.sequences * blocks < ENOUGH
+    cut = not rows.batch_invariant and rows.longest >= 2 * CHUNK and rows.sequences * blocks < ENOUGH
     shape = {
         "N": size,
         "N_UP": triton.next_power_of_2(size),
@@ -267,7 +269,7 @@ def _scan(
     )
 
     def walk(phase: tl.constexpr, programs: int) -> None:
-        (steady_kernel if rows.steady else scan_kernel)[(programs, blocks)](
+        (steady_kernel if rows.batch_invariant else scan_kernel)[(programs, blocks)](
             x,
             dt,
             x if a is None else a,
@@ -299,10 +301,10 @@ def _scan(
             BIAS=dt_bias is not None,
             SKIP=d is not None,
             GATE=z is not None,
-            STEADY=rows.steady,
+            INVARIANT=rows.batch_invariant,
             num_warps=warps,
             **shape,
-            **(exactly(x) if rows.steady else {}),
+            **(exactly(x) if rows.batch_invariant else {}),
         )
 
     if not cut:

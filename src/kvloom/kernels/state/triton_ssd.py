@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .rows import Rows
+from .rows import StateRows
 from .triton_rows import (
+    batch_invariant_options,
     dot_precision,
     exactly,
     first_place,
@@ -32,7 +33,6 @@ from .triton_rows import (
     silu,
     softplus,
     start_page,
-    steadily,
 )
 
 __all__ = ["mamba2_scan"]
@@ -207,7 +207,7 @@ def decode_kernel(
     page_stride, low, high,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, WIDTH_UP: tl.constexpr, SIZE_UP: tl.constexpr, DT: tl.constexpr,
     BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, CLAMP: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr,
-    FRESH: tl.constexpr, STEADY: tl.constexpr,
+    FRESH: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0) * WIDTH_UP + tl.arange(0, WIDTH_UP)
     n = tl.arange(0, SIZE_UP)
@@ -227,7 +227,7 @@ def decode_kernel(
     dt += head
     b += group * b_group
     c += group * c_group
-    if STEADY:  # rows may be long: the next token is loaded while this one is computed
+    if INVARIANT:  # rows may be long: the next token is loaded while this one is computed
         some = length > 0
         width, size = tl.where(some, WIDTH, 0), tl.where(some, SIZE, 0)
         x_next, b_next, c_next, step_next = _token(
@@ -235,7 +235,7 @@ def decode_kernel(
         )
     for at in range(length):
         token = start + at
-        if STEADY:
+        if INVARIANT:
             inputs, into, seen, step = x_next, b_next, c_next, step_next
             some = at + 1 < length
             width, size = tl.where(some, WIDTH, 0), tl.where(some, SIZE, 0)
@@ -260,14 +260,14 @@ def decode_kernel(
             gate = tl.load(z + token * z_stride + head * z_head + p, mask=p < WIDTH, other=0.0)
             y *= silu(gate.to(tl.float32))
         tl.store(out + (token * heads + head) * WIDTH + p, y.to(out.dtype.element_ty), mask=p < WIDTH)
-        if STEADY:
+        if INVARIANT:
             h = h.to(states.dtype.element_ty).to(tl.float32)
     target = tl.load(write + row).to(tl.int64)
     if target > 0:
         tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=inside)
 
 
-steady_kernel = steadily(decode_kernel)
+steady_kernel = batch_invariant_options(decode_kernel)
 
 
 def mamba2_scan(
@@ -282,7 +282,7 @@ def mamba2_scan(
     softplus: bool,
     limits: tuple[float, float],
     states: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
 ) -> torch.Tensor:
     """See `state.mamba2_scan`."""
     x, b, c = packed(x), packed(b), packed(c)
@@ -311,16 +311,16 @@ def mamba2_scan(
         "b_stride": b.stride(0),
         "b_group": b.stride(1),
     }
-    if rows.steps or rows.steady:
+    if rows.steps or rows.batch_invariant:
         size_up = triton.next_power_of_2(size)
         width_up = max(1, min(triton.next_power_of_2(width), DECODE_ELEMENTS // size_up))
-        kernel = steady_kernel if rows.steady else decode_kernel
+        kernel = steady_kernel if rows.batch_invariant else decode_kernel
         kernel[(triton.cdiv(width, width_up), heads, rows.sequences)](
             x, steps_in, rates, b, c, skip, gate, bias_in, out, states,
             heads=heads, z_stride=gate_strides[0], z_head=gate_strides[1], dt_stride=dt_stride,
             c_stride=c.stride(0), c_group=c.stride(1), page_stride=states.stride(0), low=low, high=high,
             WIDTH=width, SIZE=size, WIDTH_UP=width_up, SIZE_UP=size_up, SKIP=d is not None, GATE=z is not None,
-            STEADY=rows.steady, num_warps=DECODE_WARPS, **how, **strides, **known, **(exactly(x) if rows.steady else {}),
+            INVARIANT=rows.batch_invariant, num_warps=DECODE_WARPS, **how, **strides, **known, **(exactly(x) if rows.batch_invariant else {}),
         )  # fmt: skip
         return out
     count, search = places(rows, tokens, CHUNK), search_width(rows)

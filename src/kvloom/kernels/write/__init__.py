@@ -4,6 +4,6 @@
 """
 
 from .interface import write
-from .reference import Rotary, rotate
+from .reference import Rotary, apply_rotary
 
-__all__ = ["Rotary", "rotate", "write"]
+__all__ = ["Rotary", "apply_rotary", "write"]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from kvloom.kernels.dtypes import largest
+from kvloom.kernels.dtypes import quantised_max
 
 from . import reference
 from .reference import Rotary
@@ -75,7 +75,7 @@ def write(
     if v is not None and v_pages is not None:
         reference.write(v_pages, slots, v, v_scale)
     if q is not None and rotary is not None:
-        (q if q_out is None else q_out).copy_(reference.rotate(q, rotary))
+        (q if q_out is None else q_out).copy_(reference.apply_rotary(q, rotary))
 
 
 def _check(
@@ -95,7 +95,7 @@ def _check(
             f"{name} and its pages need the dims of a head side by side, "
             f"got strides {new.stride()} and {pages.stride()}: make {name} contiguous in its last axis"
         )
-    if largest(pages.dtype) is None or pages.dtype == new.dtype:
+    if quantised_max(pages.dtype) is None or pages.dtype == new.dtype:
         if scale is not None:
             raise ValueError(
                 f"{name}_scale is for int8 and fp8 pages, these keep {pages.dtype}: leave it out"

@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
-from kvloom.kernels.dtypes import accumulator, largest
+from kvloom.kernels.dtypes import accumulator_dtype, quantised_max
 
-__all__ = ["SMALLEST_SCALE", "Rotary", "rotate", "write"]
+__all__ = ["SMALLEST_SCALE", "Rotary", "apply_rotary", "write"]
 
 SMALLEST_SCALE = 2.0**-100
 """Scales stay above it, so that their inverse is finite; a row of zeros gets it."""
@@ -57,11 +57,11 @@ class Rotary:
         return cls(cos.reshape(-1, size)[:, part], sin.reshape(-1, size)[:, part], form, tail)
 
 
-def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """`x` ([tokens, heads, dim]) with its rotary dims turned, as a new tensor of the same dtype."""
     size = 2 * rotary.cos.shape[1]
     before = x.shape[-1] - size if rotary.tail else 0
-    part = x[..., before : before + size].to(accumulator(x))
+    part = x[..., before : before + size].to(accumulator_dtype(x))
     cos, sin = rotary.cos.to(part.dtype)[:, None], rotary.sin.to(part.dtype)[:, None]
     a, b = part.chunk(2, -1) if rotary.form == "halves" else (part[..., 0::2], part[..., 1::2])
     parts = [a * cos, b * sin, b * cos, a * sin]
@@ -92,12 +92,14 @@ def write(
     kept = (slots >= 0).nonzero().squeeze(1)
     slots = slots[kept]
     page, place = slots // pages.shape[1], slots % pages.shape[1]
-    new = (new if rotary is None else rotate(new, rotary))[kept]
-    if pages.dtype == new.dtype or largest(pages.dtype) is None:
+    new = (new if rotary is None else apply_rotary(new, rotary))[kept]
+    if pages.dtype == new.dtype or quantised_max(pages.dtype) is None:
         pages[page, place] = new.to(pages.dtype)
         return
     if scales is not None and scales.dim() == 3:
-        size = (new.float().abs().amax(-1) * (1 / (largest(pages.dtype) or 1))).clamp_min(SMALLEST_SCALE)
+        size = (new.float().abs().amax(-1) * (1 / (quantised_max(pages.dtype) or 1))).clamp_min(
+            SMALLEST_SCALE
+        )
         scales[page, place] = size
     else:
         size = torch.ones((), device=new.device) if scales is None else scales.float()
@@ -106,7 +108,7 @@ def write(
 
 def _quantised(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rounded half to even; clamped first, for a conversion may turn what is too large into NaN."""
-    most = largest(dtype)
+    most = quantised_max(dtype)
     if dtype == torch.int8 and most is not None:
         scaled = scaled.round()
     return scaled.clamp(-most, most).to(dtype) if most is not None else scaled.to(dtype)

@@ -22,8 +22,8 @@ from triton.language.extra.cuda import (
     gdc_wait as wait_for_launcher,
 )
 
-from kvloom.kernels.device import overlapped, overlaps
-from kvloom.kernels.dtypes import largest
+from kvloom.kernels.device import pdl_options, supports_pdl
+from kvloom.kernels.dtypes import quantised_max
 
 from .reference import SMALLEST_SCALE, Rotary
 
@@ -55,7 +55,7 @@ def _load_pairs(x, kept, PAIRS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def _turn(
+def _rotate(
     a,
     b,
     token,
@@ -163,7 +163,7 @@ def _append(
         rest = tl.load(x[:, None] + rest_at + lane, mask=rest_mask, other=0.0).to(tl.float32)
     if PAIRS > 0:
         a, b = _load_pairs(x + turned_at, kept, PAIRS, WIDE, ROWS, ADJACENT_IN)
-        a, b = _turn(
+        a, b = _rotate(
             a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE, ROUNDED, new.dtype.element_ty
         )  # fmt: skip
         # Rounded as if it had been turned before the call: fusing changes nothing that is stored.
@@ -190,7 +190,7 @@ def _append(
 
 
 @triton.jit
-def _turn_rows(
+def _rotate_rows(
     row,
     tokens,
     q,
@@ -228,7 +228,7 @@ def _turn_rows(
         mask = kept[:, None] & (lane < DIM - 2 * PAIRS)
         tl.store(y[:, None] + rest_at + lane, tl.load(x[:, None] + rest_at + lane, mask=mask), mask=mask)
     a, b = _load_pairs(x + turned_at, kept, PAIRS, WIDE, ROWS, ADJACENT_IN)
-    a, b = _turn(
+    a, b = _rotate(
         a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE, ROUNDED, q.dtype.element_ty
     )  # fmt: skip
     if IN_PLACE:
@@ -326,7 +326,7 @@ def _write_kernel(
             if V_DIM > 0:
                 program -= each
             if program >= 0:
-                _turn_rows(program * Q_ROWS + tl.arange(0, Q_ROWS), tokens, q, q_token, q_head, q_out, out_token, out_head,
+                _rotate_rows(program * Q_ROWS + tl.arange(0, Q_ROWS), tokens, q, q_token, q_head, q_out, out_token, out_head,
                            cos, sin, cos_token, cos_pair, sin_token, sin_pair,
                            Q_HEADS, Q_DIM, PAIRS, WIDE, Q_REST, ADJACENT_IN, ADJACENT_OUT, TAIL, IN_PLACE, ROUNDED, Q_ROWS)
     # fmt: on
@@ -406,17 +406,17 @@ def write(
         ADJACENT_OUT=form == "pairs",
         TAIL=rotary is not None and rotary.tail,
         IN_PLACE=in_place,
-        K_MOST=_most(k_pages, k),
-        V_MOST=_most(v_pages, v),
+        K_MOST=_quantised_max_of(k_pages, k),
+        V_MOST=_quantised_max_of(v_pages, v),
         K_SCALES=_scale_kind(k_scale),
         V_SCALES=_scale_kind(v_scale),
         ROUNDED=rotary is not None and rotary.rounded,
         ROWS=rows,
         Q_ROWS=q_rows,
-        OVERLAP=overlaps(k.device),
+        OVERLAP=supports_pdl(k.device),
         num_warps=warps,
         enable_fp_fusion=False,  # products and sums are rounded one by one, as torch rounds them
-        **overlapped(k.device),
+        **pdl_options(k.device),
     )
 
 
@@ -424,8 +424,8 @@ def _width(size: int) -> int:
     return int(triton.next_power_of_2(max(size, 1)))
 
 
-def _most(pages: torch.Tensor, new: torch.Tensor) -> float:
-    return 0.0 if pages.dtype == new.dtype else largest(pages.dtype) or 0.0
+def _quantised_max_of(pages: torch.Tensor, new: torch.Tensor) -> float:
+    return 0.0 if pages.dtype == new.dtype else quantised_max(pages.dtype) or 0.0
 
 
 def _scale_kind(scale: torch.Tensor | None) -> int:

@@ -1,6 +1,6 @@
 """Decoder layers on a CPU in eight calls, for steps of one token a sequence: part of `fusing`, and the last of it.
 
-    norm, one product, `cpu.step` (rotation, pages, attention), a product that adds to x;  norm, product, gate, product
+    norm, one product, `cpu.attention_step` (rotation, pages, attention), a product that adds to x;  norm, product, gate, product
 
 Only layers are taken whose parts were all tried and fused before. A small model's step on a CPU is mostly the price of
 calls, and modules that call modules are most of those. Other steps go the way that they went before.
@@ -14,13 +14,13 @@ import torch
 
 from kvloom.kernels import cpu
 
-from .fused_attention import TAKEN, Attention
+from .fused_attention import KNOWN_ARGUMENTS, FusedAttention
 
-__all__ = ["Lean", "Norm"]
+__all__ = ["CpuDecoderLayer", "CpuNorm"]
 
 
-class Norm(NamedTuple):
-    """A norm by its module, whose weight is looked up anew; `gemma` as `fused.Norm` says."""
+class CpuNorm(NamedTuple):
+    """A norm by its module, whose weight is looked up anew; `gemma` as `fused.CpuNorm` says."""
 
     module: Any
     eps: float
@@ -30,15 +30,15 @@ class Norm(NamedTuple):
         return cpu.rms_norm(x, self.module.weight, self.eps, self.gemma)
 
 
-class Lean:
+class CpuDecoderLayer:
     """The forward of a decoder layer that was fused as `own`."""
 
     def __init__(
         self,
         own: Any,
-        attention: Attention,
+        attention: FusedAttention,
         output: Any,
-        norms: tuple[Norm, Norm],
+        norms: tuple[CpuNorm, CpuNorm],
         gate_up: torch.Tensor,
         down: Any,
         tanh: bool,
@@ -48,19 +48,25 @@ class Lean:
         self._joined = attention.weight.t()
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
-        pages, turns = named.get("pages"), named.get("position_embeddings")
-        if more or pages is None or turns is None or not named.keys() <= TAKEN or len(hidden_states) != 1:
+        pages, rotary = named.get("pages"), named.get("position_embeddings")
+        if (
+            more
+            or pages is None
+            or rotary is None
+            or not named.keys() <= KNOWN_ARGUMENTS
+            or len(hidden_states) != 1
+        ):
             return self._own(hidden_states, *more, **named)  # type: ignore[no-any-return]
         attention = self._attention
-        found = pages.singles(attention.layer)
-        cos, sin = turns
-        if found is None or not attention.turns(cos, sin) or not hidden_states.is_contiguous():
+        found = pages.single_token_rows(attention.layer)
+        cos, sin = rotary
+        if found is None or not attention.supports_rotary(cos, sin) or not hidden_states.is_contiguous():
             return self._own(hidden_states, *more, **named)  # type: ignore[no-any-return]
         x = hidden_states[0]
         first, second = self._norms
         joined = torch.mm(first(x), self._joined)
-        out = cpu.step(joined, cos, sin, attention.heads, attention.scale, *found)
+        out = cpu.attention_step(joined, cos, sin, attention.heads, attention.scale, *found)
         x.addmm_(out, self._output.weight.t())
-        gated = cpu.gated(torch.mm(second(x), self._gate_up), self._tanh)
+        gated = cpu.act_and_mul(torch.mm(second(x), self._gate_up), self._tanh)
         x.addmm_(gated, self._down.weight.t())
         return hidden_states

@@ -16,22 +16,22 @@ import torch
 from torch import nn
 
 from kvloom.kernels import cpu
-from kvloom.kernels.fused import Normed, linear, rms_norms, rotate as turned
-from kvloom.kernels.write import Rotary, rotate
+from kvloom.kernels.fused import RMSNorm, apply_rotary as norm_and_rotate, linear, rms_norms
+from kvloom.kernels.write import Rotary, apply_rotary
 from kvloom.models.paged import ATTENTION, IGNORED
 
-__all__ = ["TAKEN", "Attention", "Turning", "fuse_attention"]
+__all__ = ["KNOWN_ARGUMENTS", "FusedAttention", "GpuFusedAttention", "fuse_attention"]
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class _Looking:
+class _RecordingPages:
     """Stands for pages: keeps q, k and v as they are given, and gives back something that depends on q."""
 
-    def __init__(self, replaying: bool) -> None:
-        self.replaying = replaying
+    def __init__(self, is_replaying: bool) -> None:
+        self.is_replaying = is_replaying
         self.given: Call | None = None
-        self.how: tuple[Any, ...] = ()
+        self.arguments: tuple[Any, ...] = ()
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(
@@ -50,19 +50,22 @@ class _Looking:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *how: Any,
-        turns: Any = None,
+        *arguments: Any,
+        rotary: Any = None,
     ) -> torch.Tensor:
-        if turns is not None:
-            cos, sin = (x[0, :, : x.shape[-1] // 2] for x in turns)
-            rotary = Rotary(cos, sin, rounded=True)
-            query, key = rotate(query, rotary), rotate(key[0].transpose(0, 1), rotary).transpose(0, 1)[None]
+        if rotary is not None:
+            cos, sin = (x[0, :, : x.shape[-1] // 2] for x in rotary)
+            angles = Rotary(cos, sin, rounded=True)
+            query, key = (
+                apply_rotary(query, angles),
+                apply_rotary(key[0].transpose(0, 1), angles).transpose(0, 1)[None],
+            )
         self.given = query.clone(), key.clone(), value.clone()
-        self.how = layer, *how
+        self.arguments = layer, *arguments
         return query.flip(0).contiguous()
 
 
-class Attention:
+class FusedAttention:
     """The forward of an attention module."""
 
     def __init__(
@@ -79,82 +82,87 @@ class Attention:
         return self.bias is None and self.norms == [None, None]
 
     def __call__(self, *given: Any, **named: Any) -> tuple[torch.Tensor, None]:
-        pages, hidden, turns = (named.get(name) for name in ("pages", "hidden_states", "position_embeddings"))
-        if given or pages is None or hidden is None or turns is None or not named.keys() <= TAKEN:
+        pages, hidden, rotary = (
+            named.get(name) for name in ("pages", "hidden_states", "position_embeddings")
+        )
+        if given or pages is None or hidden is None or rotary is None or not named.keys() <= KNOWN_ARGUMENTS:
             return self._own(*given, **named)  # type: ignore[no-any-return]
-        if len(hidden) != 1 or not self.takes(pages, *turns):
+        if len(hidden) != 1 or not self.supports(pages, *rotary):
             return self._own(**named)  # type: ignore[no-any-return]
         tokens = hidden.shape[1]
-        out = self._attended(pages, hidden[0], turns)
+        out = self._attended(pages, hidden[0], rotary)
         return self._module.o_proj(out.reshape(1, tokens, -1)), None
 
-    def takes(self, pages: Any, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    def supports(self, pages: Any, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Whether a step on these pages goes this way."""
-        return self.turns(cos, sin)
+        return self.supports_rotary(cos, sin)
 
-    def _joined(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _adjacent(self, hidden: torch.Tensor) -> torch.Tensor:
         """q, k and v side by side: [tokens, heads, dim]."""
         return linear(hidden, self.weight, self.bias).view(len(hidden), self.heads + 2 * self.kv, self.dim)
 
     def _attended(
-        self, pages: Any, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]
+        self, pages: Any, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        heads, kv, joined = self.heads, self.kv, self._joined(hidden)
+        heads, kv, joined = self.heads, self.kv, self._adjacent(hidden)
         turned = joined[:, : heads + kv]
         q, k, v = joined[:, :heads], joined[:, heads : heads + kv], joined[:, heads + kv :]
         if self.norms[0] is None:
-            cpu.rotate_(turned, *turns)
+            cpu.rotate_(turned, *rotary)
         else:
             q, k = (norm(x) for norm, x in zip(self.norms, (q, k), strict=True))  # type: ignore[misc]
             for part in (q, k):
-                cpu.rotate_(part, *turns)
+                cpu.rotate_(part, *rotary)
         new = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
         found: torch.Tensor = pages.attend(self.layer, q, *new, self.scale, None, None, 0)
         return found
 
-    def turns(self, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    def supports_rotary(self, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         return (
-            cos.shape[-1] == self.dim and cos.is_contiguous() and sin.is_contiguous() and cpu.takes(cos, sin)
+            cos.shape[-1] == self.dim
+            and cos.is_contiguous()
+            and sin.is_contiguous()
+            and cpu.supports(cos, sin)
         )
 
 
-class Turning(Attention):
+class GpuFusedAttention(FusedAttention):
     """The same on a GPU. Where a step of single tokens is replayed, a launch that writes keys turns them and the queries; in
     other steps they are turned by the launch that norms them."""
 
     def __init__(self, module: Any, *given: Any) -> None:
         super().__init__(module, *given)
         self._fused = all(
-            isinstance(normed, Normed) and normed.weight.shape == (self.dim,)
-            for normed in map(self._normed, self.norms)
+            isinstance(normed, RMSNorm) and normed.weight.shape == (self.dim,)
+            for normed in map(self._fused_norm, self.norms)
         )
 
     @staticmethod
-    def _normed(norm: Any) -> Any:
+    def _fused_norm(norm: Any) -> Any:
         """What a norm that was fused computes; its weight is looked up anew."""
         return getattr(getattr(norm, "forward", None), "normed", None)
 
-    def takes(self, pages: Any, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    def supports(self, pages: Any, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         plain = cos.shape == sin.shape and cos.shape[-1] == self.dim and cos.dim() == 3 and len(cos) == 1
-        return plain and (pages.replaying or self._fused) and not torch.compiler.is_compiling()
+        return plain and (pages.is_replaying or self._fused) and not torch.compiler.is_compiling()
 
     def _attended(
-        self, pages: Any, hidden: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]
+        self, pages: Any, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        heads, kv, joined = self.heads, self.kv, self._joined(hidden)
+        heads, kv, joined = self.heads, self.kv, self._adjacent(hidden)
         q, k, v = joined[:, :heads], joined[:, heads : heads + kv], joined[:, heads + kv :]
-        norms = [self._normed(norm) for norm in self.norms] if self._fused else []
-        left = turns if pages.replaying else None
+        norms = [self._fused_norm(norm) for norm in self.norms] if self._fused else []
+        left = rotary if pages.is_replaying else None
         if norms and left is not None:
             both = rms_norms(joined[:, : heads + kv], heads, (norms[0], norms[1]))
             q, k = both[:, :heads], both[:, heads:]
         elif norms:
-            done = turned(_packed(q), _packed(k), *turns, norms=(norms[0], norms[1]))
+            done = norm_and_rotate(_packed(q), _packed(k), *rotary, norms=(norms[0], norms[1]))
             q, k = (x[0].transpose(0, 1) for x in done)
         elif self.norms[0] is not None:
             q, k = (norm(x) for norm, x in zip(self.norms, (q, k), strict=True))  # type: ignore[misc]
         new = _packed(k), _packed(v)
-        found: torch.Tensor = pages.attend(self.layer, q, *new, self.scale, None, None, 0, turns=left)
+        found: torch.Tensor = pages.attend(self.layer, q, *new, self.scale, None, None, 0, rotary=left)
         return found
 
 
@@ -163,65 +171,77 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1)[None]
 
 
-TAKEN = IGNORED | {"pages", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"}
+KNOWN_ARGUMENTS = IGNORED | {
+    "pages",
+    "hidden_states",
+    "position_embeddings",
+    "attention_mask",
+    "past_key_values",
+}
 """What a call may say; whoever says more is not understood here."""
 
 
-def fuse_attention(module: Any, way: type[Attention] | None = None) -> bool:
+def fuse_attention(module: Any, implementation: type[FusedAttention] | None = None) -> bool:
     """Put few calls in the place of an attention module's many, where they hand the pages the same, and do the same with
-    what those give back. Its projections must have been joined. `way` is the device's, unless it is named."""
+    what those give back. Its projections must have been joined. `implementation` is the device's, unless it is named."""
     layers = [getattr(module, f"{name}_proj", None) for name in "qkvo"]
     dim, config = getattr(module, "head_dim", None), getattr(module, "config", None)
     if not all(type(layer) is nn.Linear for layer in layers) or not isinstance(dim, int):
         return False
     if config is None or config._attn_implementation != ATTENTION or not hasattr(module, "layer_idx"):
         return False
-    weight, bias = _joined([layer.weight for layer in layers[:3]]), None  # type: ignore[union-attr]
+    weight, bias = _adjacent([layer.weight for layer in layers[:3]]), None  # type: ignore[union-attr]
     if layers[0].bias is not None:  # type: ignore[union-attr]
-        bias = _joined([layer.bias for layer in layers[:3]])  # type: ignore[union-attr]
+        bias = _adjacent([layer.bias for layer in layers[:3]])  # type: ignore[union-attr]
         if bias is None:
             return False
-    if weight is None or not (weight.is_cuda or cpu.takes(weight)):
+    if weight is None or not (weight.is_cuda or cpu.supports(weight)):
         return False
-    return _taken(module, way or (Turning if weight.is_cuda else Attention), weight, bias, dim)
+    return _replace_forward(
+        module, implementation or (GpuFusedAttention if weight.is_cuda else FusedAttention), weight, bias, dim
+    )
 
 
-def _taken(
-    module: Any, way: type[Attention], weight: torch.Tensor, bias: torch.Tensor | None, dim: int
+def _replace_forward(
+    module: Any,
+    implementation: type[FusedAttention],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dim: int,
 ) -> bool:
-    """Put `way` in the place of a module's forward, where it does the same."""
+    """Put `implementation` in the place of a module's forward, where it does the same."""
     draw = torch.Generator().manual_seed(dim)
     x = torch.randn(1, 3, weight.shape[1], generator=draw).to(weight)
-    turns = torch.randn(1, 3, dim, generator=draw), torch.randn(1, 3, dim, generator=draw)
-    if way is Turning:  # every angle stands twice
-        turns = turns[0][..., : dim // 2].repeat(1, 1, 2), turns[1][..., : dim // 2].repeat(1, 1, 2)
-    turns = turns[0].to(weight), turns[1].to(weight)
-    wanted = _look(module.forward, x, turns)
-    if wanted is None or wanted[0].how[2:] != (None, None, 0):
+    rotary = torch.randn(1, 3, dim, generator=draw), torch.randn(1, 3, dim, generator=draw)
+    if implementation is GpuFusedAttention:  # every angle stands twice
+        rotary = rotary[0][..., : dim // 2].repeat(1, 1, 2), rotary[1][..., : dim // 2].repeat(1, 1, 2)
+    rotary = rotary[0].to(weight), rotary[1].to(weight)
+    wanted = _record_call(module.forward, x, rotary)
+    if wanted is None or wanted[0].arguments[2:] != (None, None, 0):
         return False
-    lean = way(module, weight, bias, dim, wanted[0].how[1])
-    for replaying in (True, False):
-        found = _look(lean, x, turns, replaying)
+    fused = implementation(module, weight, bias, dim, wanted[0].arguments[1])
+    for is_replaying in (True, False):
+        found = _record_call(fused, x, rotary, is_replaying)
         if found is None or not _same(found, wanted):
             return False
-    module.forward = lean
+    module.forward = fused
     return True
 
 
-Seen = tuple[_Looking, torch.Tensor]
+RecordedCall = tuple[_RecordingPages, torch.Tensor]
 
 
-def _look(
+def _record_call(
     forward: Callable[..., Any],
     x: torch.Tensor,
-    turns: tuple[torch.Tensor, torch.Tensor],
-    replaying: bool = True,
-) -> Seen | None:
-    pages = _Looking(replaying)
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    is_replaying: bool = True,
+) -> RecordedCall | None:
+    pages = _RecordingPages(is_replaying)
     try:
         out = forward(
             hidden_states=x,
-            position_embeddings=turns,
+            position_embeddings=rotary,
             attention_mask=None,
             past_key_values=pages,
             pages=pages,
@@ -231,15 +251,15 @@ def _look(
     return (pages, out) if pages.given is not None else None
 
 
-def _same(a: Seen, b: Seen) -> bool:
-    if a[0].how != b[0].how or a[0].given is None or b[0].given is None:
+def _same(a: RecordedCall, b: RecordedCall) -> bool:
+    if a[0].arguments != b[0].arguments or a[0].given is None or b[0].given is None:
         return False
     pairs = zip((*a[0].given, a[1]), (*b[0].given, b[1]), strict=True)
     near = max(1e-5, 8 * torch.finfo(a[1].dtype).eps)
     return all(x.shape == y.shape and torch.allclose(x, y, rtol=near, atol=near) for x, y in pairs)
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor | None:
+def _adjacent(parts: list[torch.Tensor]) -> torch.Tensor | None:
     """One tensor of several that lie one after the other; None where they do not."""
     first, at = parts[0], parts[0].data_ptr()
     for part in parts:

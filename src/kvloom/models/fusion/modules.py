@@ -30,12 +30,21 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kvloom.kernels.fused import Activation, Norm, Normed, add_norm, gated, linear, rms_norm, rotate
+from kvloom.kernels.fused import (
+    Activation,
+    NormForm,
+    RMSNorm,
+    act_and_mul,
+    add_norm,
+    apply_rotary,
+    linear,
+    rms_norm,
+)
 
-from . import cpu_decoder_layer as lean
-from .fused_attention import Attention, fuse_attention
+from . import cpu_decoder_layer
+from .fused_attention import FusedAttention, fuse_attention
 from .moe import fuse_experts, fuse_router
-from .rotary_cache import fuse_angles
+from .rotary_cache import fuse_rotary_embedding
 
 __all__ = ["fuse"]
 
@@ -46,27 +55,27 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
     done: Counter[str] = Counter()
     with torch.no_grad():
         fresh = [module for module in model.modules() if not getattr(module, "is_fused", False)]
-        for name, tried in TRIED.items():  # norms first: attention asks whether its own are fused
+        for name, tried in FUSIONS.items():  # norms first: attention asks whether its own are fused
             for module in fresh:
                 if tried(module):
                     module.is_fused = True
                     done[name] += 1
         for module in model.modules():
-            if not getattr(module, "is_fused", False) and _layer(module):
+            if not getattr(module, "is_fused", False) and _fuse_layer(module):
                 module.is_fused = True
                 done["layers"] += 1
         for module in model.modules():
             if isinstance(module, nn.ModuleList):
-                _chain(module)
+                _link_layers(module)
         for name in {type(module).__module__ for module in model.modules()}:
-            done["rotary embeddings"] += _turn(sys.modules[name], model)
+            done["rotary embeddings"] += _fuse_rotary(sys.modules[name], model)
         like = next(model.parameters())[:1]
         for module in model.modules() if limit and like.is_cuda else ():
-            done["angles"] += fuse_angles(module, limit, like)
+            done["rotary caches"] += fuse_rotary_embedding(module, limit, like)
     return +done
 
 
-def _trial(*shape: int, like: torch.Tensor) -> torch.Tensor:
+def _random_input(*shape: int, like: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(shape[-1])
     return torch.randn(shape, generator=generator).to(like.device, like.dtype)
 
@@ -77,16 +86,16 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(distance <= 8 * torch.finfo(a.dtype).eps * a.float().norm())
 
 
-class _Norm:
+class _FusedNorm:
     """The forward of a norm. Its weight is looked up anew: whoever loads weights later replaces it. What the weight does not
     fit (Falcon Mamba norms less than its weight is long, by none of it) goes the module's own way."""
 
-    def __init__(self, module: Any, eps: float, form: Norm) -> None:
+    def __init__(self, module: Any, eps: float, form: NormForm) -> None:
         self._module, self._eps, self._form, self._own = module, eps, form, module.forward
 
     @property
-    def normed(self) -> Normed:
-        return Normed(self._module.weight, self._eps, self._form)
+    def normed(self) -> RMSNorm:
+        return RMSNorm(self._module.weight, self._eps, self._form)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.normed
@@ -95,21 +104,23 @@ class _Norm:
         return normed(x)
 
 
-def _norm(module: Any) -> bool:
+def _fuse_norm(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1:
         return False
     if not isinstance(eps, float):
         return False
-    x = _trial(3, len(weight), like=weight)
+    x = _random_input(3, len(weight), like=weight)
     own = weight.detach().clone()
-    weight.data.copy_(_trial(len(weight), like=weight))  # a weight of ones would not tell whether it is used
-    form: Norm
+    weight.data.copy_(
+        _random_input(len(weight), like=weight)
+    )  # a weight of ones would not tell whether it is used
+    form: NormForm
     try:
         for form in ("llama", "gemma"):
             if _same(module(x), rms_norm(x, weight, eps, form)):
-                module.forward = _Norm(module, eps, form)
+                module.forward = _FusedNorm(module, eps, form)
                 return True
     except TypeError:  # it takes more than one argument: a gated norm
         return False
@@ -121,7 +132,7 @@ def _norm(module: Any) -> bool:
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 
-class _Gated:
+class _FusedMLP:
     """The forward of a gated MLP; `into` is what its result is added to."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
@@ -134,26 +145,26 @@ class _Gated:
         return self._down.bias is None
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        acted = gated(linear(x, self._joined, self._bias), self._activation)
+        acted = act_and_mul(linear(x, self._joined, self._bias), self._activation)
         return linear(acted, self._down.weight, self._down.bias, into=into)
 
 
-def _gate(module: Any) -> bool:
-    found = _layers(module, "gate", "up", "down")
-    if found is None or not _alike(found[0], found[1]):
+def _fuse_mlp(module: Any) -> bool:
+    found = _projections(module, "gate", "up", "down")
+    if found is None or not _can_join(found[0], found[1]):
         return False
     gate, up, down = found
-    x = _trial(2, gate.in_features, like=gate.weight)
+    x = _random_input(2, gate.in_features, like=gate.weight)
     wanted = module(x)
     for activation in ACTIVATIONS:
         both = torch.cat((gate(x), up(x)), -1)
-        if _same(down(gated(both, activation)), wanted):
-            module.forward = _Gated(gate, up, down, activation)
+        if _same(down(act_and_mul(both, activation)), wanted):
+            module.forward = _FusedMLP(gate, up, down, activation)
             return True
     return False
 
 
-class _Output:
+class _ResidualOutput:
     """The forward of an output projection: it adds to `into` where a layer has put something there."""
 
     def __init__(self, module: nn.Linear) -> None:
@@ -165,17 +176,21 @@ class _Output:
         return linear(x, self._module.weight, self._module.bias, into=into)
 
 
-class _Layer:
+class _FusedDecoderLayer:
     """The forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. Where `posts` are given,
     what is added is normed before, and the launch that adds last gives the norm `after` it, too, with which the next layer
     begins: x itself carries that there, so that it lives no longer than x, and whatever else is handed on has none."""
 
     def __init__(
-        self, module: Any, output: _Output, pres: tuple[_Norm, ...], posts: tuple[_Norm, ...]
+        self,
+        module: Any,
+        output: _ResidualOutput,
+        pres: tuple[_FusedNorm, ...],
+        posts: tuple[_FusedNorm, ...],
     ) -> None:
         self._module, self._output, self._pres, self._posts = module, output, pres, posts
-        self._mlp: _Gated = module.mlp.forward
-        self.after: _Norm | None = None
+        self._mlp: _FusedMLP = module.mlp.forward
+        self.after: _FusedNorm | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         x, (first, second) = hidden_states, self._pres
@@ -186,7 +201,7 @@ class _Layer:
             after = None if torch.compiler.is_compiling() else self.after
             z = add_norm(x, self._mlp(z), self._posts[1].normed, None if after is None else after.normed)
             if after is not None:
-                vars(x)[NORMED] = after, z
+                vars(x)[NORMED_ATTRIBUTE] = after, z
             return x
         self._output.into = x
         self._module.self_attn(*more, hidden_states=first(x), **named)
@@ -194,22 +209,27 @@ class _Layer:
 
     def _first(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
-            whose, z = vars(x).pop(NORMED, (None, None))
+            whose, z = vars(x).pop(NORMED_ATTRIBUTE, (None, None))
             if whose is self._pres[0]:
                 return z  # type: ignore[no-any-return]
         return self._pres[0](x)
 
 
-NORMED = "_kvloom_normed"
+NORMED_ATTRIBUTE = "_kvloom_normed"
 """Under which name hidden states carry a norm and what it makes of them."""
 
 
-def _chain(layers: nn.ModuleList) -> None:
+def _link_layers(layers: nn.ModuleList) -> None:
     """Tell layers with which norm the next one begins. Modeling code between such layers hands on what it was given, or
     something new; hooks may do anything."""
     for one, other in pairwise(layers):
         here, there, hooks = one.forward, other.forward, (*one._forward_hooks, *other._forward_pre_hooks)
-        if isinstance(here, _Layer) and isinstance(there, _Layer) and here._posts and there._posts:
+        if (
+            isinstance(here, _FusedDecoderLayer)
+            and isinstance(there, _FusedDecoderLayer)
+            and here._posts
+            and there._posts
+        ):
             here.after = None if hooks else there._pres[0]
 
 
@@ -220,41 +240,45 @@ SANDWICH = (
 )
 
 
-def _layer(module: Any) -> bool:
+def _fuse_layer(module: Any) -> bool:
     """A decoder layer of attention and a gated MLP. What it does with them is tried with attention put aside."""
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     output: Any = getattr(attention, "o_proj", None)
     plain = type(output) is nn.Linear
-    if not plain or not isinstance(getattr(mlp, "forward", None), _Gated):
+    if not plain or not isinstance(getattr(mlp, "forward", None), _FusedMLP):
         return False
     posts: tuple[str, ...]
     for pres, posts in ((PRES, ()), SANDWICH):
         found_norms = [getattr(getattr(module, name, None), "forward", None) for name in (*pres, *posts)]
-        norms = [norm for norm in found_norms if isinstance(norm, _Norm)]
+        norms = [norm for norm in found_norms if isinstance(norm, _FusedNorm)]
         if len(norms) < len(found_norms):
             continue
         if not posts and (output.bias is not None or not module.mlp.forward.adds):
             continue
-        added = _Output(output)
-        found = _Layer(module, added, tuple(norms[:2]), tuple(norms[2:]))
-        if _computes(module, attention, output, found):
+        added = _ResidualOutput(output)
+        found = _FusedDecoderLayer(module, added, tuple(norms[:2]), tuple(norms[2:]))
+        if _computes_same(module, attention, output, found):
             output.forward = added
-            module.forward = _lean(found)
+            module.forward = _cpu_layer(found)
             return True
     return False
 
 
-def _lean(layer: _Layer) -> Any:
+def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
     """The layer in fewer calls, where it is on a CPU and of plain parts."""
     attention, mlp = layer._module.self_attn.forward, layer._mlp
-    if layer._posts or type(attention) is not Attention or not attention.plain or mlp._bias is not None:
+    if layer._posts or type(attention) is not FusedAttention or not attention.plain or mlp._bias is not None:
         return layer
-    first, second = (lean.Norm(norm._module, norm._eps, norm._form == "gemma") for norm in layer._pres)
+    first, second = (
+        cpu_decoder_layer.CpuNorm(norm._module, norm._eps, norm._form == "gemma") for norm in layer._pres
+    )
     output, tanh = layer._output._module, mlp._activation == "gelu_tanh"
-    return lean.Lean(layer, attention, output, (first, second), mlp._joined, mlp._down, tanh)
+    return cpu_decoder_layer.CpuDecoderLayer(
+        layer, attention, output, (first, second), mlp._joined, mlp._down, tanh
+    )
 
 
-def _computes(module: Any, attention: Any, output: Any, found: _Layer) -> bool:
+def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecoderLayer) -> bool:
     """Whether a layer does what `found` would do, whatever its attention is."""
     plain = output.forward
 
@@ -262,7 +286,7 @@ def _computes(module: Any, attention: Any, output: Any, found: _Layer) -> bool:
         wide = torch.cat([hidden_states] * (1 + output.in_features // hidden_states.shape[-1]), -1)
         return output(wide[..., : output.in_features]), None
 
-    x = _trial(1, 3, len(module.input_layernorm.weight), like=output.weight)
+    x = _random_input(1, 3, len(module.input_layernorm.weight), like=output.weight)
     own = vars(attention).get("forward")
     attention.forward = aside
     try:
@@ -279,9 +303,9 @@ def _computes(module: Any, attention: Any, output: Any, found: _Layer) -> bool:
             attention.forward = own
 
 
-def _project(module: Any) -> bool:
-    found = _layers(module, "q", "k", "v")
-    if found is None or not all(_alike(found[0], other, rows=False) for other in found):
+def _fuse_projections(module: Any) -> bool:
+    found = _projections(module, "q", "k", "v")
+    if found is None or not all(_can_join(found[0], other, rows=False) for other in found):
         return False
     q, k, v = found
     joined, bias = _join(q, k, v)
@@ -309,14 +333,14 @@ def _project(module: Any) -> bool:
     return True
 
 
-def _layers(module: Any, *names: str) -> list[nn.Linear] | None:
+def _projections(module: Any, *names: str) -> list[nn.Linear] | None:
     """The module's projections of these names, where all are linear layers and nothing else."""
     found = [getattr(module, f"{name}_proj", None) for name in names]
     plain = [layer for layer in found if type(layer) is nn.Linear and not layer._forward_pre_hooks]
     return plain if len(plain) == len(names) else None
 
 
-def _alike(a: nn.Linear, b: nn.Linear, rows: bool = True) -> bool:
+def _can_join(a: nn.Linear, b: nn.Linear, rows: bool = True) -> bool:
     same = a.in_features == b.in_features and (a.bias is None) == (b.bias is None)
     return same and a.weight.dtype == b.weight.dtype and (not rows or a.out_features == b.out_features)
 
@@ -336,16 +360,16 @@ def _join(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
     return weight, bias
 
 
-def _turn(modeling: Any, model: Any) -> int:
-    """Put `rotate` in the place of a modeling file's `apply_rotary_pos_emb`, where it does the same."""
+def _fuse_rotary(modeling: Any, model: Any) -> int:
+    """Put `apply_rotary` in the place of a modeling file's `apply_rotary_pos_emb`, where it does the same."""
     original = getattr(modeling, "apply_rotary_pos_emb", None)
     weight = next(model.parameters())
     if original is None or getattr(original, "is_fused", False) or not weight.is_cuda:
         return 0
-    q, k = (_trial(1, heads, 3, 64, like=weight) for heads in (4, 2))
-    cos, sin = (_trial(1, 3, 64, like=weight) for _ in range(2))
+    q, k = (_random_input(1, heads, 3, 64, like=weight) for heads in (4, 2))
+    cos, sin = (_random_input(1, 3, 64, like=weight) for _ in range(2))
     try:
-        wanted, found = original(q, k, cos, sin), rotate(q, k, cos, sin)
+        wanted, found = original(q, k, cos, sin), apply_rotary(q, k, cos, sin)
         same = all(_same(a, b) for a, b in zip(wanted, found, strict=True))
     except (RuntimeError, TypeError, ValueError):
         return 0  # it takes other arguments, or other shapes: it stays as it is
@@ -357,17 +381,17 @@ def _turn(modeling: Any, model: Any) -> int:
     ) -> Any:
         if more or named or not q.is_cuda or q.shape[0] != 1 or cos.shape[-1] != q.shape[-1]:
             return original(q, k, cos, sin, *more, **named)
-        return rotate(q, k, cos, sin)
+        return apply_rotary(q, k, cos, sin)
 
     turned.is_fused = True  # type: ignore[attr-defined]
     modeling.apply_rotary_pos_emb = turned
     return 1
 
 
-TRIED: dict[str, Callable[[Any], bool]] = {
-    "norms": _norm,
-    "gated MLPs": _gate,
-    "projections": _project,
+FUSIONS: dict[str, Callable[[Any], bool]] = {
+    "norms": _fuse_norm,
+    "gated MLPs": _fuse_mlp,
+    "projections": _fuse_projections,
     "attentions": fuse_attention,
     "experts": fuse_experts,
     "routers": fuse_router,

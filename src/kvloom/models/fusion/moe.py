@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from kvloom.kernels.fused import Activation
-from kvloom.kernels.moe import choose, experts, tiles_for
+from kvloom.kernels.moe import candidate_tiles, fused_moe, topk_softmax
 
 __all__ = ["fuse_experts", "fuse_router"]
 
@@ -44,10 +44,10 @@ def fuse_experts(module: Any) -> bool:
         return False  # it takes other arguments
     for activation in ACTIVATIONS:
         # Each tile in turn, which compiles it, too: nobody waits for that later.
-        found = (experts(x, index, weights, gate_up, down, activation, tile) for tile in tiles_for(x))
+        found = (fused_moe(x, index, weights, gate_up, down, activation, tile) for tile in candidate_tiles(x))
         if all(_same_rows(each, wanted) for each in found):
             # The weights are looked up anew: whoever loads weights later replaces them.
-            module.forward = lambda x, index, weights, activation=activation: experts(
+            module.forward = lambda x, index, weights, activation=activation: fused_moe(
                 x, index, weights, module.gate_up_proj, module.down_proj, activation
             )
             return True
@@ -70,7 +70,7 @@ def fuse_router(module: Any) -> bool:
     if logits.shape != (5, len(weight)) or scores.shape != (5, picked) or index.shape != scores.shape:
         return False
     for shared in (True, False):
-        found, chosen = choose(functional.linear(x, weight), picked, shared, scores.dtype)
+        found, chosen = topk_softmax(functional.linear(x, weight), picked, shared, scores.dtype)
         # Of equal odds another expert may be chosen: what is compared is how much they weigh.
         alike = torch.equal(logits.gather(1, index).sort(-1)[0], logits.gather(1, chosen).sort(-1)[0])
         if alike and _same_rows(found.sort(-1)[0], scores.sort(-1)[0]):
@@ -82,7 +82,7 @@ def fuse_router(module: Any) -> bool:
 def _router(module: Any, picked: int, shared: bool, dtype: torch.dtype) -> Any:
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = functional.linear(x.reshape(-1, x.shape[-1]), module.weight)
-        return logits, *choose(logits, picked, shared, dtype)
+        return logits, *topk_softmax(logits, picked, shared, dtype)
 
     return forward
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Angles", "fuse_angles"]
+__all__ = ["RotaryCache", "fuse_rotary_embedding"]
 
-CHANGING = ("dynamic", "longrope")
+LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Ways to stretch angles that hang on the longest position of a call."""
-PIECE = 16384
+TABLE_CHUNK = 16384
 
 
-class Angles:
+class RotaryCache:
     """The forward of a rotary embedding, for positions below a limit."""
 
     def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
@@ -29,8 +29,8 @@ class Angles:
     def _table(self, like: torch.Tensor, kind: tuple[str, ...]) -> torch.Tensor:
         """[positions, 2, dim]: cos and sin side by side."""
         pieces = []
-        for first in range(0, self.limit, PIECE):
-            places = torch.arange(first, min(first + PIECE, self.limit), device=like.device)
+        for first in range(0, self.limit, TABLE_CHUNK):
+            places = torch.arange(first, min(first + TABLE_CHUNK, self.limit), device=like.device)
             cos, sin = self.own(like, places[None], *kind)
             pieces.append(torch.stack((cos[0], sin[0]), 1))
         return torch.cat(pieces)
@@ -45,13 +45,13 @@ class Angles:
         return rows[:, :, 0], rows[:, :, 1]
 
 
-def fuse_angles(module: Any, limit: int, like: torch.Tensor) -> bool:
+def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
     """Put a table of `limit` positions, in the dtype and on the device of `like`, in the place of a rotary embedding, where
     that gives the same. One that has a shorter table gets a longer one."""
     if not type(module).__name__.endswith("RotaryEmbedding"):
         return False
     known = vars(module).get("forward")
-    if isinstance(known, Angles):
+    if isinstance(known, RotaryCache):
         if known.limit >= limit:
             return False
         module.forward = known.own
@@ -62,11 +62,11 @@ def fuse_angles(module: Any, limit: int, like: torch.Tensor) -> bool:
         types = " ".join(map(str, types.values()))
     names = list(signature(module.forward).parameters)
     wanted = ["x", "position_ids", *(["layer_type"] if kinds != [()] else [])]
-    if any(way in str(types) for way in CHANGING) or names != wanted:
+    if any(way in str(types) for way in LENGTH_DEPENDENT) or names != wanted:
         return False
     some = torch.randint(0, limit, (1, 5), generator=torch.Generator().manual_seed(limit)).to(like.device)
     try:
-        found = Angles(module, limit, kinds, like)
+        found = RotaryCache(module, limit, kinds, like)
         for kind in kinds:
             mine, own = found(like, some, *kind), module.forward(like, some, *kind)
             if not all(torch.equal(a, b) for a, b in zip(mine, own, strict=True)):

@@ -5,6 +5,6 @@
 """
 
 from .fingerprint import model_fingerprint
-from .loader import LoadFormat, device_of, load, refusal, transformers_config
+from .loader import LoadFormat, choose_device, load, refusal, transformers_config
 
-__all__ = ["LoadFormat", "device_of", "load", "model_fingerprint", "refusal", "transformers_config"]
+__all__ = ["LoadFormat", "choose_device", "load", "model_fingerprint", "refusal", "transformers_config"]

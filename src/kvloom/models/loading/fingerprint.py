@@ -14,14 +14,21 @@ import torch
 __all__ = ["model_fingerprint"]
 
 SAMPLES = 64
-_ELSEWHERE = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
+_IRRELEVANT_FIELDS = (
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+)
 """What a config says that does not change what is computed, or is in the weights themselves."""
 
 
 def model_fingerprint(model: Any) -> str:
     """A text of 32 characters. Call it before weights are fused; on a GPU it takes some milliseconds."""
     digest = blake2b(digest_size=16, person=b"kvloom.weights")
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _ELSEWHERE}
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT_FIELDS}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     tensors = [*model.named_parameters(), *model.named_buffers()]
     taken = []

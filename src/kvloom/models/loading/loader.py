@@ -19,13 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from kvloom.models.paged import refused, settle
+from kvloom.models.paged import prepare, refusal_reason
 from kvloom.models.specs import ModelError, known_models, load_config, model_spec
-from kvloom.models.vision import FAMILIES
+from kvloom.models.vision import VISION_FAMILIES
 
 from .probe import examine
 
-__all__ = ["LoadFormat", "device_of", "load", "refusal", "transformers_config"]
+__all__ = ["LoadFormat", "choose_device", "load", "refusal", "transformers_config"]
 
 LoadFormat = Literal["auto", "random"]
 STD = 0.02
@@ -34,7 +34,7 @@ _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def device_of(named: torch.device | str | None) -> torch.device:
+def choose_device(named: torch.device | str | None) -> torch.device:
     """Where a model goes: the device that is named, or a GPU if there is one. Raises ValueError where there is none such."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
@@ -63,7 +63,7 @@ def load(
     """
     if load_format not in ("auto", "random"):
         raise ModelError(f"load format {load_format!r} is not known; known: auto, random")
-    where = device_of(device)
+    where = choose_device(device)
     config = transformers_config(model, load_format)
     if load_format == "auto":
         _check_files(model)
@@ -72,12 +72,12 @@ def load(
         raise ModelError(f"{model}: {reason}")
     own = config.dtype or config.get_text_config().dtype or torch.bfloat16
     kind = _dtype(own if dtype == "auto" else dtype)
-    with _bars(progress):
+    with _progress_bars(progress):
         if load_format == "random":
             loaded = _random(config, kind, where, seed)
         else:
             loaded = _weights(model, config, kind, where)
-    settle(loaded)
+    prepare(loaded)
     return loaded.eval().requires_grad_(False), _tokenizer(model)
 
 
@@ -113,11 +113,11 @@ def refusal(config: Any) -> str | None:
     takes about 10 ms a layer."""
     try:
         cls, own = _class(config)
-        reason = refused(own)
+        reason = refusal_reason(own)
         if reason is not None:
             raise ModelError(f"{cls.__name__} cannot run here: {reason}")
-        model = _hollow(cls, own)
-        settle(model)
+        model = _meta_model(cls, own)
+        prepare(model)
         examine(model, lambda: model_spec(own.to_dict()).layers)
     except ModelError as error:
         return str(error)
@@ -155,7 +155,7 @@ def _class(config: Any) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     mapping = AutoModelForCausalLM._model_mapping
-    if config.model_type in FAMILIES:
+    if config.model_type in VISION_FAMILIES:
         mapping = AutoModelForImageTextToText._model_mapping
     if type(config) not in mapping:
         raise ModelError(f"model type {config.model_type!r} is not a causal language model to transformers")
@@ -170,7 +170,7 @@ def _class(config: Any) -> tuple[Any, Any]:
     return cls, config.get_text_config() if text_alone else config
 
 
-def _hollow(cls: Any, config: Any) -> Any:
+def _meta_model(cls: Any, config: Any) -> Any:
     """The model on the meta device, with a config of its own."""
     try:
         with torch.device("meta"):
@@ -279,7 +279,7 @@ def _tokenizer(model: str) -> Any | None:
 
 
 @contextmanager
-def _bars(shown: bool) -> Iterator[None]:
+def _progress_bars(shown: bool) -> Iterator[None]:
     """transformers' progress while loading, as rich bars on stderr, or not at all."""
     from transformers.utils import logging
 

@@ -1,6 +1,6 @@
 """A model's code run without its weights: whether its layers write and read what the spec says they keep.
 
-The model stands on the meta device, where tensors have shapes and no data, and runs on a few tokens; a `Witness` takes the
+The model stands on the meta device, where tensors have shapes and no data, and runs on a few tokens; a `RecordingCache` takes the
 place of the cache and of attention and notes who asks for what. So an architecture that never calls the attention
 registry, masks in a way of its own, or keeps something else than its config was read to mean, is found before any weight
 is read, and whatever its name. Knows calls and shapes; whether the numbers are right is for tests.
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from kvloom.core import LayerSpec
-from kvloom.models.paged import IGNORED, Void, attend, calls_registry
+from kvloom.models.paged import IGNORED, EmptyCache, attend, calls_registry
 from kvloom.models.specs import ModelError
 
 __all__ = ["examine"]
 
 TOKENS = 5
-NAME = "kvloom_probe"
-KNOWN = IGNORED | set(inspect.signature(attend).parameters)
+PROBE_ATTENTION = "kvloom_probe"
+KNOWN_KEYWORDS = IGNORED | set(inspect.signature(attend).parameters)
 """Keywords of attention calls that `attend` understands or may ignore."""
 
 
-class Witness(Void):
+class RecordingCache(EmptyCache):
     """What modeling code finds in its cache argument while it is examined: everything is new, and noted by layer."""
 
     def __init__(self) -> None:
@@ -79,46 +79,46 @@ class Witness(Void):
 def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
     """Run `model` (on the meta device; its config is changed) and compare it with the specs of its `layers`, which are asked
     for once it has run. Raises ModelError with the reason where it would not run on our pages. Takes about 10 ms a layer."""
-    witness = _witnessed(model)
-    if not witness.attended and not witness.states:
-        raise ModelError(_unheard(model))
-    faults = witness.faults or _differences(witness, layers())
+    cache = _record_run(model)
+    if not cache.attended and not cache.states:
+        raise ModelError(_no_registry_call(model))
+    faults = cache.faults or _differences(cache, layers())
     if faults:
         raise ModelError(f"{type(model).__name__} cannot run on our pages: {faults[0]}")
 
 
-def _witnessed(model: Any) -> Witness:
+def _record_run(model: Any) -> RecordingCache:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = type(model).__name__
-    witness = Witness()
-    witness.masked = getattr(model, "names_masks", False)
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _noted)
-    model.config._attn_implementation = NAME
+    cache = RecordingCache()
+    cache.masked = getattr(model, "has_mask_names", False)
+    ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTENTION, _record_attention)
+    model.config._attn_implementation = PROBE_ATTENTION
     # Experts as one gather: the plain loop over those that were chosen needs data, which a meta tensor has not.
     model.config._experts_implementation = "batched_mm"
     ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
-    extra: dict[str, Any] = {"cache_params": witness}
+    extra: dict[str, Any] = {"cache_params": cache}
     if "cache_params" not in inspect.signature(model.forward).parameters:
-        extra = {"past_key_values": witness, "pages": witness, "position_ids": ids}
+        extra = {"past_key_values": cache, "pages": cache, "position_ids": ids}
     try:
         with torch.inference_mode():
             model(input_ids=ids, use_cache=False, logits_to_keep=ids[0, :1], **extra)
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from error
     except Exception as error:
-        calls = witness.states or calls_registry(model)
+        calls = cache.states or calls_registry(model)
         raise ModelError(
-            f"{name} cannot run on our pages: {_plainly(error)}" if calls else _unheard(model)
+            f"{name} cannot run on our pages: {_explain(error)}" if calls else _no_registry_call(model)
         ) from error
-    return witness
+    return cache
 
 
-def _unheard(model: Any) -> str:
+def _no_registry_call(model: Any) -> str:
     return f"{type(model).__name__} never calls the attention registry, so that its memory cannot be ours"
 
 
-def _noted(
+def _record_attention(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -127,10 +127,10 @@ def _noted(
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of a model that is examined: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
-    witness = keywords.pop("pages", None)
-    if witness is None:
+    cache = keywords.pop("pages", None)
+    if cache is None:
         raise ModelError(f"{type(module).__name__} is not handed the keywords that the model was called with")
-    unknown = {word for word, given in keywords.items() if given is not None} - KNOWN
+    unknown = {word for word, given in keywords.items() if given is not None} - KNOWN_KEYWORDS
     if unknown:
         raise ModelError(
             f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not known here"
@@ -139,20 +139,20 @@ def _noted(
         raise ModelError(f"{type(module).__name__} makes an attention mask of its own")
     if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ModelError(f"{type(module).__name__} is not causal: it attends to tokens that are yet to come")
-    witness.attended.setdefault(int(module.layer_idx), []).append(keywords.get("sliding_window"))
+    cache.attended.setdefault(int(module.layer_idx), []).append(keywords.get("sliding_window"))
     return query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1])), None
 
 
-def _plainly(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())[:200]
-    if isinstance(error, AttributeError) and isinstance(error.obj, Witness):
+    if isinstance(error, AttributeError) and isinstance(error.obj, RecordingCache):
         return f"it asks its cache for {error.name}, which ours has not"
     if "meta" in text:
         return f"it looks at values while it runs, so that it cannot be examined without weights ({text})"
     return f"{type(error).__name__}: {text}"
 
 
-def _differences(witness: Witness, layers: Mapping[str, LayerSpec]) -> list[str]:
+def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list[str]:
     """Where what was witnessed is not what the specs say."""
     specs: dict[str, dict[int, LayerSpec]] = {"token": {}, "state": {}}
     for name, spec in layers.items():
@@ -161,16 +161,16 @@ def _differences(witness: Witness, layers: Mapping[str, LayerSpec]) -> list[str]
         specs[spec.unit][int(name.split(".")[1])] = spec
     tokens, states = specs["token"], specs["state"]
     faults = [
-        *_strangers("keys and values", set(witness.written), set(tokens)),
-        *_strangers("a state", set(witness.states), set(states)),
+        *_layer_mismatches("keys and values", set(cache.written), set(tokens)),
+        *_layer_mismatches("a state", set(cache.states), set(states)),
     ]
-    for index, (key, value) in witness.written.items():
+    for index, (key, value) in cache.written.items():
         if index in tokens:
-            windows = witness.attended.get(index, [])
-            if witness.masked:  # its layers say no window: their masks would have
+            windows = cache.attended.get(index, [])
+            if cache.masked:  # its layers say no window: their masks would have
                 windows = [_window(tokens[index]) for _ in windows]
             faults += _token_faults(index, tokens[index], key, value, windows)
-    for index, found in witness.states.items():
+    for index, found in cache.states.items():
         if index in states:
             kept = {field.name: torch.Size(field.shape) for field in states[index].fields}
             if kept != found:
@@ -180,7 +180,7 @@ def _differences(witness: Witness, layers: Mapping[str, LayerSpec]) -> list[str]
     return faults
 
 
-def _strangers(what: str, found: set[int], wanted: set[int]) -> list[str]:
+def _layer_mismatches(what: str, found: set[int], wanted: set[int]) -> list[str]:
     return [
         f"layer {index} {'keeps' if index in found else 'keeps no'} {what}, unlike its config says"
         for index in sorted(found ^ wanted)

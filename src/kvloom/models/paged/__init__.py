@@ -14,11 +14,11 @@
 """
 
 from .attention import ATTENTION, IGNORED, attend, install
-from .batch import Batch, Stage, Work
-from .empty_cache import Void
-from .family_exceptions import calls_registry, refused, settle
-from .image_inputs import EMBEDDINGS, Image, Part, Seen, Sight
-from .pages import Cutter, Pages
+from .batch import Batch, BatchBuilder, Work
+from .empty_cache import EmptyCache
+from .family_exceptions import calls_registry, prepare, refusal_reason
+from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
+from .pages import GraphSplitter, Pages
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
 
 __all__ = [
@@ -26,15 +26,15 @@ __all__ = [
     "EMBEDDINGS",
     "IGNORED",
     "Batch",
-    "Cutter",
+    "BatchBuilder",
+    "EmptyCache",
+    "GraphSplitter",
     "Image",
+    "ImageGroup",
+    "ImageInputs",
     "Pages",
-    "Part",
     "Scales",
-    "Seen",
-    "Sight",
-    "Stage",
-    "Void",
+    "VisibleImages",
     "Work",
     "attend",
     "calls_registry",
@@ -42,9 +42,9 @@ __all__ = [
     "fingerprint",
     "install",
     "load_scales",
+    "prepare",
     "read_scales",
-    "refused",
+    "refusal_reason",
     "scale_sizes",
-    "settle",
     "write_scales",
 ]

@@ -18,10 +18,10 @@ from torch import nn
 
 from kvloom.models.specs import ModelError
 
-from .cross_attention import wrap_cross
-from .family_exceptions import absorb, calls_registry, keeps_latents, settle
-from .mixers import is_mixer, wrap
-from .pages import OPEN, Pages
+from .cross_attention import wrap_cross_attention
+from .family_exceptions import absorb_latent, calls_registry, keeps_latents, prepare
+from .mixers import is_mixer, wrap_mixer
+from .pages import PAGES_BY_HANDLE, Pages
 
 __all__ = ["ATTENTION", "IGNORED", "attend", "install"]
 
@@ -51,7 +51,7 @@ def _operation(
 ) -> torch.Tensor:
     """`Pages.attend` as one operation of a compiler's graph. It changes the pool, which no graph sees: what it reads of that
     it has written itself, or an operation before it whose result its queries come from."""
-    found = OPEN[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)
+    found = PAGES_BY_HANDLE[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)
     return found.contiguous()
 
 
@@ -94,13 +94,13 @@ def attend(
     layer, packed = int(module.layer_idx), query[0].transpose(0, 1)  # type: ignore[arg-type]
     new = pages.take(layer)
     if not keeps_latents(module):
-        return _attended(pages, layer, packed, *new, scale, softcap, s_aux, 0)[None], None
-    absorbed, up = absorb(module, packed)
-    out = _attended(pages, layer, absorbed, *new, scale, softcap, s_aux, up.shape[-1])
+        return _attend_pages(pages, layer, packed, *new, scale, softcap, s_aux, 0)[None], None
+    absorbed, up = absorb_latent(module, packed)
+    out = _attend_pages(pages, layer, absorbed, *new, scale, softcap, s_aux, up.shape[-1])
     return torch.einsum("thr,hdr->thd", out, up)[None], None
 
 
-def _attended(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
+def _attend_pages(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
     """Whoever is not compiling calls what the operation would: its way through the dispatcher costs more than it does."""
     if torch.compiler.is_compiling():
         out: torch.Tensor = _operation(pages.handle, layer, *rest)
@@ -116,14 +116,14 @@ def install(model: Any, context: int | None = None) -> None:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
     recurrent = [module for module in model.modules() if is_mixer(module)]
     for module in recurrent:
-        wrap(module)
+        wrap_mixer(module)
     if not recurrent and not calls_registry(model):
         raise ModelError(
             f"{type(model).__name__} never calls the attention registry, so that its memory cannot be ours"
         )
     for module in model.modules():
-        wrap_cross(module)
-    settle(model, context)
+        wrap_cross_attention(module)
+    prepare(model, context)
     config = model.config
     text = config.get_text_config()
     parts = [name for name in config.sub_configs if getattr(config, name, None) is text]

@@ -3,7 +3,7 @@
     tokens   | sequence 0: a chunk of its prompt | sequence 1: one token | sequence 2: … |
     starts   0                                   7                       8               …
 
-`Stage` lays a step out in fixed buffers: one small block of numbers is sent a step, and of the page tables, which the device
+`BatchBuilder` lays a step out in fixed buffers: one small block of numbers is sent a step, and of the page tables, which the device
 has a copy of, only what changed; in a step of single tokens that is part of the block. Everything else is worked out on the
 device. Knows no model and decides nothing.
 """
@@ -20,24 +20,24 @@ import torch
 
 from kvloom.core import KVCache, Sequence
 from kvloom.kernels.device import upload
-from kvloom.kernels.fused import FIELDS, fields_of, lay_out
+from kvloom.kernels.fused import ROW_FIELDS, field_count, lay_out_step
 
-from .image_inputs import Seen, Sight
+from .image_inputs import ImageInputs, VisibleImages
 
-__all__ = ["Batch", "Stage", "Work"]
+__all__ = ["Batch", "BatchBuilder", "Work"]
 
 Ints = npt.NDArray[np.int64]
 
 
 class Work(NamedTuple):
     """A sequence's part of a step: the tokens that follow its `length`, for which `extend` has reserved pages. `source`
-    says where among the tokens that the step before chose its one token is, while the host does not know it. `sight` is
+    says where among the tokens that the step before chose its one token is, while the host does not know it. `images` is
     what its prompt shows, if that has images."""
 
     sequence: Sequence
     tokens: Ints
     source: int = -1
-    sight: Sight | None = None
+    images: ImageInputs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Batch:
     the row goes, `page * block_tokens + place`, and `pages[group]` and `places` are the same apart. `last` are the places of each row's last token. `states[group]` ([runs,
     rows]) are the pages of state groups, and `fresh` says which rows begin without one. `bounds` and `sizes` are starts and
     lengths on the host, so that nobody fetches them; where `replayed`, they are another step's and must not be looked at:
-    every row has one token then. Beyond the last bound there may be tokens and rows of nobody's. `shares`: some rows hold the same pages, as `Pages.share` was told.
+    every row has one token then. Beyond the last bound there may be tokens and rows of nobody's. `shares`: some rows hold the same pages, as `Pages.set_shared_runs` was told.
 
     Where images are in the step, `embeds` stand in the place of `tokens`, and `spans` joins the tokens that see each other both
     ways (`Mask.spans`). `rotary` are positions to turn by where those are not `positions`: [tokens], or [3, tokens]. `seen` are
@@ -70,11 +70,11 @@ class Batch:
     embeds: torch.Tensor | None = None
     spans: torch.Tensor | None = None
     rotary: torch.Tensor | None = None
-    seen: Seen | None = None
+    seen: VisibleImages | None = None
 
 
 @dataclass(slots=True)
-class _Numbers:
+class _StepNumbers:
     """A step's numbers on the host, in the order in which they are sent."""
 
     tokens: Ints
@@ -88,10 +88,10 @@ class _Numbers:
     shifts: Ints
     fresh: tuple[bool, ...] = field(default=())
 
-    def beside(self, other: _Numbers) -> _Numbers:
+    def append_rows(self, other: _StepNumbers) -> _StepNumbers:
         """The numbers of both, those of `other` last."""
         rows, tokens = len(self.rows), len(self.tokens)
-        return _Numbers(
+        return _StepNumbers(
             np.concatenate((self.tokens, other.tokens)),
             np.concatenate((self.positions, other.positions)),
             np.concatenate((self.source, other.source)),
@@ -111,7 +111,7 @@ class _Numbers:
         )
 
 
-class Stage:
+class BatchBuilder:
     """The buffers of one device for steps of up to `tokens` tokens and `rows` rows. A step must have been launched before
     the next is laid out; where the device is two behind, that waits. `mirrored`: the device has tables of its own (on a CPU
     the cache's serve).
@@ -138,7 +138,7 @@ class Stage:
         else:
             self._tables = torch.from_numpy(cache.rows.tables)
         most = 4 * tokens + (3 + self._states + shifted) * (rows + 1) + 1
-        most = max(most, fields_of(width, self._states, shifted) * rows)
+        most = max(most, field_count(width, self._states, shifted) * rows)
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         self._last = torch.arange(rows, device=self.device)
         self._sent = torch.zeros(most, dtype=torch.int32, device=self.device)
@@ -161,18 +161,18 @@ class Stage:
         left are the last one's."""
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
-        nobody = _Numbers(
+        padding = _StepNumbers(
             np.zeros(left, np.int64), np.zeros(left, np.int64), np.full(left, -1), np.full(left, spare - 1),
             np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), np.append(np.zeros(spare, np.int64), left),
             np.zeros((self._states, spare), np.int32), np.zeros(spare if self._shifted else 0, np.int64),
         )  # fmt: skip
-        self._send(self._numbers(works).beside(nobody) if works else nobody)
+        self._send(self._numbers(works).append_rows(padding) if works else padding)
 
     def send_singles(self, works: Many[Work], rows: int) -> None:
         """Send the numbers of a step of single tokens for a replay of `replayed(rows)`, with rows of nobody's to fill it up;
         what changed in the tables goes along."""
         width, count = len(self._tables), len(works)
-        block = np.zeros((fields_of(width, self._states, self._shifted), rows), np.int32)
+        block = np.zeros((field_count(width, self._states, self._shifted), rows), np.int32)
         block[2], block[3], block[5] = -1, self._tables.shape[1] - 1, -1
         if works:
             numbers = self._numbers(works)
@@ -180,8 +180,8 @@ class Stage:
                 raise ValueError("a step of single tokens has works of more")
             patched, pages = self._patches(numbers.rows)
             of_all = numbers.tokens, numbers.positions, numbers.source, numbers.rows, numbers.lengths, patched
-            block[:FIELDS, :count] = of_all
-            at = FIELDS
+            block[:ROW_FIELDS, :count] = of_all
+            at = ROW_FIELDS
             block[at : at + width, :count] = pages
             block[at + width : at + width + self._states, :count] = numbers.states
             if self._shifted:
@@ -191,7 +191,7 @@ class Stage:
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
         """The batch of any `rows` single tokens, worked out anew from what `send_singles` sent whenever a graph with it is
         replayed."""
-        found = lay_out(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
+        found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
             tokens=found.tokens,
@@ -219,7 +219,7 @@ class Stage:
         bounds = (*(0,) * rows, tokens)
         return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
 
-    def _numbers(self, works: Many[Work]) -> _Numbers:
+    def _numbers(self, works: Many[Work]) -> _StepNumbers:
         if not works:
             raise ValueError("a step needs at least one sequence with tokens to compute")
         counts = np.array([len(work.tokens) for work in works])
@@ -237,7 +237,7 @@ class Stage:
         row_of = np.arange(len(works)).repeat(counts)
         source = np.full(len(row_of), -1)
         source[starts[:-1]] = [work.source for work in works]
-        return _Numbers(
+        return _StepNumbers(
             np.concatenate([work.tokens for work in works]),
             before[row_of] + np.arange(starts[-1]) - starts[row_of],
             source,
@@ -251,10 +251,10 @@ class Stage:
         )
 
     def _shifts(self, works: Many[Work]) -> Ints:
-        sights = [work.sight for work in works] if self._shifted else []
+        sights = [work.images for work in works] if self._shifted else []
         return np.array([0 if sight is None else sight.shift for sight in sights], dtype=np.int64)
 
-    def _send(self, numbers: _Numbers) -> None:
+    def _send(self, numbers: _StepNumbers) -> None:
         self._copy(*numbers.parts)
         if self._mirrored:
             rows = numbers.rows[numbers.rows < self.cache.rows.tables.shape[1]]
@@ -300,7 +300,7 @@ class Stage:
         sent = upload(np.stack((places, pages)).reshape(2, -1), self.device)
         self._tables.view(-1).index_copy_(0, sent[0], sent[1].int())
 
-    def _host_batch(self, numbers: _Numbers, blocks: int, chosen: torch.Tensor | None) -> Batch:
+    def _host_batch(self, numbers: _StepNumbers, blocks: int, chosen: torch.Tensor | None) -> Batch:
         """What `_batch` gives, where nothing must be sent: worked out in numpy, whose calls cost a third of torch's."""
         ids, positions = torch.from_numpy(numbers.tokens), torch.from_numpy(numbers.positions)
         if chosen is not None and (numbers.source >= 0).any():

@@ -13,19 +13,19 @@ from torch.nn import functional
 
 from kvloom.kernels.memory import LayerView
 
-from .image_inputs import Part
+from .image_inputs import ImageGroup
 
-__all__ = ["attend_seen", "wrap_cross"]
+__all__ = ["attend_images", "wrap_cross_attention"]
 
 
-def attend_seen(
-    view: LayerView, column: int, query: torch.Tensor, parts: Many[Part], scale: float
+def attend_images(
+    view: LayerView, column: int, query: torch.Tensor, parts: Many[ImageGroup], scale: float
 ) -> torch.Tensor:
     """Let queries [tokens, heads, dim], those of one part after the other, attend to all that each part sees."""
     fields, out, begin = view.fields, [], 0
     for part in parts:
         ids, q = part.pages[column], query[begin : begin + part.count].transpose(0, 1)
-        k, v = (_values(fields, name, ids, part.real, query.dtype) for name in "kv")
+        k, v = (_read_field(fields, name, ids, part.real, query.dtype) for name in "kv")
         found = functional.scaled_dot_product_attention(
             q[None], k[None], v[None], scale=scale, enable_gqa=True
         )
@@ -34,7 +34,7 @@ def attend_seen(
     return torch.cat(out)
 
 
-def _values(
+def _read_field(
     fields: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, real: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """What pages keep of one field's tokens: [heads, tokens, dim]. Bytes are moved as bytes: not every index takes fp8."""
@@ -47,7 +47,7 @@ def _values(
     return found.transpose(0, 1)
 
 
-def wrap_cross(layer: Any) -> bool:
+def wrap_cross_attention(layer: Any) -> bool:
     """Have a decoder layer of cross attention take packed rows: tokens that see an image go through it, with what they see
     read from pages; the others pass it by. Whether `layer` is one; harmless to repeat."""
     attention = getattr(layer, "cross_attn", None)
@@ -60,8 +60,8 @@ def wrap_cross(layer: Any) -> bool:
         def look(hidden_states: torch.Tensor, pages: Any, **_: Any) -> tuple[torch.Tensor, None]:
             tokens = hidden_states.shape[1]
             query = attention.q_norm(attention.q_proj(hidden_states).view(tokens, -1, attention.head_dim))
-            view, column = pages.crosses[attention.layer_idx]
-            out = attend_seen(view, column, query, pages.batch.seen.parts, attention.scaling)
+            view, column = pages.cross_views[attention.layer_idx]
+            out = attend_images(view, column, query, pages.batch.seen.parts, attention.scaling)
             return attention.o_proj(out.reshape(1, tokens, -1)), None
 
         def forward(hidden_states: torch.Tensor, pages: Any, **named: Any) -> torch.Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Void"]
+__all__ = ["EmptyCache"]
 
 
-class Void:
+class EmptyCache:
     """The answers that everything has in common that stands in a cache's place. What is written is its heirs' business."""
 
     is_compileable = False

@@ -11,7 +11,7 @@ import torch
 
 from kvloom.core import Media
 
-__all__ = ["EMBEDDINGS", "Image", "Part", "Seen", "Sight"]
+__all__ = ["EMBEDDINGS", "Image", "ImageGroup", "ImageInputs", "VisibleImages"]
 
 Ints = npt.NDArray[np.int64]
 EMBEDDINGS = "vision.embeddings"
@@ -27,11 +27,11 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sight:
+class ImageInputs:
     """What a prompt shows. Image `i` has the prompt's tokens `places[bounds[i] : bounds[i + 1]]`; `media` says the same to
     the cache. `axes` ([3, tokens up to the last image's end]) are the positions that rotary embeddings turn by, where those
     are not the tokens' places; what follows stands at its place plus `shift`. `whole`: no step may end inside an image.
-    `crosses`: every token behind an image may see it, in layers of their own."""
+    `cross_attended`: every token behind an image may see it, in layers of their own."""
 
     images: tuple[Image, ...]
     media: tuple[Media, ...]
@@ -40,9 +40,9 @@ class Sight:
     axes: Ints | None = None
     shift: int = 0
     whole: bool = False
-    crosses: bool = False
+    cross_attended: bool = False
 
-    def fitting(self, start: int, count: int) -> int:
+    def step_tokens(self, start: int, count: int) -> int:
         """How many of the `count` tokens from `start` a step may take, so that it ends in no image that must stay whole; 0
         where that leaves none."""
         if self.whole:
@@ -52,21 +52,21 @@ class Sight:
         return count
 
     @property
-    def largest(self) -> int:
+    def min_step_tokens(self) -> int:
         """Tokens that a step must have room for."""
         return max(item.stop - item.start for item in self.media) if self.whole else 1
 
-    def concerns(self, start: int) -> bool:
+    def affects_step(self, start: int) -> bool:
         """Whether a step from `start` on needs more than ids and shifted positions."""
-        return self.crosses or start < self.media[-1].stop
+        return self.cross_attended or start < self.media[-1].stop
 
-    def content(self, end: int) -> bytes:
+    def content_key(self, end: int) -> bytes:
         """What stands for the images that begin before `end`, where prompts are compared by their tokens."""
         return b"".join(item.digest for item in self.media if item.start < end)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ImageGroup:
     """So many tokens of a step that see the same images: `pages` ([columns, blocks]) are theirs, and of the tokens in those
     the `real` ones."""
 
@@ -76,8 +76,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class VisibleImages:
     """Which tokens of a step's packed row see images, in their order, and what they see."""
 
     places: torch.Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[ImageGroup, ...]

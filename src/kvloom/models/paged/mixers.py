@@ -16,32 +16,34 @@ import torch
 from torch import nn
 
 from kvloom.kernels.memory import LayerView
-from kvloom.kernels.state import Rows
+from kvloom.kernels.state import StateRows
 from kvloom.models.specs import ModelError
 
 from .batch import Batch
-from .scans import Packed, lightning, replace_functions, running, takes_packed_rows
+from .scans import PackedStates, current_states, lightning_forward, replace_functions, takes_packed_rows
 
-__all__ = ["Steps", "is_mixer", "wrap"]
+__all__ = ["MixerSteps", "is_mixer", "wrap_mixer"]
 
 
-class Steps:
+class MixerSteps:
     """How mixers see a step's row, worked out once for all of them when the first one asks."""
 
-    def __init__(self, batch: Batch, steady: bool = False) -> None:
-        """`steady`: a sequence's states are the same bits however it was cut into steps (`Rows.steady`)."""
-        self.batch, self.steady = batch, steady
-        self._known: dict[tuple[int, int], Rows] = {}
+    def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
+        """`batch_invariant`: a sequence's states are the same bits however it was cut into steps (`StateRows.batch_invariant`)."""
+        self.batch, self.batch_invariant = batch, batch_invariant
+        self._known: dict[tuple[int, int], StateRows] = {}
 
-    def rows(self, view: LayerView) -> Rows:
+    def rows(self, view: LayerView) -> StateRows:
         """The rows of the step, as layers in pages like `view`'s find their states."""
         of = view.group, view.run
         if of not in self._known:
             ids, fresh = self.batch.states[view.group][view.run], self._fresh
             read = ids
-            if self.steady and fresh is not None:  # said once, not by every layer's kernel
+            if self.batch_invariant and fresh is not None:  # said once, not by every layer's kernel
                 read, fresh = ids.masked_fill(fresh, 0), None
-            self._known[of] = Rows(self.batch.starts, read, ids, self._longest, fresh, self.steady)
+            self._known[of] = StateRows(
+                self.batch.starts, read, ids, self._longest, fresh, self.batch_invariant
+            )
         return self._known[of]
 
     @cached_property
@@ -61,7 +63,7 @@ def is_mixer(module: nn.Module) -> bool:
     return hasattr(module, "layer_idx") and any(hasattr(module, mark) for mark in marks)
 
 
-def wrap(module: Any) -> None:
+def wrap_mixer(module: Any) -> None:
     """Make a mixer take packed rows; harmless to repeat. It is told its states by the `Pages` in its cache argument. Raises
     ModelError for one that is of no known kind."""
     if getattr(module, "takes_packed_rows", False):
@@ -73,7 +75,7 @@ def wrap(module: Any) -> None:
         replace_functions(module)
         inner = module.forward
     elif hasattr(module, "key_decay"):
-        inner = partial(lightning, module)
+        inner = partial(lightning_forward, module)
     else:
         raise ModelError(
             f"layer {layer} is a {type(module).__name__}, a recurrent mixer of no known kind: docs/models.md has those that run"
@@ -83,11 +85,11 @@ def wrap(module: Any) -> None:
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         pages = kwargs[argument]
         view: LayerView = pages.state_view(layer)
-        states = Packed(view.fields, pages.steps.rows(view))
-        token = running.set(states)
+        states = PackedStates(view.fields, pages.steps.rows(view))
+        token = current_states.set(states)
         try:
             return inner(hidden_states, *args, **{**kwargs, argument: states})
         finally:
-            running.reset(token)
+            current_states.reset(token)
 
     module.forward = forward

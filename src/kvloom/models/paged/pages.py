@@ -27,35 +27,35 @@ from kvloom.kernels.attention import (
     ReferencePlan,
     Shape,
     SharedRun,
-    Sharing,
+    SharedRuns,
     decode_plan,
+    is_worth_sharing,
+    plan_capacity,
     prefill_plan,
-    room_of,
     split_dim,
-    worth_sharing,
 )
-from kvloom.kernels.dtypes import DTYPES
+from kvloom.kernels.dtypes import FLOAT_DTYPES
 from kvloom.kernels.memory import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
 from kvloom.models.specs import ModelError
 
 from .batch import Batch
-from .empty_cache import Void
+from .empty_cache import EmptyCache
 from .image_inputs import EMBEDDINGS
-from .mixers import Steps
+from .mixers import MixerSteps
 from .scales import Scales, scale_sizes
 
-__all__ = ["OPEN", "Cutter", "Pages"]
+__all__ = ["PAGES_BY_HANDLE", "GraphSplitter", "Pages"]
 
 _HANDLES = count()
-OPEN: WeakValueDictionary[int, Pages] = WeakValueDictionary()
+PAGES_BY_HANDLE: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 """All pages there are, by their handles."""
 
 
-class Cutter(Protocol):
+class GraphSplitter(Protocol):
     """Takes attention's calls out of a run of the model that is recorded without them."""
 
-    def cut(
+    def split_at(
         self,
         call: Callable[..., torch.Tensor],
         query: torch.Tensor,
@@ -68,7 +68,7 @@ class Cutter(Protocol):
         ...
 
 
-class Pages(Void):
+class Pages(EmptyCache):
     """What modeling code finds in `past_key_values`: the pool, seen by its layers, for the step that `begin` named."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Pages(Void):
         self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Span]] = {}
         self._states: dict[int, LayerView] = {}
-        self.crosses: dict[int, tuple[LayerView, int]] = {}
+        self.cross_views: dict[int, tuple[LayerView, int]] = {}
         """Layers that see images alone, and their column among the page ids of an image's run."""
         for name, view in layer_views(buffer, layout).items():
             spec = layout.groups[view.group].spec
@@ -96,47 +96,47 @@ class Pages(Void):
                 )
             view.fields.update(beside)
             if spec.axis == "media":
-                self.crosses[int(found[1])] = view, layout.groups[view.group].column + view.run
+                self.cross_views[int(found[1])] = view, layout.groups[view.group].column + view.run
             elif spec.unit == "state":
                 self._states[int(found[1])] = view
             else:
                 self._views[int(found[1])] = view, spec.span
         self._batch: Batch | None = None
-        self.steps: Steps
+        self.steps: MixerSteps
         """How mixers see the step that was begun."""
         self._plans: dict[tuple[Shape, Span, int, bool], Plan] = {}
-        self._sharing: dict[tuple[int, bool], Sharing] = {}
+        self._shared_runs: dict[tuple[int, bool], SharedRuns] = {}
         self._made: set[tuple[Shape, Span]] = set()
         self._layers: dict[int, cpu.LayerPages | None] = {}
-        self._singles: dict[tuple[int, int], cpu.Rows] | Literal[False] | None = None
+        self._single_token_rows: dict[tuple[int, int], cpu.SingleTokenRows] | Literal[False] | None = None
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
-        self._cutter: Cutter | None = None
+        self._splitter: GraphSplitter | None = None
         self.handle = next(_HANDLES)
         """By which a compiled model's operations find these pages."""
-        OPEN[self.handle] = self
+        PAGES_BY_HANDLE[self.handle] = self
 
-    def begin(self, batch: Batch, cutter: Cutter | None = None) -> None:
-        """The step that the next run of the model computes. With a `cutter`, pages are not read in that run: reading is
+    def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
+        """The step that the next run of the model computes. With a `splitter`, pages are not read in that run: reading is
         handed to it, layer by layer."""
-        self._batch, self._cutter = batch, cutter
-        self.steps = Steps(batch, self._piece > 0)
+        self._batch, self._splitter = batch, splitter
+        self.steps = MixerSteps(batch, self._piece > 0)
         self._made.clear()
-        self._singles = None
+        self._single_token_rows = None
 
     @property
-    def keeps_states(self) -> bool:
+    def has_states(self) -> bool:
         """Whether some layer keeps a state."""
         return bool(self._states)
 
     @property
-    def replaying(self) -> bool:
+    def is_replaying(self) -> bool:
         """Whether the step that was begun is single tokens to be replayed."""
         return self._batch is not None and self._batch.replayed
 
     @property
-    def replayable(self) -> bool:
+    def is_replayable(self) -> bool:
         """Whether steps can be captured in a graph: the GPU's kernels take every layer."""
-        return all(_shape(view.fields).supported for view, _ in self._views.values())
+        return all(_shape(view.fields).is_supported for view, _ in self._views.values())
 
     @property
     def batch(self) -> Batch:
@@ -178,8 +178,8 @@ class Pages(Void):
         elif not key.is_cuda and fields["k"].dtype == key.dtype:
             at = batch.pages[view.group][view.run], batch.places  # a CPU need not work them out of slots
             for name, new in (("k", key), ("v", value)):
-                if cpu.takes(fields[name], new):
-                    cpu.put(fields[name], new, *at)
+                if cpu.supports(fields[name], new):
+                    cpu.write_tokens(fields[name], new, *at)
                 else:
                     fields[name][at] = new
         else:
@@ -188,17 +188,17 @@ class Pages(Void):
                 k_scale=fields.get("k_scale"), v_scale=fields.get("v_scale"),
             )  # fmt: skip
 
-    def _write_turned(
+    def _write_rotated(
         self,
         view: LayerView,
         key: torch.Tensor,
         value: torch.Tensor,
         query: torch.Tensor,
-        turns: tuple[torch.Tensor, torch.Tensor],
+        rotary: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """`_write` of keys that are still to be turned, and queries with them."""
-        fields, pairs = view.fields, turns[0].shape[-1] // 2
-        cos, sin = (x[0, :, :pairs] for x in turns)
+        fields, pairs = view.fields, rotary[0].shape[-1] // 2
+        cos, sin = (x[0, :, :pairs] for x in rotary)
         write(
             fields["k"], fields["v"], self.batch.slots[view.group][view.run], key, value,
             k_scale=fields.get("k_scale"), v_scale=fields.get("v_scale"), rotary=Rotary(cos, sin, rounded=True), q=query,
@@ -214,21 +214,21 @@ class Pages(Void):
         softcap: float | None,
         sinks: torch.Tensor | None,
         latent_values: int = 0,
-        turns: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Write a layer's new keys and values ([1, heads, tokens, dim]), then let packed queries [tokens, heads, dim] attend
-        to its pages. `latent_values`: how much of a latent is values. With `turns` (cos and sin, [1, tokens, dim], every angle
+        to its pages. `latent_values`: how much of a latent is values. With `rotary` (cos and sin, [1, tokens, dim], every angle
         twice), queries, in place, and keys, on their way into pages, are still to be turned: for steps that are replayed."""
         view, span = self._views[layer_idx]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
-        if turns is None:
+        if rotary is None:
             self._write(view, new_k, new_v)
         else:
-            self._write_turned(view, new_k, new_v, query, turns)
+            self._write_rotated(view, new_k, new_v, query, rotary)
         read = partial(self._read, view, span, scale, softcap, sinks, latent_values)
-        if self._cutter is None:
+        if self._splitter is None:
             return read(query, new_k, new_v)
-        return self._cutter.cut(read, query, new_k, new_v, latent_values or value.shape[-1])
+        return self._splitter.split_at(read, query, new_k, new_v, latent_values or value.shape[-1])
 
     def _read(
         self,
@@ -253,7 +253,7 @@ class Pages(Void):
             k, v = fields["k"], fields["v"]
             k_scale, v_scale = fields.get("k_scale"), fields.get("v_scale")
         own = query.dtype
-        if query.is_cuda and k.dtype in DTYPES:
+        if query.is_cuda and k.dtype in FLOAT_DTYPES:
             query = query.to(k.dtype)  # its kernels take queries of the dtype of such pages alone
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span)
@@ -267,48 +267,48 @@ class Pages(Void):
             return out.copy_(found)
         return found.to(own)
 
-    def singles(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.Rows] | None:
+    def single_token_rows(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.SingleTokenRows] | None:
         """A layer's pages and the step's rows, where the step is one token a row and `cpu.step` takes it; else None."""
-        if self._singles is None:
+        if self._single_token_rows is None:
             batch = self.batch
-            plain = batch.spans is None and not batch.replayed and self._cutter is None and not self._piece
-            self._singles = {} if plain and batch.bounds[-1] == len(batch.sizes) else False
-        if self._singles is False or layer_idx not in self._views:
+            plain = batch.spans is None and not batch.replayed and self._splitter is None and not self._piece
+            self._single_token_rows = {} if plain and batch.bounds[-1] == len(batch.sizes) else False
+        if self._single_token_rows is False or layer_idx not in self._views:
             return None
         view, span = self._views[layer_idx]
         if layer_idx not in self._layers:
             k, v = view.fields.get("k"), view.fields.get("v")
-            fits = k is not None and v is not None and k.shape == v.shape and cpu.takes(k, v)
+            fits = k is not None and v is not None and k.shape == v.shape and cpu.supports(k, v)
             self._layers[layer_idx] = cpu.LayerPages(k, v) if fits else None  # type: ignore[arg-type]
         layer, key = self._layers[layer_idx], (view.group, view.run)
         if layer is None:
             return None
-        if key not in self._singles:
+        if key not in self._single_token_rows:
             lengths = np.array(self.batch.sizes)
-            seen = cpu.Seen(span.first_visible_each(lengths - 1), lengths)
-            self._singles[key] = cpu.Rows(self.batch.tables[view.group][view.run], seen)
-        return layer, self._singles[key]
+            seen = cpu.VisibleTokens(span.first_visible_each(lengths - 1), lengths)
+            self._single_token_rows[key] = cpu.SingleTokenRows(self.batch.tables[view.group][view.run], seen)
+        return layer, self._single_token_rows[key]
 
-    def share(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
+    def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
         """Tell which of `rows` single tokens to be replayed hold the same pages, in `windows` too (None: no window shares), so
         that those are read once; whether any do. It holds until it is told again."""
         if windows is not None:
-            self._sharing_of(rows, True).set(windows, np.arange(rows + 1))
-        sharing = self._sharing_of(rows, False)
-        sharing.set(runs, np.arange(rows + 1))
-        return sharing.holds > 0
+            self._shared_runs_for(rows, True).set_runs(windows, np.arange(rows + 1))
+        sharing = self._shared_runs_for(rows, False)
+        sharing.set_runs(runs, np.arange(rows + 1))
+        return sharing.run_count > 0
 
-    def _sharing_of(self, rows: int, windowed: bool) -> Sharing:
-        key = room_of(rows), windowed
-        if key not in self._sharing:
-            self._sharing[key] = Sharing(key[0], device=self.device)
-        return self._sharing[key]
+    def _shared_runs_for(self, rows: int, windowed: bool) -> SharedRuns:
+        key = plan_capacity(rows), windowed
+        if key not in self._shared_runs:
+            self._shared_runs[key] = SharedRuns(key[0], device=self.device)
+        return self._shared_runs[key]
 
     def _plan(self, shape: Shape, span: Span) -> Plan:
         batch = self.batch
         # A step that is replayed has single tokens, and lengths that only the device knows.
-        rows = room_of(len(batch.sizes)) if batch.replayed else 0
-        key = shape, span, rows, batch.shares and worth_sharing(span)
+        rows = plan_capacity(len(batch.sizes)) if batch.replayed else 0
+        key = shape, span, rows, batch.shares and is_worth_sharing(span)
         if key not in self._plans:
             self._plans[key] = self._new_plan(*key)
         plan = self._plans[key]
@@ -322,16 +322,16 @@ class Pages(Void):
 
     def _new_plan(self, shape: Shape, span: Span, rows: int, shared: bool) -> Plan:
         if self._piece:
-            from kvloom.kernels.attention import Pieces, Whole
+            from kvloom.kernels.attention import BatchInvariantDecodePlan, BatchInvariantPrefillPlan
 
             longest = next(iter(self.batch.tables.values())).shape[2] * shape.block_tokens
             if rows:
-                return Pieces(shape, self._piece, rows, longest, span, self.device)
-            return Whole(shape, self._piece, span, self.device)
+                return BatchInvariantDecodePlan(shape, self._piece, rows, longest, span, self.device)
+            return BatchInvariantPrefillPlan(shape, self._piece, span, self.device)
         if rows:
-            sharing = self._sharing_of(rows, span.windowed) if shared else None
+            sharing = self._shared_runs_for(rows, span.windowed) if shared else None
             return decode_plan(shape, rows, 1, span, self.device, sharing)
-        if self.device.type == "cuda" and not shape.supported:
+        if self.device.type == "cuda" and not shape.is_supported:
             return ReferencePlan(shape, span)
         return prefill_plan(shape, span, self.device)
 

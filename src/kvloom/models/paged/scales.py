@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kvloom.core.layers import QUANTISED, LayerSpec
-from kvloom.kernels.dtypes import TORCH_DTYPES, largest
+from kvloom.kernels.dtypes import TORCH_DTYPES, quantised_max
 from kvloom.models.specs import ModelError
 
 __all__ = [
@@ -101,7 +101,7 @@ def read_scales(path: Path, layers: Mapping[str, LayerSpec]) -> Scales:
                     f"{path} has no {name} for {layer}; it has scales of {f'layers {have}' if have else 'no layer'}. "
                     "Make them with `kvloom calibrate`, or keep them dynamic"
                 )
-            factor = _most(made_for) / _most(spec.fields[0].dtype)
+            factor = _quantised_max(made_for) / _quantised_max(spec.fields[0].dtype)
             scales.setdefault(layer, {})[name] = _checked(*known, f"{name} of {layer}", size) * factor
     return scales
 
@@ -202,7 +202,7 @@ def _checked(name: str, tensor: torch.Tensor, what: str, size: int) -> torch.Ten
     return flat.expand(size).clone()
 
 
-def _most(dtype: str) -> float:
-    most = largest(TORCH_DTYPES[dtype])
+def _quantised_max(dtype: str) -> float:
+    most = quantised_max(TORCH_DTYPES[dtype])
     assert most is not None
     return most

@@ -1,6 +1,6 @@
 """Transformers' functions over the tokens of a row, on our kernels: every row of a step at once, states in their pages.
 
-Recurrent mixers call functions of their modeling file, by name, for what runs along the tokens. While a mixer runs on `Packed`
+Recurrent mixers call functions of their modeling file, by name, for what runs along the tokens. While a mixer runs on `PackedStates`
 states those names mean the kernels in `kernels.state`; at any other time, and on other states, what they always meant. Each
 is handed one packed row ([1, tokens, …] or [1, channels, tokens]) as if it were a prompt that begins.
 
@@ -10,7 +10,7 @@ is handed one packed row ([1, tokens, …] or [1, channels, tokens]) as if it we
 | mamba_selective_scan                                     | mamba1_scan   | Mamba, Falcon-Mamba, Jamba           |
 | mamba2_chunk_scan                                        | mamba2_scan   | Mamba-2, Bamba, Falcon-H1, Granite 4 |
 | torch_chunk_gated_delta_rule, chunk_kimi_delta_attention | delta_rule    | Qwen3-Next and 3.5, OLMo, Kimi       |
-| nothing: `lightning` is its forward                      | mamba2_scan   | MiniMax                              |
+| nothing: `lightning_forward` is its forward                      | mamba2_scan   | MiniMax                              |
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import Any
 
 import torch
 
-from kvloom.kernels.state import Rows, causal_conv, delta_rule, mamba1_scan, mamba2_scan
+from kvloom.kernels.state import StateRows, causal_conv, delta_rule, mamba1_scan, mamba2_scan
 
-from .empty_cache import Void
+from .empty_cache import EmptyCache
 
-__all__ = ["Packed", "lightning", "replace_functions", "running", "takes_packed_rows"]
+__all__ = ["PackedStates", "current_states", "lightning_forward", "replace_functions", "takes_packed_rows"]
 
-running: ContextVar[Packed | None] = ContextVar("the states a mixer is running on", default=None)
+current_states: ContextVar[PackedStates | None] = ContextVar("the states a mixer is running on", default=None)
 SILU = {None: False, "silu": True, "swish": True}
 
 
-class Packed(Void):
+class PackedStates(EmptyCache):
     """What a mixer finds in its cache argument: nothing has come before. The kernels know better."""
 
-    def __init__(self, fields: dict[str, torch.Tensor], rows: Rows) -> None:
+    def __init__(self, fields: dict[str, torch.Tensor], rows: StateRows) -> None:
         self.fields, self.rows = fields, rows
 
     def update_conv_state(self, new: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -54,17 +54,17 @@ def takes_packed_rows(module: Any) -> bool:
 
 
 def replace_functions(module: Any) -> None:
-    """Let the functions of a mixer's modeling file be ours while it runs on `Packed` states. Harmless to repeat."""
+    """Let the functions of a mixer's modeling file be ours while it runs on `PackedStates` states. Harmless to repeat."""
     names = vars(sys.modules[type(module).__module__])
     for name, ours in {"causal_conv1d_fn": _conv, **_SCANS}.items():
         if name in names and not hasattr(names[name], "replaced"):
-            names[name] = _either(names[name], ours)
+            names[name] = _dispatch(names[name], ours)
 
 
-def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _dispatch(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
     def function(*args: Any, **kwargs: Any) -> Any:
-        packed = running.get()
+        packed = current_states.get()
         return theirs(*args, **kwargs) if packed is None else ours(packed, *args, **kwargs)
 
     vars(function)["replaced"] = theirs
@@ -76,7 +76,7 @@ def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
 
 
 def _conv(
-    packed: Packed,
+    packed: PackedStates,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -91,7 +91,7 @@ def _conv(
 
 
 def _mamba1(
-    packed: Packed,
+    packed: PackedStates,
     x: torch.Tensor,
     dt: torch.Tensor,
     a: torch.Tensor,
@@ -113,7 +113,7 @@ def _mamba1(
 
 
 def _mamba2(
-    packed: Packed,
+    packed: PackedStates,
     x: torch.Tensor,
     dt: torch.Tensor,
     a: torch.Tensor,
@@ -139,7 +139,7 @@ def _mamba2(
 
 
 def _delta(
-    packed: Packed,
+    packed: PackedStates,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -163,14 +163,14 @@ _SCANS: dict[str, Callable[..., Any]] = {
 }
 
 
-def lightning(
-    module: Any, hidden: torch.Tensor, *_: Any, past_key_values: Packed, **__: Any
+def lightning_forward(
+    module: Any, hidden: torch.Tensor, *_: Any, past_key_values: PackedStates, **__: Any
 ) -> tuple[torch.Tensor, None]:
     """The forward of a mixer of lightning attention, which calls no function of its file along the tokens: a decay for each
     head, and a state of values by keys. hidden is [1, tokens, hidden]."""
     qkv = module.act_fn(module.qkv_proj(hidden[0])).view(len(hidden[0]), module.num_attention_heads, -1)
     query, key, value = (part.contiguous() for part in qkv.chunk(3, -1))
-    states = past_key_values.fields["lightning"]
+    states = past_key_values.fields["lightning_forward"]
     y = mamba2_scan(value, None, -module.slope_rate.flatten(), key, query, states, past_key_values.rows)
     gate = torch.sigmoid(module.output_gate(hidden))
     return module.out_proj(gate * module.norm(y.flatten(1)[None])), None

@@ -21,10 +21,10 @@ __all__ = [
     "delta",
     "dtype_name",
     "every_layer",
+    "interleaved",
     "jamba",
     "kimi",
     "kimi_delta",
-    "late_windows",
     "latent",
     "lfm2",
     "lightning",
@@ -35,9 +35,9 @@ __all__ = [
     "multi_query",
     "nemotron",
     "olmo_delta",
-    "one_window",
-    "rare_among",
     "short_conv",
+    "uniform_window",
+    "windows_from_layer",
 ]
 
 _MAX_LAYERS = 10_000
@@ -91,7 +91,7 @@ class Config:
             raise ModelError(f"{self.model_type}: {key} is {values!r}; a list of integers is needed")
         return [self._integer(key, value, least=0) for value in values]
 
-    def within(self, key: str) -> Config:
+    def nested(self, key: str) -> Config:
         """The config in a field, empty where there is none."""
         inner = self.get(key, {})
         if not isinstance(inner, Mapping):
@@ -130,7 +130,7 @@ def every_layer(kind: str) -> Pattern:
     return lambda config: [kind] * config.depth
 
 
-def rare_among(period: int | str, rare: str, common: str) -> Pattern:
+def interleaved(period: int | str, rare: str, common: str) -> Pattern:
     """`rare` at the end of every `period` layers (a number, or the field that holds it)."""
 
     def pattern(config: Config) -> list[str]:
@@ -140,13 +140,13 @@ def rare_among(period: int | str, rare: str, common: str) -> Pattern:
     return pattern
 
 
-def one_window(config: Config) -> list[str]:
+def uniform_window(config: Config) -> list[str]:
     """Every layer slides where a window is set and not switched off."""
     slides = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     return ["sliding_attention" if slides else "full_attention"] * config.depth
 
 
-def late_windows(config: Config) -> list[str]:
+def windows_from_layer(config: Config) -> list[str]:
     """Qwen: layers from `max_window_layers` on slide, if windows are switched on at all."""
     on = config.get("use_sliding_window") and config.get("sliding_window")
     first = config.count("max_window_layers") if on else config.depth
@@ -184,7 +184,7 @@ def lfm2(config: Config) -> list[str]:
 
 def kimi(config: Config) -> list[str]:
     """As published: the layers that attend, counted from one."""
-    listed = config.within("linear_attn_config").numbers("full_attn_layers")
+    listed = config.nested("linear_attn_config").numbers("full_attn_layers")
     attention = [i - 1 for i in listed] or range(4, config.depth, 4)
     return ["full_attention" if i in attention else "linear_attention" for i in range(config.depth)]
 
@@ -271,7 +271,7 @@ def delta(config: Config, dtype: str) -> tuple[Field, ...]:
 
 def kimi_delta(config: Config, dtype: str) -> tuple[Field, ...]:
     """Delta rule with a decay for each channel: queries, keys and values have as many heads."""
-    own = config.within("linear_attn_config")
+    own = config.nested("linear_attn_config")
     heads = own.optional("num_heads") or config.size("linear_num_heads")
     width = own.optional("head_dim") or config.size("linear_head_dim")
     kernel = own.optional("short_conv_kernel_size") or config.size("linear_conv_kernel_dim")

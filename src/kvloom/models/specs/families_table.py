@@ -16,10 +16,10 @@ from .config_reading import (
     bamba,
     delta,
     every_layer,
+    interleaved,
     jamba,
     kimi,
     kimi_delta,
-    late_windows,
     latent,
     lfm2,
     lightning,
@@ -30,12 +30,12 @@ from .config_reading import (
     multi_query,
     nemotron,
     olmo_delta,
-    one_window,
-    rare_among,
     short_conv,
+    uniform_window,
+    windows_from_layer,
 )
 
-__all__ = ["FAMILIES", "TEXT_TYPES", "plain_family"]
+__all__ = ["FAMILIES", "TEXT_TYPES", "plain_attention_family"]
 
 
 def _sizes(
@@ -77,24 +77,27 @@ _QWEN_VL = _sizes(80, 8192, 64, 8, 32768, max_window_layers=80, **_QWEN_WINDOW)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(every_layer("full_attention"), _sizes(32, 4096, 32, None, 2048)),
-    "qwen2": Family(late_windows, _sizes(32, 4096, 32, 32, 32768, max_window_layers=28, **_QWEN_WINDOW)),
-    "qwen3": Family(
-        late_windows, _sizes(32, 4096, 32, 32, 32768, head_dim=128, max_window_layers=28, **_QWEN_WINDOW)
+    "qwen2": Family(
+        windows_from_layer, _sizes(32, 4096, 32, 32, 32768, max_window_layers=28, **_QWEN_WINDOW)
     ),
-    "qwen3_moe": Family(one_window, _sizes(24, 2048, 32, 4, 32768, **_QWEN_WINDOW)),
-    "qwen2_5_vl_text": Family(late_windows, _QWEN_VL),
-    "mistral": Family(one_window, _sizes(32, 4096, 32, 8, 131072, sliding_window=4096)),
-    "ministral": Family(one_window, _sizes(32, 4096, 32, 8, 131072, sliding_window=4096)),
+    "qwen3": Family(
+        windows_from_layer,
+        _sizes(32, 4096, 32, 32, 32768, head_dim=128, max_window_layers=28, **_QWEN_WINDOW),
+    ),
+    "qwen3_moe": Family(uniform_window, _sizes(24, 2048, 32, 4, 32768, **_QWEN_WINDOW)),
+    "qwen2_5_vl_text": Family(windows_from_layer, _QWEN_VL),
+    "mistral": Family(uniform_window, _sizes(32, 4096, 32, 8, 131072, sliding_window=4096)),
+    "ministral": Family(uniform_window, _sizes(32, 4096, 32, 8, 131072, sliding_window=4096)),
     "gemma2": Family(
-        rare_among(2, rare="full_attention", common="sliding_attention"),
+        interleaved(2, rare="full_attention", common="sliding_attention"),
         _sizes(26, 2304, 8, 4, 8192, head_dim=256, sliding_window=4096),
     ),
     "gemma3_text": Family(
-        rare_among("sliding_window_pattern", rare="full_attention", common="sliding_attention"),
+        interleaved("sliding_window_pattern", rare="full_attention", common="sliding_attention"),
         _sizes(26, 2304, 8, 4, 131072, head_dim=256, sliding_window=4096, sliding_window_pattern=6),
     ),
     "gpt_oss": Family(
-        rare_among(2, rare="full_attention", common="sliding_attention"),
+        interleaved(2, rare="full_attention", common="sliding_attention"),
         _sizes(36, 2880, 64, 8, 131072, head_dim=64, sliding_window=128),
     ),
     "llama4_text": Family(
@@ -170,25 +173,25 @@ FAMILIES: dict[str, Family] = {
         every_layer("hybrid"), _sizes(32, 4096, 32, 8, 8192, mamba_d_ssm=1024) | _HYBRID_STATE, state=MAMBA2
     ),
     "qwen3_next": Family(
-        rare_among("full_attention_interval", rare="full_attention", common="linear_attention"),
+        interleaved("full_attention_interval", rare="full_attention", common="linear_attention"),
         _sizes(48, 2048, 16, 2, 32768, head_dim=256, full_attention_interval=4) | _QWEN_DELTA,
         state=delta,
         mixer="linear",
     ),
     "qwen3_5_text": Family(
-        rare_among("full_attention_interval", rare="full_attention", common="linear_attention"),
+        interleaved("full_attention_interval", rare="full_attention", common="linear_attention"),
         _sizes(32, 4096, 16, 4, 32768, head_dim=256, full_attention_interval=4) | _QWEN_DELTA,
         state=delta,
         mixer="linear",
     ),
     "qwen3_5_moe_text": Family(
-        rare_among("full_attention_interval", rare="full_attention", common="linear_attention"),
+        interleaved("full_attention_interval", rare="full_attention", common="linear_attention"),
         _sizes(40, 2048, 16, 2, 32768, head_dim=256, full_attention_interval=4) | _QWEN_DELTA,
         state=delta,
         mixer="linear",
     ),
     "olmo_hybrid": Family(
-        rare_among(4, rare="full_attention", common="linear_attention"),
+        interleaved(4, rare="full_attention", common="linear_attention"),
         _sizes(32, 3840, 30, None, 65536, linear_conv_kernel_dim=4),
         state=olmo_delta,
         mixer="linear",
@@ -202,7 +205,7 @@ FAMILIES: dict[str, Family] = {
         mixer="linear",
     ),
     "minimax": Family(
-        rare_among(2, rare="linear_attention", common="full_attention"),
+        interleaved(2, rare="linear_attention", common="full_attention"),
         _sizes(32, 4096, 32, 8, 131072),
         state=lightning,
         mixer="linear",
@@ -229,7 +232,7 @@ TEXT_TYPES = {
 }
 """The text model inside a multimodal one."""
 
-_PLAIN = Family(one_window, {})
+_PLAIN = Family(uniform_window, {})
 _NOT_PLAIN = (
     "kv_lora_rank",
     "ssm",
@@ -244,7 +247,7 @@ _NOT_PLAIN = (
 )
 
 
-def plain_family(text: Mapping[str, Any]) -> Family:
+def plain_attention_family(text: Mapping[str, Any]) -> Family:
     """Reads a type nobody described, if every field it has is that of plain attention."""
     model_type = text["model_type"]
     missing = [

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from kvloom.core.layers import LayerSpec, Span
 
 from .config_reading import Config, Family, ModelError, dtype_name
-from .families_table import FAMILIES, TEXT_TYPES, plain_family
+from .families_table import FAMILIES, TEXT_TYPES, plain_attention_family
 
 __all__ = ["KV_DTYPES", "KV_KINDS", "KVDtype", "Media", "ModelSpec", "kv_dtypes", "model_spec", "with_draft"]
 
@@ -75,7 +75,7 @@ def model_spec(
     ModelError on what it cannot read."""
     every, by_kind = kv_dtypes(kv_dtype)
     text = _text_config(config)
-    family = FAMILIES.get(text["model_type"]) or plain_family(text)
+    family = FAMILIES.get(text["model_type"]) or plain_attention_family(text)
     fields = Config(text, family.defaults, family.names)
     set_dtypes = [source.get(key) for source in (text, config) for key in ("dtype", "torch_dtype")]
     dtype = dtype_name(next(filter(None, set_dtypes), "bfloat16"))

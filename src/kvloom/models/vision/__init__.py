@@ -4,8 +4,8 @@
 embeddings in pages of the pool. The vision tower is Hugging Face's.
 """
 
-from .cross_vision import CrossVision, eyes
+from .cross_vision import CrossVision, vision_of
 from .embeddings import Embeddings, with_embeddings
-from .encoder import FAMILIES, Vision
+from .encoder import VISION_FAMILIES, Vision
 
-__all__ = ["FAMILIES", "CrossVision", "Embeddings", "Vision", "eyes", "with_embeddings"]
+__all__ = ["VISION_FAMILIES", "CrossVision", "Embeddings", "Vision", "vision_of", "with_embeddings"]

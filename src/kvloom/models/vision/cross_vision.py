@@ -22,24 +22,24 @@ from kvloom.core import LayerSpec, Media, PoolLayout
 from kvloom.kernels.device import upload
 from kvloom.kernels.memory import LayerView
 from kvloom.kernels.write import write
-from kvloom.models.paged import Batch, Image, Part, Seen, Sight, Work
+from kvloom.models.paged import Batch, Image, ImageGroup, ImageInputs, VisibleImages, Work
 
 from .encoder import Vision
 
 __all__ = [
     "CrossVision",
-    "eyes",
+    "vision_of",
 ]
 
 INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 
 
-def eyes(model: Any) -> Vision | None:
+def vision_of(model: Any) -> Vision | None:
     """What sees for a model; None where it takes no images here."""
     if Vision.refusal(model):
         return None
-    crosses = getattr(model.config.get_text_config(), "cross_attention_layers", None)
-    return CrossVision(model) if crosses else Vision(model)
+    cross_views = getattr(model.config.get_text_config(), "cross_attention_layers", None)
+    return CrossVision(model) if cross_views else Vision(model)
 
 
 class CrossVision(Vision):
@@ -49,27 +49,27 @@ class CrossVision(Vision):
         self._model, self._base = model, model.base_model
         self.inputs = INPUTS
         self.token = int(model.config.image_token_id)
-        self.both_ways = self.turns = False
+        self.bidirectional = self.uses_mrope = False
         weight = model.get_input_embeddings().weight
         self._device, self._dtype = weight.device, weight.dtype
-        self.runs = 0
+        self.encoder_runs = 0
         self._block = 0
         self._layers: list[tuple[Any, LayerView, int]] = []
 
-    def lay_out(self, layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
+    def extend_layout(self, layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
         return layout
 
-    def keep(
-        self, layout: PoolLayout, buffer: torch.Tensor, crosses: Mapping[int, tuple[LayerView, int]]
+    def bind_pool(
+        self, layout: PoolLayout, buffer: torch.Tensor, cross_views: Mapping[int, tuple[LayerView, int]]
     ) -> None:
         self._block = layout.block_tokens
         self._layers = [
-            (module, *crosses[module.layer_idx])
+            (module, *cross_views[module.layer_idx])
             for module in self._model.modules()
-            if getattr(module, "layer_idx", None) in crosses and hasattr(module, "k_proj")
+            if getattr(module, "layer_idx", None) in cross_views and hasattr(module, "k_proj")
         ]
 
-    def look(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> Sight:
+    def read_prompt(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> ImageInputs:
         known = tuple(self._image(given, tenant) for given in images)
         places = np.flatnonzero(np.asarray(prompt, dtype=np.int64) == self.token)
         if len(places) != len(known):
@@ -80,26 +80,26 @@ class CrossVision(Vision):
             Media(place, place + 1, image.digest, self._count(image))
             for place, image in zip(places.tolist(), known, strict=True)
         ]
-        return Sight(known, tuple(media), places, np.arange(len(known) + 1), crosses=True)
+        return ImageInputs(known, tuple(media), places, np.arange(len(known) + 1), cross_attended=True)
 
-    def see(self, batch: Batch, works: Many[Work]) -> Batch:
+    def add_images(self, batch: Batch, works: Many[Work]) -> Batch:
         places: list[Any] = []
-        parts: list[Part] = []
+        parts: list[ImageGroup] = []
         for i, work in enumerate(works):
-            if work.sight is None:
+            if work.images is None:
                 continue
             start, stop = batch.sizes[i] - len(work.tokens), batch.sizes[i]
-            self._write_new(work, start, stop)
-            for begin, end, seen in _views(work.sight.places, start, stop):
+            self._encode_new_images(work, start, stop)
+            for begin, end, seen in _visible_ranges(work.images.places, start, stop):
                 places.append(np.arange(begin, end) - start + batch.bounds[i])
-                parts.append(self._part_of(work, end - begin, seen))
+                parts.append(self._image_group(work, end - begin, seen))
         if not parts:
             return batch
-        return replace(batch, seen=Seen(upload(np.concatenate(places), self._device), tuple(parts)))
+        return replace(batch, seen=VisibleImages(upload(np.concatenate(places), self._device), tuple(parts)))
 
-    def _write_new(self, work: Work, start: int, stop: int) -> None:
+    def _encode_new_images(self, work: Work, start: int, stop: int) -> None:
         """Fill the pages of the images whose tokens are among [start, stop), where nobody has yet."""
-        sight, sequence = work.sight, work.sequence
+        sight, sequence = work.images, work.sequence
         assert sight is not None
         for place, item in enumerate(sight.media):
             earlier = any(other.digest == item.digest for other in sight.media[:place])
@@ -118,16 +118,16 @@ class CrossVision(Vision):
                         k_scale=view.fields.get("k_scale"), v_scale=view.fields.get("v_scale"),
                     )  # fmt: skip
 
-    def _part_of(self, work: Work, count: int, seen: Iterable[int]) -> Part:
-        assert work.sight is not None
+    def _image_group(self, work: Work, count: int, seen: Iterable[int]) -> ImageGroup:
+        assert work.images is not None
         rows, real, before = [], [], 0
         for place in seen:
-            item = work.sight.media[place]
+            item = work.images.media[place]
             rows.append(work.sequence.media_rows(item.digest))
             real.append(before * self._block + np.arange(item.tokens))
             before += len(rows[-1])
         pages = np.concatenate(rows).T.astype(np.int64)
-        return Part(
+        return ImageGroup(
             count,
             upload(np.ascontiguousarray(pages), self._device),
             upload(np.concatenate(real), self._device),
@@ -137,7 +137,7 @@ class CrossVision(Vision):
         """An image's states as the layers that see it take them ([tokens, hidden]): the tower runs. Tiles that fill its
         pixels up are left out."""
         pixels, ratio, mask = (image.inputs[name].to(self._device) for name in INPUTS)
-        self.runs += 1
+        self.encoder_runs += 1
         with torch.inference_mode():
             found = self._base.vision_model(
                 pixel_values=pixels.to(self._dtype)[None, None],
@@ -188,7 +188,7 @@ class CrossVision(Vision):
         ]
 
 
-def _views(places: Any, start: int, stop: int) -> list[tuple[int, int, range]]:
+def _visible_ranges(places: Any, start: int, stop: int) -> list[tuple[int, int, range]]:
     """Tokens [begin, end) of [start, stop) that see the same images, and which: those at `places` that follow each other and
     came last."""
     edges = [start, *(int(place) for place in places if start < place < stop), stop]

@@ -1,7 +1,7 @@
 """Images in prompts: their embeddings in the place of placeholder tokens, their positions, and which tokens see each other.
 
-    prompt   | text | image tokens … | text |          `Vision.look` finds whose they are; the cache names them by content
-    a step          | a chunk of it  |                 `Vision.see` puts that chunk's embeddings into the step's row
+    prompt   | text | image tokens … | text |          `Vision.read_prompt` finds whose they are; the cache names them by content
+    a step          | a chunk of it  |                 `Vision.add_images` puts that chunk's embeddings into the step's row
 
 The vision tower is Hugging Face's own and runs once for each content: what it gives lies in pages of the pool
 (`embeddings.py`) until they are needed for something else. A family is taken only where merging embeddings is all it does; the others are refused by name. Knows no requests.
@@ -23,15 +23,15 @@ import torch
 from kvloom.core import LayerSpec, Media, PoolLayout
 from kvloom.kernels.device import upload
 from kvloom.kernels.memory import LayerView
-from kvloom.models.paged import Batch, Image, Sight, Work
+from kvloom.models.paged import Batch, Image, ImageInputs, Work
 
 from .embeddings import Embeddings, with_embeddings
 
-__all__ = ["FAMILIES", "Vision"]
+__all__ = ["VISION_FAMILIES", "Vision"]
 
 Ints = npt.NDArray[np.int64]
 
-FAMILIES: dict[str, bool] = {
+VISION_FAMILIES: dict[str, bool] = {
     "aya_vision": False,
     "cohere2_vision": False,
     "gemma3": True,
@@ -70,45 +70,45 @@ class Vision:
         elif config.vision_config.model_type == "pixtral":
             self.inputs = ("pixel_values", SIZE)
         self.token = int(config.image_token_id)
-        self.both_ways = FAMILIES[config.model_type]
-        self.turns = hasattr(self._base, "get_rope_index")
+        self.bidirectional = VISION_FAMILIES[config.model_type]
+        self.uses_mrope = hasattr(self._base, "get_rope_index")
         """Whether rotary positions have three axes, which images spread out in."""
         weight = model.get_input_embeddings().weight
         self._device, self._dtype = weight.device, weight.dtype
         text = config.get_text_config()
         slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
-        self._window = int(text.sliding_window) if self.both_ways and slides else None
-        self.runs = 0
+        self._window = int(text.sliding_window) if self.bidirectional and slides else None
+        self.encoder_runs = 0
         """How often the tower ran."""
         self._counts: dict[object, int] = {}
-        self._made: tuple[bytes, torch.Tensor] | None = None
+        self._last_encoded: tuple[bytes, torch.Tensor] | None = None
 
     @staticmethod
     def refusal(model: Any) -> str | None:
         """Why a model takes no images here; None where it does."""
         kind = model.config.model_type
-        if kind in FAMILIES and (
+        if kind in VISION_FAMILIES and (
             hasattr(model, "get_image_features") or hasattr(model.base_model, "vision_model")
         ):
             return None
         return (
             f"{type(model).__name__} ({kind}) takes no images here; the families that do: "
-            f"{', '.join(sorted(FAMILIES))}"
+            f"{', '.join(sorted(VISION_FAMILIES))}"
         )
 
-    def lay_out(self, layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
+    def extend_layout(self, layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
         """`layout`, that of a model's `layers`, with pages for what is kept of images."""
         return with_embeddings(layers, layout)
 
-    def keep(
-        self, layout: PoolLayout, buffer: torch.Tensor, crosses: Mapping[int, tuple[LayerView, int]]
+    def bind_pool(
+        self, layout: PoolLayout, buffer: torch.Tensor, cross_views: Mapping[int, tuple[LayerView, int]]
     ) -> None:
-        """Keep in this pool, from now on, what images give. `crosses`: the pages of layers that see images alone, and their
+        """Keep in this pool, from now on, what images give. `cross_views`: the pages of layers that see images alone, and their
         column among the page ids of an image's run."""
         width = self._model.get_input_embeddings().weight.shape[1]
         self.embeddings = Embeddings(layout, buffer, width, self._dtype)
 
-    def look(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> Sight:
+    def read_prompt(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> ImageInputs:
         """What a prompt with its placeholders shows: `images` in their order, each the tensors that the model's processor
         makes of one image (or its pixels alone). Raises ValueError where they do not fit each other. The first image of a
         shape is encoded here, for only the tower knows how many tokens that makes. What is kept of an image is its
@@ -126,18 +126,18 @@ class Vision:
         for image, (begin, end) in zip(known, pairwise(bounds.tolist()), strict=True):
             start, stop = int(places[begin]), int(places[end - 1]) + 1
             kept = 0 if self.embeddings is None else self.embeddings.tokens(end - begin)
-            media.append(Media(start, stop, self._named(image, ids[start:stop]), kept))
-        if self.both_ways or self.turns:
+            media.append(Media(start, stop, self._digest_of_run(image, ids[start:stop]), kept))
+        if self.bidirectional or self.uses_mrope:
             self._check_runs(media, bounds)
-        axes, shift = self._axes(ids[: media[-1].stop], known) if self.turns else (None, 0)
-        return Sight(known, tuple(media), places, bounds, axes, shift, self.both_ways)
+        axes, shift = self._rope_index(ids[: media[-1].stop], known) if self.uses_mrope else (None, 0)
+        return ImageInputs(known, tuple(media), places, bounds, axes, shift, self.bidirectional)
 
-    def see(self, batch: Batch, works: Many[Work]) -> Batch:
+    def add_images(self, batch: Batch, works: Many[Work]) -> Batch:
         """The batch of `works` with the embeddings, positions and spans of the images in it; as it is where it has none."""
         concerned = [
             i
             for i, work in enumerate(works)
-            if work.sight is not None and work.sight.concerns(batch.sizes[i] - len(work.tokens))
+            if work.images is not None and work.images.affects_step(batch.sizes[i] - len(work.tokens))
         ]
         if not concerned:
             return batch
@@ -145,7 +145,7 @@ class Vision:
         parts: list[torch.Tensor] = []
         spans = np.full(batch.bounds[-1], -1, dtype=np.int32)
         for i in concerned:
-            work, sight = works[i], works[i].sight
+            work, sight = works[i], works[i].images
             assert sight is not None
             start = batch.sizes[i] - len(work.tokens)
             first, last = np.searchsorted(sight.places, (start, batch.sizes[i])).tolist()
@@ -155,26 +155,26 @@ class Vision:
                     at.append(sight.places[here:until] - start + batch.bounds[i])
                     spans[at[-1]] = len(parts)
                     parts.append(self._part(work, place, here - base, until - base))
-        if self.turns:
-            batch = replace(batch, rotary=upload(self._turned(batch, works), self._device))
+        if self.uses_mrope:
+            batch = replace(batch, rotary=upload(self._rope_positions(batch, works), self._device))
         if not parts:
             return batch
         with torch.inference_mode():
             embeds = self._model.get_input_embeddings()(batch.tokens)
             embeds[upload(np.concatenate(at), self._device)] = torch.cat(parts)
-        joined = upload(spans, self._device) if self.both_ways else None
+        joined = upload(spans, self._device) if self.bidirectional else None
         return replace(batch, embeds=embeds, spans=joined)
 
     def embed(self, image: Image) -> torch.Tensor:
         """An image's embeddings ([tokens, hidden]): the tower runs."""
-        if self._made is not None and self._made[0] == image.digest:
-            made, self._made = self._made[1], None
+        if self._last_encoded is not None and self._last_encoded[0] == image.digest:
+            made, self._last_encoded = self._last_encoded[1], None
             return made
         inputs = {
             name: part.to(self._device, self._dtype if part.is_floating_point() else None)
             for name, part in image.inputs.items()
         }
-        self.runs += 1
+        self.encoder_runs += 1
         with torch.inference_mode():
             given = self._features(**inputs, return_dict=True).pooler_output
             pieces = given if isinstance(given, list | tuple) else [given]
@@ -182,7 +182,7 @@ class Vision:
 
     def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
         """Some of the embeddings of a prompt's image, out of its pages; where nothing is there yet, they are filled."""
-        sight, sequence = work.sight, work.sequence
+        sight, sequence = work.images, work.sequence
         assert sight is not None
         image, item = sight.images[place], sight.media[place]
         if self.embeddings is None or not item.tokens:
@@ -263,7 +263,7 @@ class Vision:
             shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in image.inputs.items())
             try:
                 made = self.embed(image)
-                count, self._made = len(made), (image.digest, made)  # its turn may come next
+                count, self._last_encoded = len(made), (image.digest, made)  # its turn may come next
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise ValueError(
                     f"{type(self._model).__name__} cannot take an image of {shapes}: {error}"
@@ -273,7 +273,7 @@ class Vision:
             self._counts[key] = count
         return self._counts[key]
 
-    def _named(self, image: Image, ids: Ints) -> bytes:
+    def _digest_of_run(self, image: Image, ids: Ints) -> bytes:
         """The digest of an image among the tokens of its run: those between its rows, if there are some, belong to it."""
         if (ids == self.token).all():
             return image.digest
@@ -293,7 +293,7 @@ class Vision:
             if one.stop == other.start:
                 raise ValueError(f"two images meet at {one.stop}: put a token between them")
 
-    def _axes(self, ids: Ints, images: tuple[Image, ...]) -> tuple[Ints, int]:
+    def _rope_index(self, ids: Ints, images: tuple[Image, ...]) -> tuple[Ints, int]:
         """Positions on three axes up to the last image's end, and how far what follows is from its place: the model's own
         code knows."""
         found, shift = self._base.get_rope_index(
@@ -304,11 +304,11 @@ class Vision:
         return found[:, 0].numpy(), int(shift)
 
     @staticmethod
-    def _turned(batch: Batch, works: Many[Work]) -> Ints:
+    def _rope_positions(batch: Batch, works: Many[Work]) -> Ints:
         """Positions on three axes of all tokens of a step: [3, tokens]."""
         parts = []
         for work, size in zip(works, batch.sizes, strict=True):
-            start, sight = size - len(work.tokens), work.sight
+            start, sight = size - len(work.tokens), work.images
             shift = 0 if sight is None else sight.shift
             row = np.broadcast_to(np.arange(start, size) + shift, (3, len(work.tokens)))
             if sight is not None and sight.axes is not None and start < sight.axes.shape[1]:
