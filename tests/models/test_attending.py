@@ -11,7 +11,7 @@ import torch
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
 from kvloom.kernels import cpu
-from kvloom.models.fusion import fuse, fused_attention as fused_attention
+from kvloom.models.fusion import fuse, fused_attention
 from kvloom.models.fusion.cpu_decoder_layer import CpuDecoderLayer
 from kvloom.models.fusion.fused_attention import FusedAttention, GpuFusedAttention, fuse_attention
 from kvloom.models.fusion.modules import _fuse_norm, _fuse_projections
