@@ -1,4 +1,4 @@
-"""What every kernel asks of its device: uploads that do not wait, and launches that overlap. Knows no operation."""
+"""Helpers for every kernel's device: uploads without waiting, and overlapping launches. Knows no operation."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ __all__ = ["pdl_options", "supports_pdl", "upload"]
 
 
 def upload(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Small arrays on their way to the device, in the order of the current stream; the host does not wait. (A copy from
-    memory that is not pinned waits for all that its stream has still to do.)"""
+    """Copy a small array to the device, ordered on the current stream. The host does not wait.
+
+    The array is pinned first: a copy from pageable memory would wait for all earlier work of the stream.
+    """
     sent = torch.from_numpy(numbers)
     return sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent.to(device)
 
 
 @lru_cache(maxsize=16)
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a launch can start before the one ahead of it has ended, and wait for it in place: from sm_90 on."""
+    """Whether a launch can start before the previous one ends (programmatic dependent launch, from sm_90)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """The launch option for that."""
+    """Return the launch options for programmatic dependent launch; none if the device lacks it."""
     return {"launch_pdl": True} if supports_pdl(device) else {}

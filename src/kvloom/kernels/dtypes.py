@@ -28,9 +28,10 @@ PAGE_DTYPES = (*FLOAT_DTYPES, *QUANTISED_DTYPES)
 
 
 def quantised_max(dtype: torch.dtype) -> float | None:
-    """The largest value of a dtype that pages are quantised to; None for the others, which take values as they are."""
+    """Return the largest value of a quantised page dtype; None for other dtypes."""
     return {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}.get(dtype)
 
 
 def accumulator_dtype(q: torch.Tensor) -> torch.dtype:
+    """Return the dtype of sums: float64 for float64 inputs, else float32."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -1,14 +1,11 @@
-"""Products, sums and attention that are the same bits for a row whatever stands beside it: CUDA tensors, Triton.
+"""Attention whose results for a row do not depend on the rest of the batch, bit by bit: CUDA tensors, Triton.
 
-| function, class | in the place of               | what a number hangs on                                            |
-|-----------------|-------------------------------|-------------------------------------------------------------------|
-| `product`, `grouped_product` | matrix products  | its row and its column; tiles are as large for one row as for many |
-| `row_sum`, `row_cumsum` | sums along the last dimension | its row                                                    |
-| `BatchInvariantPrefillPlan`         | attention of prompts' chunks  | its query and the tokens that sees, by `piece` tokens             |
-| `BatchInvariantDecodePlan`        | attention of single tokens    | the same: both give the same bits, this one in CUDA graphs        |
+| plan                        | rows                        | a result depends on                                          |
+|-----------------------------|-----------------------------|--------------------------------------------------------------|
+| `BatchInvariantPrefillPlan` | chunks of prompts           | its query and visible tokens, summed by `piece` tokens       |
+| `BatchInvariantDecodePlan`  | single tokens, CUDA graphs  | the same: both plans give the same bits                      |
 
-Larger tiles are taken for large products only where they gave the same bits on random input on this device. Costs more than
-the fastest kernels, which cut work by how much of it there is. Knows no models.
+Slower than the other plans, which divide work by its amount. Knows no models.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ from .shape import Shape, check_call, check_outputs, split_dim
 __all__ = ["BatchInvariantDecodePlan", "BatchInvariantPrefillPlan"]
 
 LANES = 8
-"""Programs a processor for each KV head, at most, that take a step's pieces in turn."""
+"""Programs on a processor for each KV head, at most, that process a step's pieces in turn."""
 
 
 class _BatchInvariantPlan:
-    """What both plans have in common: a shape, a span, and `piece`, the tokens that are summed by themselves."""
+    """Common parts of both plans: shape, span, and `piece`, the tokens that are summed separately."""
 
     def __init__(
         self,
@@ -64,7 +61,7 @@ class _BatchInvariantPlan:
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """How pages are scaled, and where results go."""
+        """Check the call; return how pages are scaled, and the output buffers."""
         if mask.span != self.span:
             raise ValueError(f"the plan was made for {self.span}, the mask says {mask.span}")
         if mask.trees is not None:
@@ -81,7 +78,7 @@ class _BatchInvariantPlan:
         shape, tile = self.shape, self.tile
         dk0, dk1 = split_dim(shape.k_dim)
         dv0, dv1 = split_dim(shape.v_dim)
-        # Without contraction a compiler has no choice of how to round.
+        # Without fused multiply-add the compiler cannot change rounding.
         exactly = {"enable_fp_fusion": False} if q.is_cuda else {}
         return {
             "HEADS": shape.kv_heads, "GROUP": shape.group, "DK0": dk0, "DK1": dk1, "DV0": dv0, "DV1": dv1,
@@ -93,12 +90,12 @@ class _BatchInvariantPlan:
 
 
 class BatchInvariantPrefillPlan(_BatchInvariantPlan):
-    """Attention of rows of any number of queries: a program for each block of query rows, over all that it sees."""
+    """Attention of rows of any number of queries: one program per block of query rows, over all visible tokens."""
 
     _items: torch.Tensor | None = None
 
     def make(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take the step's rows, from the host."""
+        """Set the step's rows, from the host."""
         begin, ends = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
         queries = np.diff(begin)
         blocks = -(-queries * self.shape.group // self.tile.rows)
@@ -144,7 +141,7 @@ class BatchInvariantPrefillPlan(_BatchInvariantPlan):
 
 
 class BatchInvariantDecodePlan(_BatchInvariantPlan):
-    """Attention of up to `rows` rows of one query and up to `longest` tokens each, a program for each piece; can be captured."""
+    """Attention of up to `rows` rows of one query over up to `longest` tokens, one program per piece. Can be captured."""
 
     def __init__(
         self,
@@ -166,7 +163,7 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
         self._lanes = max(1, min(most, LANES * _processors(self.device) // shape.kv_heads))
 
     def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Take the step's lengths, int32 on the device; every row has one query."""
+        """Set the step's lengths, int32 on the device; every row has one query."""
         if len(lengths) > self.rows:
             raise ValueError(f"{len(lengths)} rows do not fit a plan for {self.rows}")
         self._lengths = lengths

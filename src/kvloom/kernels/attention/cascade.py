@@ -1,12 +1,12 @@
-"""Which running sequences share pages, so that attention reads those once. Plain arrays; no kernels.
+"""Cascade attention: runs of pages that several sequences share, so that decode reads them once. Plain arrays, no kernels.
 
     sequence 0   [ system prompt | document | own … ]
     sequence 1   [ system prompt | document | own … ]       level 0: the system prompt, three members
     sequence 2   [ system prompt | other    | own … ]       level 1: the document, two members
 
-The prefix tree hands sequences the very same pages where their tokens agree, so equal page ids in equal blocks are what is
-shared. It changes when sequences join or leave, not while they decode: find it then, and keep it. Windows share what of
-these runs they still see (`in_sight`): that becomes less at every step, which the device works out of the positions.
+The prefix cache gives sequences the same pages for equal tokens, so equal page ids in equal blocks are shared. Runs change
+when sequences join or leave the batch, not while they decode. A windowed layer shares the visible part of a run
+(`visible_shared_runs`), which shrinks every step; the device computes it from positions.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvloom.kernels.device import upload
 __all__ = ["SharedRun", "SharedRuns", "find_shared_runs", "is_worth_sharing", "visible_shared_runs"]
 
 MIN_SAVED_TOKENS = 1024
-"""Tokens that a shared run must spare from being read again; below that, merging costs more than it saves."""
+"""Tokens that sharing a run must save; below that, merging costs more than it saves."""
 MIN_RUN_TOKENS = 128
-"""Tokens of a run worth a place of its own; a shorter one is read by the groups below it."""
+"""Tokens of a run with a level of its own; a shorter run is read by the groups below it."""
 MIN_WINDOW_TOKENS = 512
-"""Tokens of a window worth sharing: what is each sequence's own soon fills a shorter one."""
+"""Smallest window that shares runs: in a shorter one, own tokens soon fill the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRun:
-    """Tokens [lo, hi) that all `members` (rows of the batch) hold in the same pages; `level` runs lie before it."""
+    """Tokens [lo, hi) that all `members` (rows of the batch) have in the same pages; `level` runs lie before it."""
 
     lo: int
     hi: int
@@ -48,8 +48,11 @@ def find_shared_runs(
     min_saved: int = MIN_SAVED_TOKENS,
     min_run: int = MIN_RUN_TOKENS,
 ) -> list[SharedRun]:
-    """The runs of blocks worth reading once, of rows `tables` ([sequences, blocks]) whose first `settled` tokens are
-    written (everything but this step's queries). Costs one comparison of page ids per member and level."""
+    """Return the runs of blocks worth reading once among the rows of `tables` ([sequences, blocks]).
+
+    The first `written` tokens of a row are in its pages: all but this step's queries. Costs one comparison of page ids per
+    member and level.
+    """
     written = np.asarray(written, dtype=np.int64)
     full = written // block_tokens
     runs: list[SharedRun] = []
@@ -80,8 +83,10 @@ def is_worth_sharing(span: Span) -> bool:
 def visible_shared_runs(
     runs: list[SharedRun], tables: npt.NDArray[np.int32], first: npt.NDArray[np.int64], block_tokens: int
 ) -> list[SharedRun]:
-    """Those of `runs` that a windowed group's `tables` share, too, as far as each row sees, which is from its token `first`
-    on. Where pages differ, the members read that run and all below it on their own."""
+    """Return those `runs` whose pages a windowed group's `tables` share too, from each row's first visible token `first` on.
+
+    Members whose pages differ read that run, and all below it, on their own.
+    """
     kept: list[SharedRun] = []
     out: set[int] = set()
     for run in sorted(runs, key=lambda run: run.level):
@@ -89,7 +94,7 @@ def visible_shared_runs(
         seen = first[rows] // block_tokens
         begin, end = max(run.lo // block_tokens, int(seen.min())), run.hi // block_tokens
         part = tables[rows, begin:end]
-        held = part[seen.argmin()]  # who sees furthest back has all pages
+        held = part[seen.argmin()]  # the row that sees furthest back has all pages
         looks = np.arange(begin, end) >= seen[:, None]
         if out.intersection(run.members) or not held.all() or (looks & (part != held)).any():
             out.update(run.members)
@@ -101,7 +106,7 @@ def visible_shared_runs(
 def _group_by_page(
     tables: npt.NDArray[np.int32], rows: npt.NDArray[np.int64], column: int
 ) -> list[npt.NDArray[np.int64]]:
-    """Rows by their page in `column`."""
+    """Return the rows, grouped by their page in `column`."""
     if not len(rows):
         return []
     order = rows[np.argsort(tables[rows, column], kind="stable")]
@@ -112,15 +117,17 @@ def _group_by_page(
 def _end_of_agreement(
     tables: npt.NDArray[np.int32], members: npt.NDArray[np.int64], column: int, end: int
 ) -> int:
-    """The first block from `column` on in which the members' pages differ or are not there."""
+    """Return the first block from `column` on in which the members' pages differ or are missing."""
     part = tables[members, column:end]
     differs = (part != part[:1]).any(0) | (part[0] == 0)
     return column + int(differs.argmax()) if differs.any() else end
 
 
 class SharedRuns:
-    """Shared runs in fixed device buffers, for plans captured in graphs: room for `segments` runs, `depth` of them above
-    one another, of up to `sequences` rows of `queries` query tokens."""
+    """Shared runs in fixed device buffers, for plans captured in CUDA graphs.
+
+    Capacity: `segments` runs, nested up to `depth` levels, of up to `sequences` rows of `queries` query tokens.
+    """
 
     def __init__(
         self,
@@ -135,16 +142,17 @@ class SharedRuns:
 
         self.sequences, self.queries, self.segments, self.depth = sequences, queries, segments, depth
         self.run_count = 0
-        """Runs that are shared now. Whether there are any is the host's to know: a graph captured with some is not the
-        one for none."""
+        """Runs shared now, as the host knows it: graphs with and without shared runs differ."""
         self.begin = ints(sequences)
         self.run_table, self.run_total = ints(segments, 5), ints(1)
         self.members = ints(depth * sequences * queries)
         self.levels = torch.full((depth, sequences, 2), -1, dtype=torch.int32, device=device)
 
     def set_runs(self, runs: list[SharedRun], starts: npt.NDArray[np.int64]) -> list[SharedRun]:
-        """Put the runs on the device (in order on the current stream; the host does not wait); the
-        runs that found room. A run is left out only with everything below it, which then reads on its own."""
+        """Copy the runs to the device, ordered on the current stream, without waiting; return the runs that fit.
+
+        A run is left out only together with all runs below it, which are then read per sequence.
+        """
         starts = np.asarray(starts, dtype=np.int64)
         begin = np.zeros(self.sequences, dtype=np.int32)
         given = np.zeros((self.segments, 5), dtype=np.int32)

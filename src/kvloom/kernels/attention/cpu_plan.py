@@ -1,4 +1,7 @@
-"""Attention plans on a CPU: the oracle as a plan, and shorter ways for plain float32 attention."""
+"""Attention plans on a CPU: the oracle as a plan, and faster paths for plain float32 attention.
+
+Knows no cache. Whatever a faster path does not support goes to the oracle.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ Integers = torch.Tensor | Sequence[int] | npt.NDArray[np.int64]
 
 
 class ReferencePlan:
-    """The oracle as a plan: CPU tensors, and whatever a GPU's kernels do not take."""
+    """The oracle as a plan: for CPU tensors, and for shapes that the GPU kernels do not support."""
 
     def __init__(self, shape: Shape, span: Span = FULL) -> None:
         self.shape, self.span = shape, span
@@ -62,13 +65,20 @@ class ReferencePlan:
 
 
 MAX_NATIVE_PRODUCTS = 1 << 21
-"""Products of a row's attention up to which its queries are taken one by one, natively: a call of torch's takes as long."""
+"""Multiplications of a row's attention up to which its queries run one by one in native code, instead of one torch call."""
 
 
 class CpuPlan(ReferencePlan):
-    """The oracle with shorter ways for plain attention: few queries go one by one in one native call, or, where each is alone,
-    in one of torch's own over the pages they see, gathered; longer prompts that see everything through torch's kernel, row by
-    row. What is the same in every layer is worked out once a step."""
+    """The oracle with faster paths for plain attention.
+
+    | rows                                  | path                                             |
+    |---------------------------------------|--------------------------------------------------|
+    | few queries                           | one native call, query by query                  |
+    | one query each, without native code   | one torch call over their gathered pages         |
+    | longer prompts with full attention    | torch's CPU kernel, row by row                   |
+
+    Values that are equal in every layer are computed once a step.
+    """
 
     def make(self, starts: Integers, lengths: Integers) -> None:
         super().make(starts, lengths)
@@ -81,7 +91,7 @@ class CpuPlan(ReferencePlan):
             (counts == 1) | ((counts > 0) & (products <= MAX_NATIVE_PRODUCTS) & cpu.IS_BUILT)
         )
         self._prompts = np.flatnonzero((counts > 1) & ~few)
-        self._owners = few.nonzero()[0].repeat(counts[few])  # of the queries that are taken one by one
+        self._owners = few.nonzero()[0].repeat(counts[few])  # the row of each native query
         self._queries = np.flatnonzero(few.repeat(counts))
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._native: cpu.VisibleTokens | None = None
@@ -115,7 +125,7 @@ class CpuPlan(ReferencePlan):
     def _attend_plain(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor | None:
-        """By the shortest way there is; None where there is none but the oracle's."""
+        """Return the outputs by the fastest path, or None if only the oracle supports the call."""
         native, apart = cpu.supports(q, k, v), k.data_ptr() != v.data_ptr()
         if self._native is not None and native and not len(self._prompts) and len(self._queries) == len(q):
             rows = tables if self._single else tables[torch.from_numpy(self._owners)]
@@ -130,7 +140,7 @@ class CpuPlan(ReferencePlan):
     def _attend_gathered(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Single queries over the pages they see, gathered."""
+        """Attend single queries over their visible pages, gathered."""
         if tables.data_ptr() not in self._seen:
             self._seen[tables.data_ptr()] = self._gather_plan(tables, k.shape[1])
         ids, hidden, unseen = self._seen[tables.data_ptr()]
@@ -138,7 +148,7 @@ class CpuPlan(ReferencePlan):
 
         def seen(pages: torch.Tensor) -> torch.Tensor:
             found = pages.index_select(0, ids).view(rows, -1, *pages.shape[2:])
-            found.flatten(0, 1).index_fill_(0, unseen, 0.0)  # what was never written must not leak in
+            found.flatten(0, 1).index_fill_(0, unseen, 0.0)  # unwritten values must not reach the result
             return found.transpose(1, 2)
 
         grouped = q.shape[1] != k.shape[2]
@@ -150,7 +160,7 @@ class CpuPlan(ReferencePlan):
     def _attend_mixed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Prompts, and few queries beside them, that see all of their sequences."""
+        """Attend prompts, and few queries beside them, with full attention."""
         out = q.new_zeros(len(q), q.shape[1], v.shape[3])
         if self._native is not None:
             rows, at = torch.from_numpy(self._owners), torch.from_numpy(self._queries)
@@ -165,7 +175,7 @@ class CpuPlan(ReferencePlan):
     def _gather_plan(
         self, tables: torch.Tensor, block: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The pages that rows see, padded to as many each; what is added to scores; and the tokens that nobody sees."""
+        """Return the rows' visible pages, padded to one count; the mask added to scores; and the tokens hidden from every row."""
         last = self._lengths - 1
         first = self.span.first_visible_each(last)
         begin = first // block
@@ -183,8 +193,10 @@ class CpuPlan(ReferencePlan):
 
 
 def _attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of q ([queries, heads, dim]) over k and v ([tokens, kv_heads, dim]), the last of which are of the same
-    tokens, by torch's kernel for CPUs. That aligns beginnings: what came before the queries is a call of its own."""
+    """Causal attention of q [queries, heads, dim] over k and v [tokens, kv_heads, dim], whose last tokens are the queries'.
+
+    Torch's CPU kernel aligns beginnings, so the context before the queries is a second call.
+    """
     queries, tokens, kv_heads = len(q), *k.shape[:2]
     before, group = tokens - queries, q.shape[1] // kv_heads
     asked = q.reshape(queries, kv_heads, group, -1).permute(1, 2, 0, 3)

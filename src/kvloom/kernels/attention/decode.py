@@ -1,11 +1,11 @@
 """Decode on the GPU: a plan made once a step, run by every layer.
 
     plan = DecodePlan(Shape(heads=32, kv_heads=8, k_dim=128, v_dim=128), sequences=256)
-    plan.make(starts, lengths)                     # one small launch; the host never looks at a length
+    plan.make(starts, lengths)                     # one small launch; the host reads no length
     out, lse = plan.attend(q, k, v, tables)        # every layer
 
-Both calls can be captured in a CUDA graph: buffers are fixed, and no grid depends on lengths. Does not know the cache:
-which sequences share pages is told by `sharing.Sharing`.
+Both calls can be captured in a CUDA graph: buffers are fixed, and no grid depends on lengths. Knows no cache; shared pages
+are given by `cascade.SharedRuns`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .work_list import LayerCall, Tile, WorkList, choose_tile, uses_single_tile_
 __all__ = ["MAX_QUERIES", "DecodePlan"]
 
 MAX_QUERIES = 64
-"""Queries a sequence may bring to one step: a draft tree. Longer rows are prefill."""
+"""Queries of one sequence in one step, at most: a draft tree. Longer rows are prefill."""
 
 
 class DecodePlan:
     """Attention of up to `sequences` rows of up to `queries` query tokens each, under one span.
 
-    With `sharing`, runs of pages that several sequences share are read once: what it holds when `make` is called counts,
-    and where it holds nothing this is plain decode. `tile` and `shared_tile` replace the rule for tiles.
+    With `sharing`, pages shared by several sequences are read once; its runs at the time of `make` count. Without runs this is
+    plain decode. `tile` and `shared_tile` replace the choice of tiles.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DecodePlan:
         )
 
     def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Lay out the step's work from `starts` ([rows + 1]) and `lengths` ([rows]), int32 on the device."""
+        """Plan the step's work from `starts` ([rows + 1]) and `lengths` ([rows]), int32 on the device."""
         rows = lengths.numel()
         for name, tensor in (("starts", starts), ("lengths", lengths)):
             if tensor.dtype != torch.int32 or not tensor.is_contiguous():
@@ -140,7 +140,7 @@ class DecodePlan:
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`reference.attend` of the rows that `make` saw last, into `out` and `lse` where they are given."""
+        """Return `reference.attend` of the rows of the last `make`, in `out` and `lse` if given."""
         mask = mask or Mask(self.span)
         if mask.span != self.span:
             raise ValueError(f"the plan was made for {self.span}, the mask says {mask.span}")

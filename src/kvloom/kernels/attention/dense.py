@@ -1,10 +1,10 @@
-"""Attention over dense K and V, and joining parts of attention: for keys and values that are no pages (yet).
+"""Attention over packed K and V that are not in pages, and joining two attention results.
 
-    out, lse = attend_dense(q, k, v, starts)              # causal, each sequence over its own new tokens
-    out, lse = merge(out, lse, cached_out, cached_lse)    # and what it saw of the tokens before
+    out, lse = attend_dense(q, k, v, starts)                      # causal, each sequence over its own new tokens
+    out, lse = merge_outputs(out, lse, cached_out, cached_lse)    # joined with attention over the cached tokens
 
-MLA's prefill is such a pair: the new tokens expanded to full heads (dims 192 and 128), the cached ones as latents over
-pages. On CPU tensors this is plain torch; on a GPU torch's cuDNN operator or a Triton kernel. Knows no pages.
+MLA prefill is such a pair: new tokens expanded to full heads (dims 192 and 128), cached ones as latents in pages. CPU
+tensors run in torch; CUDA tensors in torch's cuDNN operator or a Triton kernel. Knows no pages.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def attend_dense(
     lse: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of packed q ([tokens, heads, d]) over packed k and v ([tokens, kv_heads, dim]) of the same sequences.
+    """Return attention of packed q [tokens, heads, d] over packed k and v [tokens, kv_heads, dim], as `reference.attend` does.
 
-    `starts` ([sequences + 1], on the host) are where each begins in q, `k_starts` in k and v (the same unless given).
-    Causal attention aligns ends: a sequence's last query sees all of its keys. Returns outputs and the natural
-    log-sum-exp of scores as `reference.attend` does. `backend` ("descriptors", "cudnn") replaces the rule on a GPU.
+    `starts` ([sequences + 1], on the host) are the sequences' beginnings in q, `k_starts` in k and v (equal unless given).
+    Causal attention aligns ends: a sequence's last query sees all its keys. `backend` ("descriptors", "cudnn") replaces the
+    choice on a GPU.
     """
     first = np.asarray(starts, dtype=np.int64)
     k_first = first if k_starts is None else np.asarray(k_starts, dtype=np.int64)
@@ -89,8 +89,9 @@ def merge_outputs(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two disjoint sets of tokens, from that over each: outputs [tokens, heads, dim] and natural
-    log-sum-exps [tokens, heads]. A part that saw nothing (minus infinity) adds nothing. `out` may be one of the parts.
+    """Join attention over two disjoint sets of tokens: outputs [tokens, heads, dim] and natural log-sum-exps [tokens, heads].
+
+    A part without visible tokens (minus infinity) adds nothing. `out` may be one of the parts.
     """
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or lse_a.shape != out_a.shape[:2]:
         raise ValueError(
@@ -122,8 +123,10 @@ def merge_outputs(
 def cudnn_attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Torch's cuDNN operator over [batch, heads, tokens, dim] of any strides, with fewer KV heads than heads if so:
-    outputs laid out as q, and natural log-sum-exps [batch, heads, tokens]. `causal` aligns beginnings, not ends."""
+    """Torch's cuDNN operator over [batch, heads, tokens, dim] of any strides; KV heads may be fewer than heads.
+
+    Returns outputs with q's layout and natural log-sum-exps [batch, heads, tokens]. `causal` aligns beginnings, not ends.
+    """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
@@ -134,7 +137,7 @@ def cudnn_attend(
 def cudnn_supports(
     heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether cuDNN is there and computes such heads. The first call for a shape tries it, with 128 tokens."""
+    """Whether cuDNN is available and supports such heads. The first call for a shape runs it on 128 tokens."""
     if device.type != "cuda" or dtype not in HALF_DTYPES or (k_dim, v_dim) not in GATHERED_DIMS:
         return False
     if not hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention"):
@@ -170,7 +173,7 @@ def _choose_backend(
     equal = bool((queries == queries[0]).all() and (tokens == tokens[0]).all()) and tokens[0] > 0
     aligned = not causal or bool((queries == tokens).all())
     tiles = len(queries) * q.shape[1] * -(-int(queries[0]) // 128)
-    # cuDNN prepares a plan for each new size: only sizes that come back are worth it.
+    # cuDNN makes a plan for each new size: only sizes that repeat are worth it.
     if equal and aligned and sinks is None and tiles >= MIN_CUDNN_TILES and queries[0] % 128 == 0:
         if cudnn_supports(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device):
             return "cudnn"

@@ -1,4 +1,4 @@
-"""What a query may see, and how the kernels know it: the one place where a layer kind meets its mask rule."""
+"""What a query may see: `Mask`, and the numbers by which kernels know layer kinds. Knows no shapes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SPAN_NUMBERS = {"full": 0, "sliding": 1, "chunked": 2}
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What a query sees and how its scores are shaped.
+    """Visible tokens of a query, and changes to its scores.
 
-    `sinks` ([heads]) are logits that take part in the softmax and carry no value. `trees` ([queries, longest])
-    allows the draft tokens each query may see among its sequence's own queries, for draft trees. `spans`
-    ([queries]) joins the queries of one image, which see each other both ways: equal ids, -1 for text.
+    `sinks` ([heads]) are logits that take part in the softmax and have no value. `trees` ([queries, longest]) marks the draft
+    tokens that each query sees among its sequence's queries. `spans` ([queries]) joins the queries of an image, which see
+    each other in both directions: equal ids, -1 for text.
     """
 
     span: Span = FULL

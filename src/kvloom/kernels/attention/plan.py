@@ -1,11 +1,11 @@
-"""Attention over pages wherever the tensors are: a plan made once a step, run by every layer.
+"""The attention interface: a plan is made once a step and run by every layer, wherever the tensors are.
 
-| rows                      | on a GPU                            | on a CPU    |
-|---------------------------|-------------------------------------|-------------|
-| 1 to 64 queries each      | `decode.DecodePlan`, in CUDA graphs | the oracle  |
-| any number of queries     | `prefill.PrefillPlan`               | `CpuPlan`   |
+| rows                  | on a GPU                            | on a CPU        |
+|-----------------------|-------------------------------------|-----------------|
+| 1 to 64 queries each  | `decode.DecodePlan`, in CUDA graphs | `ReferencePlan` |
+| any number of queries | `prefill.PrefillPlan`               | `CpuPlan`       |
 
-Both kinds take `make(starts, lengths)` and `attend(q, k, v, tables, …)`, and give what `reference.attend` gives.
+Every plan returns what `reference.attend` returns. Knows no cache and no models.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["Plan", "decode_plan", "prefill_plan"]
 
 
 class Plan(Protocol):
-    """What a step's attention looks like to a layer."""
+    """Attention of one step, as a layer sees it."""
 
     shape: Shape
     span: Span
 
     def make(self, starts: Any, lengths: Any) -> None:
-        """Take the step's rows: where their queries begin in q ([rows + 1]), and their lengths with those included."""
+        """Set the step's rows: `starts` of their queries in q ([rows + 1]), and their `lengths`, queries included."""
 
     def attend(
         self,
@@ -48,9 +48,11 @@ class Plan(Protocol):
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Outputs [queries, heads, v_dim] and the natural log-sum-exp of scores [queries, heads], or None for it where
-        it would cost something and no `lse` was given to fill. `new_k` and `new_v` are
-        the new tokens' keys and values as they were written to the pages: whoever can spares reading them there."""
+        """Return outputs [queries, heads, v_dim] and the natural log-sum-exp of scores [queries, heads].
+
+        The log-sum-exp may be None if it costs extra and no `lse` buffer is given. `new_k` and `new_v` are the new tokens' keys
+        and values as written to the pages; a plan may use them instead of reading the pages.
+        """
         ...
 
 
@@ -62,8 +64,10 @@ def decode_plan(
     device: torch.device | str = "cuda",
     sharing: SharedRuns | None = None,
 ) -> Plan:
-    """A plan for up to `sequences` rows of up to `queries` query tokens; `starts` and `lengths` are int32 tensors on
-    the device. On a CPU nothing is shared: it reads what it needs and gives the same."""
+    """Return a plan for up to `sequences` rows of up to `queries` query tokens.
+
+    On a GPU `starts` and `lengths` are int32 tensors on the device. On a CPU `sharing` is ignored; results are the same.
+    """
     if torch.device(device).type == "cpu":
         return ReferencePlan(shape, span)
     from .decode import DecodePlan
@@ -72,7 +76,7 @@ def decode_plan(
 
 
 def prefill_plan(shape: Shape, span: Span = FULL, device: torch.device | str = "cuda") -> Plan:
-    """A plan for rows of any number of queries; `starts` and `lengths` are the host's."""
+    """Return a plan for rows of any number of queries; `starts` and `lengths` are on the host."""
     if torch.device(device).type == "cpu":
         return CpuPlan(shape, span)
     from .prefill import PrefillPlan

@@ -1,12 +1,12 @@
-"""Prefill on the GPU: a plan made once a step from lengths that the host knows, run by every layer.
+"""Prefill on the GPU: a plan made once a step from lengths on the host, run by every layer.
 
     plan = PrefillPlan(Shape(heads=32, kv_heads=8, k_dim=128, v_dim=128))
-    plan.make(starts, lengths)                     # host arrays; lists are laid out and sent when first needed
+    plan.make(starts, lengths)                     # host arrays; lists are built and uploaded when first needed
     out, lse = plan.attend(q, k, v, tables)        # every layer; the new tokens are in their pages already
 
-Rows of any number of queries may be mixed, 1 and 0 among them. Which kernels run is `prefill_backends.choose_backend`'s to say; many rows
-of one query that come first are decode's (`decode.py`).
-Does not know the cache. A call of `attend` can be captured in a CUDA graph once an equal one has run.
+Rows of any number of queries may be mixed, 1 and 0 included. `prefill_backends.choose_backend` selects the kernels; many
+leading rows of one query run on decode's kernels. Knows no cache. A call of `attend` can be captured in a CUDA graph
+after an equal one has run.
 """
 
 from __future__ import annotations
@@ -54,17 +54,16 @@ from .shape import PLAN_CAPACITIES, Shape, check_call, check_outputs, plan_capac
 __all__ = ["PrefillPlan"]
 
 MIN_LIBRARY_PAIRS = MIN_GATHERED_PAIRS
-"""Pairs of query and key, over all heads, from which it may matter who computes them."""
+"""Pairs of query and key, over all heads, from which libraries are measured at all."""
 
 
 MIN_DECODE_ROWS = 16
-"""Rows of one query, before all others, from which decode's kernels take them: they are made for such rows, and a step that
-mixes prompts with what decodes has them in front."""
+"""Leading rows of one query from which decode's kernels compute them; a mixed step has its decoding rows first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """One launch over pages: blocks of one tile, and the memory of those that were cut."""
+    """One launch over pages: blocks of one tile, and memory for the partial results of split blocks."""
 
     tile: BlockTile
     blocks: torch.Tensor
@@ -74,9 +73,11 @@ class _Blocks:
 
 
 class PrefillPlan:
-    """Attention of packed rows under one span. `backend`, `tile` (over pages) and `gathered_tile` (over gathered K and
-    V) replace the rules that choose them. `libraries` may compute steps in our place where they are measured to be faster:
-    those that are installed, unless a backend or tile is named."""
+    """Attention of packed rows under one span.
+
+    `backend`, `tile` (over pages) and `gathered_tile` (over gathered K and V) replace the rules that choose them. `libraries`
+    may compute a step where they are measured to be faster; by default those installed, unless a backend or tile is given.
+    """
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class PrefillPlan:
         libraries: Sequence[Library] | None = None,
         min_decode_rows: int | None = None,
     ) -> None:
-        """`min_decode_rows` replaces `MIN_DECODE_ROWS`; 0: no row goes to decode's kernels."""
+        """`min_decode_rows` replaces `MIN_DECODE_ROWS`; 0: no row runs on decode's kernels."""
         shape.check()
         self.shape, self.span, self.backend, self.tile = shape, span, backend, tile
         self.device = torch.device(device)
@@ -107,7 +108,7 @@ class PrefillPlan:
         self._min_decode_rows = min_decode_rows
         self._decode_plans: dict[int, DecodePlan] = {}
         self._rows: QueryRows | None = None
-        self._span = span  # full where no row of the step outgrows it
+        self._span = span  # full if no row of the step exceeds it
         self._reset()
 
     def _reset(self) -> None:
@@ -128,8 +129,10 @@ class PrefillPlan:
         lengths: Sequence[int] | Ints,
         spans: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """Take the step's rows: `starts` ([rows + 1]) of their queries and `lengths` with those included, on the host.
-        `spans` are the masks' image spans, if there are any; else `attend` fetches them, and waits for that."""
+        """Set the step's rows: `starts` ([rows + 1]) of their queries and `lengths`, queries included, on the host.
+
+        `spans` are the masks' image spans, if any; without them `attend` fetches the spans from the device and waits.
+        """
         rows = self._rows = QueryRows.from_lists(starts, lengths)
         self._span = FULL if rows.sees_all_context(self.span) else self.span
         self._reset()
@@ -151,10 +154,10 @@ class PrefillPlan:
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`reference.attend` of the rows that `make` saw last, into `out` and `lse` where they are given.
+        """Return `reference.attend` of the rows of the last `make`, in `out` and `lse` if given.
 
-        `new_k` and `new_v` ([tokens, kv_heads, dim], packed as q) are the new tokens' keys and values as they were
-        written to the pages, where they still are at hand: that spares gathering them.
+        `new_k` and `new_v` ([tokens, kv_heads, dim], packed as q) are the new tokens' keys and values as written to the pages;
+        with them the new tokens need not be gathered.
         """
         mask = mask or Mask(self.span)
         rows = self._check(q, mask, tables, scale)
@@ -172,7 +175,7 @@ class PrefillPlan:
     def _choose_library(
         self, rows: QueryRows, call: PrefillCall, ours: Callable[[], Result]
     ) -> Library | None:
-        """Who computes this step's layers of such a kind, if not we ourselves (None)."""
+        """Return the library that computes such layers in this step, or None for our kernels."""
         mask, dtype = call.mask, call.q.dtype
         if not self.libraries or mask.sinks is not None or mask.spans is not None or self.shape.latent:
             return None
@@ -184,13 +187,13 @@ class PrefillPlan:
     def _measure_libraries(
         self, rows: QueryRows, call: PrefillCall, ours: Callable[[], Result]
     ) -> Library | None:
-        """Who is measured to be the fastest of those that take such a step; None: we, or nobody else would matter."""
+        """Return the fastest library that supports this step; None if our kernels are faster or the step is too small."""
         shape, dtype, softcap = self.shape, call.q.dtype, call.mask.softcap
         if rows.count_pairs(self._span) < MIN_LIBRARY_PAIRS / shape.heads:
             return None
         if (
             rows.context_lengths < 0
-        ).any():  # queries without any token: only the pages' kernel knows of them
+        ).any():  # queries without a token: only the kernel over pages supports them
             return None
         able = {x.name: x for x in self.libraries if x.supports(shape, dtype, self._span, softcap)}
         if not able:
@@ -260,7 +263,7 @@ class PrefillPlan:
         return rows
 
     def _choose(self, rows: QueryRows, call: PrefillCall, unscaled: bool) -> tuple[Backend, Ints, Ints]:
-        """The backend, the rows that go over pages, and those that go the backend's way."""
+        """Return the backend, the rows computed over pages, and the rows computed by the backend."""
         plain = call.mask.softcap is None and call.mask.spans is None and unscaled
         if self.backend not in (None, "pages") and not plain:
             raise ValueError(f"{self.backend} takes no softcap, image or scale; pages does")
@@ -269,7 +272,7 @@ class PrefillPlan:
         key = (call.q.dtype, plain)
         if key not in self._chosen:
             shape, queries = self.shape, rows.queries
-            # A row may have more queries than tokens (padding); only the pages' kernel knows of queries without any.
+            # A padded row may have more queries than tokens; only the kernel over pages supports that.
             long = (rows.context_lengths >= 0) & (
                 queries >= (MIN_GATHERED_QUERIES if self.backend is None else 1)
             )
@@ -289,7 +292,7 @@ class PrefillPlan:
         return self._chosen[key]
 
     def _set_image_spans(self, host: npt.NDArray[np.int32], spans: torch.Tensor) -> None:
-        """Keep the images' ids and, by query, the last token of its image: blocks end there."""
+        """Keep the image ids and, by query, the last token of its image, where blocks end."""
         rows = self._rows
         assert rows is not None
         ids = host.astype(np.int64)
@@ -314,7 +317,7 @@ class PrefillPlan:
         scales: int,
     ) -> None:
         out, lse = call.outputs()
-        key = (call.q.dtype, len(chosen))  # of a step's rows, all or the short ones
+        key = (call.q.dtype, len(chosen))  # all rows of the step, or the short ones
         if key not in self._pages:
             self._pages[key] = self._plan_blocks(rows, chosen, call.q.dtype)
         ids = None if call.mask.spans is None else self._ids
@@ -331,7 +334,7 @@ class PrefillPlan:
     def _decode_leading_rows(
         self, rows: QueryRows, call: PrefillCall, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
     ) -> int:
-        """Let decode's kernels take the rows of one query that come first, where they are many; how many it took."""
+        """Run leading rows of one query on decode's kernels if they are many; return how many."""
         if call.mask.spans is not None:
             return 0
         if self._decode is None:
@@ -342,7 +345,7 @@ class PrefillPlan:
                 if room not in self._decode_plans:
                     self._decode_plans[room] = DecodePlan(self.shape, room, 1, self.span, self.device)
                 self._decode = count, self._decode_plans[room]
-                at = -(-(count + 1) // 4) * 4  # so that both are aligned, as a compiled kernel knows them
+                at = -(-(count + 1) // 4) * 4  # aligned, as the compiled kernel expects
                 ends = np.zeros(at + count, np.int32)
                 ends[: count + 1], ends[at:] = np.arange(count + 1), rows.lengths[:count]
                 sent = self._upload(ends)
@@ -357,7 +360,7 @@ class PrefillPlan:
         return count
 
     def _plan_blocks(self, rows: QueryRows, chosen: Ints, dtype: torch.dtype) -> list[_Blocks]:
-        """The blocks of rows with few query rows, and those of the others."""
+        """Return the blocks of rows with few query rows, and those of the others."""
         shape, heights = self.shape, rows.queries[chosen] * self.shape.group
         found = []
         for mine in (heights <= SMALL_ROWS, heights > SMALL_ROWS):

@@ -1,16 +1,13 @@
-"""Prefill's lists and the choice between its kernels: plain arrays, no launches, no Triton.
+"""Prefill's work lists and the choice between its backends: plain arrays, no launches, no Triton.
 
-| backend     | reads                              | takes                                                             |
+| backend     | reads                              | supports                                                          |
 |-------------|------------------------------------|-------------------------------------------------------------------|
-| pages       | pages where they lie               | everything                                                        |
+| pages       | pages in place                     | everything                                                        |
 | descriptors | pages gathered to one run a row    | half precision; windows, chunks and sinks; any mix of lengths     |
-| cudnn       | the same, in batches of equal size | half precision; sinks; torch's cuDNN operator, the fastest where batches are big |
+| cudnn       | the same, in batches of equal size | half precision; sinks; torch's cuDNN operator, fastest for large batches |
 
-Of a windowed row only what some query of the step sees is gathered. What a span never cuts in a step counts as full.
-
-cuDNN prepares a plan for every new size it meets, which takes it 40 milliseconds on the host. So it takes even sizes alone, as
-chunks of long prompts have them: the causal part of new tokens, and what lies before them without a mask, merged. Other
-sizes come once, and would gain nothing by it.
+Of a windowed row only tokens visible to the step are gathered. A span that cuts no row of a step counts as full. cuDNN
+plans every new size for 40 milliseconds on the host, so it gets even sizes only: chunks of long prompts repeat them.
 """
 
 from __future__ import annotations
@@ -47,33 +44,33 @@ Lists = npt.NDArray[np.int32]
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 GATHERED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-"""Dims of keys and values that the kernels over gathered tokens take."""
+"""Dims of keys and values that the kernels over gathered tokens support."""
 MIN_CUDNN_TILES = 512
-"""Tiles of 128 queries by a head that each of cuDNN's batches must have: fewer leave the GPU's processors idle."""
+"""Tiles of 128 queries by a head in each cuDNN batch, at least: fewer leave processors idle."""
 MIN_CUDNN_PAIRS = 1 << 26
-"""Pairs of query and key, over all heads, from which cuDNN is worth the plan that it makes for every new even size."""
+"""Pairs of query and key, over all heads, from which cuDNN is worth its plan for a new size."""
 MAX_CUDNN_BATCHES = 4
-"""Batches that cuDNN may be called for; more, smaller ones are better run as one list."""
+"""cuDNN batches of a step, at most; more and smaller batches run faster as one list."""
 MIN_GATHERED_PAIRS = 1 << 26
-"""Pairs of query and key, over all heads, from which gathering is worth it; below, launches weigh more."""
+"""Pairs of query and key, over all heads, from which gathering pays; below, launches cost more."""
 MIN_GATHERED_PAIRS_WIDE = 1 << 24
 """The same for heads of more than 128 dims, which are slower over pages."""
 MANY_VISIBLE_TOKENS = 2048
-"""Tokens that a query sees, in the mean, from which heads of up to 64 dims go faster by descriptors than by cuDNN."""
+"""Mean visible tokens of a query from which descriptors are faster than cuDNN for heads of up to 64 dims."""
 NARROW_WINDOW = 128
-"""Tokens of a window that is walked in short steps."""
+"""Largest window that is processed in short steps."""
 MIN_GATHERED_QUERIES = 64
-"""Rows of fewer queries stay with the pages: gathering what so few read would cost more than their attention."""
+"""Rows of fewer queries are computed over pages: gathering would cost more than their attention."""
 COPY_TOKENS = 64
 MIN_PIECE_UNITS = 4
-"""Steps over tokens that a piece of a block has at least."""
+"""Steps over tokens of a piece of a block, at least."""
 SMALL_ROWS = 16
-"""Query rows a KV head up to which a sequence is put into short blocks, beside the long ones of others."""
+"""Query rows a KV head up to which a sequence gets short blocks, beside the long ones of others."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """A step's sequences, as the host knows them: where queries begin in q, how many, and how many tokens lie before."""
+    """A step's sequences on the host: starts of their queries in q, and their lengths. `context_lengths` come before the queries."""
 
     starts: Ints
     lengths: Ints
@@ -98,24 +95,23 @@ class QueryRows:
         return self.lengths - self.queries
 
     def count_pairs(self, span: Span, chosen: Ints | slice = slice(None)) -> int:
-        """Pairs of a query of the `chosen` rows and a token that it sees, of one head."""
+        """Pairs of a query of the `chosen` rows and a token it sees, of one head."""
         lengths, context_lengths = self.lengths[chosen], np.maximum(self.context_lengths[chosen], 0)
         return int((_count_visible_pairs(span, lengths) - _count_visible_pairs(span, context_lengths)).sum())
 
     def mean_visible(self, span: Span, chosen: Ints | slice = slice(None)) -> float:
-        """Tokens that a query of the `chosen` rows sees, in the mean."""
+        """Mean number of tokens that a query of the `chosen` rows sees."""
         return self.count_pairs(span, chosen) / max(1, int(self.queries[chosen].sum()))
 
     def sees_all_context(self, span: Span) -> bool:
-        """Whether every query sees all before it: the span is full, or no sequence has outgrown it."""
+        """Whether every query sees all earlier tokens: the span is full, or no sequence exceeds it."""
         last = self.lengths[self.queries > 0]
         return not bool((span.first_visible_each(np.maximum(last - 1, 0)) > 0).any())
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTile:
-    """A block's query rows, the tokens of a step, warps and stages of a program, programs a processor holds, and the
-    registers of a thread where more would let it hold fewer."""
+    """A block's query rows, tokens of a step, warps, stages, programs on a processor, and a register limit if needed."""
 
     rows: int
     tokens: int
@@ -126,7 +122,7 @@ class BlockTile:
 
 
 def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) -> BlockTile:
-    """The tile over pages for sequences of `rows` query rows a KV head."""
+    """Return the tile over pages for sequences of `rows` query rows a KV head."""
     wide = max(shape.k_dim, shape.v_dim)
     if dtype == torch.float32:  # multiplied without tensor cores, out of registers
         return BlockTile(16, 16, 4, 2, 2)
@@ -140,8 +136,10 @@ def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def choose_gathered_tile(k_dim: int, span: Span, seen: float = 0.0) -> BlockTile:
-    """The tile over gathered tokens, of which a query sees so many: of 8 warps where 4 could not hold a block's outputs, or two
-    programs not their keys. Small heads take wide steps over many tokens, and short ones in a narrow window."""
+    """Return the tile over gathered tokens, of which a query sees `seen` on average.
+
+    8 warps where 4 could not hold a block's outputs. Small heads take wide steps over many tokens, short ones in a window.
+    """
     if k_dim <= 64 and span.windowed and span.size <= NARROW_WINDOW:
         return BlockTile(64, 32, 4, 3, 3)
     if k_dim <= 64 and seen >= MANY_VISIBLE_TOKENS:
@@ -154,8 +152,10 @@ def choose_gathered_tile(k_dim: int, span: Span, seen: float = 0.0) -> BlockTile
 def choose_backend(
     shape: Shape, rows: QueryRows, chosen: Ints, dtype: torch.dtype, span: Span, plain: bool, cudnn: bool
 ) -> Backend:
-    """The backend for the `chosen` rows of a step, those with many queries (see `MIN_GATHERED_QUERIES`; the others go over pages). `span`: the
-    layer's, or full where no row outgrows it; `plain`: no softcap, images or scales; `cudnn`: whether it is there."""
+    """Return the backend for the `chosen` rows, those with many queries; the others run over pages.
+
+    `span` is the layer's, or full if no row exceeds it. `plain`: no softcap, images or scales. `cudnn`: whether it is available.
+    """
     gathers = (
         plain
         and (shape.k_dim, shape.v_dim) in GATHERED_DIMS
@@ -188,9 +188,10 @@ def block_list(
     programs: int,
     reach: Ints | None,
 ) -> tuple[Lists, Lists, int]:
-    """The blocks of the `chosen` sequences for `attend_blocks`, long ones first; the joins of those that were cut so
-    that `programs` at once have something to do; and the slots of their pieces. `reach` is, by query, the last token
-    of its image."""
+    """Return the blocks of the `chosen` sequences for `attend_blocks`, long ones first; the joins of split blocks; their slots.
+
+    Blocks are split so that `programs` run at once. `reach` is, by query, the last token of its image.
+    """
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     times = -(-queries * group // tile.rows)
     row = chosen.repeat(times)
@@ -233,8 +234,7 @@ def span_list(
     causal: bool,
     span: Span,
 ) -> Lists:
-    """The blocks of `attend_gathered`, long ones first: each sequence's K and V begin at `bases` and are `tokens` long, of which
-    `context_lengths` come before its queries."""
+    """Return the blocks of `attend_gathered`, long ones first. A sequence's K and V begin at `bases`; `context_lengths` of its `tokens` precede its queries."""
     times = -(-queries * group // rows)
     row0 = _index_within(times) * rows
     columns = (row0, *(x.repeat(times) for x in (firsts, queries, context_lengths, bases, tokens)))
@@ -247,7 +247,7 @@ def span_list(
 
 
 def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
-    """The copies of `gather_pages`: tokens [begins, ends) of each table row to `into`, and zeros up to `sizes`."""
+    """Return the copies of `gather_pages`: tokens [begins, ends) of each table row to `into`, zeros up to `sizes`."""
     times = -(-sizes // COPY_TOKENS)
     offset = _index_within(times) * COPY_TOKENS
     there = np.clip((ends - begins).repeat(times) - offset, 0, COPY_TOKENS)
@@ -264,7 +264,7 @@ def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Int
 
 @dataclass(frozen=True, slots=True)
 class CudnnBatch:
-    """A batch for cuDNN: `rows` of the step, one after the other, with so many tokens before them (`own`) and new."""
+    """A cuDNN batch: consecutive `rows` of the step with equal `context` and equal `queries`."""
 
     rows: Ints
     context: int
@@ -272,7 +272,7 @@ class CudnnBatch:
 
 
 def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
-    """The chosen rows batched by size; none where some size is uneven."""
+    """Return the chosen rows batched by size; none if a size is not even."""
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
         return []
@@ -286,7 +286,7 @@ def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
 
 
 def _even_size(tokens: Ints, parts: int) -> Ints:
-    """What even sizes are multiples of: of the power of two that is not above them one of so many parts, 128 at least."""
+    """Return the step of even sizes: the largest power of two below `tokens`, over `parts`; 128 at least."""
     exponents = np.log2(np.maximum(tokens, 1)).astype(np.int64)  # exact for powers of two up to 2**52
     return np.asarray(np.maximum((1 << exponents) // parts, 128), dtype=np.int64)
 
@@ -298,7 +298,7 @@ def _index_within(times: Ints) -> Ints:
 
 
 def _count_visible_pairs(span: Span, tokens: Ints) -> Ints:
-    """Pairs of a query and a token that it sees, if each of so many tokens is one, from a sequence's first on."""
+    """Pairs of a query and a token it sees, if each of `tokens` tokens from a sequence's first on is a query."""
     if span.kind == "chunked":
         rest = tokens % span.size
         return tokens // span.size * (span.size * (span.size + 1) // 2) + rest * (rest + 1) // 2

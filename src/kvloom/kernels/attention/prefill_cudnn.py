@@ -1,6 +1,6 @@
-"""Prefill by cuDNN: pages gathered into batches of equal rows, the causal part and the cached part joined by log-sum-exp.
+"""Prefill by cuDNN: pages gathered into batches of equal rows; causal part and context part joined by log-sum-exp.
 
-Which rows make a batch, `prefill_backends.cudnn_batches` says. Knows no plans and no choice between ways.
+`prefill_backends.cudnn_batches` forms the batches. Knows no plans and no other backends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["CudnnPrefill", "PrefillCall", "gather_buffers"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillCall:
-    """One layer's call: what is read and where results go (None: wherever they come out)."""
+    """One layer's call: inputs, and output buffers (None: allocated when needed)."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -35,7 +35,7 @@ class PrefillCall:
     lse: torch.Tensor | None
 
     def with_outputs(self) -> PrefillCall:
-        """The same call with somewhere to put its results."""
+        """Return the same call with output buffers."""
         out, lse = self.outputs()
         return replace(self, out=out, lse=lse)
 
@@ -50,7 +50,7 @@ class PrefillCall:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One of cuDNN's batches: what is copied out of pages, and where its queries stand."""
+    """One cuDNN batch: its copies out of pages, and the position of its queries."""
 
     group: CudnnBatch
     copies: torch.Tensor
@@ -59,7 +59,7 @@ class _Batch:
 
 
 class CudnnPrefill:
-    """A step's batches, laid out when they are first needed."""
+    """A step's batches, built when first needed."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -73,15 +73,15 @@ class CudnnPrefill:
         new_k: torch.Tensor | None,
         new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of the `chosen` rows. `new_k` and `new_v`: the new tokens' keys and values, where they are at hand."""
+        """Attend the `chosen` rows. `new_k` and `new_v` are the new tokens' keys and values, if available."""
         at_hand = new_k is not None and new_v is not None
         if at_hand not in self._batches:
             groups = cudnn_batches(rows, chosen)
             if not groups:
                 sizes = zip(rows.queries[chosen].tolist(), rows.context_lengths[chosen].tolist(), strict=True)
-                told = ", ".join(f"{new} after {own}" for new, own in list(sizes)[:4])
+                shown = ", ".join(f"{new} after {own}" for new, own in list(sizes)[:4])
                 raise ValueError(
-                    f"cudnn takes rows of even sizes only, not {told} tokens; descriptors take any"
+                    f"cudnn takes rows of even sizes only, not {shown} tokens; descriptors take any"
                 )
             self._batches[at_hand] = [self._batch(rows, group, at_hand) for group in groups]
         batches = self._batches[at_hand]
@@ -133,7 +133,7 @@ class CudnnPrefill:
 
 
 def gather_buffers(shape: Shape, q: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Somewhere to gather so many tokens' keys and values."""
+    """Allocate buffers for gathered keys and values of `tokens` tokens."""
     k, v = (tokens, shape.kv_heads, shape.k_dim), (tokens, shape.kv_heads, shape.v_dim)
     return q.new_empty(k), q.new_empty(v)
 

@@ -1,9 +1,9 @@
-"""Prefill by tensor descriptors: each row's tokens as one run, gathered out of pages or where the new ones lie already.
+"""Prefill by tensor descriptors: each row's tokens as one run, gathered out of pages or read from the new tokens in place.
 
-    tokens of a row    |-- out of every window --|-- cached, still seen --|---- new ----|
-    its run                                      |-------------- a run, copied ---------|    |---- new ----|
-                                                                                             nothing cached: not copied
-Knows no plans and no choice between ways.
+    tokens of a row    |-- outside every window --|-- context, visible --|---- new ----|
+    its run                                       |-------------- a run, copied -------|    |---- new ----|
+                                                                                            no context: not copied
+Knows no plans and no other backends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["GatheredPrefill"]
 
 @dataclass(frozen=True, slots=True)
 class _GatherPlan:
-    """What is copied, how many tokens that is, and the blocks over the copy by their tile."""
+    """Copies out of pages, their tokens, and the blocks over the copy by their tile."""
 
     copies: torch.Tensor
     tokens: int
@@ -35,7 +35,7 @@ class _GatherPlan:
 
 
 class GatheredPrefill:
-    """A step's rows under one span, laid out when they are first needed. `tile` replaces the rule for it."""
+    """A step's rows under one span, planned when first needed. `tile` replaces the choice of a tile."""
 
     def __init__(self, shape: Shape, span: Span, tile: BlockTile | None, device: torch.device) -> None:
         self.shape, self.span, self.tile, self.device = shape, span, tile, device
@@ -50,7 +50,7 @@ class GatheredPrefill:
         new_k: torch.Tensor | None,
         new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of the `chosen` rows. `new_k` and `new_v`: the new tokens' keys and values, where they are at hand."""
+        """Attend the `chosen` rows. `new_k` and `new_v` are the new tokens' keys and values, if available."""
         out, lse = call.outputs()
         if self._fresh is None:
             self._fresh = not rows.context_lengths[chosen].any()

@@ -1,4 +1,4 @@
-"""Launching prefill's kernels: tensors in, one launch each. Imports Triton; knows no plans and no choices."""
+"""Launches of prefill's kernels: tensors in, one launch each. Imports Triton; knows no plans and no choices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 MERGE_ROWS = 32
 JOIN_ROWS = 16
 FEW_TILES = 4
-"""Tiles of a window up to which all are checked: loops of one or two each would wait for every one."""
+"""Tiles of a window up to which every tile is checked: separate loops of one or two tiles would be slower."""
 
 
 def attend_blocks(
@@ -48,8 +48,7 @@ def attend_blocks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attention of every block over its pages, into `out` or, for pieces, into `parts`. `span`: the mask's, or full where no
-    row outgrows it."""
+    """Attend every block over its pages, into `out`, or into `parts` for pieces. `span` is the mask's, or full if no row exceeds it."""
     dk0, dk1 = split_dim(shape.k_dim)
     dv0, dv1 = split_dim(shape.v_dim)
     kernels.attend_blocks[(blocks.shape[0] * shape.kv_heads,)](
@@ -77,7 +76,7 @@ def join_blocks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Join the pieces of blocks that were cut."""
+    """Join the partial results of split blocks."""
     rows = min(JOIN_ROWS, tile.rows)
     kernels.join_blocks[(shape.kv_heads, joins.shape[0], tile.rows // rows)](
         out, lse, parts, part_lse, joins, parts if sinks is None else sinks, out.stride(0), out.stride(1), *lse.stride(),
@@ -94,7 +93,7 @@ def gather(
     k_out: torch.Tensor,
     v_out: torch.Tensor,
 ) -> None:
-    """Pages' tokens to `k_out` and `v_out` ([tokens, heads, dim], contiguous), as `copies` say: one launch for both."""
+    """Copy tokens of pages to `k_out` and `v_out` ([tokens, heads, dim], contiguous) by the list `copies`: one launch."""
     heads, each = k.shape[2], 1 if k.shape[2] % 2 else 2
     gathered.gather_pages[(copies.shape[0], heads // each, 2)](
         k, v, k_out, v_out, copies, tables, *k.stride()[:3], *v.stride(), heads * k.shape[3], heads * v.shape[3],
@@ -117,7 +116,7 @@ def attend_gathered(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attention over K and V ([tokens, heads, dim], such as are `fits_descriptor`), under a span only where it is causal."""
+    """Attend over K and V ([tokens, heads, dim] that `fits_descriptor`), under a span only if causal."""
     heads, k_dim, v_dim = k.shape[1], k.shape[2], v.shape[2]
     dk0, dk1 = split_dim(k_dim)
     flat_k, flat_v = k.view(-1, heads * k_dim), v.view(-1, heads * v_dim)
@@ -142,8 +141,7 @@ def merge_parts(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Join parts [batch, tokens, heads, dim] with log-sum-exps [batch, tokens, heads] into packed `out` and `lse`; of
-    any strides, but dense in dim."""
+    """Join parts [batch, tokens, heads, dim] with log-sum-exps [batch, tokens, heads] into packed `out` and `lse`; dense in dim."""
     other, other_lse = (a, a_lse) if b is None or b_lse is None else (b, b_lse)
     gathered.merge_parts[(triton.cdiv(longest * a.shape[2], MERGE_ROWS), places.shape[0])](
         a, a_lse, other, other_lse, out, lse, places, a if sinks is None else sinks,
@@ -155,7 +153,7 @@ def merge_parts(
 
 
 def fits_descriptor(x: torch.Tensor) -> bool:
-    """Whether tensor descriptors can read keys or values where they lie: tokens anywhere, but each in one run."""
+    """Whether tensor descriptors can read these keys or values in place: each token contiguous and aligned."""
     return (
         x.stride(2) == 1
         and x.stride(1) == x.shape[2]

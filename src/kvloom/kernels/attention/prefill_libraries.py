@@ -1,13 +1,13 @@
-"""Attention libraries that read pages themselves, used for prefill where they are installed and measured to be faster.
+"""Attention libraries that read pages themselves, used for prefill if installed and measured to be faster.
 
-| library          | found as                                                | takes                                            |
+| library          | found as                                                | supports                                         |
 |------------------|---------------------------------------------------------|--------------------------------------------------|
 | FlashAttention-3 | `flash_attn_interface`, `vllm.vllm_flash_attn` or `fa3`  | full and sliding attention, softcap; dims to 256 |
 | FlashInfer       | `flashinfer`                                             | full attention; dims 64, 128, 256                |
 
-None is ever required. Who computes a step is measured once for each class of sizes, on that step's own tensors: everyone runs
-it a few times (some milliseconds), and the process remembers the fastest. `KVLOOM_ATTENTION_LIBRARIES` names the modules that
-may be used, separated by commas; empty for none. Knows no plans and nothing of our own kernels.
+No library is required. The fastest is measured once for each class of sizes, on that step's tensors, in some
+milliseconds; the process remembers it. `KVLOOM_ATTENTION_LIBRARIES` lists the allowed modules, separated by commas; empty
+for none. Knows no plans and no kernels of ours.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ __all__ = [
 ENVIRONMENT_VARIABLE = "KVLOOM_ATTENTION_LIBRARIES"
 WORKSPACE = 384 << 20
 MEASURED_RUNS = 3
-"""Times that each candidate is measured, after one that is not."""
+"""Timed runs of each candidate, after one warm-up."""
 MAX_ERROR = 0.02
-"""How far a library's outputs may lie from ours: some roundings of half precision, no mistake."""
+"""Largest relative difference of a library's outputs from ours: roundings of half precision."""
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PagedCall:
-    """One layer's attention: what is read, and where outputs go (None: wherever they come out)."""
+    """One layer's attention: inputs, and the output buffer (None: allocated by the library)."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -67,7 +67,7 @@ class PagedCall:
 
 @dataclass
 class LibraryStep:
-    """A step's rows, on the host and on the device, and what libraries have planned for them."""
+    """A step's rows, on the host and on the device, and the libraries' plans for them."""
 
     rows: QueryRows
     device: torch.device
@@ -95,7 +95,7 @@ class Library(Protocol):
 
 
 class FlashAttention3:
-    """FlashAttention-3 for Hopper, whichever package brings it: they differ in names alone."""
+    """FlashAttention-3 for Hopper, from any of its packages: they differ in names only."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.name = module, "FlashAttention-3"
@@ -139,7 +139,7 @@ class FlashAttention3:
 
 
 class FlashInfer:
-    """FlashInfer's prefill over pages; its plan is made once a step."""
+    """FlashInfer's prefill over pages; it is planned once a step."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.name = module, "FlashInfer"
@@ -197,7 +197,7 @@ MODULES: dict[str, Callable[[Any], Library]] = {
 
 @lru_cache(maxsize=1)
 def installed_libraries() -> tuple[Library, ...]:
-    """The libraries that are there and allowed, one of each sort. Imports them: seconds, once."""
+    """Return the allowed libraries that import, one of each kind. Takes seconds, once."""
     wanted = os.environ.get(ENVIRONMENT_VARIABLE)
     names = list(MODULES) if wanted is None else [name.strip() for name in wanted.split(",") if name.strip()]
     unknown = [name for name in names if name not in MODULES]
@@ -219,7 +219,7 @@ def installed_libraries() -> tuple[Library, ...]:
 def size_class(
     shape: Shape, dtype: torch.dtype, span: Span, softcap: float | None, rows: QueryRows
 ) -> Hashable:
-    """What a measurement counts for: layers of one shape, and steps within a factor of two in each of their sizes."""
+    """Return the key of a measurement: one shape, and step sizes within a factor of two."""
     queries = rows.queries
     sizes = (
         int((queries > 0).sum()),
@@ -236,9 +236,11 @@ _FASTEST: dict[Hashable, str] = {}
 def measure_fastest(
     key: Hashable, candidates: Mapping[str, Callable[[], Result]], device: torch.device
 ) -> str:
-    """The candidate that was, or now is, measured to be fastest for `key`. Who fails while measured, or finds something else
-    than the first, is out, and that is said. While a graph is captured nothing can be measured: the first is taken, and nothing
-    remembered."""
+    """Return the fastest candidate for `key`, measured on the first call and remembered.
+
+    A candidate that fails or differs from the first is excluded with a warning. During graph capture nothing can be measured:
+    the first candidate is returned and nothing is remembered.
+    """
     if key in _FASTEST and _FASTEST[key] in candidates:
         return _FASTEST[key]
     first, *others = candidates
@@ -259,7 +261,7 @@ def measure_fastest(
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The best of a few runs."""
+    """Return the best time of a few runs."""
     call()
     best = math.inf
     for _ in range(MEASURED_RUNS):

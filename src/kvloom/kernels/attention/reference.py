@@ -1,8 +1,6 @@
-"""Attention over pages, writing to pages and copying pages, in plain torch: the oracle and the CPU path.
+"""Attention over pages in plain torch: the oracle that defines what every kernel computes, in float32 or float64.
 
-Every function takes pages as strided views ([pages, tokens, heads, dim]) and tables of page ids, and says
-what a kernel must compute, in float32 or, for tests, in float64. Rows are packed: query `i` belongs to the
-sequence whose range of `starts` holds it, and is its last query but so many. Knows no models and no pool.
+Rows are packed: a sequence's queries are `starts[i]` to `starts[i + 1]` of q, and its last tokens. Knows no models, no pool.
 
 | argument   | shape               | meaning                                                              |
 |------------|---------------------|----------------------------------------------------------------------|
@@ -35,12 +33,11 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 MAX_BATCH_BYTES = 32 << 20
-"""Bytes that one batched step of `attend` may gather and score (one long row alone may take more). A long row
-is scored in pieces of half of it."""
+"""Bytes that one batched step of `attend` gathers and scores; one long row may take more. A long row is scored in pieces of half."""
 SMALL_PADDING_BYTES = 2 << 20
 """Padding below this many bytes is cheaper than another round of calls."""
 MIN_PIECE_QUERIES = 16
-"""Queries that a piece of a long row has at least, whatever the budget."""
+"""Queries of a piece of a long row, at least."""
 LOG2E = 1 / math.log(2)
 
 
@@ -56,11 +53,11 @@ def attend(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of packed queries over their pages: outputs [queries, heads, dim of v] and the natural
-    log-sum-exp of each query's scores [queries, heads] (minus infinity where nothing is seen, output 0).
+    """Return outputs [queries, heads, dim of v] and the natural log-sum-exp of scores [queries, heads].
 
-    `k_scale` and `v_scale` are pages of scales ([pages, b, kv], dynamic) or one per head ([kv], static).
-    Rows of like size are computed together: the number of torch calls follows the bytes read, not the rows.
+    A query that sees nothing has output 0 and log-sum-exp minus infinity. `k_scale` and `v_scale` are pages of scales
+    ([pages, b, kv], dynamic) or one per head ([kv], static). Rows of similar size are computed together, so the number of
+    torch calls grows with bytes read, not with rows.
     """
     bounds, counted = starts.tolist(), lengths.tolist()
     _check(q, k, v, tables, bounds, counted)
@@ -95,8 +92,10 @@ class _Layer:
 
 
 class _Scratch(threading.local):
-    """Memory that each thread keeps between calls: on a CPU, fresh memory from the system costs several times the
-    copy that fills it. Nothing that is returned may lie here; what is larger than the budget is not kept."""
+    """Buffers that each thread reuses between calls: on a CPU, new memory costs more than the copy that fills it.
+
+    No returned tensor may lie here. Buffers above MAX_BATCH_BYTES are not kept.
+    """
 
     def __init__(self) -> None:
         self.buffers: dict[str, torch.Tensor] = {}
@@ -109,7 +108,7 @@ class _Scratch(threading.local):
             return like.new_empty(shape, dtype=dtype)
         buffer = self.buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            with torch.inference_mode(False):  # made inside that mode, it could not be used outside of it
+            with torch.inference_mode(False):  # an inference tensor could not be used outside that mode
                 buffer = self.buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return buffer[:size].view(dtype).view(shape)
 
@@ -140,7 +139,7 @@ class _Pieces(NamedTuple):
 
 
 def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
-    """Every row with something to compute; a row whose scores would break the budget in several pieces."""
+    """Return every row with work; a row whose scores exceed the budget becomes several pieces."""
     row = ((rows.queries > 0) & (rows.lengths > 0)).nonzero()[0]
     count, position, query = rows.queries[row], rows.context_lengths[row], rows.begins[row]
     most = (
@@ -162,7 +161,7 @@ def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
 
 
 def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
-    """Pieces of like size together: within a factor of two in queries and, where it matters, in blocks."""
+    """Group pieces of similar size: within a factor of two in queries and, where it matters, in blocks."""
     sizes = np.ceil(np.log2(pieces.queries))
     order = np.lexsort((-pieces.blocks, sizes))
     q, k, v = layer.q, layer.k, layer.v
@@ -182,7 +181,7 @@ def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
 
 
 def _select(pieces: _Pieces, chosen: npt.NDArray[np.intp]) -> _Pieces:
-    """In the order of their queries: a batch that holds all of them then needs no sorting back."""
+    """Return the chosen pieces in query order, so that a batch of all pieces needs no sorting back."""
     chosen = np.sort(chosen)
     return _Pieces(*(column[chosen] for column in pieces))
 
@@ -208,7 +207,7 @@ def _attend(
     shared = k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype
     values = keys[..., : v.shape[3]] if shared else _gather("values", v, ids, q).view(n, t, kv, -1)
     k_scale, v_scale = _scales(layer.k_scale, ids, keys), _scales(layer.v_scale, ids, keys)
-    # What no query sees may be unwritten. It is put aside by selection, so that what it holds cannot leak in.
+    # Tokens that no query sees may be unwritten: set them to zero, so that their values cannot reach the result.
     unseen = torch.as_tensor(np.flatnonzero(~seen.any(1)), device=device)
     for tokens in (keys,) if shared else (keys, values):
         tokens.flatten(0, 1).index_fill_(0, unseen, 0.0)
@@ -241,7 +240,7 @@ def _attend(
         scores.mul_(v_scale)
     mixed = keys.new_empty(kv, n, c * group, v.shape[3])
     _multiply(scores, values.permute(2, 0, 1, 3), mixed)
-    # The largest score has weight 1, so only a query that sees nothing has a total below 1.
+    # The largest score has weight 1: only a query that sees nothing has a total below 1.
     out = (
         mixed.view(kv, n, c, group, -1)
         .div_(total.clamp_min(1.0))
@@ -253,8 +252,7 @@ def _attend(
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """One product per head ([kv, n, …] each): the heads of a gathered page are interleaved, and one product of
-    all would copy them apart first."""
+    """One product per head ([kv, n, …] each): gathered heads are interleaved, and one product would copy them first."""
     for a, b, target in zip(left.unbind(), right.unbind(), out.unbind(), strict=True):
         torch.bmm(a, b, out=target)
 

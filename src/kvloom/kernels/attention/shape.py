@@ -1,9 +1,9 @@
-"""What an attention call looks like, and which calls the GPU kernels take. No kernels here, no memory.
+"""The shape of a layer's attention, and the checks of a call to the GPU kernels. No kernels, no memory.
 
     q [queries, heads, k_dim]   k [pages, block, kv_heads, k_dim]   v [pages, block, kv_heads, v_dim]
 
-Pages may lie in any order (token or head first): only the last dimension must be dense, for values that or the tokens.
-Where `v` is the beginning of `k` (MLA's latent), it is read once.
+Pages may be token-major or head-major: only the last dimension must be dense; for values, the last or the tokens.
+If `v` is the beginning of `k` (an MLA latent), it is read once.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ SUPPORTED_BLOCK_TOKENS = (16, 32, 64, 128)
 
 
 PLAN_CAPACITIES = (16, 64, 256, 512, 1024, 4096)
-"""Rows that plans of decode have room for: one plan serves steps of several sizes, and each is compiled but once."""
+"""Row capacities of decode plans: one plan serves several step sizes and is compiled once."""
 
 
 def plan_capacity(rows: int) -> int:
-    """The room that so many rows fit in."""
+    """Return the smallest plan capacity that holds `rows` rows."""
     return next(room for room in PLAN_CAPACITIES if room >= rows)
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """A head dimension as two powers of two, so that no lane loads padding: 80 = 64 + 16; 0 where one is enough."""
+    """Return a head dimension as two powers of two (80 = 64 + 16), so that no lane loads padding; the second may be 0."""
     high = 1 << dim.bit_length() - 1
     return high, dim - high
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The attention of one layer: heads, their dimensions, tokens of a page and the dtype of pages."""
+    """The attention of one layer: heads, their dimensions, tokens of a page, dtype of pages."""
 
     heads: int
     kv_heads: int
@@ -60,7 +60,7 @@ class Shape:
             raise ValueError(f"{self.heads} heads do not divide over {self.kv_heads} KV heads")
 
     def check(self) -> None:
-        """Refuse what the GPU's kernels do not take; the oracle takes any shape."""
+        """Raise ValueError for a shape that the GPU kernels do not support; the oracle supports any."""
         for name, dim in (("k_dim", self.k_dim), ("v_dim", self.v_dim)):
             if dim not in SUPPORTED_DIMS:
                 raise ValueError(
@@ -79,7 +79,7 @@ class Shape:
 
     @property
     def is_supported(self) -> bool:
-        """Whether the GPU's kernels take it."""
+        """Whether the GPU kernels support this shape."""
         try:
             self.check()
         except ValueError:
@@ -93,7 +93,7 @@ class Shape:
 
     @property
     def latent(self) -> bool:
-        """Whether values are the beginning of keys."""
+        """Whether values are the beginning of keys (MLA)."""
         return self.k_dim > 256
 
 
@@ -107,7 +107,7 @@ def check_call(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> int:
-    """Refuse what the kernels cannot do; how the pages are scaled: 0 not, 1 by head, 2 by token and head."""
+    """Raise ValueError for an unsupported call; return how pages are scaled: 0 not, 1 by head, 2 by token and head."""
     if q.dim() != 3 or q.shape[1:] != (shape.heads, shape.k_dim):
         raise ValueError(f"q {tuple(q.shape)} is not [queries, {shape.heads}, {shape.k_dim}]")
     if q.dtype not in FLOAT_DTYPES:
@@ -148,7 +148,7 @@ def check_call(
 
 
 def check_outputs(shape: Shape, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
-    """Refuse results' places that a kernel would write past, or not as they lie."""
+    """Raise ValueError for output buffers of the wrong shape, dtype, stride or device."""
     if out is not None:
         wanted = (q.shape[0], shape.heads, shape.v_dim)
         if out.shape != wanted or out.stride(2) != 1 or not out.is_floating_point() or out.device != q.device:

@@ -1,15 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Kernels whose results are the same bits whatever stands beside a row: products, attention, sums along rows.
+"""Batch-invariant attention kernels: what a result sums, and in which order, depends on its own row only.
 
-What a number is summed from, and in which order, hangs on its own row alone: tiles have one size for every call, nothing is
-split by how much there is to do. Attention goes over pieces of PIECE tokens that begin at multiples of PIECE, in steps at
-multiples of BN; a piece is summed by itself and folded into those before it:
+Tiles have one size for every call. Attention runs over pieces of PIECE tokens that begin at multiples of PIECE, in steps at
+multiples of BN; each piece is summed separately and folded into those before it:
 
-    tokens   |— piece 0 —|— piece 1 —|— piece 2 …      prompts: one program folds all of a block's pieces
-                                                        decode: a program a piece, and `join_pieces` folds them
+    tokens   |— piece 0 —|— piece 1 —|— piece 2 …      prompts: one program folds all pieces of a block
+                                                        decode: one program a piece, `join_pieces` folds them
 
-Both fold by the same operations (`_fold`), so that a token's attention is the same bits either way. What a row does not see
-adds zeros: blocks may hold any rows. Knows no plans.
+Both use the same fold (`_fold`), so a token's attention has the same bits either way. Hidden tokens add zeros. Knows no plans.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ ITEM_WIDTH: tl.constexpr = tl.constexpr(
 
 @triton.jit
 def _fold(peak, weight, acc0, acc1, top1, weight1, part0, part1, DV1: tl.constexpr):
-    """A piece's softmax into the running one. Fused on purpose, by name: no compiler has a choice left."""
+    """Fold a piece's softmax into the running one. Multiply-adds are explicit, so that the compiler cannot change rounding."""
     top = tl.maximum(peak, top1)
     safe = tl.where(top == float("-inf"), 0.0, top)
     fade = tl.exp2(peak - safe)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Prefill over gathered K and V: the copies out of pages, attention by tensor descriptors, and the way out of batches.
 
-Rows and blocks are those of `triton_prefill.py`; the host's lists of int32 say what is copied and who sees what. Knows no
+Rows and blocks are those of `triton_prefill.py`; the host's int32 lists define the copies and the visible tokens. Knows no
 plans and no choice between the kernels.
 
 | list    | fields                                                                                      |

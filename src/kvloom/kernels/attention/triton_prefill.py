@@ -3,7 +3,7 @@
 
 A row is one query head of one query token; the rows of a sequence that read one KV head stand in line by token (row
 = token * GROUP + head in group), and a block is BM of them. Which blocks there are, which tokens each sees, and
-which are cut into pieces, the host says in lists of int32. Knows no plans and no choice between the kernels.
+which are split, is given by int32 lists of the host. Knows no plans and no choice between the kernels.
 
 | list    | fields                                                                                      |
 |---------|---------------------------------------------------------------------------------------------|

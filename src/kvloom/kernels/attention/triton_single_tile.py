@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Attention of few query rows over pages: a lane's stretch of the work list in one loop, from tile to tile without a break.
+"""Attention of few query rows over pages: a lane's part of the work list in one loop over tiles.
 
-Where sequences are short, beginning and ending a tile is much of the time. Here a unit's queries are loaded with its keys, so
-that every unit stands for itself: the loads of the next tile are under way while one is finished. For lists of which every
-segment is one tile (`triton_worklist.py`), pages of 16 and 32 bits. Knows no tables' owners and no shared runs.
+Starting and ending a tile dominates short sequences. Here queries are loaded with every unit, so the next tile's loads
+overlap the end of the current one. For lists whose segments are one tile each, pages of 16 and 32 bits. Knows no shared runs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Attention over pages by tiles of the work list: decode, draft trees and shared prefixes alike.
 
 One program walks its stretch of the line (`triton_worklist.py`), tile after tile, unit after unit (`triton_units.py`), with a
-running softmax. Knows no cache, no tables' owners, and nothing of which kernel a caller should choose.
+running softmax. Knows no cache, no owners of tables, and no choice between kernels.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def attend_tiles(
             q1 = q1.to(tl.float16)
         q_size = scale * LOG2E
         if NATIVE:
-            # One size for all rows: what matters is a score's error, not its share of a small score.
+            # One scale for all rows: a score's absolute error matters, not its relative error.
             MOST: tl.constexpr = 127.0 if K.dtype.element_ty == tl.int8 else 256.0
             LOW: tl.constexpr = LOW_INT8 if K.dtype.element_ty == tl.int8 else 1.0
             f0 = q0.to(tl.float32)
@@ -245,5 +245,5 @@ def attend_tiles(
         unit += stop - here
         at += (unit == base + units * tl.cdiv(count * GROUP, BM)).to(tl.int32)
     if BESIDE:
-        # Who waits for this launch must find the one it ran beside ended, too.
+        # A launch that waits for this one must find the overlapped one ended, too.
         wait_for_launcher()

@@ -46,7 +46,7 @@ def _log2(x):
 @triton.jit
 def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHECK: tl.constexpr):
     """The page of each of a unit's tokens; 0 where it is not `ok`, that is outside [lo, hi). With RUNS, 16 tokens that stand
-    side by side have one page if any of them is inside: who loads their values in one piece does so from where the first
+    side by side have one page if any of them is inside: a load of their values in one piece starts where the first
     is, be it inside or not. Any page of tokens is whole runs."""
     if CHECK:
         if RUNS:

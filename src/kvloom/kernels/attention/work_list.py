@@ -1,6 +1,6 @@
-"""Launching the work list: how work is cut into tiles, the list's memory, and one layer's launches over it.
+"""The decode work list: the choice of tiles, the list's device memory, and one layer's launches over it.
 
-The rule for tiles is one function of the shape and the rows; nothing is searched at run time. Knows no batches.
+The tile is one function of shape and rows; nothing is searched at run time. Knows no batches.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ UNIT_BYTES = 36 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a launch cuts its work: `rows` of queries by `tokens`, warps and stages of a program, and how many programs
-    run at once. `least` units go to a program at the least, and a tile costs `toll` more than it has (0: it is walked, see
-    `walks`)."""
+    """How a launch divides its work: query `rows` by `tokens`, warps and stages of a program, programs that run at once.
+
+    A program takes `min_units` units at least. A tile costs `overhead_units` more than its units (0: the single-tile kernel).
+    """
 
     rows: int
     tokens: int
@@ -42,12 +43,11 @@ class Tile:
 
 
 def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = False) -> Tile:
-    """The tile for `rows` query rows a KV head: one rule, found on an H200.
+    """Return the tile for `rows` query rows a KV head; the rule was measured on an H200.
 
-    Few rows are bound by memory: a unit of about 32 KiB, three of them under way, two programs on a processor; where those
-    walk the line in one loop (`walks`), beginning a tile costs nothing. 8 bits in long pages do better with three programs
-    and two units each, which hides what they compute. Many rows are bound by arithmetic: tall tiles. `beside`: two launches
-    are to share the processors, one of each sort, so that each leaves room for the other.
+    Few rows are bound by memory: units of about 32 KiB, three in flight, two programs on a processor. 8-bit values in long
+    pages run faster with three programs of two units, which hides arithmetic. Many rows are bound by arithmetic: tall tiles.
+    `beside`: two launches share the processors, so each leaves room for the other.
     """
     if device.type != "cuda":
         # The interpreter: small, so that everything is split.
@@ -84,13 +84,15 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
 
 
 def uses_single_tile_kernel(shape: Shape, rows: int) -> bool:
-    """Whether tiles of so many rows are walked in one loop: queries are then loaded with every unit, which pays, and leaves
-    shared memory for two programs, where they are small."""
+    """Whether tiles of `rows` rows run in the single-tile kernel, which loads queries with every unit.
+
+    That pays for small queries, and leaves shared memory for two programs.
+    """
     return rows <= 16 and max(shape.k_dim, shape.v_dim) <= 128 and shape.dtype not in QUANTISED_DTYPES
 
 
 class WorkList:
-    """The device memory of one work list: segments in line, where lanes begin, and room for their pieces."""
+    """Device memory of one work list: segments in order, first segment of each lane, space for partial results."""
 
     def __init__(self, tile: Tile, shape: Shape, segments: int, tiles: int, device: torch.device) -> None:
         def ints(*shape: int) -> torch.Tensor:
@@ -109,7 +111,7 @@ class WorkList:
         return self.segments, self.places, self.firsts, self.totals
 
     def constants(self, shape: Shape) -> dict[str, int]:
-        """The constants by which the planning kernels lay out this list."""
+        """Return the compile-time constants of the planning kernels for this list."""
         return {
             "LANES": self.lanes,
             "LEAST": self.tile.min_units,
@@ -126,7 +128,7 @@ class WorkList:
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One layer's call: what is read, and where results go."""
+    """One layer's call: inputs and outputs."""
 
     shape: Shape
     q: torch.Tensor
@@ -150,9 +152,11 @@ class LayerCall:
         members: torch.Tensor | None = None,
         beside: bool = False,
     ) -> None:
-        """Attention of every tile of the list. `bounds`: which of the rows' bounds to look at (1 their last token,
-        2 their first); `direct`: whole tiles go to `out`; `members`: the queries, where they are listed; `beside`:
-        run beside the launch before, which must be one of these and is waited for at the end."""
+        """Attend every tile of the list.
+
+        `bounds` selects which bounds of a row to check (1 last token, 2 first token). `direct`: whole tiles are written to `out`.
+        `members`: the queries, if they are listed. `beside`: overlap the previous launch, and wait for it at the end.
+        """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         k_scale = self.q if self.k_scale is None else self.k_scale
         v_scale = self.q if self.v_scale is None else self.v_scale
@@ -191,7 +195,7 @@ class LayerCall:
         )  # fmt: skip
 
     def attend_single_tiles(self, work: WorkList, queries: int, bounds: int) -> None:
-        """`tiles` of a list whose segments are one tile each and count no toll: whole tiles to `out`, in one loop."""
+        """`attend_tiles` for a list whose segments are one tile each, in one loop; whole tiles go to `out`."""
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         dk0, dk1 = split_dim(shape.k_dim)
         dv0, dv1 = split_dim(shape.v_dim)
@@ -213,7 +217,7 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_split(self, work: WorkList, starts: torch.Tensor, queries: int) -> None:
-        """Join the pieces of tiles that were cut. On a GPU it starts while `tiles` still runs, and waits in place."""
+        """Join the partial results of split tiles. On a GPU it starts while `attend_tiles` still runs, and waits in place."""
         shape, tile = self.shape, work.tile
         columns = triton.next_power_of_2(shape.v_dim)
         merge_split[(work.lanes, shape.kv_heads, min(tile.rows, queries * shape.group))](
@@ -226,7 +230,7 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_levels(self, own: WorkList, shared: WorkList, sources: torch.Tensor) -> None:
-        """Join every query's own pieces with those of the shared segments above it."""
+        """Join each query's own partial results with those of the shared runs above it."""
         shape = self.shape
         merge_levels[(self.q.shape[0], shape.heads)](
             self.out, self.lse, own.parts, own.part_lse, own.totals, shared.parts, shared.part_lse, shared.totals,

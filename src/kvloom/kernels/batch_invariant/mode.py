@@ -1,11 +1,11 @@
-"""What a model computes, number by number the same whatever else is in the batch: torch's operations, seen one by one.
+"""A mode in which torch operations give a row the same bits whatever else is in the batch.
 
     with BatchInvariant():
         model(...)
 
-Inside, matrix products and sums along rows are those of `invariant.py`; what works number by number, moves data or looks at one
-row a thread block stays torch's own; anything else is refused by name, because nobody knows. Our own kernels are launched past
-it: they see to themselves. Python looks at every operation, which costs microseconds each; a captured graph has none of that.
+Matrix products and sums along rows become those of `products`. Element-wise and row-wise operations and data movement stay
+torch's. Any other operation is refused by name. Our own kernels are not seen by the mode. Dispatch costs microseconds per
+operation; a captured graph has none of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DATA_MOVEMENT = frozenset((
     "unbind", "unfold", "unsqueeze", "view", "zero_", "zeros", "zeros_like",
 ))
 # fmt: on
-"""Operations that compute nothing: what they give is what they were given."""
+"""Operations that compute nothing: they return their inputs' values."""
 ROW_WISE = frozenset(
     [
         "_fused_rms_norm",
@@ -59,12 +59,11 @@ ROW_WISE = frozenset(
         "histc",
     ]
 )
-"""Operations that look at rows one by one, each in the same way, or only compare and count; `index_add` adds rows to places
-that are there once, as those who call it here do."""
+"""Operations that process each row the same way, or only compare and count; `index_add` adds to distinct places here."""
 
 
 ELEMENT_WISE = frozenset(("complex", "floor_divide", "polar"))
-"""Operations that work number by number, though torch does not say so of them."""
+"""Element-wise operations that torch does not tag as such."""
 
 
 def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
@@ -148,7 +147,7 @@ def _is_batch_invariant(operation: OpOverload) -> bool:
 
 
 class BatchInvariant(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, a row's numbers do not hang on its batch; what could is refused with ValueError."""
+    """While entered, a row's results do not depend on its batch; an operation that could break this raises ValueError."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -159,7 +158,7 @@ class BatchInvariant(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return ours(*args, **kwargs)
         if _is_batch_invariant(func):
             return func(*args, **kwargs)
-        with self:  # what is made of smaller operations is looked at in those
+        with self:  # a composite operation is checked by its parts
             found = func.decompose(*args, **kwargs)
         if found is NotImplemented:
             raise ValueError(

@@ -1,4 +1,8 @@
-"""Matrix products and sums that are the same bits for a row whatever stands beside it: CUDA tensors, Triton."""
+"""Matrix products and sums whose results for a row do not depend on other rows, bit by bit: CUDA tensors, Triton.
+
+Tiles have one size for one row and for many. Larger tiles serve large products only if they gave the same bits on random
+input on this device. Knows no models.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +35,19 @@ _large_tile_agrees: dict[tuple[Any, ...], bool] = {}
 
 
 def _small_tile(columns: int, dtype: torch.dtype) -> _Tile:
-    """The tile for a weight of so many outputs, whatever the number of rows: few columns, so that a row alone, too, is
-    computed by all of the device."""
+    """Return the tile for a weight of `columns` outputs: few columns, so that one row alone occupies the whole device."""
     if dtype == torch.float32:  # multiplied without tensor cores, out of registers
         return _Tile(16, 32, 32, 4, 2)
     return _Tile(64, 128 if columns >= 32768 else 64 if columns >= 8192 else 32, 64, 4, 4)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """a [m, k] b [k, n] (+ bias [n]), or [batch, m, k] [batch, k, n], of any strides. Every number is summed in float32 along
-    k from its beginning, and rounded once."""
+    """Return a [m, k] b [k, n] (+ bias [n]), or [batch, m, k] [batch, k, n], of any strides; summed along k in float32, rounded once."""
     if a.shape[-1] != b.shape[-2] or a.dim() != b.dim() or (a.dim() == 3 and len(a) != len(b)):
         raise ValueError(f"a product of {tuple(a.shape)} and {tuple(b.shape)} has no meaning")
     if a.shape[-1] == 1 and bias is None:
         return a * b  # nothing is summed
-    # Of two that are batches, the second's columns may be the step's tokens: the tile must not go by them.
+    # In a batched product b's columns may be the step's tokens: the tile must not depend on them.
     small = _small_tile(b.shape[-1] if b.dim() == 2 else 0, a.dtype)
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     large = -(-m // LARGE_TILE.rows) * -(-n // LARGE_TILE.columns) * (len(a) if a.dim() == 3 else 1)
@@ -58,13 +60,12 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
 
 
 def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The rows of a [m, k] by their groups: those up to `offsets[0]` times b[0], the next up to `offsets[1]` times b[1], …; b
-    is [groups, k, n]. The offsets stay on the device."""
+    """Multiply the rows of a [m, k] by groups: rows up to `offsets[i]` by b[i] ([groups, k, n]). Offsets stay on the device."""
     return _launch(a, b, None, _small_tile(b.shape[-1], a.dtype), offsets)
 
 
 def _tiles_agree(small: _Tile, b: torch.Tensor) -> bool:
-    """Whether the large tile gives the bits of the small one, on this device and for such a weight."""
+    """Whether the large tile gives the small tile's bits on this device for such a weight."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(300, b.shape[0], generator=generator).to(b.device, b.dtype)
     return torch.equal(_launch(a, b, None, small), _launch(a, b, None, LARGE_TILE))

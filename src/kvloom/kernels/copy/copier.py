@@ -1,17 +1,17 @@
-"""Moving whole pages: inside the pool, and between the pool and rows of host memory.
+"""Copies of whole pages: inside the pool, and between the pool and rows of host memory.
 
     pool   |page 0|page 1|page 2|…   page p begins at byte p * page_stride      gather: pool → host
     host   |row 0|row 1|…            row r begins at byte r * host.stride(0)    scatter: host → pool
 
-Three methods reach the host, and all give the same bytes:
+Three methods reach the host; all give the same bytes:
 
-| method | how                                                     | takes of the device    | for pages that are         |
+| method | how                                                     | uses                   | for pages that are         |
 |--------|---------------------------------------------------------|------------------------|----------------------------|
-| batch  | one call of the driver, one engine copy a run of pages  | copy engines           | large                      |
+| batch  | one driver call, one engine copy per run of pages       | copy engines           | large                      |
 | staged | a kernel packs pages into a buffer, large engine copies | engines, short kernels | small, in consecutive rows |
-| kernel | a kernel that reads or writes host memory itself        | a few multiprocessors  | small, in any rows         |
+| kernel | a kernel reads or writes host memory directly           | a few multiprocessors  | small, in any rows         |
 
-A CPU pool is copied at once by indexing. Knows no tables and no tiers, and decides nothing about what moves.
+A CPU pool is copied immediately by indexing. Knows no block tables and no tiers, and decides nothing about what moves.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Method = Literal["batch", "staged", "kernel"]
 
 _ALIGN = 16
 _BATCH_BYTES = 512 * 1024
-"""Pages from this size on are worth an engine copy each."""
+"""Page size from which a page is worth its own engine copy."""
 _STAGE_BYTES = 16 * 1024 * 1024
-"""One of the two staging buffers each way: long enough a copy to reach the link's speed."""
+"""Size of each of the two staging buffers per direction: long enough to reach link speed."""
 _LINK_PROGRAMS = 32
-"""Programs that saturate the link from the device; more would only take multiprocessors from the model."""
+"""Programs that saturate the link; more would only take multiprocessors from the model."""
 _PROGRAMS_PER_SM = 8
 
 
 def copy_pages(
     buffer: torch.Tensor, page_stride: int, source: Ids, target: Ids, page_bytes: int | None = None
 ) -> None:
-    """Copy page `source[i]` to page `target[i]` inside the pool, all at once, on the current stream.
+    """Copy page `source[i]` to page `target[i]` inside the pool, in one call on the current stream.
 
-    No page may be a target twice, or both source and target. Ids on the host are checked; ids already on the
-    device are trusted, so that nothing waits (and the call may be captured). Padding beyond `page_bytes` stays.
+    No page may be a target twice, or both source and target. Ids on the host are checked; ids on the device are trusted, so
+    that nothing waits and the call can be captured. Padding beyond `page_bytes` is left unchanged.
     """
     page_bytes = page_stride if page_bytes is None else page_bytes
     pages = _pages(buffer, page_stride, page_bytes)
@@ -77,7 +77,7 @@ def copy_pages(
 
 
 class FinishedEvent:
-    """What a copy returns where there is nothing to wait for: a finished event."""
+    """The result of a copy that is already complete: an event that never waits."""
 
     def query(self) -> bool:
         return True
@@ -90,18 +90,17 @@ class FinishedEvent:
 
 
 class Copier:
-    """Moves pages of one size between a pool and host memory, each batch in one call.
+    """Copies pages of one size between a pool and host memory, each batch in one call.
 
-    The first `page_bytes` bytes behind every page's beginning move. For a run of layers, give the part of the
-    buffer that begins at its first byte: `Copier(buffer[offset:], page_stride, run_bytes)`.
+    The first `page_bytes` bytes of every page are copied. For a run of layers, pass the buffer from its first byte on:
+    `Copier(buffer[offset:], page_stride, run_bytes)`.
 
-    On CUDA a call only enqueues and returns an event: `query()` polls it, `synchronize()` blocks, `wait(stream)`
-    makes a stream wait. Until it is done the caller keeps `host`, the pool and the copier alive, leaves the
-    host rows and a scatter's pages alone, and does not reuse a gather's pages. Work begins after everything that
-    is already queued on the current stream, or after the event `after`, where an earlier point is enough.
+    On CUDA a call only enqueues and returns an event: `query()` polls it, `synchronize()` blocks, `wait(stream)` makes a stream
+    wait. Until it completes the caller keeps `host`, pool and copier alive, does not touch the host rows or a scatter's pages,
+    and does not reuse a gather's pages. Work starts after all work queued on the current stream, or after the event `after`.
 
-    Gathers and scatters have a stream each and overlap; calls of one way run one after the other, and from
-    one thread at a time. Staging takes 32 MiB of device memory each way, at its first use.
+    Gathers and scatters have a stream each and overlap; calls of one direction run in order, from one thread at a time. Staging
+    takes 32 MiB of device memory per direction, at its first use.
     """
 
     def __init__(self, buffer: torch.Tensor, page_stride: int, page_bytes: int | None = None) -> None:
@@ -123,8 +122,10 @@ class Copier:
         method: Method | None = None,
         trusted: bool = False,
     ) -> torch.cuda.Event | FinishedEvent:
-        """Copy page `pages[i]` to row `rows[i]` of `host` ([rows, page_bytes] uint8, pinned on CUDA), or to row i. Of `trusted`
-        rows it is not looked at whether each is there once."""
+        """Copy page `pages[i]` to row `rows[i]` of `host` ([rows, page_bytes] uint8, pinned on CUDA), or to row i.
+
+        `trusted` skips the check that rows are distinct.
+        """
         source = _ByteRows(self._pages, _checked(pages, len(self._pages), "page"))
         target = _ByteRows(host, self._host_rows(host, rows, len(source.ids), once=not trusted))
         if self._out is None:
@@ -142,7 +143,7 @@ class Copier:
         after: torch.cuda.Event | None = None,
         method: Method | None = None,
     ) -> torch.cuda.Event | FinishedEvent:
-        """Copy row `rows[i]` of `host`, or row i, to page `pages[i]`: the way back of `gather`."""
+        """Copy row `rows[i]` of `host`, or row i, to page `pages[i]`."""
         target = _ByteRows(self._pages, _checked(pages, len(self._pages), "page", once=True))
         source = _ByteRows(host, self._host_rows(host, rows, len(target.ids)))
         if self._in is None:
@@ -193,10 +194,10 @@ class Copier:
     def _host_rows(
         self, host: torch.Tensor, rows: Ids | None, count: int, once: bool = False
     ) -> npt.NDArray[np.int64]:
-        """The rows that are meant, after checking that `host` can take part."""
+        """Check `host` and return the rows to copy."""
         if (
             self._checked_host is None or self._checked_host() is not host
-        ):  # asking the driver takes as long as many copies
+        ):  # checking asks the driver, which costs as much as many copies
             self._check_host(host)
             self._checked_host = weakref.ref(host)
         if rows is None and len(host) != count:
@@ -227,7 +228,7 @@ class Copier:
 
 @dataclass(frozen=True, slots=True)
 class _ByteRows:
-    """One end of a copy: some rows of a matrix of bytes."""
+    """One end of a copy: selected rows of a matrix of bytes."""
 
     rows: torch.Tensor
     ids: npt.NDArray[np.int64]
@@ -239,10 +240,10 @@ class _ByteRows:
 
 
 class _StagedLane:
-    """The streams of one way, and its two staging buffers: one is filled while the other empties."""
+    """The streams of one direction and its two staging buffers: one fills while the other empties."""
 
     def __init__(self, device: torch.device) -> None:
-        # Ahead of the model's kernels: copying needs few multiprocessors, but needs them at once.
+        # Higher priority than the model's kernels: copying needs few multiprocessors, but without delay.
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._packer = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._device = device
@@ -253,7 +254,7 @@ class _StagedLane:
         """Pack on one stream, copy on the other."""
         self._packer.wait_stream(stream)
         with torch.cuda.stream(self._packer):
-            # All at once: an upload from ordinary memory waits for what its stream has still to do.
+            # In one upload: copying from pageable memory waits for all earlier work of the stream.
             ids = _upload(source.ids, self._device)
         for part, stage, free in self._parts(len(source.ids), source.rows.shape[1]):
             with torch.cuda.stream(self._packer):
@@ -282,7 +283,7 @@ class _StagedLane:
         stream.wait_stream(self._packer)
 
     def _parts(self, count: int, row_bytes: int) -> Iterator[tuple[slice, torch.Tensor, torch.cuda.Event]]:
-        """Cut `count` rows into parts: each with its buffer [rows, row_bytes] and the event of its last use."""
+        """Split `count` rows into parts: each with its buffer [rows, row_bytes] and the event of its last use."""
         if not self._slots:
             with torch.cuda.stream(self._packer):
                 for _ in range(2):
@@ -303,7 +304,7 @@ def _move(
     target_ids: torch.Tensor | None,
     programs: int | None = None,
 ) -> None:
-    """Rows to rows by a kernel on the current stream; without ids (on the device) the first rows are meant."""
+    """Copy rows to rows by a kernel on the current stream; without ids (on the device) the first rows."""
     from .triton_copy import move
 
     device = source.device if source.is_cuda else target.device
@@ -314,7 +315,7 @@ def _move(
 
 
 def _pages(buffer: torch.Tensor, page_stride: int, page_bytes: int) -> torch.Tensor:
-    """The pool as [pages, page_bytes]; the last page may end with the buffer."""
+    """Return the pool as [pages, page_bytes]; the last page may end with the buffer."""
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise ValueError(f"the pool is one contiguous row of uint8, got {buffer.dtype} {tuple(buffer.shape)}")
     if not 0 < page_bytes <= page_stride:
@@ -335,7 +336,7 @@ def _on_host(ids: Ids) -> bool:
 
 
 def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray[np.int64]:
-    """Ids as an array, each in [0, limit) and, if `once`, all different."""
+    """Return ids as an array, each in [0, limit) and, if `once`, distinct."""
     if not _on_host(ids):
         raise ValueError(
             f"{what} ids are on the device: give them on the host, where their addresses are computed"
@@ -343,7 +344,7 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
     array = np.asarray(ids, np.int64)
     if array.ndim != 1:
         raise ValueError(f"{what} ids have shape {array.shape}: give one row of ids")
-    # As an unsigned number a negative one is beyond every limit.
+    # As an unsigned number a negative id exceeds every limit.
     if array.size and np.maximum.reduce(array.view(np.uint64)) >= limit:
         wrong = array[(array < 0) | (array >= limit)][0]
         raise ValueError(f"{what} {wrong} is not among the {limit} there are")
@@ -354,7 +355,7 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
 
 
 def _runs(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Runs of rows that lie side by side in the host's memory: (place in `rows`, first row, how many)."""
+    """Return runs of adjacent rows in host memory: (index in `rows`, first row, count)."""
     if not host.is_contiguous():
         return [(at, row, 1) for at, row in enumerate(rows.tolist())]
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -366,8 +367,10 @@ def _runs(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[tuple[int, in
 def merge_adjacent(
     targets: Addresses, sources: Addresses, size: int
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Copies of `size` bytes each as fewer and longer ones, where both ends of some lie side by side: targets, sources
-    and bytes. The driver and the engine pay for each copy, however short."""
+    """Merge copies of `size` bytes whose sources and targets are adjacent; return targets, sources and bytes.
+
+    Driver and copy engine pay per copy, however short.
+    """
     if not len(targets):
         return targets, sources, targets
     step = np.uint64(size)
@@ -382,7 +385,7 @@ def merge_adjacent(
 
 
 def _upload(ids: Ids, device: torch.device) -> torch.Tensor:
-    """Ids on the device, without waiting: pinned first, and freed in the order of the current stream."""
+    """Copy ids to the device without waiting: pinned first, freed in stream order."""
     if isinstance(ids, torch.Tensor) and ids.is_cuda:
         return ids.to(torch.int32)
     return torch.from_numpy(np.asarray(ids, np.int32)).pin_memory().to(device, non_blocking=True)

@@ -1,18 +1,18 @@
-"""The small operations between a model's matrix products, one launch each: norms, gated activations, rotary embeddings.
+"""Small operations between a model's matrix products, one launch each: norms, gated activations, rotary embedding.
 
-They round where modeling code rounds, so that the results are the same bits. CPU tensors run in plain torch, which is the
-oracle, or natively (`cpu`); CUDA tensors in Triton. Knows no modules: `models/fusing.py` puts these in their places.
+Results are rounded where modeling code rounds, so they are the same bits. CPU tensors run in torch, the oracle, or natively
+(`cpu`); CUDA tensors in Triton. Knows no modules: `models/fusion` puts these in place.
 
-| function    | takes                                             | gives                    |
-|-------------|---------------------------------------------------|--------------------------|
-| `rms_norm`  | x [..., dim], any strides but dense in dim        | the same shape, dense    |
-| `rms_norms` | x [tokens, heads, dim], two norms                 | the same shape, dense    |
-| `act_and_mul`     | x [tokens, 2 * dim]: gates, then what they gate   | [tokens, dim]            |
-| `add_norm`  | x, y [..., dim], dense                            | x, to which y's norm is added; and its norm |
-| `linear`    | x [..., in], weight [out, in], what is added to   | [..., out]               |
-| `apply_rotary`    | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms), turned; dense by token |
+| function       | takes                                             | returns                  |
+|----------------|---------------------------------------------------|--------------------------|
+| `rms_norm`     | x [..., dim], any strides but dense in dim        | the same shape, dense    |
+| `rms_norms`    | x [tokens, heads, dim], two norms                 | the same shape, dense    |
+| `act_and_mul`  | x [tokens, 2 * dim]: gates, then gated values     | [tokens, dim]            |
+| `add_norm`     | x, y [..., dim], dense                            | x with y's norm added in place; and its norm |
+| `linear`       | x [..., in], weight [out, in], addend             | [..., out]               |
+| `apply_rotary` | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms) rotated; dense by token |
 
-`linear` is a matrix product of torch's, but where a token is alone.
+`linear` is torch's matrix product, except for a single token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """An RMS norm: of what it is taken is the caller's."""
+    """Parameters of an RMS norm, callable on its input."""
 
     weight: torch.Tensor
     eps: float
@@ -56,7 +56,7 @@ class RMSNorm:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm = "llama") -> torch.Tensor:
-    """x over the root of its mean square along the last dimension, times the weight."""
+    """Return x over the root of its mean square along the last dimension, times the weight."""
     if x.shape[-1:] != weight.shape:
         raise ValueError(
             f"a weight of {tuple(weight.shape)} does not fit x {tuple(x.shape)} in its last dimension"
@@ -67,7 +67,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm =
         return triton_fused.rms_norm(x, weight, eps, form == "gemma")
     if cpu.supports(x, weight):
         return cpu.rms_norm(x, weight, eps, form == "gemma")
-    if x.dtype == torch.float32:  # nothing is rounded on the way
+    if x.dtype == torch.float32:  # no intermediate rounding
         return functional.rms_norm(x, weight.shape, weight if form == "llama" else 1.0 + weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -77,7 +77,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm =
 
 
 def rms_norms(x: torch.Tensor, first: int, norms: tuple[RMSNorm, RMSNorm]) -> torch.Tensor:
-    """The `first` heads of x through one norm, the others through the other."""
+    """Apply one norm to the `first` heads of x, the other norm to the rest."""
     if x.is_cuda and x.stride(-1) == 1 and _fuse_in_one_launch(norms, x):
         from . import triton_operations as triton_fused
 
@@ -86,13 +86,13 @@ def rms_norms(x: torch.Tensor, first: int, norms: tuple[RMSNorm, RMSNorm]) -> to
 
 
 def _fuse_in_one_launch(norms: tuple[RMSNorm, RMSNorm], x: torch.Tensor) -> bool:
-    """Whether one launch may take both."""
+    """Whether one launch can compute both norms."""
     a, b = norms
     return a.eps == b.eps and a.form == b.form and a.weight.shape == b.weight.shape == x.shape[-1:]
 
 
 def act_and_mul(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-    """The first half of each row through the activation, times the second half."""
+    """Return the activation of each row's first half, times its second half."""
     if x.shape[-1] % 2:
         raise ValueError(f"rows of {x.shape[-1]} have no halves")
     if x.is_cuda and x.is_contiguous():
@@ -109,7 +109,7 @@ def act_and_mul(x: torch.Tensor, activation: Activation = "silu") -> torch.Tenso
 def add_norm(
     x: torch.Tensor, y: torch.Tensor, post: RMSNorm, pre: RMSNorm | None = None
 ) -> torch.Tensor | None:
-    """Add y's norm to x, in place; the norm `pre` of the sum, where it is wanted."""
+    """Add y's norm to x in place; return the norm `pre` of the sum, if given."""
     if x.shape != y.shape or x.shape[-1:] != post.weight.shape:
         raise ValueError(
             f"x {tuple(x.shape)}, y {tuple(y.shape)} and a weight of {tuple(post.weight.shape)} do not fit together"
@@ -128,11 +128,10 @@ def linear(
     bias: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x times the weight; added to `into`, in place, where that is given (and to a bias, which excludes it). Sums are
-    rounded once, where a product and an addition would round twice."""
+    """Return x times the weight, plus a bias; or add it to `into` in place. Sums are rounded once."""
     if into is not None and bias is not None:
         raise ValueError("a product with a bias is added to nothing: leave bias or into out")
-    if _get_current_dispatch_mode() is not None:  # someone wants to see every operation
+    if _get_current_dispatch_mode() is not None:  # a dispatch mode must see every operation
         found = functional.linear(x, weight, bias)
         return found if into is None else into.add_(found)
     alone = x.is_cuda and x.numel() == x.shape[-1] and x.dtype == weight.dtype != torch.float32
@@ -154,8 +153,7 @@ def apply_rotary(
     sin: torch.Tensor,
     norms: tuple[RMSNorm, RMSNorm] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn q and k by angles given per token, each pair of dims half a head apart (`cos` and `sin` name every dim); what
-    is turned are their norms, where those are given."""
+    """Rotate q and k, or their norms if given, by angles per token; pairs are half a head apart (`cos`, `sin` cover every dim)."""
     if cos.shape != sin.shape or cos.shape[-1] != q.shape[-1] or cos.shape[-2] != q.shape[-2]:
         raise ValueError(
             f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit q {tuple(q.shape)}: one angle for each "

@@ -1,10 +1,10 @@
-"""A step of single tokens laid out on the device: from one small block of numbers to what a model reads, in one launch.
+"""A decode step laid out on the device: from one small block of numbers to the model's inputs, in one launch.
 
     sent [fields, rows] int32    | token | position | source | table row | length | patched | new pages … | states … | shift |
-    tables [columns, sequences, blocks]    the device's copy of the page tables; a row's `patched` block gets its new pages
+    tables [columns, sequences, blocks]    the device's block tables; a row's `patched` block gets its new pages
 
-A row has at most one new block in a step; -1 is none. `source` says which of the tokens chosen before is the row's (-1: `token`
-is it). CPU tensors run in plain torch, which is the oracle; CUDA tensors in Triton, so that a graph can hold it. Knows no cache.
+A row has at most one new block in a step (-1: none). `source` is the row's index among the tokens sampled before (-1: use
+`token`). CPU tensors run in torch, the oracle; CUDA tensors in Triton, so that a graph can hold it. Knows no cache.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import torch
 __all__ = ["ROW_FIELDS", "StepLayout", "field_count", "lay_out_step"]
 
 ROW_FIELDS = 6
-"""Numbers that every row has: token, position, source, table row, length, patched block."""
+"""Fixed numbers of a row: token, position, source, table row, length, patched block."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """What was worked out. `tables` ([columns, rows, blocks]) hold the blocks up to each row's length; what lies beyond is not
-    to be read where a graph is replayed. `slots`, `pages` ([columns, rows]) and `places` say where the rows' tokens go."""
+    """The model's inputs of a decode step. `tables` ([columns, rows, blocks]) are valid up to each row's length.
+
+    `slots`, `pages` ([columns, rows]) and `places` are the rows' write positions.
+    """
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -36,14 +38,14 @@ class StepLayout:
 
 
 def field_count(columns: int, states: int, shifted: bool) -> int:
-    """Numbers of a row in the block that is sent."""
+    """Return the numbers of a row in the uploaded block."""
     return ROW_FIELDS + columns + states + shifted
 
 
 def lay_out_step(
     sent: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, rows: int, block: int, states: int, shifted: bool
 ) -> StepLayout:  # fmt: skip
-    """The step of `rows` rows that `sent` tells of; `tables` are brought up to date. Launches work, waits for none."""
+    """Return the layout of the `rows` rows in `sent`, and update `tables`. Launches work without waiting."""
     columns = tables.shape[0]
     numbers = sent[: field_count(columns, states, shifted) * rows].view(-1, rows)
     if sent.is_cuda:

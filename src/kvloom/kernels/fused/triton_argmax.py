@@ -1,4 +1,4 @@
-"""Triton kernels of `likeliest.py`: every row in parts, as many as fill the device; then the best of a row's parts."""
+"""Triton kernels of `argmax.py`: every row in parts that fill the device, then the best part of each row."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 

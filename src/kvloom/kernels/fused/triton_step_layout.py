@@ -1,4 +1,4 @@
-"""The Triton kernel of `singles.py`: a program for each row and column of tables, which changes and copies its own row alone."""
+"""Triton kernel of `step_layout.py`: one program per row and table column, which updates and copies its own row."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 

@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that torch does not offer: address ranges and batches of copies.
+"""The CUDA driver calls that torch does not offer: address ranges and batches of copies.
 
-Bound by ctypes to libcuda.so.1 when first used, so importing this needs no GPU. Knows no pages: addresses and
-bytes in, integers out, and a `CudaError` for every refusal.
+Binds libcuda.so.1 by ctypes at first use, so importing needs no GPU. Knows no pages: addresses and bytes in, integers out,
+`CudaError` on failure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEVICE, _PINNED, _READ_WRITE, _MINIMUM = 1, 1, 3, 0
 _STREAM_ORDER = 1
 _RDMA_SUPPORTED = 110
 _BATCH_SINCE = 12080
-"""The version whose signature of cuMemcpyBatchAsync is bound; later drivers still answer to it."""
+"""The CUDA version of the bound cuMemcpyBatchAsync signature; later drivers still support it."""
 
 
 class CudaError(RuntimeError):
@@ -66,7 +66,7 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class CudaDriver:
-    """libcuda. Every call raises CudaError if the driver refuses, and is as thread safe as the driver's."""
+    """libcuda. Every call raises CudaError on failure and is as thread safe as the driver's."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -84,7 +84,7 @@ class CudaDriver:
             raise CudaError(name, code, (text.value or b"unknown").decode())
 
     def devices(self) -> int:
-        """How many GPUs there are; those that CUDA_VISIBLE_DEVICES hides do not count. Takes no memory of theirs."""
+        """Return the number of GPUs visible under CUDA_VISIBLE_DEVICES. Allocates no device memory."""
         count = c_int()
         self._call("cuDeviceGetCount", byref(count))
         return count.value
@@ -92,8 +92,7 @@ class CudaDriver:
     # -- address ranges -------------------------------------------------------------------------
 
     def use(self, device: int) -> None:
-        """Make the device's primary context current in this thread if none is: torch does so only when it
-        needs one itself."""
+        """Make the device's primary context current in this thread if none is; torch does so only on demand."""
         context = c_void_p()
         self._call("cuCtxGetCurrent", byref(context))
         if not context.value:
@@ -101,14 +100,14 @@ class CudaDriver:
             self._call("cuCtxSetCurrent", context)
 
     def granularity(self, device: int) -> int:
-        """Bytes that every mapping is a multiple of (2 MiB on current devices)."""
+        """Return the bytes that every mapping is a multiple of (2 MiB on current devices)."""
         size = c_size_t()
         allocation = self._allocation(device)
         self._call("cuMemGetAllocationGranularity", byref(size), byref(allocation), c_int(_MINIMUM))
         return size.value
 
     def reserve(self, size: int, alignment: int) -> int:
-        """Address space without memory."""
+        """Reserve address space without memory."""
         address = c_uint64()
         self._call(
             "cuMemAddressReserve",
@@ -124,27 +123,27 @@ class CudaDriver:
         self._call("cuMemAddressFree", c_uint64(address), c_size_t(size))
 
     def create(self, size: int, device: int) -> int:
-        """Memory without an address."""
+        """Allocate memory without an address."""
         handle = c_uint64()
         allocation = self._allocation(device)
         self._call("cuMemCreate", byref(handle), c_size_t(size), byref(allocation), c_uint64(0))
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Let a handle go; its memory stays for as long as it is mapped somewhere."""
+        """Release a handle; its memory stays while it is mapped."""
         self._call("cuMemRelease", c_uint64(handle))
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """Put memory behind an address; nobody may touch it before `allow`."""
+        """Map memory to an address. It must not be accessed before `allow`."""
         self._call("cuMemMap", c_uint64(address), c_size_t(size), c_size_t(0), c_uint64(handle), c_uint64(0))
 
     def allow(self, address: int, size: int, device: int) -> None:
-        """The device may read and write this range, all of which is mapped."""
+        """Let the device read and write this mapped range."""
         access = _Access(_Location(_DEVICE, device), _READ_WRITE)
         self._call("cuMemSetAccess", c_uint64(address), c_size_t(size), byref(access), c_size_t(1))
 
     def unmap(self, address: int, size: int) -> None:
-        """Take the memory of whole mappings away; what has no handle and no other mapping is free again."""
+        """Unmap whole mappings; memory without a handle or another mapping is freed."""
         self._call("cuMemUnmap", c_uint64(address), c_size_t(size))
 
     def _allocation(self, device: int) -> _Allocation:
@@ -152,21 +151,21 @@ class CudaDriver:
         self._call("cuDeviceGetAttribute", byref(supported), c_int(_RDMA_SUPPORTED), c_int(device))
         flags = _AllocationFlags(
             rdma=int(supported.value != 0)
-        )  # so that a network card may read it directly
+        )  # so that a network card can read it directly
         return _Allocation(_PINNED, 0, _Location(_DEVICE, device), None, flags)
 
     # -- batches of copies ----------------------------------------------------------------------
 
     @property
     def copies_batches(self) -> bool:
-        """Whether `copy_batch` exists: drivers of CUDA 12.8 and later have it."""
+        """Whether `copy_batch` is available: drivers of CUDA 12.8 and later."""
         return self._batch is not None
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
-        """Enqueue copies of `sizes[i]` bytes from `sources[i]` to `targets[i]`, in no order among them.
+        """Enqueue copies of `sizes[i]` bytes from `sources[i]` to `targets[i]`, in one driver call, in no defined order.
 
-        One call of the driver. `stream` is not the default stream and not being captured. The arrays are read
-        before it returns; the memory must stay until the stream has passed.
+        `stream` is neither the default stream nor being captured. The arrays are read before it returns; the memory must stay
+        valid until the stream has passed.
         """
         if self._batch is None:
             raise RuntimeError("this driver has no cuMemcpyBatchAsync: it is older than CUDA 12.8")
@@ -189,7 +188,7 @@ class CudaDriver:
         self._check("cuMemcpyBatchAsync", code)
 
     def _find_batch(self) -> ctypes._CFunctionType | None:
-        # Asked for by version: the plain symbol's arguments are not the same in every driver.
+        # Looked up by version: the plain symbol's arguments differ between drivers.
         address, status = c_void_p(), c_int()
         try:
             search = self._library.cuGetProcAddress_v2
@@ -205,5 +204,5 @@ class CudaDriver:
 
 @cache
 def load_cuda_driver() -> CudaDriver:
-    """The driver of this machine, loaded once. OSError where there is none."""
+    """Return this machine's driver, loaded once. Raises OSError if there is none."""
     return CudaDriver(ctypes.CDLL("libcuda.so.1"))

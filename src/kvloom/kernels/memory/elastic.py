@@ -1,10 +1,10 @@
-"""A pool that grows and shrinks while it runs: addresses for all of it, memory for some of its slabs.
+"""Pool memory that grows and shrinks while serving: addresses for all slabs, memory for some.
 
-    addresses  |slab 0|slab 1|slab 2|slab 3|…    reserved once: no page ever moves, no captured graph goes stale
+    addresses  |slab 0|slab 1|slab 2|slab 3|…    reserved once: no page moves, no captured graph becomes invalid
     memory     |######|######|      |######|     mapped and unmapped slab by slab
 
-CUDA: a reserved address range of the driver, one allocation a slab. CPU: an anonymous mapping whose memory comes
-with the first write and is given back. Knows no pages, and not which slabs are in use: that is the pool's.
+CUDA: a reserved address range of the driver, one allocation a slab. CPU: an anonymous mapping, backed at the first write.
+Knows no pages, and not which slabs are in use: the page pool does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def granularity(device: torch.device | str = "cpu") -> int:
-    """Bytes that a slab is a multiple of to be mapped on its own: give it to `PoolLayout.build`."""
+    """Return the bytes that a slab's size must be a multiple of; pass it to `PoolLayout.build`."""
     device = _indexed(torch.device(device))
     if device.type == "cuda":
         return load_cuda_driver().granularity(device.index)
@@ -42,18 +42,18 @@ def granularity(device: torch.device | str = "cpu") -> int:
 def elastic_buffer(
     layout: PoolLayout, slabs: int, device: torch.device | str = "cpu", mapped: int = 1
 ) -> ElasticBuffer:
-    """An elastic pool for `layout`: `layer_views(buffer.tensor, layout)` are views of all its slabs."""
+    """Return an elastic pool for `layout`; `layer_views(buffer.tensor, layout)` are views of all its slabs."""
     return ElasticBuffer(layout.slab_bytes, slabs, device, mapped)
 
 
 class ElasticBuffer:
-    """Addresses for `slabs` slabs, of which the first `mapped` have memory to begin with.
+    """Addresses for `slabs` slabs, of which the first `mapped` have memory at the start.
 
-    `tensor` is one row of uint8 over all of it; only mapped slabs may be touched. Elsewhere the GPU faults (and
-    takes the process's context with it) while a CPU reads zeros. Slab 0 always has memory: page 0 is where
-    padding points. Memory comes uninitialised. Not thread safe: one owner maps and unmaps.
+    `tensor` is one row of uint8 over all slabs; only mapped slabs may be accessed. Elsewhere a GPU faults, which destroys the
+    process's context; a CPU reads zeros. Slab 0 always has memory: padding points at page 0. Memory is uninitialised. Not
+    thread safe: one owner maps and unmaps.
 
-    Views keep the addresses alive; `close` gives everything back at once, and what still views it is void.
+    Views keep the addresses alive; `close` frees everything at once and invalidates remaining views.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ElasticBuffer:
         self._closed = False
         try:
             self.map(range(mapped))
-            # Only now that slab 0 is there: torch asks the driver whose address this is.
+            # After slab 0 is mapped: torch asks the driver for the device of this address.
             self._tensor = self._backing.view()
         except BaseException:
             self.close()
@@ -105,9 +105,9 @@ class ElasticBuffer:
         return bool(self._mapped[slab])
 
     def map(self, slabs: Iterable[int]) -> None:
-        """Give each of these slabs memory; all of them, or none and a MemoryError. They hold no known bytes.
+        """Map memory to these slabs: all of them, or none with a MemoryError. Contents are undefined.
 
-        Waits for nothing and disturbs no running kernel. Costs a few driver calls a slab.
+        Does not wait and does not disturb running kernels. Costs a few driver calls a slab.
         """
         wanted = self._chosen(slabs)
         if self._mapped[wanted].any():
@@ -116,10 +116,10 @@ class ElasticBuffer:
         self._mapped[wanted] = True
 
     def unmap(self, slabs: Iterable[int], after: torch.cuda.Event | None = None) -> None:
-        """Give the memory of these slabs back to the device or the system; their addresses stay.
+        """Free the memory of these slabs; their addresses stay reserved.
 
-        First waits for `after`, which must follow everything that touches the slabs on any stream, or without
-        it for the whole device. What registered the memory elsewhere (a network card) lets go of it before.
+        First waits for `after`, which must follow every access to the slabs on any stream; without it, for the whole device. Memory
+        registered elsewhere (a network card) must be unregistered before.
         """
         chosen = self._chosen(slabs)
         if not self._mapped[chosen].all():
@@ -136,7 +136,7 @@ class ElasticBuffer:
         self._mapped[chosen] = False
 
     def close(self) -> None:
-        """Give memory and addresses back, after the device is idle. Closing twice is allowed."""
+        """Free memory and addresses once the device is idle. Closing twice is allowed."""
         self._tensor = None
         self._closed = True
         self._backing.close()
@@ -161,7 +161,7 @@ class ElasticBuffer:
 
 
 class _Backing(Protocol):
-    """What puts memory behind addresses. Slabs are sorted, and were checked."""
+    """Maps memory to addresses. Slabs are sorted and checked."""
 
     def view(self) -> torch.Tensor: ...
     def map(self, slabs: npt.NDArray[np.int64]) -> None: ...
@@ -170,7 +170,7 @@ class _Backing(Protocol):
 
 
 class _HostRange:
-    """Private anonymous memory: the system gives a page when it is first written."""
+    """Private anonymous memory: the system backs a page at its first write."""
 
     def __init__(self, slab_bytes: int, slabs: int) -> None:
         self._slab_bytes = slab_bytes
@@ -191,14 +191,14 @@ class _HostRange:
             self._memory.madvise(mmap.MADV_DONTNEED, first * self._slab_bytes, count * self._slab_bytes)
 
     def close(self) -> None:
-        # The mapping itself goes with the last tensor that views it: closing it here would leave them dangling.
+        # The mapping is freed with the last tensor that views it: closing it here would leave dangling views.
         self._memory.madvise(mmap.MADV_DONTNEED)
 
 
 class _CudaRange:
-    """A reserved range of device addresses. Torch keeps it alive from `view` on, and it frees itself.
+    """A reserved range of device addresses. Torch keeps it alive from `view` on; it frees itself.
 
-    A handle is released as soon as it is mapped: the mapping alone holds the memory, and unmapping frees it.
+    A handle is released once mapped: the mapping alone holds the memory, and unmapping frees it.
     """
 
     def __init__(self, driver: CudaDriver, device: torch.device, slab_bytes: int, mapped: Flags) -> None:
@@ -213,7 +213,7 @@ class _CudaRange:
             raise MemoryError(
                 f"no addresses for {mapped.size} slabs of {slab_bytes} bytes: {error}"
             ) from error
-        # Not at exit: the driver may be gone by then, and frees what a process leaves behind.
+        # Not at exit: the driver may be unloaded by then, and frees a process's memory itself.
         self._free = weakref.finalize(self, _free, driver, device, self._address, slab_bytes, mapped)
         self._free.atexit = False
 
@@ -249,7 +249,7 @@ class _CudaRange:
         except CudaError as error:
             if error.code != CudaError.OUT_OF_MEMORY:
                 raise
-            torch.cuda.empty_cache()  # what torch keeps for later may be all that is missing
+            torch.cuda.empty_cache()  # torch's cached memory may be enough
             handle = self._driver.create(self._slab_bytes, self._device.index)
         try:
             self._driver.map(*self._bytes(slab, 1), handle)
@@ -277,7 +277,7 @@ def _free(driver: CudaDriver, device: torch.device, address: int, slab_bytes: in
 
 
 def _runs(slabs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Sorted slabs as runs: (first, how many)."""
+    """Return sorted slabs as runs: (first, count)."""
     if slabs.size:
         for run in np.split(slabs, np.flatnonzero(np.diff(slabs) != 1) + 1):
             yield int(run[0]), run.size

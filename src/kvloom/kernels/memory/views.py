@@ -1,13 +1,13 @@
-"""One flat buffer of bytes, seen as the pages of every layer.
+"""One flat buffer of bytes, viewed as the pages of every layer.
 
     page   [layer 0 | layer 1 | …]            layer   [field 0: tokens by shape | field 1: … ]
 
-A view is a plain strided tensor over the pool: page `p` of a group begins at byte `p * page_stride`. Views
-copy nothing and know no tables. Inside a field, the order of axes is the layout's choice, and views hide it:
+A view is a strided tensor over the pool: page `p` of a group begins at byte `p * page_stride`. Views copy nothing and know
+no block tables. The order of axes inside a field is the layout's choice; views hide it:
 
 | order | keys, values          | scales        | 8-bit values          | for                                     |
 |-------|-----------------------|---------------|-----------------------|-----------------------------------------|
-| HND   | heads, tokens, dims   | heads, tokens | heads, dims, tokens   | our kernels: what one head reads is dense |
+| HND   | heads, tokens, dims   | heads, tokens | heads, dims, tokens   | our kernels: one head's data is dense   |
 | NHD   | tokens, heads, dims   | tokens, heads | tokens, heads, dims   | engines that keep tokens whole          |
 """
 
@@ -32,8 +32,8 @@ Order = Literal["HND", "NHD"]
 class LayerView:
     """One layer's fields over all pages.
 
-    `fields[name]` is [pages, tokens, *shape] for a token layer and [pages, *shape] for a state. `group` and
-    `run` say which table leads to its pages: `cache.table(group)[run]`.
+    `fields[name]` is [pages, tokens, *shape] for a token layer and [pages, *shape] for a state. `group` and `run` select the
+    layer's block table: `cache.table(group)[run]`.
     """
 
     group: int
@@ -42,14 +42,14 @@ class LayerView:
 
 
 def allocate(layout: PoolLayout, slabs: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The pool's bytes. Uninitialised: nothing that was not written is ever read."""
+    """Allocate the pool's bytes. Uninitialised: only written bytes are ever read."""
     if slabs < 2:
         raise ValueError(f"a pool of {slabs} slabs cannot lend any: slab 0 is reserved, so give it 2 or more")
     return torch.empty(slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
 
 
 def layer_views(buffer: torch.Tensor, layout: PoolLayout, order: Order = "HND") -> dict[str, LayerView]:
-    """Every layer's view of `buffer`, by the layer's name."""
+    """Return every layer's view of `buffer`, by layer name. Copies nothing."""
     if order not in ("HND", "NHD"):
         raise ValueError(f"unknown page order {order!r}; known: HND, NHD")
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():

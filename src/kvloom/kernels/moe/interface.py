@@ -1,10 +1,10 @@
-"""A mixture of experts as grouped matrix products: each token through the experts that it chose, and their weighted sum.
+"""Mixture of experts as grouped matrix products: each token through its selected experts, and their weighted sum.
 
-    experts(x [tokens, dim], index [tokens, picked], weights [tokens, picked], gate_up [experts, 2 * inner, dim],
-            down [experts, dim, inner]) → [tokens, dim]
+    fused_moe(x [tokens, dim], index [tokens, picked], weights [tokens, picked], gate_up [experts, 2 * inner, dim],
+              down [experts, dim, inner]) → [tokens, dim]
 
-CPU tensors run in plain torch, which is the oracle; CUDA tensors in Triton, without a wait for the device, so that graphs can
-hold it. Results are rounded where modeling code rounds. Knows no modules: `models/fused_moe.py` puts these in their places.
+CPU tensors run in torch, the oracle; CUDA tensors in Triton without waiting for the device, so that graphs can hold it.
+Results are rounded where modeling code rounds. Knows no modules: `models/fusion/moe.py` puts these in place.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from kvloom.kernels.fused import Activation, act_and_mul
 __all__ = ["Tile", "candidate_tiles", "choose_tile", "fused_moe", "topk_softmax"]
 
 SHARED_MEMORY = 200 << 10
-"""What a program's tiles may take: a little less than an H200's 227 KiB."""
+"""Shared memory for a program's tiles: a little less than an H200's 227 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How the products are cut: `rows` of pairs by `columns` of weights (of each half, in the first), `depth` at a time.
-    `described` reads weights by tensor descriptors."""
+    """How products are divided: `rows` of pairs by `columns` of weights (of each half, in the first product), `depth` at a time.
+
+    `described` reads weights by tensor descriptors.
+    """
 
     rows: int
     columns: int
@@ -35,13 +37,13 @@ class Tile:
     described: bool = True
 
     def with_fitting_stages(self, itemsize: int) -> Tile:
-        """The same with as many stages as fit into shared memory."""
+        """Return the tile with as many stages as fit into shared memory."""
         stage = (self.rows + 2 * self.columns) * self.depth * itemsize
         stages = max(1, min(self.stages, SHARED_MEMORY // stage))
         return Tile(self.rows, self.columns, self.depth, stages, self.warps, self.described)
 
     def for_down(self) -> Tile:
-        """The second product's: one product in place of two, so twice the columns."""
+        """Return the second product's tile: one product instead of two, so twice the columns."""
         return Tile(self.rows, 2 * self.columns, self.depth, self.stages, self.warps, self.described)
 
 
@@ -51,22 +53,21 @@ TILES = (
     (48, Tile(64, 64, 64, 4, 4)),
     (1 << 62, Tile(128, 128, 64, 4, 8)),
 )
-"""By pairs an expert on average. Where few, the weights' bytes are the time, and a tile is about twice as high as the
-average, so that hardly an expert's weights are read for a second tile."""
+"""Tiles by mean pairs an expert. With few pairs, reading weights dominates: a tile is twice the mean, so that weights are read once."""
 CHUNKS = (512, 4096)
-"""Pairs that one program puts in order."""
+"""Pairs that one program sorts."""
 EXACT_TILE = Tile(32, 32, 32, 2, 4, described=False)
 
 
 def choose_tile(pairs: int, count: int, dtype: torch.dtype) -> Tile:
-    """The tile for so many pairs over so many experts: by what the host knows alone."""
+    """Return the tile for `pairs` pairs over `count` experts; depends only on values known to the host."""
     if dtype == torch.float32:
         return EXACT_TILE
     return next(tile for most, tile in TILES if pairs <= most * count).with_fitting_stages(dtype.itemsize)
 
 
 def candidate_tiles(x: torch.Tensor) -> list[Tile]:
-    """Every tile that x's kind of numbers may run with."""
+    """Return every tile that inputs of x's dtype may use."""
     if x.dtype == torch.float32:
         return [EXACT_TILE]
     return [tile.with_fitting_stages(x.dtype.itemsize) for _, tile in TILES]
@@ -81,7 +82,7 @@ def fused_moe(
     activation: Activation = "silu",
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Each token through its experts, `down(act(gate) * up)`, weighted and summed. `tile` replaces the rule on a GPU."""
+    """Return each token through its experts, `down(act(gate) * up)`, weighted and summed. `tile` replaces the choice on a GPU."""
     count, both, dim = gate_up.shape
     if both % 2 or down.shape != (count, dim, both // 2) or x.shape[-1] != dim or x.ndim != 2:
         raise ValueError(
@@ -124,7 +125,7 @@ def launch(
     activation: Activation = "silu",
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """The Triton kernels: four launches, five where there are many pairs. Arguments as `fused_moe` checks them."""
+    """Run the Triton kernels: four launches, five for many pairs. Arguments as checked by `fused_moe`."""
     from . import triton_moe as kernels
 
     picked, pairs, count = index.shape[1], index.numel(), len(gate_up)
@@ -135,7 +136,7 @@ def launch(
     if x.stride(1) != 1:
         x = x.contiguous()
     index, weights = index.contiguous(), weights.contiguous()
-    # As many tiles as any choice of experts could need.
+    # Enough tiles for any selection of experts.
     most = pairs // tile.rows + min(pairs, count)
     rows = torch.empty(most * tile.rows, dtype=torch.int32, device=x.device)
     owners = torch.empty(most, dtype=torch.int32, device=x.device)
@@ -154,8 +155,10 @@ def launch(
 def topk_softmax(
     logits: torch.Tensor, picked: int, shared: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `picked` experts with the largest softmax of each row, as weights ([tokens, picked], in `dtype`) and index;
-    `shared` weights sum to 1. Of equal ones a GPU takes the first."""
+    """Return weights ([tokens, picked], in `dtype`) and indices of the `picked` experts with the largest softmax of each row.
+
+    `shared` weights sum to 1. Of equal values a GPU takes the first.
+    """
     if logits.ndim != 2 or not 0 < picked <= logits.shape[1]:
         raise ValueError(f"{picked} experts of logits {tuple(logits.shape)}: at least 1, at most each row's")
     if logits.is_cuda:

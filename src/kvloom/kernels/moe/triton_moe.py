@@ -5,7 +5,7 @@
     down    parts[pair] = hidden[row] @ down.T
     sum     out[token] = sum over j of parts[pair] * weights[pair]
 
-Grids depend on how many pairs there are, never on who chose whom: tiles that the order does not fill return at once. All
+Grids depend on the number of pairs, never on the selection: unused tiles return at once. All
 sums are in float32; results are rounded where modeling code rounds.
 """
 
@@ -99,7 +99,7 @@ def _gate_up_kernel(
         return
     expert = tl.load(owners + tile)
     row = tile * M + tl.arange(0, M)
-    token = tl.maximum(tl.load(rows + row), 0) // PICKED  # an empty row computes what nobody reads
+    token = tl.maximum(tl.load(rows + row), 0) // PICKED  # an empty row's result is not read
     column, depth = side * N + tl.arange(0, N), tl.arange(0, K)
     lines = x + token.to(tl.int64)[:, None] * s_x
     gate = tl.zeros((M, N), tl.float32)
@@ -203,11 +203,11 @@ def _choose_kernel(
     weight = tl.zeros((ROWS, SLOTS), tl.float32)
     for j in tl.static_range(PICKED):
         best = tl.max(odds, 1)
-        who = tl.argmax(odds, 1)
+        best = tl.argmax(odds, 1)
         mine = (slot == j)[None, :]
-        chosen = tl.where(mine, who[:, None].to(tl.int64), chosen)
+        chosen = tl.where(mine, best[:, None].to(tl.int64), chosen)
         weight = tl.where(mine, best[:, None], weight)
-        odds = tl.where(expert[None, :] == who[:, None], -1.0, odds)
+        odds = tl.where(expert[None, :] == best[:, None], -1.0, odds)
     if SHARED:
         weight = weight / tl.sum(weight, 1)[:, None]
     at = token[:, None] * PICKED + slot[None, :]

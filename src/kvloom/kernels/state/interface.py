@@ -1,9 +1,9 @@
 """Recurrent layers over packed rows: their states are read from pages and written back to pages, in one call.
 
 Each function takes tokens packed as [tokens, …], a view of the pages that hold this layer's states ([pages, *shape],
-any page stride) and `StateRows`, which say where each sequence's tokens and pages are. It returns the outputs and
-leaves the last states in their pages. Rows of up to STEP_TOKENS tokens take the decode path, longer ones the
-chunked one; the caller says which by `StateRows.longest`, so nothing waits for the device. CPU tensors (and float64
+any page stride) and `StateRows`, which locate each sequence's tokens and pages. It returns the outputs and
+writes the last states to their pages. Rows of up to STEP_TOKENS tokens take the decode path, longer ones the
+chunked one; the caller chooses by `StateRows.longest`, so nothing waits for the device. CPU tensors (and float64
 ones anywhere) run in plain torch, CUDA tensors in Triton, and so do rows that are `batch_invariant`. Projections, norms and
 models are not known here.
 
@@ -16,7 +16,7 @@ models are not known here.
 | delta_rule    | S = exp(g) S; S += beta k (v - Sᵀk)ᵀ; y = Sᵀq   (per head)    | [value heads, k dim, v dim] |
 
 Sums are kept in float32 (float64 for float64 inputs) whatever the inputs' dtype; a state is rounded to its page's
-dtype once a call, of steady rows once a token. Lightning attention (linear attention with a fixed decay) is
+dtype once a call, of batch-invariant rows once a token. Lightning attention (linear attention with a fixed decay) is
 `mamba2_scan` with x = v, b = k, c = q, dt = None and a = -slope; its page then holds [heads, v dim, k dim]. RG-LRU is `linear_scan` over gated inputs.
 """
 
@@ -242,12 +242,12 @@ def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
-    """Whether plain torch serves this call. What only reading the rows can tell is checked where that is free."""
+    """Whether plain torch computes this call. Values of rows are checked only on a CPU, where reading them is free."""
     if x.device.type == "cpu":
         _check_values(x.shape[0], rows, states.shape[0])
     if rows.batch_invariant:
         if x.dtype == torch.float64:
-            raise ValueError("steady rows are computed in float32 at most, not in float64: convert them")
+            raise ValueError("batch-invariant rows are computed in float32 at most, not in float64: convert them")
         return False
     return x.device.type != "cuda" or x.dtype == torch.float64
 

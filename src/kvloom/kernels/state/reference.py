@@ -1,6 +1,6 @@
 """Recurrent layers over packed rows, in plain torch: the oracle (in float64) and the CPU path.
 
-It says what a kernel must compute; shapes are checked in `state`. Time runs in a loop only where the recurrence
+Defines what a kernel must compute; `interface` checks shapes. Time runs in a loop only where the recurrence
 leaves no choice, and then by blocks: everything else is one operation over rows, heads and channels.
 
     rows of about one length   →  one dense batch [rows, longest, …], short rows padded with tokens that change nothing
@@ -350,7 +350,7 @@ def _batches(rows: StateRows) -> Iterator[_Batch]:
     for group in (filled,) if together else filled[:, None]:
         place = torch.arange(int(lengths[group].max()), device=starts.device)
         real = place < lengths[group, None]
-        everyone = group.numel() == rows.sequences
+        all_rows = group.numel() == rows.sequences
         yield _Batch(
-            slice(None) if everyone else group, torch.where(real, starts[group, None] + place, 0), real
+            slice(None) if all_rows else group, torch.where(real, starts[group, None] + place, 0), real
         )

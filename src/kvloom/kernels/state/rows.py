@@ -1,6 +1,6 @@
 """Which tokens belong to which recurrent state: the packed rows of one step, and the checks they must pass.
 
-It knows nothing of what a state holds. Rows are built once a step and read by every layer of one table.
+Knows nothing of a state's contents. Rows are built once a step and read by every layer of one table.
 
 | field   | shape           | meaning                                                                       |
 |---------|-----------------|-------------------------------------------------------------------------------|
@@ -9,13 +9,13 @@ It knows nothing of what a state holds. Rows are built once a step and read by e
 | write   | [sequences]     | the page its last state goes to; 0: it is not kept. It may be the read page   |
 | fresh   | [sequences]     | true: begins from zeros whatever `read` says (a page that was never written)  |
 | longest | host int        | no row has more tokens than this; up to STEP_TOKENS, rows run as decode steps |
-| steady  | host bool       | the same bits however a sequence is cut into rows, and whatever rows run beside |
+| batch_invariant | host bool       | the same bits however a sequence is cut into rows, and whatever rows run beside |
 
-Rows run side by side, so a page that one row writes must not be read or written by another row of the call: a
-prompt that wants snapshots on its way is cut there by the caller, one call for each part. An empty row's last
+Rows run in parallel, so a page that one row writes must not be read or written by another row of the call: the
+caller splits a prompt at its snapshots, one call for each part. An empty row's last
 state is its first. `batch_invariant` rows run token by token however long they are, and a state is rounded to its page's dtype after
 every token, as if it had been put there and fetched again. Decode steps run faster in a call of their own than beside long
-rows. Tokens past the last start belong to nobody: their outputs are undefined.
+rows. Outputs of tokens past the last start are undefined.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Only the program of a row's first chunk touches the row's page: it reads the old inputs, and writes the new ones
 straight from x once it has. So a page can be read and written in one call, however many chunks run beside it. An output is
-one thread's sum over the taps: steady rows need no loop over tokens here, only a fixed order.
+one thread's sum over the taps: batch-invariant rows need no loop over tokens here, only a fixed order.
 """
 
 from __future__ import annotations

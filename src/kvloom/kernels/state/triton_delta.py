@@ -15,7 +15,7 @@ Both products by T need no state, so they are made for all chunks side by side, 
 | decode_kernel | a row, a head, some columns          | y and the last state, token by token                     |
 
 Where every channel decays on its own (Kimi) the pairs of a chunk are no plain product: such rows run token by token. So do
-steady rows, of any length.
+batch-invariant rows, of any length.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ def decode_kernel(
         tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=inside)
 
 
-steady_kernel = batch_invariant_options(decode_kernel)
+invariant_kernel = batch_invariant_options(decode_kernel)
 
 
 def delta_rule(
@@ -364,7 +364,7 @@ def delta_rule(
     large = sizes_of["DK_UP"] * kept.itemsize > LARGEST_KEY_BYTES
     if rows.steps or rows.batch_invariant or decay == CHANNEL_DECAY.value or large:
         width = max(1, min(triton.next_power_of_2(dv), DECODE_ELEMENTS // sizes_of["DK_UP"]))
-        kernel = steady_kernel if rows.batch_invariant else decode_kernel
+        kernel = invariant_kernel if rows.batch_invariant else decode_kernel
         kernel[(triton.cdiv(dv, width), heads, rows.sequences)](
             q, k, v, g_in, beta_in, out, states,
             scale=scale, q_stride=q.stride(0), q_head=q.stride(1), v_stride=v.stride(0), v_head=v.stride(1),

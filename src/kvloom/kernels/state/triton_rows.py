@@ -2,7 +2,7 @@
 
 """What the Triton kernels of recurrent layers share: finding a program's row, its pages, and small functions.
 
-A long call has one program for each chunk of each row, and nobody on the host knows how many chunks there are.
+A long call has one program per chunk of each row; the host does not know how many chunks there are.
 Row s has its chunks from place `starts[s] // CHUNK + s` on: places of two rows never meet, there are at most
 `tokens // CHUNK + sequences` of them, and a program finds its row by counting. So the grid depends on sizes
 alone, and a captured graph fits any lengths.
@@ -136,7 +136,7 @@ def row_arguments(rows: StateRows) -> dict[str, object]:
 
 
 def batch_invariant_options(kernel: Any) -> Any:
-    """A kernel for steady rows: compiled once for a layer, whatever values and alignment the arguments of a call have. (A size
+    """A kernel for batch-invariant rows: compiled once for a layer, whatever values and alignment the arguments of a call have. (A size
     of 1 or an address that ends in zeros may change in what layout a tile is summed. Where pages lie never changes.)"""
     varying = [
         name

@@ -168,7 +168,7 @@ def scan_kernel(
         tl.store(chunk_steps + place.to(tl.int64) * channels + column, steps, mask=real)
 
 
-steady_kernel = batch_invariant_options(scan_kernel)
+invariant_kernel = batch_invariant_options(scan_kernel)
 
 
 @triton.jit
@@ -269,7 +269,7 @@ def _scan(
     )
 
     def walk(phase: tl.constexpr, programs: int) -> None:
-        (steady_kernel if rows.batch_invariant else scan_kernel)[(programs, blocks)](
+        (invariant_kernel if rows.batch_invariant else scan_kernel)[(programs, blocks)](
             x,
             dt,
             x if a is None else a,

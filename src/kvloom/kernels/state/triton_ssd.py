@@ -8,7 +8,7 @@
 | state_kernel  | a row, a head, a block of the state | every chunk's first state, in order; the row's last state |
 | output_kernel | a chunk, a head                     | y, all chunks side by side                                |
 | decode_kernel | a row, a head, a block of the state | y and the last state, token by token: short rows, and     |
-|               |                                     | steady ones of any length                                 |
+|               |                                     | batch-invariant ones of any length                                 |
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def decode_kernel(
         tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=inside)
 
 
-steady_kernel = batch_invariant_options(decode_kernel)
+invariant_kernel = batch_invariant_options(decode_kernel)
 
 
 def mamba2_scan(
@@ -314,7 +314,7 @@ def mamba2_scan(
     if rows.steps or rows.batch_invariant:
         size_up = triton.next_power_of_2(size)
         width_up = max(1, min(triton.next_power_of_2(width), DECODE_ELEMENTS // size_up))
-        kernel = steady_kernel if rows.batch_invariant else decode_kernel
+        kernel = invariant_kernel if rows.batch_invariant else decode_kernel
         kernel[(triton.cdiv(width, width_up), heads, rows.sequences)](
             x, steps_in, rates, b, c, skip, gate, bias_in, out, states,
             heads=heads, z_stride=gate_strides[0], z_head=gate_strides[1], dt_stride=dt_stride,

@@ -1,8 +1,8 @@
-"""Appending new K and V to pages: one call a layer, in which K is turned, both are quantised, and q is turned.
+"""New K and V into pages: one call a layer that rotates K and q, quantises, and writes.
 
-The pages are views as `views.py` makes them; where a token goes is its slot, `page * block_tokens + place`. No
-value is looked at on the host and nothing is allocated on a GPU, so a call can be captured in a graph and replayed
-with other slots. Knows no tables and no models; CPU tensors run in plain torch, CUDA tensors in one Triton kernel.
+Pages are views of `memory.views`; a token's slot is `page * block_tokens + offset`. The host reads no value and a GPU
+allocates nothing, so a call can be captured and replayed with other slots. CPU tensors run in torch, CUDA tensors in one
+Triton kernel. Knows no block tables and no models.
 
 | argument         | shape                        | strides                    |                                   |
 |------------------|------------------------------|----------------------------|-----------------------------------|
@@ -11,10 +11,10 @@ with other slots. Knows no tables and no models; CPU tensors run in plain torch,
 | k, v             | [tokens, kv, d]              | any, unit in d             | d of v may differ                 |
 | k_scale, v_scale | [pages, b, kv]; [kv]; []     | any                        | written (dynamic); read (static)  |
 | rotary.cos, .sin | [tokens, pairs]              | any                        | see `Rotary`                      |
-| q, q_out         | [tokens, heads, d]           | any, unit in d             | q_out absent: q itself is turned  |
+| q, q_out         | [tokens, heads, d]           | any, unit in d             | without q_out, q is rotated in place |
 
-Latents of MLA are the same call with one head and no V: `write(pages, None, slots, latent, None)`, and
-`Rotary(…, tail=True)` where their last dims are still to be turned.
+MLA latents are the same call with one head and no V: `write(pages, None, slots, latent, None)`, with
+`Rotary(…, tail=True)` if their last dims still need rotation.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ def write(
     q: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
 ) -> None:
-    """Put `k` and `v` into their slots, and turn `q` by the same rotary embedding.
+    """Write `k` and `v` to their slots, and rotate `q` by the same rotary embedding.
 
-    Pages of int8 and fp8 are quantised on the way in: with pages of scales, each token and head by its
-    largest value (scale = amax / 127 or / 448, in float32, stored beside it); with static ones, clamped to
-    what they can hold. Values are multiplied by the scale's inverse in float32 and rounded half to even, so
-    what is read back is within half a step. Kernel and reference store the same bytes.
+    Pages of int8 and fp8 are quantised: with pages of scales, each token and head by its largest value (scale = amax / 127 or
+    / 448, in float32, stored beside it); with static scales, clamped to their range. Values are multiplied by the inverse scale
+    in float32 and rounded half to even. Kernel and reference store the same bytes.
 
-    Two tokens with one slot, and slots beyond the last page, are the caller's mistake and are not found here.
+    Two tokens with one slot, and slots beyond the last page, are not detected.
     """
     _check("k", k_pages, k, k_scale, slots)
     if (v is None) != (v_pages is None):

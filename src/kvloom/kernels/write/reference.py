@@ -1,6 +1,6 @@
-"""Writing to pages and copying pages in plain torch: rotary embeddings, quantising, slots. `reference` is where to import from.
+"""Writing to pages in plain torch: rotary embedding, quantisation, slots. Defines what the kernel leaves in the pages.
 
-Says what a kernel must leave in the pages. Knows no attention, no models and no pool.
+Knows no attention, no models and no pool.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvloom.kernels.dtypes import accumulator_dtype, quantised_max
 __all__ = ["SMALLEST_SCALE", "Rotary", "apply_rotary", "write"]
 
 SMALLEST_SCALE = 2.0**-100
-"""Scales stay above it, so that their inverse is finite; a row of zeros gets it."""
+"""Lower bound of scales, so that their inverse is finite; a row of zeros gets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """A rotation of pairs of dims by angles given per token: `cos` and `sin` are [tokens, pairs], any strides.
+    """A rotation of pairs of dims by angles per token: `cos` and `sin` are [tokens, pairs], any strides.
 
     | form     | pair i is         | and is written to   | as in                    |
     |----------|-------------------|---------------------|--------------------------|
@@ -28,9 +28,9 @@ class Rotary:
     | pairs    | x[2i], x[2i + 1]  | the same places     | GPT-J, Cohere, GLM       |
     | unpaired | x[2i], x[2i + 1]  | x[i], x[i + n]      | DeepSeek's modeling code |
 
-    with n pairs, so 2n dims turn: the first ones of a head, or its last ones with `tail` (latents). It is
-    computed in float32 (float64 for float64) and rounded once, to the dtype of what is turned; where it is `rounded`, products
-    are before they are added, too, as modeling code that computes in that dtype has it.
+    n pairs rotate 2n dims: a head's first ones, or its last ones with `tail` (latents). Computed in float32 (float64 for
+    float64) and rounded once to the input's dtype; with `rounded`, products are rounded before they are added, as modeling
+    code in that dtype does.
     """
 
     cos: torch.Tensor
@@ -48,9 +48,9 @@ class Rotary:
         tail: bool = False,
         repeated: Literal["halves", "pairs"] = "halves",
     ) -> Rotary:
-        """Of tables [..., tokens, 2n] in which every angle stands twice: n apart, or (Cohere) side by side.
+        """Build from tables [..., tokens, 2n] that hold every angle twice: n apart, or (Cohere) side by side. Views, no copies.
 
-        Views, no copies. M-RoPE's tables are such tables; complex ones are `Rotary(f.real, f.imag, "pairs")`.
+        M-RoPE's tables are such tables; complex ones are `Rotary(f.real, f.imag, "pairs")`.
         """
         size = cos.shape[-1]
         part = slice(0, size // 2) if repeated == "halves" else slice(0, size, 2)
@@ -58,7 +58,7 @@ class Rotary:
 
 
 def apply_rotary(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """`x` ([tokens, heads, dim]) with its rotary dims turned, as a new tensor of the same dtype."""
+    """Return `x` ([tokens, heads, dim]) with its rotary dims rotated, as a new tensor of the same dtype."""
     size = 2 * rotary.cos.shape[1]
     before = x.shape[-1] - size if rotary.tail else 0
     part = x[..., before : before + size].to(accumulator_dtype(x))
@@ -81,11 +81,10 @@ def write(
     scales: torch.Tensor | None = None,
     rotary: Rotary | None = None,
 ) -> None:
-    """Put `new` ([tokens, heads, dim]) at `slots` ([tokens]: page * tokens of a page + place; negative: skip).
+    """Write `new` ([tokens, heads, dim]) to `slots` ([tokens]: page * block tokens + offset; negative: skip).
 
-    Pages of int8 and fp8 are quantised on the way in. With `scales` as pages ([pages, b, heads]) each token
-    and head is scaled by its largest value, and the scale goes into the page with it; with `scales` per
-    head ([heads], or one value) by that, and what is too large is clamped. Fp8 without scales is scaled by 1.
+    Pages of int8 and fp8 are quantised. `scales` as pages ([pages, b, heads]): each token and head by its largest value, scale
+    stored in the page. `scales` per head ([heads], or one value): by that, clamped. Fp8 without scales is scaled by 1.
     """
     if slots.shape[0] != new.shape[0]:
         raise ValueError(f"{slots.shape[0]} slots for {new.shape[0]} tokens")
@@ -107,7 +106,7 @@ def write(
 
 
 def _quantised(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounded half to even; clamped first, for a conversion may turn what is too large into NaN."""
+    """Round half to even; clamp first, because conversion may turn large values into NaN."""
     most = quantised_max(dtype)
     if dtype == torch.int8 and most is not None:
         scaled = scaled.round()
