@@ -247,7 +247,9 @@ def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
         _check_values(x.shape[0], rows, states.shape[0])
     if rows.batch_invariant:
         if x.dtype == torch.float64:
-            raise ValueError("batch-invariant rows are computed in float32 at most, not in float64: convert them")
+            raise ValueError(
+                "batch-invariant rows are computed in float32 at most, not in float64: convert them"
+            )
         return False
     return x.device.type != "cuda" or x.dtype == torch.float64
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .rows import StateRows
 from .triton_rows import (
-    exactly,
+    exact_rounding,
     locate,
     packed,
     places,
@@ -172,6 +172,6 @@ def causal_conv(
         INVARIANT=rows.batch_invariant,
         num_warps=4,
         **row_arguments(rows),
-        **(exactly(x) if rows.batch_invariant else {}),
+        **(exact_rounding(x) if rows.batch_invariant else {}),
     )
     return out

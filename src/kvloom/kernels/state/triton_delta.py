@@ -26,9 +26,9 @@ import triton.language as tl
 
 from .rows import StateRows
 from .triton_rows import (
-    batch_invariant_options,
+    batch_invariant_kernel,
     dot_precision,
-    exactly,
+    exact_rounding,
     first_place,
     locate,
     packed,
@@ -327,7 +327,7 @@ def decode_kernel(
         tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=inside)
 
 
-invariant_kernel = batch_invariant_options(decode_kernel)
+invariant_kernel = batch_invariant_kernel(decode_kernel)
 
 
 def delta_rule(
@@ -369,7 +369,7 @@ def delta_rule(
             q, k, v, g_in, beta_in, out, states,
             scale=scale, q_stride=q.stride(0), q_head=q.stride(1), v_stride=v.stride(0), v_head=v.stride(1),
             g_head=g_in.stride(1) if decay == CHANNEL_DECAY.value else 1, page_stride=states.stride(0), DV_UP=width, INVARIANT=rows.batch_invariant,
-            num_warps=DECODE_WARPS, **sizes_of, **strides, **gates, **known, **(exactly(v) if rows.batch_invariant else {}),
+            num_warps=DECODE_WARPS, **sizes_of, **strides, **gates, **known, **(exact_rounding(v) if rows.batch_invariant else {}),
         )  # fmt: skip
         return out
     count, search = places(rows, tokens, CHUNK), search_width(rows)

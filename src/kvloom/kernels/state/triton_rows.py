@@ -19,9 +19,9 @@ import triton.language as tl
 from .rows import StateRows
 
 __all__ = [
-    "batch_invariant_options",
+    "batch_invariant_kernel",
     "dot_precision",
-    "exactly",
+    "exact_rounding",
     "first_place",
     "locate",
     "packed",
@@ -135,9 +135,11 @@ def row_arguments(rows: StateRows) -> dict[str, object]:
     }
 
 
-def batch_invariant_options(kernel: Any) -> Any:
-    """A kernel for batch-invariant rows: compiled once for a layer, whatever values and alignment the arguments of a call have. (A size
-    of 1 or an address that ends in zeros may change in what layout a tile is summed. Where pages lie never changes.)"""
+def batch_invariant_kernel(kernel: Any) -> Any:
+    """Return the kernel for batch-invariant rows: compiled once for a layer, whatever a call's sizes and alignment.
+
+    A size of 1 or an aligned address could change the order of a tile's sum. The pages' addresses never change.
+    """
     varying = [
         name
         for name in kernel.arg_names
@@ -146,6 +148,6 @@ def batch_invariant_options(kernel: Any) -> Any:
     return triton.jit(kernel.fn, do_not_specialize=varying, do_not_specialize_on_alignment=varying)
 
 
-def exactly(x: torch.Tensor) -> dict[str, bool]:
-    """Options of a launch in which a compiler has no choice of how to round: it contracts nothing."""
+def exact_rounding(x: torch.Tensor) -> dict[str, bool]:
+    """Return launch options that disable fused multiply-add, so that the compiler cannot change rounding."""
     return {"enable_fp_fusion": False} if x.is_cuda else {}

@@ -20,8 +20,8 @@ import triton.language as tl
 
 from .rows import StateRows
 from .triton_rows import (
-    batch_invariant_options,
-    exactly,
+    batch_invariant_kernel,
+    exact_rounding,
     first_place,
     locate,
     packed,
@@ -168,7 +168,7 @@ def scan_kernel(
         tl.store(chunk_steps + place.to(tl.int64) * channels + column, steps, mask=real)
 
 
-invariant_kernel = batch_invariant_options(scan_kernel)
+invariant_kernel = batch_invariant_kernel(scan_kernel)
 
 
 @triton.jit
@@ -304,7 +304,7 @@ def _scan(
             INVARIANT=rows.batch_invariant,
             num_warps=warps,
             **shape,
-            **(exactly(x) if rows.batch_invariant else {}),
+            **(exact_rounding(x) if rows.batch_invariant else {}),
         )
 
     if not cut:

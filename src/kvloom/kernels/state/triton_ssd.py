@@ -19,9 +19,9 @@ import triton.language as tl
 
 from .rows import StateRows
 from .triton_rows import (
-    batch_invariant_options,
+    batch_invariant_kernel,
     dot_precision,
-    exactly,
+    exact_rounding,
     first_place,
     locate,
     packed,
@@ -267,7 +267,7 @@ def decode_kernel(
         tl.store(states + target * page_stride + own, h.to(states.dtype.element_ty), mask=inside)
 
 
-invariant_kernel = batch_invariant_options(decode_kernel)
+invariant_kernel = batch_invariant_kernel(decode_kernel)
 
 
 def mamba2_scan(
@@ -320,7 +320,7 @@ def mamba2_scan(
             heads=heads, z_stride=gate_strides[0], z_head=gate_strides[1], dt_stride=dt_stride,
             c_stride=c.stride(0), c_group=c.stride(1), page_stride=states.stride(0), low=low, high=high,
             WIDTH=width, SIZE=size, WIDTH_UP=width_up, SIZE_UP=size_up, SKIP=d is not None, GATE=z is not None,
-            INVARIANT=rows.batch_invariant, num_warps=DECODE_WARPS, **how, **strides, **known, **(exactly(x) if rows.batch_invariant else {}),
+            INVARIANT=rows.batch_invariant, num_warps=DECODE_WARPS, **how, **strides, **known, **(exact_rounding(x) if rows.batch_invariant else {}),
         )  # fmt: skip
         return out
     count, search = places(rows, tokens, CHUNK), search_width(rows)

@@ -1,9 +1,9 @@
-"""Decoder layers on a CPU in eight calls, for steps of one token a sequence: part of `fusing`, and the last of it.
+"""Decoder layers on a CPU in eight calls, for steps of one token a sequence.
 
-    norm, one product, `cpu.attention_step` (rotation, pages, attention), a product that adds to x;  norm, product, gate, product
+    norm, one product, `cpu.attention_step` (rotation, pages, attention), a product added to x;  norm, product, gate, product
 
-Only layers are taken whose parts were all tried and fused before. A small model's step on a CPU is mostly the price of
-calls, and modules that call modules are most of those. Other steps go the way that they went before.
+Only layers whose parts were all fused before are replaced. A small model's step on a CPU is dominated by call overhead, most
+of it from modules calling modules. Other steps use the layer's previous forward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CpuDecoderLayer", "CpuNorm"]
 
 
 class CpuNorm(NamedTuple):
-    """A norm by its module, whose weight is looked up anew; `gemma` as `fused.CpuNorm` says."""
+    """A norm of a module; its weight is looked up at each call. `gemma` as in `fused.NormForm`."""
 
     module: Any
     eps: float
@@ -31,7 +31,7 @@ class CpuNorm(NamedTuple):
 
 
 class CpuDecoderLayer:
-    """The forward of a decoder layer that was fused as `own`."""
+    """The forward of a decoder layer; `own` is its previous forward."""
 
     def __init__(
         self,

@@ -1,10 +1,8 @@
-"""Attention modules of Hugging Face's as a few calls: one product for q, k and v, one rotation in place, then the pages.
+"""Attention modules in a few calls: one product for q, k and v, one rotation, then the pages.
 
-Part of `fusing`: on a CPU calling is what costs, and on a GPU every launch of a step of single tokens, where keys are turned on
-their way into pages, and queries with them, and every byte of a prompt, whose q and k are normed and turned in one launch
-(without norms there is nothing to save, and prompts go the module's own way). Nothing is known of families: a module is run on
-random input with pages that only look at what they are given, and one that gives them something else, or makes something
-else of what they give back, stays as it is.
+On a CPU this saves calls. On a GPU it saves launches of replayed steps, where the write rotates keys and queries, and
+bytes of prompts with q and k norms, which are normed and rotated in one launch. No family is known by name: a module runs
+on random input with recording pages, and one that passes or returns anything else is left as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _RecordingPages:
-    """Stands for pages: keeps q, k and v as they are given, and gives back something that depends on q."""
+    """Replaces pages: records q, k and v, and returns a tensor that depends on q."""
 
     def __init__(self, is_replaying: bool) -> None:
         self.is_replaying = is_replaying
@@ -66,7 +64,7 @@ class _RecordingPages:
 
 
 class FusedAttention:
-    """The forward of an attention module."""
+    """The forward of an attention module on a CPU."""
 
     def __init__(
         self, module: Any, weight: torch.Tensor, bias: torch.Tensor | None, dim: int, scale: float
@@ -78,7 +76,7 @@ class FusedAttention:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing but a product lies between hidden states and the rotation."""
+        """Whether only a product lies between hidden states and the rotation."""
         return self.bias is None and self.norms == [None, None]
 
     def __call__(self, *given: Any, **named: Any) -> tuple[torch.Tensor, None]:
@@ -94,7 +92,7 @@ class FusedAttention:
         return self._module.o_proj(out.reshape(1, tokens, -1)), None
 
     def supports(self, pages: Any, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        """Whether a step on these pages goes this way."""
+        """Whether this forward supports a step on these pages."""
         return self.supports_rotary(cos, sin)
 
     def _adjacent(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -118,6 +116,7 @@ class FusedAttention:
         return found
 
     def supports_rotary(self, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        """Whether the native rotation supports these angles."""
         return (
             cos.shape[-1] == self.dim
             and cos.is_contiguous()
@@ -127,8 +126,11 @@ class FusedAttention:
 
 
 class GpuFusedAttention(FusedAttention):
-    """The same on a GPU. Where a step of single tokens is replayed, a launch that writes keys turns them and the queries; in
-    other steps they are turned by the launch that norms them."""
+    """The forward of an attention module on a GPU.
+
+    In a replayed step of single tokens, the launch that writes keys rotates keys and queries; in other steps, the launch that
+    norms them.
+    """
 
     def __init__(self, module: Any, *given: Any) -> None:
         super().__init__(module, *given)
@@ -139,7 +141,7 @@ class GpuFusedAttention(FusedAttention):
 
     @staticmethod
     def _fused_norm(norm: Any) -> Any:
-        """What a norm that was fused computes; its weight is looked up anew."""
+        """Return the parameters of a fused norm, with its current weight; else None."""
         return getattr(getattr(norm, "forward", None), "normed", None)
 
     def supports(self, pages: Any, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -167,7 +169,7 @@ class GpuFusedAttention(FusedAttention):
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, dim] as modeling code has it: [1, heads, tokens, dim]."""
+    """Return [tokens, heads, dim] as modeling code has it: [1, heads, tokens, dim]."""
     return x.transpose(0, 1)[None]
 
 
@@ -178,12 +180,14 @@ KNOWN_ARGUMENTS = IGNORED | {
     "attention_mask",
     "past_key_values",
 }
-"""What a call may say; whoever says more is not understood here."""
+"""Keywords that a call may have; with any other, the module's own forward runs."""
 
 
 def fuse_attention(module: Any, implementation: type[FusedAttention] | None = None) -> bool:
-    """Put few calls in the place of an attention module's many, where they hand the pages the same, and do the same with
-    what those give back. Its projections must have been joined. `implementation` is the device's, unless it is named."""
+    """Replace an attention module's forward if the replacement passes the same to pages and treats their result the same.
+
+    Its projections must be joined already. `implementation` is the device's by default. Returns whether it was replaced.
+    """
     layers = [getattr(module, f"{name}_proj", None) for name in "qkvo"]
     dim, config = getattr(module, "head_dim", None), getattr(module, "config", None)
     if not all(type(layer) is nn.Linear for layer in layers) or not isinstance(dim, int):
@@ -209,11 +213,11 @@ def _replace_forward(
     bias: torch.Tensor | None,
     dim: int,
 ) -> bool:
-    """Put `implementation` in the place of a module's forward, where it does the same."""
+    """Replace a module's forward by `implementation` if both compute the same."""
     draw = torch.Generator().manual_seed(dim)
     x = torch.randn(1, 3, weight.shape[1], generator=draw).to(weight)
     rotary = torch.randn(1, 3, dim, generator=draw), torch.randn(1, 3, dim, generator=draw)
-    if implementation is GpuFusedAttention:  # every angle stands twice
+    if implementation is GpuFusedAttention:  # every angle is given twice
         rotary = rotary[0][..., : dim // 2].repeat(1, 1, 2), rotary[1][..., : dim // 2].repeat(1, 1, 2)
     rotary = rotary[0].to(weight), rotary[1].to(weight)
     wanted = _record_call(module.forward, x, rotary)
@@ -246,7 +250,7 @@ def _record_call(
             past_key_values=pages,
             pages=pages,
         )[0]
-    except Exception:  # noqa: BLE001 - whatever it needs more, it does not get it here, and stays as it is
+    except Exception:  # noqa: BLE001 - it needs more than it gets here: leave it
         return None
     return (pages, out) if pages.given is not None else None
 
@@ -260,7 +264,7 @@ def _same(a: RecordedCall, b: RecordedCall) -> bool:
 
 
 def _adjacent(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor of several that lie one after the other; None where they do not."""
+    """Return one tensor over several that lie side by side in memory; None if they do not."""
     first, at = parts[0], parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != at or not part.is_contiguous():

@@ -1,21 +1,20 @@
-"""Fewer, larger operations in Hugging Face's modules: the third, optional step after the two seams.
+"""Fewer, larger operations in Hugging Face modules: an optional step after the seams are installed.
 
-| found in a model                      | what is done                                              |
+| found in a model                      | replaced by                                               |
 |---------------------------------------|-----------------------------------------------------------|
 | RMS norms                             | one launch                                                |
 | gate_proj, up_proj of a gated MLP     | one matrix product, one launch for the activation         |
 | q_proj, k_proj, v_proj                | one matrix product                                        |
 | `apply_rotary_pos_emb`                | one launch                                                |
-| rotary embeddings (`angles`)          | on a GPU, looked up in a table                            |
-| decoder layers of these               | residuals added where a product, or a norm after it, ends |
-| attention (`attending`)               | on a CPU one rotation in place, and fewer calls; on a GPU  |
-|                                       | single tokens are turned by the launch that writes them,  |
-|                                       | prompts by the one that norms q and k                     |
-| experts and their routers (`experts`) | two grouped matrix products, one launch for the choice    |
+| rotary embeddings (`rotary_cache`)    | on a GPU, a table lookup                                  |
+| decoder layers of these               | residuals added by the product, or by the norm after it   |
+| attention (`fused_attention`)         | on a CPU one rotation in place, and fewer calls; on a GPU  |
+|                                       | single tokens are rotated by the launch that writes them, |
+|                                       | prompts by the launch that norms q and k                  |
+| experts and routers (`moe`)           | two grouped matrix products, one launch for the routing   |
 
-Nothing is known of families: what a module computes is tried on random input first, and one that computes something else
-stays as it is. Weights are joined in place: the modules' own become views, and no memory is doubled. A fused decoder layer
-overwrites the hidden states it is given.
+No family is known by name: each replacement is compared on random input first, and a module that computes something else is
+left as it is. Weights are joined in place: the modules' own become views. A fused decoder layer overwrites its input.
 """
 
 from __future__ import annotations
@@ -50,12 +49,14 @@ __all__ = ["fuse"]
 
 
 def fuse(model: Any, limit: int = 0) -> Counter[str]:
-    """Fuse what can be fused; how much that was. Harmless to repeat. The model must be on its device. Positions that it will be
-    given are below `limit`; 0: nobody knows."""
+    """Fuse what can be fused; return counts by kind. Can be repeated. The model must be on its device.
+
+    Positions given to the model are below `limit` (0: unknown, no rotary cache).
+    """
     done: Counter[str] = Counter()
     with torch.no_grad():
         fresh = [module for module in model.modules() if not getattr(module, "is_fused", False)]
-        for name, tried in FUSIONS.items():  # norms first: attention asks whether its own are fused
+        for name, tried in FUSIONS.items():  # norms first: attention checks whether its norms are fused
             for module in fresh:
                 if tried(module):
                     module.is_fused = True
@@ -81,14 +82,16 @@ def _random_input(*shape: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two results differ by rounding alone."""
+    """Whether two results differ by rounding only."""
     distance = torch.dist(a.float(), b.float())
     return a.shape == b.shape and bool(distance <= 8 * torch.finfo(a.dtype).eps * a.float().norm())
 
 
 class _FusedNorm:
-    """The forward of a norm. Its weight is looked up anew: whoever loads weights later replaces it. What the weight does not
-    fit (Falcon Mamba norms less than its weight is long, by none of it) goes the module's own way."""
+    """The forward of a norm. Its weight is looked up at each call, because loading weights later replaces it.
+
+    An input that the weight does not fit (Falcon Mamba) uses the module's own forward.
+    """
 
     def __init__(self, module: Any, eps: float, form: NormForm) -> None:
         self._module, self._eps, self._form, self._own = module, eps, form, module.forward
@@ -115,14 +118,14 @@ def _fuse_norm(module: Any) -> bool:
     own = weight.detach().clone()
     weight.data.copy_(
         _random_input(len(weight), like=weight)
-    )  # a weight of ones would not tell whether it is used
+    )  # a weight of ones would not show whether it is used
     form: NormForm
     try:
         for form in ("llama", "gemma"):
             if _same(module(x), rms_norm(x, weight, eps, form)):
                 module.forward = _FusedNorm(module, eps, form)
                 return True
-    except TypeError:  # it takes more than one argument: a gated norm
+    except TypeError:  # a gated norm takes more arguments
         return False
     finally:
         weight.data.copy_(own)
@@ -133,7 +136,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 
 class _FusedMLP:
-    """The forward of a gated MLP; `into` is what its result is added to."""
+    """The forward of a gated MLP; its result is added to `into` if given."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
         self._joined, self._bias = _join(gate, up)
@@ -141,7 +144,7 @@ class _FusedMLP:
 
     @property
     def adds(self) -> bool:
-        """Whether it can add to something."""
+        """Whether the result can be added to a tensor."""
         return self._down.bias is None
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -165,7 +168,7 @@ def _fuse_mlp(module: Any) -> bool:
 
 
 class _ResidualOutput:
-    """The forward of an output projection: it adds to `into` where a layer has put something there."""
+    """The forward of an output projection: it adds to `into` if a layer has set it."""
 
     def __init__(self, module: nn.Linear) -> None:
         self._module = module
@@ -177,9 +180,11 @@ class _ResidualOutput:
 
 
 class _FusedDecoderLayer:
-    """The forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. Where `posts` are given,
-    what is added is normed before, and the launch that adds last gives the norm `after` it, too, with which the next layer
-    begins: x itself carries that there, so that it lives no longer than x, and whatever else is handed on has none."""
+    """The forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place.
+
+    With `posts`, each addend is normed first, and the last launch also computes the norm `after` it, with which the next layer
+    begins. x itself carries that norm as an attribute, so it lives no longer than x.
+    """
 
     def __init__(
         self,
@@ -209,19 +214,21 @@ class _FusedDecoderLayer:
 
     def _first(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
-            whose, z = vars(x).pop(NORMED_ATTRIBUTE, (None, None))
-            if whose is self._pres[0]:
+            norm, z = vars(x).pop(NORMED_ATTRIBUTE, (None, None))
+            if norm is self._pres[0]:
                 return z  # type: ignore[no-any-return]
         return self._pres[0](x)
 
 
 NORMED_ATTRIBUTE = "_kvloom_normed"
-"""Under which name hidden states carry a norm and what it makes of them."""
+"""The attribute of hidden states that holds a norm and its result."""
 
 
 def _link_layers(layers: nn.ModuleList) -> None:
-    """Tell layers with which norm the next one begins. Modeling code between such layers hands on what it was given, or
-    something new; hooks may do anything."""
+    """Set the norm with which each layer's successor begins; not across hooks, which may change anything.
+
+    Modeling code between such layers passes on its input, or something new.
+    """
     for one, other in pairwise(layers):
         here, there, hooks = one.forward, other.forward, (*one._forward_hooks, *other._forward_pre_hooks)
         if (
@@ -241,7 +248,7 @@ SANDWICH = (
 
 
 def _fuse_layer(module: Any) -> bool:
-    """A decoder layer of attention and a gated MLP. What it does with them is tried with attention put aside."""
+    """Fuse a decoder layer of attention and a gated MLP if the result is the same with attention replaced."""
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     output: Any = getattr(attention, "o_proj", None)
     plain = type(output) is nn.Linear
@@ -265,7 +272,7 @@ def _fuse_layer(module: Any) -> bool:
 
 
 def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
-    """The layer in fewer calls, where it is on a CPU and of plain parts."""
+    """Return the layer in fewer calls if it is on a CPU and of plain parts; else unchanged."""
     attention, mlp = layer._module.self_attn.forward, layer._mlp
     if layer._posts or type(attention) is not FusedAttention or not attention.plain or mlp._bias is not None:
         return layer
@@ -279,7 +286,7 @@ def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
 
 
 def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecoderLayer) -> bool:
-    """Whether a layer does what `found` would do, whatever its attention is."""
+    """Whether a layer computes what `found` computes, whatever its attention is."""
     plain = output.forward
 
     def aside(*_: Any, hidden_states: torch.Tensor, **__: Any) -> tuple[torch.Tensor, None]:
@@ -294,7 +301,7 @@ def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecode
         output.forward = found._output
         return isinstance(wanted, torch.Tensor) and _same(found(x.clone()), wanted)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return False  # it needs more than hidden states: it stays as it is
+        return False  # it needs more than hidden states: leave it
     finally:
         output.forward = plain
         if own is None:
@@ -322,7 +329,7 @@ def _fuse_projections(module: Any) -> bool:
                 return functional.linear(x, own.weight, own.bias)
             found = held[0][1][place]
             if place == 2:
-                held.clear()  # or a layer's activations would live until its next run
+                held.clear()  # else a layer's activations would live until its next run
             return found
 
         return forward
@@ -334,7 +341,7 @@ def _fuse_projections(module: Any) -> bool:
 
 
 def _projections(module: Any, *names: str) -> list[nn.Linear] | None:
-    """The module's projections of these names, where all are linear layers and nothing else."""
+    """Return the module's projections of these names if all are plain linear layers; else None."""
     found = [getattr(module, f"{name}_proj", None) for name in names]
     plain = [layer for layer in found if type(layer) is nn.Linear and not layer._forward_pre_hooks]
     return plain if len(plain) == len(names) else None
@@ -346,7 +353,7 @@ def _can_join(a: nn.Linear, b: nn.Linear, rows: bool = True) -> bool:
 
 
 def _join(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight (and bias) out of several, of which the layers' own are views from now on."""
+    """Join weights (and biases) into one; the layers' own become views of it."""
     weight = torch.cat([layer.weight.data for layer in layers])
     biases = [part.data for part in (getattr(layer, "bias", None) for layer in layers) if part is not None]
     bias = torch.cat(biases) if biases else None
@@ -361,7 +368,7 @@ def _join(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _fuse_rotary(modeling: Any, model: Any) -> int:
-    """Put `apply_rotary` in the place of a modeling file's `apply_rotary_pos_emb`, where it does the same."""
+    """Replace a modeling file's `apply_rotary_pos_emb` if one launch computes the same; return 1 or 0."""
     original = getattr(modeling, "apply_rotary_pos_emb", None)
     weight = next(model.parameters())
     if original is None or getattr(original, "is_fused", False) or not weight.is_cuda:
@@ -372,7 +379,7 @@ def _fuse_rotary(modeling: Any, model: Any) -> int:
         wanted, found = original(q, k, cos, sin), apply_rotary(q, k, cos, sin)
         same = all(_same(a, b) for a, b in zip(wanted, found, strict=True))
     except (RuntimeError, TypeError, ValueError):
-        return 0  # it takes other arguments, or other shapes: it stays as it is
+        return 0  # other arguments or shapes: leave it
     if not same:
         return 0
 

@@ -1,11 +1,11 @@
-"""Mixtures of experts in Hugging Face's modules, as grouped matrix products: part of `fusing`.
+"""Mixtures of experts in Hugging Face modules, as grouped matrix products.
 
-| found in a model                                             | what is done                                  |
+| found in a model                                             | replaced by                                   |
 |--------------------------------------------------------------|-----------------------------------------------|
 | experts with `gate_up_proj`, `down_proj` of [expert, out, in] | two grouped products, no wait for the device  |
-| routers: softmax of one product, the largest few             | one launch after the product                  |
+| routers: softmax of one product, top-k                       | one launch after the product                  |
 
-As in `fusing`, a module is tried on random input first, and one that computes something else stays as it is.
+A module is compared on random input first; one that computes something else is left as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 
 def fuse_experts(module: Any) -> bool:
-    """Put grouped products in the place of a module's experts, where they compute the same."""
+    """Replace a module's experts by grouped products if they compute the same; return whether."""
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor) or gate_up.ndim != 3:
         return False
@@ -33,7 +33,7 @@ def fuse_experts(module: Any) -> bool:
         return False
     draw = torch.Generator().manual_seed(dim)
     picked = min(2, count)
-    # Some rows are large: a limit on what passes through the gate shows itself.
+    # Some rows are large, to reveal a clamp in the gate.
     sizes = torch.tensor([1.0, 1.0, 8.0, 64.0, 512.0])
     x = (torch.randn(5, dim, generator=draw) * sizes[:, None]).to(gate_up.device, gate_up.dtype)
     index = torch.stack([torch.randperm(count, generator=draw)[:picked] for _ in x]).to(x.device)
@@ -41,12 +41,12 @@ def fuse_experts(module: Any) -> bool:
     try:
         wanted = module(x, index, weights)
     except (TypeError, RuntimeError):
-        return False  # it takes other arguments
+        return False  # other arguments: leave it
     for activation in ACTIVATIONS:
-        # Each tile in turn, which compiles it, too: nobody waits for that later.
+        # Each tile in turn, which also compiles it before serving.
         found = (fused_moe(x, index, weights, gate_up, down, activation, tile) for tile in candidate_tiles(x))
         if all(_same_rows(each, wanted) for each in found):
-            # The weights are looked up anew: whoever loads weights later replaces them.
+            # Weights are looked up at each call: loading weights later replaces them.
             module.forward = lambda x, index, weights, activation=activation: fused_moe(
                 x, index, weights, module.gate_up_proj, module.down_proj, activation
             )
@@ -55,7 +55,7 @@ def fuse_experts(module: Any) -> bool:
 
 
 def fuse_router(module: Any) -> bool:
-    """Put one launch in the place of a router's softmax and top-k, where it chooses the same."""
+    """Replace a router's softmax and top-k by one launch if it selects the same; return whether."""
     weight, picked = getattr(module, "weight", None), getattr(module, "top_k", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not isinstance(picked, int):
         return False
@@ -71,7 +71,7 @@ def fuse_router(module: Any) -> bool:
         return False
     for shared in (True, False):
         found, chosen = topk_softmax(functional.linear(x, weight), picked, shared, scores.dtype)
-        # Of equal odds another expert may be chosen: what is compared is how much they weigh.
+        # Of equal odds another expert may be selected: compare their logits.
         alike = torch.equal(logits.gather(1, index).sort(-1)[0], logits.gather(1, chosen).sort(-1)[0])
         if alike and _same_rows(found.sort(-1)[0], scores.sort(-1)[0]):
             module.forward = _router(module, picked, shared, scores.dtype)
@@ -88,7 +88,7 @@ def _router(module: Any, picked: int, shared: bool, dtype: torch.dtype) -> Any:
 
 
 def _same_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two results differ by rounding alone, in every row."""
+    """Whether two results differ by rounding only, in every row."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     distance = (a.double() - b.double()).norm(dim=-1)

@@ -1,7 +1,7 @@
-"""Rotary embeddings' cos and sin looked up, not worked out: part of `fusing`, for a GPU, where every launch of a step counts.
+"""Cos and sin of rotary embeddings from a table: on a GPU, where every launch of a step counts.
 
-What a module gives for each position is asked of it once; a step is one gather of rows. Nothing is known of families: a module
-whose angles hang on more than a position and a kind of layer stays as it is.
+The table is filled by the module itself; a step is one gather of rows. No family is known by name: a module whose angles
+depend on more than position and layer kind is left as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 __all__ = ["RotaryCache", "fuse_rotary_embedding"]
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Ways to stretch angles that hang on the longest position of a call."""
+"""Rope types whose angles depend on the longest position of a call."""
 TABLE_CHUNK = 16384
 
 
@@ -22,12 +22,12 @@ class RotaryCache:
     """The forward of a rotary embedding, for positions below a limit."""
 
     def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
-        """`kinds` are what a call names beside positions. Costs 2 * head size * limit numbers for each."""
+        """`kinds` are the arguments of a call beside positions. Costs 2 * head dim * limit numbers for each."""
         self.own, self.limit = module.forward, limit
         self._tables = {kind: self._table(like, kind) for kind in kinds}
 
     def _table(self, like: torch.Tensor, kind: tuple[str, ...]) -> torch.Tensor:
-        """[positions, 2, dim]: cos and sin side by side."""
+        """Return [positions, 2, dim]: cos and sin side by side."""
         pieces = []
         for first in range(0, self.limit, TABLE_CHUNK):
             places = torch.arange(first, min(first + TABLE_CHUNK, self.limit), device=like.device)
@@ -46,8 +46,10 @@ class RotaryCache:
 
 
 def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
-    """Put a table of `limit` positions, in the dtype and on the device of `like`, in the place of a rotary embedding, where
-    that gives the same. One that has a shorter table gets a longer one."""
+    """Replace a rotary embedding by a table of `limit` positions, with `like`'s dtype and device, if it gives the same values.
+
+    A module with a shorter table gets a longer one. Returns whether it was replaced.
+    """
     if not type(module).__name__.endswith("RotaryEmbedding"):
         return False
     known = vars(module).get("forward")
@@ -72,6 +74,6 @@ def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
             if not all(torch.equal(a, b) for a, b in zip(mine, own, strict=True)):
                 return False
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return False  # it takes or gives something else
+        return False  # other arguments or results: leave it
     module.forward = found
     return True

@@ -1,6 +1,6 @@
-"""What a model computes, as a short text: two models that could compute different keys and values never share one.
+"""A model's fingerprint: two models that could compute different keys and values never share one.
 
-Weights are sampled, not read whole: 64 values of every tensor, with its name, shape and dtype, and the config beside them.
+Weights are sampled: 64 values of every tensor, with its name, shape and dtype, and the config.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _IRRELEVANT_FIELDS = (
     "torch_dtype",
     "use_cache",
 )
-"""What a config says that does not change what is computed, or is in the weights themselves."""
+"""Config fields that do not change results, or that the weights cover."""
 
 
 def model_fingerprint(model: Any) -> str:
-    """A text of 32 characters. Call it before weights are fused; on a GPU it takes some milliseconds."""
+    """Return 32 characters. Call it before fusing weights; takes some milliseconds on a GPU."""
     digest = blake2b(digest_size=16, person=b"kvloom.weights")
     config = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT_FIELDS}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())

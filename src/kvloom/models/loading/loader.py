@@ -1,10 +1,10 @@
-"""Models from names: a folder or hub id with weights, or a config with random ones; what cannot run is refused first.
+"""Models from names: a folder or hub id with weights, or a config with random weights.
 
     load("org/name" | "folder")                                    weights (safetensors) and tokenizer
     load("llama-3.1-8b" | "config.json" | "folder", load_format="random")    random weights, made on the device
 
-Config, files and code are looked at before any weight is read: `refusal` says why a config would not run. Knows files and
-transformers' classes; pages and requests are not known here.
+Config, files and code are checked before any weight is read: `refusal` returns why a config cannot run. Knows files and
+transformers' classes; no pages, no requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vo
 
 
 def choose_device(named: torch.device | str | None) -> torch.device:
-    """Where a model goes: the device that is named, or a GPU if there is one. Raises ValueError where there is none such."""
+    """Return the named device, or a GPU if there is one. Raises ValueError if it does not exist."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         device = torch.device(named or ("cuda" if gpus else "cpu"))
@@ -56,10 +56,10 @@ def load(
     progress: bool = False,
     seed: int = 0,
 ) -> tuple[Any, Any | None]:
-    """A model ready to run on `device` (a GPU if there is one) and its tokenizer, None where there is none.
+    """Return a model ready to run on `device` (a GPU if there is one), and its tokenizer or None.
 
-    `dtype` "auto" is the checkpoint's own. Random weights are the same for the same seed, device and dtype. `progress`
-    shows bars on stderr. Raises ModelError, before weights are read, where something is missing or cannot run.
+    `dtype` "auto" is the checkpoint's. Random weights are equal for equal seed, device and dtype. `progress` shows bars on
+    stderr. Raises ModelError, before weights are read, if a file is missing or the model cannot run.
     """
     if load_format not in ("auto", "random"):
         raise ModelError(f"load format {load_format!r} is not known; known: auto, random")
@@ -82,8 +82,10 @@ def load(
 
 
 def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
-    """The config of a folder, a hub id or, for random weights, of a config.json or a model known by name. It is
-    transformers' own object; code that comes with a checkpoint is never run."""
+    """Return transformers' config of a folder or hub id; for random weights also of a config.json or a known model.
+
+    Code inside a checkpoint is never run.
+    """
     from transformers import AutoConfig
 
     path = Path(model)
@@ -99,7 +101,7 @@ def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
             raise ModelError(f"{model}: the folder has no config.json")
         return _from_fields(load_config(model), model)
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        load_config(model)  # says which names there are
+        load_config(model)  # raises with the known names
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -109,8 +111,7 @@ def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
 
 
 def refusal(config: Any) -> str | None:
-    """Why a model of this config cannot run here, or None. Nothing is allocated: its code runs on shapes alone, which
-    takes about 10 ms a layer."""
+    """Return why a model of this config cannot run, or None. Runs its code on shapes only: no memory, about 10 ms a layer."""
     try:
         cls, own = _class(config)
         reason = refusal_reason(own)
@@ -141,17 +142,17 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
             return AutoConfig.from_pretrained(source, trust_remote_code=False)
         given = {name: value for name, value in fields.items() if name != "model_type"}
         text = AutoConfig.for_model(kind, **given).get_text_config()
-    except Exception as error:  # every family checks its fields in ways of its own
+    except Exception as error:  # every family checks its fields differently
         raise ModelError(f"{source}: transformers cannot read this config: {_first_line(error)}") from error
     if "vocab_size" not in fields.get("text_config", fields):
         raise ModelError(
             f"{source}: the shipped config says what it keeps, not its weights: give a whole config.json"
         )
-    return text  # of a model with images, too: only its text is described
+    return text  # also for multimodal models: only the text part is described
 
 
 def _class(config: Any) -> tuple[Any, Any]:
-    """The class that runs a config as a language model, and the part of the config that it takes."""
+    """Return the class that runs a config as a language model, and the part of the config for it."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     mapping = AutoModelForCausalLM._model_mapping
@@ -171,7 +172,7 @@ def _class(config: Any) -> tuple[Any, Any]:
 
 
 def _meta_model(cls: Any, config: Any) -> Any:
-    """The model on the meta device, with a config of its own."""
+    """Return the model on the meta device, with its own copy of the config."""
     try:
         with torch.device("meta"):
             return cls._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
@@ -180,7 +181,7 @@ def _meta_model(cls: Any, config: Any) -> Any:
 
 
 def _check_files(model: str) -> None:
-    """Whether a folder has all its weights as readable safetensors; a hub id is checked by transformers."""
+    """Raise ModelError unless a folder has all its weights as readable safetensors; transformers checks hub ids."""
     from safetensors import SafetensorError, safe_open
 
     folder = Path(model)
@@ -232,8 +233,7 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """Weights are filled here, where they stay; norms, biases, rates and tables of rotary positions are then set by
-    transformers."""
+    """Fill weights on their device; transformers then sets norms, biases, rates and rotary tables."""
     cls, own = _class(config)
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(own), dtype=dtype)
@@ -245,7 +245,7 @@ def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) ->
         buffer.zero_()
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            vars(module.weight)["_is_hf_initialized"] = True  # transformers leaves it as it is
+            vars(module.weight)["_is_hf_initialized"] = True  # transformers does not initialise it again
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         model.init_weights()
@@ -257,7 +257,7 @@ def _fill(weight: torch.Tensor, generator: torch.Generator) -> None:
     if weight.device.type != "cpu" or weight.dtype == torch.float32:
         weight.normal_(0, STD, generator=generator)
         return
-    # A CPU makes normal numbers in half precision one by one.
+    # A CPU samples half-precision normals one by one.
     for chunk in torch.split(weight.view(-1), _CHUNK):
         chunk.copy_(torch.empty(chunk.shape).normal_(0, STD, generator=generator))
 
@@ -280,7 +280,7 @@ def _tokenizer(model: str) -> Any | None:
 
 @contextmanager
 def _progress_bars(shown: bool) -> Iterator[None]:
-    """transformers' progress while loading, as rich bars on stderr, or not at all."""
+    """Show transformers' loading progress as rich bars on stderr, or hide it."""
     from transformers.utils import logging
 
     with ExitStack() as stack:
@@ -299,7 +299,7 @@ def _progress_bars(shown: bool) -> Iterator[None]:
 
 
 class _Bar:
-    """As much of a tqdm bar as loading uses."""
+    """The part of a tqdm bar that loading uses."""
 
     def __init__(self, progress: Any, items: Any, keywords: dict[str, Any]) -> None:
         self._progress, self._items = progress, items

@@ -1,9 +1,9 @@
-"""A model's code run without its weights: whether its layers write and read what the spec says they keep.
+"""A model's code run without its weights: do its layers write and read what their specs say?
 
-The model stands on the meta device, where tensors have shapes and no data, and runs on a few tokens; a `RecordingCache` takes the
-place of the cache and of attention and notes who asks for what. So an architecture that never calls the attention
-registry, masks in a way of its own, or keeps something else than its config was read to mean, is found before any weight
-is read, and whatever its name. Knows calls and shapes; whether the numbers are right is for tests.
+The model is on the meta device, where tensors have shapes and no data, and runs on a few tokens. A `RecordingCache`
+replaces cache and attention and records the calls. This finds, before any weight is read and for any name, architectures
+that never call the attention registry, use their own mask, or keep something else than their config says. Checks calls and
+shapes, not values.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["examine"]
 TOKENS = 5
 PROBE_ATTENTION = "kvloom_probe"
 KNOWN_KEYWORDS = IGNORED | set(inspect.signature(attend).parameters)
-"""Keywords of attention calls that `attend` understands or may ignore."""
+"""Keywords of attention calls that `attend` handles or may ignore."""
 
 
 class RecordingCache(EmptyCache):
-    """What modeling code finds in its cache argument while it is examined: everything is new, and noted by layer."""
+    """The cache argument of a probed model: reports no past, and records calls by layer."""
 
     def __init__(self) -> None:
         self.written: dict[int, list[torch.Size]] = {}
         self.attended: dict[int, list[int | None]] = {}
-        """Windows that attention was told, one for each call."""
+        """Windows passed to attention, one for each call."""
         self.states: dict[int, dict[str, torch.Size]] = {}
         self.faults: list[str] = []
         self.masked = False
-        """Whether windows are left to masks, which nobody makes here."""
+        """Whether windows are left to masks, which do not exist here."""
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -70,15 +70,17 @@ class RecordingCache(EmptyCache):
         return new
 
     def set_linear_cache(self, layer_idx: int, new: torch.Tensor) -> None:
-        self._state(layer_idx)["lightning"] = new.mT.shape[1:]  # ours are turned
+        self._state(layer_idx)["lightning"] = new.mT.shape[1:]  # our states are transposed
 
     def _state(self, layer_idx: int) -> dict[str, torch.Size]:
         return self.states.setdefault(layer_idx, {})
 
 
 def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
-    """Run `model` (on the meta device; its config is changed) and compare it with the specs of its `layers`, which are asked
-    for once it has run. Raises ModelError with the reason where it would not run on our pages. Takes about 10 ms a layer."""
+    """Run `model` (on the meta device; its config is modified) and compare it with the specs of its `layers`.
+
+    Raises ModelError with the reason if it cannot run on pages. `layers` is called after the run. Takes about 10 ms a layer.
+    """
     cache = _record_run(model)
     if not cache.attended and not cache.states:
         raise ModelError(_no_registry_call(model))
@@ -95,7 +97,7 @@ def _record_run(model: Any) -> RecordingCache:
     cache.masked = getattr(model, "has_mask_names", False)
     ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTENTION, _record_attention)
     model.config._attn_implementation = PROBE_ATTENTION
-    # Experts as one gather: the plain loop over those that were chosen needs data, which a meta tensor has not.
+    # Experts as one gather: the loop over selected experts needs data, which a meta tensor lacks.
     model.config._experts_implementation = "batched_mm"
     ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
     extra: dict[str, Any] = {"cache_params": cache}
@@ -126,7 +128,7 @@ def _record_attention(
     attention_mask: Any,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of a model that is examined: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
+    """The attention function of a probed model: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
     cache = keywords.pop("pages", None)
     if cache is None:
         raise ModelError(f"{type(module).__name__} is not handed the keywords that the model was called with")
@@ -153,11 +155,11 @@ def _explain(error: Exception) -> str:
 
 
 def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list[str]:
-    """Where what was witnessed is not what the specs say."""
+    """Return where the recorded calls differ from the specs."""
     specs: dict[str, dict[int, LayerSpec]] = {"token": {}, "state": {}}
     for name, spec in layers.items():
         if spec.axis == "media":
-            continue  # text alone passes such layers by
+            continue  # text skips such layers
         specs[spec.unit][int(name.split(".")[1])] = spec
     tokens, states = specs["token"], specs["state"]
     faults = [
@@ -167,7 +169,7 @@ def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list
     for index, (key, value) in cache.written.items():
         if index in tokens:
             windows = cache.attended.get(index, [])
-            if cache.masked:  # its layers say no window: their masks would have
+            if cache.masked:  # its layers pass no window; their masks would
                 windows = [_window(tokens[index]) for _ in windows]
             faults += _token_faults(index, tokens[index], key, value, windows)
     for index, found in cache.states.items():

@@ -1,12 +1,12 @@
-"""The two seams into Hugging Face's modeling code: what its layers write, and how their attention reads.
+"""The two seams into Hugging Face modeling code: what its layers write, and how their attention reads.
 
     modeling code   past_key_values.update(k, v, layer)        attention_interface(module, q, k, v, …, pages=…)
-    here            `Pages.update`: notes what is new          `attend`: writes that to its slots, reads the pages
+    here            `Pages.update`: remembers new K and V      `attend`: writes them to their slots, reads the pages
 
-Writing and reading are one call, and to a compiler one opaque operation (`kvloom::attend`), which finds its pages by a number:
-nothing of ours is traced, and the pool is never copied. A model runs on one packed row of tokens of several sequences
-([1, tokens]); nothing of its own cache is left. Layers that keep a state are in `mixers.py`, those over images in `crossing.py`;
-architectures that never call the attention registry are refused by name.
+Write and read are one call, and for a compiler one opaque operation (`kvloom::attend`) that finds its pages by a number:
+nothing here is traced, and the pool is never copied. A model runs on one packed row of tokens ([1, tokens]) without its own
+cache. State layers are in `mixers`, layers over images in `cross_attention`. Architectures that never call the attention
+registry are refused by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .pages import PAGES_BY_HANDLE, Pages
 __all__ = ["ATTENTION", "IGNORED", "attend", "install"]
 
 ATTENTION = "kvloom"
-"""The name under which `attend` stands in transformers' registry."""
+"""The name of `attend` in transformers' registry."""
 IGNORED = frozenset(
     {
         *("dropout", "position_ids", "cache_position", "use_cache", "is_causal", "sliding_window"),
@@ -34,7 +34,7 @@ IGNORED = frozenset(
         *("cross_attention_states", "cross_attention_mask", "full_text_row_masked_out_mask"),
     }
 )
-"""Keywords of attention calls that say what the batch or the layer's spec says already, or nothing at inference."""
+"""Keywords of attention calls that repeat the batch or the layer spec, or have no effect at inference."""
 
 
 @torch.library.custom_op("kvloom::attend", mutates_args=())
@@ -49,8 +49,10 @@ def _operation(
     sinks: torch.Tensor | None,
     latent_values: int,
 ) -> torch.Tensor:
-    """`Pages.attend` as one operation of a compiler's graph. It changes the pool, which no graph sees: what it reads of that
-    it has written itself, or an operation before it whose result its queries come from."""
+    """`Pages.attend` as one operation of a compiler's graph. It modifies the pool, which no graph sees.
+
+    It reads only what it wrote itself, or what an operation before it wrote, on whose result its queries depend.
+    """
     found = PAGES_BY_HANDLE[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)
     return found.contiguous()
 
@@ -101,7 +103,7 @@ def attend(
 
 
 def _attend_pages(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
-    """Whoever is not compiling calls what the operation would: its way through the dispatcher costs more than it does."""
+    """Attend through the custom operation while compiling, else directly: the dispatcher costs more than the call."""
     if torch.compiler.is_compiling():
         out: torch.Tensor = _operation(pages.handle, layer, *rest)
         return out
@@ -109,8 +111,10 @@ def _attend_pages(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
 
 
 def install(model: Any, context: int | None = None) -> None:
-    """Make a Hugging Face model's layers call `attend`, and its mixers take packed rows of sequences of up to `context` tokens
-    (the model's own limit if None). Raises ModelError where some layer never would."""
+    """Make a Hugging Face model's layers call `attend`, and its mixers accept packed rows.
+
+    `context` is the longest sequence (the model's own limit if None). Raises ModelError for a layer that cannot run on pages.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
@@ -127,5 +131,5 @@ def install(model: Any, context: int | None = None) -> None:
     config = model.config
     text = config.get_text_config()
     parts = [name for name in config.sub_configs if getattr(config, name, None) is text]
-    # Where there are towers beside the text model, theirs stays as it is.
+    # A vision or audio tower keeps its own attention.
     config._attn_implementation = {"": ATTENTION, **dict.fromkeys(parts, ATTENTION)} if parts else ATTENTION

@@ -1,11 +1,10 @@
-"""What a step looks like to a model: some sequences' next tokens in one packed row, and where their pages are.
+"""A step as a model sees it: the next tokens of several sequences in one packed row, and their pages.
 
     tokens   | sequence 0: a chunk of its prompt | sequence 1: one token | sequence 2: … |
     starts   0                                   7                       8               …
 
-`BatchBuilder` lays a step out in fixed buffers: one small block of numbers is sent a step, and of the page tables, which the device
-has a copy of, only what changed; in a step of single tokens that is part of the block. Everything else is worked out on the
-device. Knows no model and decides nothing.
+`BatchBuilder` fills fixed buffers: a step uploads one small block of numbers, and only changed entries of the block tables,
+which the device mirrors. The device computes the rest. Knows no model and decides nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +29,11 @@ Ints = npt.NDArray[np.int64]
 
 
 class Work(NamedTuple):
-    """A sequence's part of a step: the tokens that follow its `length`, for which `extend` has reserved pages. `source`
-    says where among the tokens that the step before chose its one token is, while the host does not know it. `images` is
-    what its prompt shows, if that has images."""
+    """A sequence's part of a step: the `tokens` that follow its length, for which `extend` reserved pages.
+
+    `source` is the index of its one token among those sampled by the previous step, while the host does not know it (-1: none).
+    `images` are the prompt's images, if any.
+    """
 
     sequence: Sequence
     tokens: Ints
@@ -42,15 +43,24 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's packed row. `tables[group]` is [runs, rows, blocks], `slots[group]` [runs, tokens]: where each token of
-    the row goes, `page * block_tokens + place`, and `pages[group]` and `places` are the same apart. `last` are the places of each row's last token. `states[group]` ([runs,
-    rows]) are the pages of state groups, and `fresh` says which rows begin without one. `bounds` and `sizes` are starts and
-    lengths on the host, so that nobody fetches them; where `replayed`, they are another step's and must not be looked at:
-    every row has one token then. Beyond the last bound there may be tokens and rows of nobody's. `shares`: some rows hold the same pages, as `Pages.set_shared_runs` was told.
+    """A step's packed row.
 
-    Where images are in the step, `embeds` stand in the place of `tokens`, and `spans` joins the tokens that see each other both
-    ways (`Mask.spans`). `rotary` are positions to turn by where those are not `positions`: [tokens], or [3, tokens]. `seen` are
-    images that layers of cross attention read."""
+    | field                 | meaning                                                                              |
+    |-----------------------|--------------------------------------------------------------------------------------|
+    | tables[group]         | page ids [runs, rows, blocks]                                                        |
+    | slots[group]          | write position of each token [runs, tokens]: `page * block_tokens + place`           |
+    | pages[group], places  | the two parts of a slot                                                              |
+    | last                  | index of each row's last token                                                       |
+    | states[group], fresh  | pages of state groups [runs, rows]; which rows begin without a state                 |
+    | bounds, sizes         | starts and lengths on the host. Invalid if `replayed`: every row then has one token  |
+    | shares                | some rows share pages (`Pages.set_shared_runs`)                                      |
+    | embeds                | embeddings in place of `tokens`, if the step has images                              |
+    | spans                 | joins tokens that see each other in both directions (`Mask.spans`)                   |
+    | rotary                | rotary positions where they differ from `positions`: [tokens] or [3, tokens]         |
+    | seen                  | images that cross-attention layers read                                              |
+
+    Beyond the last bound there may be padding tokens and rows.
+    """
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -75,7 +85,7 @@ class Batch:
 
 @dataclass(slots=True)
 class _StepNumbers:
-    """A step's numbers on the host, in the order in which they are sent."""
+    """A step's numbers on the host, in upload order."""
 
     tokens: Ints
     positions: Ints
@@ -89,7 +99,7 @@ class _StepNumbers:
     fresh: tuple[bool, ...] = field(default=())
 
     def append_rows(self, other: _StepNumbers) -> _StepNumbers:
-        """The numbers of both, those of `other` last."""
+        """Return the numbers of both, those of `other` last."""
         rows, tokens = len(self.rows), len(self.tokens)
         return _StepNumbers(
             np.concatenate((self.tokens, other.tokens)),
@@ -112,10 +122,11 @@ class _StepNumbers:
 
 
 class BatchBuilder:
-    """The buffers of one device for steps of up to `tokens` tokens and `rows` rows. A step must have been launched before
-    the next is laid out; where the device is two behind, that waits. `mirrored`: the device has tables of its own (on a CPU
-    the cache's serve).
-    `shifted`: rotary positions go by what works' sights say, and not by places alone."""
+    """The buffers of one device for steps of up to `tokens` tokens and `rows` rows.
+
+    A step must be launched before the next is built; building waits if the device is two steps behind. `mirrored`: the device
+    has its own block tables (on a CPU the cache's serve). `shifted`: rotary positions include the images' shifts.
+    """
 
     def __init__(
         self,
@@ -133,7 +144,7 @@ class BatchBuilder:
         width, sequences, blocks = cache.rows.tables.shape
         self._states = len(cache.rows.states)
         if self._mirrored:
-            # One row more, of zeros: what is padded writes to page 0, which is nobody's.
+            # One extra row of zeros: padding writes to page 0, which no sequence uses.
             self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
         else:
             self._tables = torch.from_numpy(cache.rows.tables)
@@ -147,7 +158,7 @@ class BatchBuilder:
         self._turn = 0
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
-        """The batch of `works`, in their order. `chosen` are the tokens of the step before, where a work follows it."""
+        """Return the batch of `works`, in order. `chosen` are the previous step's tokens, if a work follows it."""
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
@@ -157,8 +168,7 @@ class BatchBuilder:
         return self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Send the numbers of a step for a replay of `packed(tokens)`, with rows of nobody's to fill it up: all tokens that are
-        left are the last one's."""
+        """Upload a step's numbers for a replay of `packed(tokens)`; padding rows fill it, and the last one takes all remaining tokens."""
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
         padding = _StepNumbers(
@@ -169,8 +179,7 @@ class BatchBuilder:
         self._send(self._numbers(works).append_rows(padding) if works else padding)
 
     def send_singles(self, works: Many[Work], rows: int) -> None:
-        """Send the numbers of a step of single tokens for a replay of `replayed(rows)`, with rows of nobody's to fill it up;
-        what changed in the tables goes along."""
+        """Upload a step of single tokens for a replay of `replayed(rows)`, with padding rows and changed block table entries."""
         width, count = len(self._tables), len(works)
         block = np.zeros((field_count(width, self._states, self._shifted), rows), np.int32)
         block[2], block[3], block[5] = -1, self._tables.shape[1] - 1, -1
@@ -189,8 +198,7 @@ class BatchBuilder:
         self._copy(block.reshape(-1))
 
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
-        """The batch of any `rows` single tokens, worked out anew from what `send_singles` sent whenever a graph with it is
-        replayed."""
+        """Return the batch of any `rows` single tokens, recomputed from the last `send_singles` at every replay."""
         found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
@@ -213,8 +221,7 @@ class BatchBuilder:
         )
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
-        """The batch of any step of up to `tokens` tokens, worked out anew from what `send` sent. Its `bounds` and `sizes` are of
-        nobody: who replays it names its own."""
+        """Return the batch of any step of up to `tokens` tokens, recomputed from the last `send`. Its `bounds` and `sizes` are placeholders."""
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
         return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
@@ -261,8 +268,8 @@ class BatchBuilder:
             self._send_tables(rows, self.cache.rows.seen(rows))
 
     def _copy(self, *parts: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> None:
-        """Numbers on their way to the device, one after the other."""
-        turn, self._turn = self._turn, self._turn ^ 1  # the other may still be on its way
+        """Upload numbers, one part after the other."""
+        turn, self._turn = self._turn, self._turn ^ 1  # the other may still be in transfer
         host, size = self._host[turn], 0
         if self._read:
             self._read[turn].synchronize()
@@ -275,7 +282,7 @@ class BatchBuilder:
             self._read[turn].record()
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """The block of each row that the device has not seen, and its pages; rows that have more of them are sent now."""
+        """Return each row's one new block (-1: none) and its pages; upload rows with more new blocks now."""
         held = self.cache.rows
         first = held.seen(rows)
         unseen = held.blocks[rows] - first
@@ -286,11 +293,11 @@ class BatchBuilder:
         return patched, held.tables[:, rows, np.maximum(patched, 0)]
 
     def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
-        """Bring the device's tables up to date for some rows, from their blocks `first` on."""
+        """Update the device's block tables of some rows, from their blocks `first` on."""
         held = self.cache.rows
         until = held.blocks[rows]
         changed = np.flatnonzero(until > first)
-        if not len(changed) or not len(held.tables):  # (a model of states alone has no tables)
+        if not len(changed) or not len(held.tables):  # a purely recurrent model has no tables
             return
         width, sequences, blocks = self._tables.shape
         parts = zip(rows[changed], first[changed], until[changed], strict=True)
@@ -301,7 +308,7 @@ class BatchBuilder:
         self._tables.view(-1).index_copy_(0, sent[0], sent[1].int())
 
     def _host_batch(self, numbers: _StepNumbers, blocks: int, chosen: torch.Tensor | None) -> Batch:
-        """What `_batch` gives, where nothing must be sent: worked out in numpy, whose calls cost a third of torch's."""
+        """`_batch` without a mirror: computed in numpy, whose calls cost a third of torch's."""
         ids, positions = torch.from_numpy(numbers.tokens), torch.from_numpy(numbers.positions)
         if chosen is not None and (numbers.source >= 0).any():
             source = torch.from_numpy(numbers.source)
@@ -339,7 +346,7 @@ class BatchBuilder:
         bounds: tuple[int, ...],
         sizes: tuple[int, ...],
     ) -> Batch:
-        """The batch of the numbers that were sent, worked out on the device."""
+        """Return the batch of the uploaded numbers, computed on the device."""
         tokens, rows = bounds[-1], len(sizes)
         parts = [tokens, tokens, tokens, tokens, rows, rows, rows + 1, self._states * rows]
         parts.append(rows if self._shifted else 0)

@@ -21,7 +21,7 @@ __all__ = ["attend_images", "wrap_cross_attention"]
 def attend_images(
     view: LayerView, column: int, query: torch.Tensor, parts: Many[ImageGroup], scale: float
 ) -> torch.Tensor:
-    """Let queries [tokens, heads, dim], those of one part after the other, attend to all that each part sees."""
+    """Attend queries [tokens, heads, dim], group after group, to all images of their group."""
     fields, out, begin = view.fields, [], 0
     for part in parts:
         ids, q = part.pages[column], query[begin : begin + part.count].transpose(0, 1)
@@ -37,7 +37,7 @@ def attend_images(
 def _read_field(
     fields: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, real: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What pages keep of one field's tokens: [heads, tokens, dim]. Bytes are moved as bytes: not every index takes fp8."""
+    """Return one field of the pages' tokens: [heads, tokens, dim]. Copied as bytes: not every index supports fp8."""
     pages, scale = fields[name], fields.get(f"{name}_scale")
     raw = pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
     found = raw[ids].view(pages.dtype).flatten(0, 1)[real].to(dtype)
@@ -48,13 +48,15 @@ def _read_field(
 
 
 def wrap_cross_attention(layer: Any) -> bool:
-    """Have a decoder layer of cross attention take packed rows: tokens that see an image go through it, with what they see
-    read from pages; the others pass it by. Whether `layer` is one; harmless to repeat."""
+    """Make a cross-attention decoder layer accept packed rows; return whether `layer` is one. Can be repeated.
+
+    Tokens that see an image pass through the layer and read it from pages; the others skip the layer.
+    """
     attention = getattr(layer, "cross_attn", None)
     if attention is None or not hasattr(layer, "cross_attn_attn_gate"):
         return False
     if not getattr(attention, "is_fused", False):
-        attention.is_fused = True  # its keys and values come from elsewhere than its queries: nothing to join
+        attention.is_fused = True  # keys and values have another input than queries: nothing to fuse
         own = layer.forward
 
         def look(hidden_states: torch.Tensor, pages: Any, **_: Any) -> tuple[torch.Tensor, None]:

@@ -1,4 +1,4 @@
-"""What modeling code asks of a cache, answered as if nothing had come before: its packed row has no past of its own."""
+"""The cache interface of modeling code, answered for a sequence without a past: a packed row has none of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["EmptyCache"]
 
 
 class EmptyCache:
-    """The answers that everything has in common that stands in a cache's place. What is written is its heirs' business."""
+    """Common answers of objects that replace a cache. Subclasses handle writes."""
 
     is_compileable = False
     layers = ()

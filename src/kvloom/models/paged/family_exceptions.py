@@ -1,14 +1,14 @@
-"""The exceptions: what single families need beyond the seams. Every one of them stands here, and nowhere else.
+"""Exceptions: what single families need beyond the seams. All of them are here.
 
-| family                     | what is different                                   | what is done                              |
+| family                     | difference                                          | solution                                  |
 |----------------------------|-----------------------------------------------------|-------------------------------------------|
-| DeepSeek (MLA)             | caches latents, expects expanded keys and values    | attention in the latent space (`absorb_latent`)  |
-| Phi-3 and -4 (longrope)    | rotary frequencies follow the longest row of a step | chosen once for a model (`fix_rope_frequencies`)   |
-| GPT-2, BERT, …             | look for padding in every step's tokens, and warn   | they do not look (`prepare`)               |
-| Granite hybrids, windows   | make no mask for layers of that kind, and look it up | a void one for every kind (`add_mask_names`) |
-| MiniMax                    | no function to replace by a kernel of ours          | a forward of ours (`scans.lightning`)     |
-| Llama 3.2 Vision           | attends to images in layers of their own            | read from pages of theirs (`crossing.py`) |
-| RecurrentGemma, indexers   | nothing that looking at calls would explain well    | refused by name or field (`refusal_reason`)      |
+| DeepSeek (MLA)             | caches latents, expects expanded keys and values    | attention in latent space (`absorb_latent`) |
+| Phi-3 and -4 (longrope)    | rotary frequencies follow the longest row of a step | chosen once (`fix_rope_frequencies`)      |
+| GPT-2, BERT, …             | check every step's tokens for padding, and warn     | the check is disabled (`prepare`)         |
+| Granite hybrids, windows   | look up masks of kinds for which they make none     | an empty mask by kind (`add_mask_names`)  |
+| MiniMax                    | no function that a kernel could replace             | its own forward (`scans.lightning_forward`) |
+| Llama 3.2 Vision           | attends to images in separate layers                | reads image pages (`cross_attention`)     |
+| RecurrentGemma, indexers   | a probe would explain the failure badly             | refused by name or field (`refusal_reason`) |
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 FIXED_LONGROPE = "longrope, settled"
-"""A rope type that transformers does not act upon."""
+"""A rope type that transformers does not act on."""
 INDEXER = "it attends to tokens that an indexer of its own chooses, which is not supported yet"
 REFUSED = {
     "recurrent_gemma": "it keeps its states in its modules and not in a cache, and begins them anew with every chunk",
@@ -40,13 +40,13 @@ REFUSED = {
 
 
 def refusal_reason(config: Any) -> str | None:
-    """Why a family is refused by name, where looking at what it calls (`probe.examine`) would not say it well."""
+    """Return why a family is refused by name, where `probe.examine` would explain it badly; else None."""
     text = config.get_text_config()
     return REFUSED.get(text.model_type) or (INDEXER if getattr(text, "index_topk", None) else None)
 
 
 def calls_registry(model: Any) -> bool:
-    """Whether the code of a model's attention looks its function up in transformers' registry."""
+    """Whether a model's attention code uses transformers' attention registry."""
     return any(
         "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[cls.__module__])
         for cls in {type(module) for module in model.modules()}
@@ -55,7 +55,7 @@ def calls_registry(model: Any) -> bool:
 
 
 def prepare(model: Any, context: int | None = None) -> None:
-    """What a model needs before it runs, here or on shapes alone. Harmless to repeat. Raises ModelError (`fix_rope_frequencies`)."""
+    """Prepare a model to run on pages or on the meta device. Can be repeated. Raises ModelError (`fix_rope_frequencies`)."""
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _nothing
@@ -68,8 +68,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def add_mask_names(model: Any) -> None:
-    """Give a Granite hybrid a void mask for every kind of its layers: its forward makes none for sliding ones, though its
-    layers take them. Harmless to repeat."""
+    """Give a Granite hybrid an empty mask for every layer kind: its forward omits sliding ones. Can be repeated."""
     kinds = getattr(model.config, "layer_types", None) or ()
     if model.config.model_type != "granitemoehybrid" or "sliding_attention" not in kinds:
         return
@@ -84,10 +83,11 @@ def add_mask_names(model: Any) -> None:
 
 
 def fix_rope_frequencies(model: Any, context: int | None = None) -> None:
-    """Choose the frequencies of rotary positions that would change with the longest sequence in a batch: keys are kept, so
-    a token's must not depend on who else is running. The long ones are chosen where `context` (the model's own limit if
-    None) goes beyond the length it was first trained for; shorter requests then differ from `generate()`, which would use
-    the short ones. Harmless to repeat; with another `context` it chooses anew. Raises ModelError where there is no such choice (dynamic scaling)."""
+    """Fix rotary frequencies that would change with the longest sequence of a batch: stored keys must not depend on other requests.
+
+    Chooses the long frequencies if `context` (the model's limit if None) exceeds the original training length; shorter requests
+    then differ from `generate()`. Can be repeated; another `context` chooses again. Raises ModelError for dynamic scaling.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for module in model.modules():
@@ -115,12 +115,12 @@ def fix_rope_frequencies(model: Any, context: int | None = None) -> None:
 
 
 def keeps_latents(module: Any) -> bool:
-    """Whether an attention module caches one latent a token and projects keys and values up from it."""
+    """Whether an attention module caches one latent a token and projects keys and values from it."""
     return hasattr(module, "kv_b_proj")
 
 
 def absorb_latent(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """MLA in the latent space: queries times the keys' up-projection, and the values' up-projection [heads, dim, rank]."""
+    """MLA in latent space: return queries times the keys' up-projection, and the values' up-projection [heads, dim, rank]."""
     weight = module.kv_b_proj.weight.view(query.shape[1], -1, module.kv_lora_rank)
     keys, values = torch.split(weight, [module.qk_nope_head_dim, module.v_head_dim], 1)
     nope, rope = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)

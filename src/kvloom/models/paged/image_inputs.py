@@ -1,4 +1,4 @@
-"""What a prompt shows: its images as their model takes them, and which of its tokens are theirs. Data, and what follows from it."""
+"""A prompt's images as data: the model's inputs, and which prompt tokens are theirs. Knows no models."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["EMBEDDINGS", "Image", "ImageGroup", "ImageInputs", "VisibleImages"]
 
 Ints = npt.NDArray[np.int64]
 EMBEDDINGS = "vision.embeddings"
-"""The name of the layer, among those of a model."""
+"""The name of the image embeddings' layer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """One image as its model takes it, and the name of its content."""
+    """One image as model inputs, and the digest of its content."""
 
     inputs: Mapping[str, torch.Tensor]
     digest: bytes
@@ -28,10 +28,12 @@ class Image:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """What a prompt shows. Image `i` has the prompt's tokens `places[bounds[i] : bounds[i + 1]]`; `media` says the same to
-    the cache. `axes` ([3, tokens up to the last image's end]) are the positions that rotary embeddings turn by, where those
-    are not the tokens' places; what follows stands at its place plus `shift`. `whole`: no step may end inside an image.
-    `cross_attended`: every token behind an image may see it, in layers of their own."""
+    """The images of a prompt. Image `i` has the prompt's tokens `places[bounds[i] : bounds[i + 1]]`; `media` are for the cache.
+
+    `axes` ([3, tokens up to the last image's end]) are rotary positions where they differ from token positions; later tokens are
+    at their position plus `shift`. `whole`: no step may end inside an image. `cross_attended`: every token after an image may
+    see it, in cross-attention layers.
+    """
 
     images: tuple[Image, ...]
     media: tuple[Media, ...]
@@ -43,8 +45,7 @@ class ImageInputs:
     cross_attended: bool = False
 
     def step_tokens(self, start: int, count: int) -> int:
-        """How many of the `count` tokens from `start` a step may take, so that it ends in no image that must stay whole; 0
-        where that leaves none."""
+        """Return how many of the `count` tokens from `start` a step may take without ending inside a whole image; may be 0."""
         if self.whole:
             for item in self.media:
                 if item.start < start + count < item.stop:
@@ -53,22 +54,21 @@ class ImageInputs:
 
     @property
     def min_step_tokens(self) -> int:
-        """Tokens that a step must have room for."""
+        """The smallest token budget of a step that can compute this prompt."""
         return max(item.stop - item.start for item in self.media) if self.whole else 1
 
     def affects_step(self, start: int) -> bool:
-        """Whether a step from `start` on needs more than ids and shifted positions."""
+        """Whether a step from `start` on needs more than token ids and shifted positions."""
         return self.cross_attended or start < self.media[-1].stop
 
     def content_key(self, end: int) -> bytes:
-        """What stands for the images that begin before `end`, where prompts are compared by their tokens."""
+        """Return a key of the images that begin before `end`, for comparing prompts by tokens."""
         return b"".join(item.digest for item in self.media if item.start < end)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageGroup:
-    """So many tokens of a step that see the same images: `pages` ([columns, blocks]) are theirs, and of the tokens in those
-    the `real` ones."""
+    """`count` tokens of a step that see the same images: their `pages` ([columns, blocks]), and the `real` tokens in those."""
 
     count: int
     pages: torch.Tensor
@@ -77,7 +77,7 @@ class ImageGroup:
 
 @dataclass(frozen=True, slots=True)
 class VisibleImages:
-    """Which tokens of a step's packed row see images, in their order, and what they see."""
+    """The tokens of a step's packed row that see images, in order, and their groups."""
 
     places: torch.Tensor
     parts: tuple[ImageGroup, ...]

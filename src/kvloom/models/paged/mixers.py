@@ -1,8 +1,8 @@
-"""The seam into recurrent mixers: each runs once on a step's packed row, its states in their pages.
+"""The seam into recurrent mixers: each runs once on a step's packed row, with its states in pages.
 
-What a mixer does along the tokens are functions of its modeling file, which stand for our kernels meanwhile (`scans.py`): they
-take the rows apart and read and write the pages. A mixer without such functions (MiniMax) has a forward of ours. Knows what a
-cache is asked for, not what a mixer computes.
+While a mixer runs, functions of its modeling file are replaced by kernels (`scans`), which split the row into sequences and
+read and write pages. A mixer without such functions (MiniMax) gets its own forward. Knows the cache interface, not the
+mixers' arithmetic.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ __all__ = ["MixerSteps", "is_mixer", "wrap_mixer"]
 
 
 class MixerSteps:
-    """How mixers see a step's row, worked out once for all of them when the first one asks."""
+    """A step's rows as mixers see them, computed once for all layers on demand."""
 
     def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: a sequence's states are the same bits however it was cut into steps (`StateRows.batch_invariant`)."""
+        """`batch_invariant`: states have the same bits however a sequence was cut into steps (`StateRows.batch_invariant`)."""
         self.batch, self.batch_invariant = batch, batch_invariant
         self._known: dict[tuple[int, int], StateRows] = {}
 
     def rows(self, view: LayerView) -> StateRows:
-        """The rows of the step, as layers in pages like `view`'s find their states."""
+        """Return the step's rows with the state pages of layers in `view`'s table."""
         of = view.group, view.run
         if of not in self._known:
             ids, fresh = self.batch.states[view.group][view.run], self._fresh
             read = ids
-            if self.batch_invariant and fresh is not None:  # said once, not by every layer's kernel
+            if self.batch_invariant and fresh is not None:  # applied once, not by every layer's kernel
                 read, fresh = ids.masked_fill(fresh, 0), None
             self._known[of] = StateRows(
                 self.batch.starts, read, ids, self._longest, fresh, self.batch_invariant
@@ -58,14 +58,16 @@ class MixerSteps:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether a module is a recurrent mixer: it has a layer's number and a convolution over tokens, or a decay of old ones."""
+    """Whether a module is a recurrent mixer: it has a layer index and a convolution over tokens, or a decay."""
     marks = ("conv1d", "conv", "key_decay")
     return hasattr(module, "layer_idx") and any(hasattr(module, mark) for mark in marks)
 
 
 def wrap_mixer(module: Any) -> None:
-    """Make a mixer take packed rows; harmless to repeat. It is told its states by the `Pages` in its cache argument. Raises
-    ModelError for one that is of no known kind."""
+    """Make a mixer accept packed rows; can be repeated. `Pages` in its cache argument give it its states.
+
+    Raises ModelError for a mixer of an unknown kind.
+    """
     if getattr(module, "takes_packed_rows", False):
         return
     names = inspect.signature(module.forward).parameters

@@ -1,10 +1,9 @@
-"""The pool as a model's layers see it in one step: what they write, and how it is read again.
+"""The page pool as a model's layers see it in one step: what they write, and how they read it.
 
-    begin(batch)   update(k, v, layer): what is new is noted      attend(layer, q, …): it goes to its slots, then pages are read
+    begin(batch)   update(k, v, layer): remember new K and V      attend(layer, q, …): write them to their slots, read pages
 
-Plans of attention are made once a step and span, and kept between steps. Layers of states and of cross attention find their
-views here, and read by themselves (`mixers.py`, `crossing.py`). Knows layouts and steps; of modeling code it knows only what it
-asks of a cache.
+Attention plans are made once a step and span, and reused between steps. State and cross-attention layers find their views
+here and read pages themselves (`mixers`, `cross_attention`). Knows layouts and steps; of modeling code only its cache calls.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ __all__ = ["PAGES_BY_HANDLE", "GraphSplitter", "Pages"]
 
 _HANDLES = count()
 PAGES_BY_HANDLE: WeakValueDictionary[int, Pages] = WeakValueDictionary()
-"""All pages there are, by their handles."""
+"""All live `Pages`, by handle."""
 
 
 class GraphSplitter(Protocol):
-    """Takes attention's calls out of a run of the model that is recorded without them."""
+    """Takes attention calls out of a captured run of the model, so that graphs hold only the parts between them."""
 
     def split_at(
         self,
@@ -63,24 +62,25 @@ class GraphSplitter(Protocol):
         new_v: torch.Tensor,
         v_dim: int,
     ) -> torch.Tensor:
-        """Where the result of `call(query, new_k, new_v, out=…)` ([tokens, heads, v_dim]) will be whenever the run is
-        repeated."""
+        """Return the buffer that holds `call(query, new_k, new_v, out=…)` ([tokens, heads, v_dim]) whenever the run is replayed."""
         ...
 
 
 class Pages(EmptyCache):
-    """What modeling code finds in `past_key_values`: the pool, seen by its layers, for the step that `begin` named."""
+    """The object that modeling code finds in `past_key_values`: the pool, viewed by its layers, for the step of `begin`."""
 
     def __init__(
         self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None, piece: int = 0
     ) -> None:
-        """`scales` are those that stand beside pages: all that quantised layers need and do not keep in them. With a `piece`
-        attention is batch-invariant, and sums by so many tokens (`kernels.invariant`); states are steady then."""
+        """`scales` are the static scales: all that quantised layers need and do not keep in their pages.
+
+        With a `piece`, attention is batch-invariant and sums by that many tokens, and states are batch-invariant too.
+        """
         self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Span]] = {}
         self._states: dict[int, LayerView] = {}
         self.cross_views: dict[int, tuple[LayerView, int]] = {}
-        """Layers that see images alone, and their column among the page ids of an image's run."""
+        """Cross-attention layers: their view, and their column among the page ids of an image."""
         for name, view in layer_views(buffer, layout).items():
             spec = layout.groups[view.group].spec
             if name == EMBEDDINGS:
@@ -103,7 +103,7 @@ class Pages(EmptyCache):
                 self._views[int(found[1])] = view, spec.span
         self._batch: Batch | None = None
         self.steps: MixerSteps
-        """How mixers see the step that was begun."""
+        """The current step, as mixers see it."""
         self._plans: dict[tuple[Shape, Span, int, bool], Plan] = {}
         self._shared_runs: dict[tuple[int, bool], SharedRuns] = {}
         self._made: set[tuple[Shape, Span]] = set()
@@ -112,12 +112,14 @@ class Pages(EmptyCache):
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self._splitter: GraphSplitter | None = None
         self.handle = next(_HANDLES)
-        """By which a compiled model's operations find these pages."""
+        """The number by which a compiled model's operations find these pages."""
         PAGES_BY_HANDLE[self.handle] = self
 
     def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
-        """The step that the next run of the model computes. With a `splitter`, pages are not read in that run: reading is
-        handed to it, layer by layer."""
+        """Set the step that the next run of the model computes.
+
+        With a `splitter`, that run reads no pages: each layer's read is handed to it.
+        """
         self._batch, self._splitter = batch, splitter
         self.steps = MixerSteps(batch, self._piece > 0)
         self._made.clear()
@@ -125,17 +127,17 @@ class Pages(EmptyCache):
 
     @property
     def has_states(self) -> bool:
-        """Whether some layer keeps a state."""
+        """Whether any layer keeps a state."""
         return bool(self._states)
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the step that was begun is single tokens to be replayed."""
+        """Whether the current step is a replayed step of single tokens."""
         return self._batch is not None and self._batch.replayed
 
     @property
     def is_replayable(self) -> bool:
-        """Whether steps can be captured in a graph: the GPU's kernels take every layer."""
+        """Whether steps can be captured in a graph: the GPU kernels support every layer."""
         return all(_shape(view.fields).is_supported for view, _ in self._views.values())
 
     @property
@@ -145,19 +147,21 @@ class Pages(EmptyCache):
         return self._batch
 
     def state_view(self, layer_idx: int) -> LayerView:
-        """The pages that a recurrent layer's states are in."""
+        """Return the pages of a recurrent layer's states."""
         return self._states[layer_idx]
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Note one layer's new keys and values ([1, heads, tokens, dim]), which the layer's attention writes before it
-        reads; they are handed back as they came."""
+        """Remember one layer's new keys and values ([1, heads, tokens, dim]) and return them unchanged.
+
+        The layer's attention writes them before it reads.
+        """
         self._new = layer_idx, key, value
         return key, value
 
     def take(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values that `update` was given for this layer."""
+        """Return the keys and values that `update` got for this layer."""
         if self._new is None or self._new[0] != layer_idx:
             raise ModelError(
                 f"layer {layer_idx} attends, but has not written its keys and values just before"
@@ -167,7 +171,7 @@ class Pages(EmptyCache):
         return key, value
 
     def _write(self, view: LayerView, key: torch.Tensor, value: torch.Tensor) -> None:
-        """New keys and values [tokens, heads, dim] to their slots."""
+        """Write new keys and values [tokens, heads, dim] to their slots."""
         fields, batch = view.fields, self.batch
         if "latent" in fields:
             slots = batch.slots[view.group][view.run]
@@ -176,7 +180,10 @@ class Pages(EmptyCache):
                 fields["latent"][:, :, None], None, slots, latents, None, k_scale=fields.get("latent_scale")
             )
         elif not key.is_cuda and fields["k"].dtype == key.dtype:
-            at = batch.pages[view.group][view.run], batch.places  # a CPU need not work them out of slots
+            at = (
+                batch.pages[view.group][view.run],
+                batch.places,
+            )  # faster on a CPU than computing them from slots
             for name, new in (("k", key), ("v", value)):
                 if cpu.supports(fields[name], new):
                     cpu.write_tokens(fields[name], new, *at)
@@ -196,7 +203,7 @@ class Pages(EmptyCache):
         query: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """`_write` of keys that are still to be turned, and queries with them."""
+        """`_write` of keys that are not yet rotated; rotates queries with them."""
         fields, pairs = view.fields, rotary[0].shape[-1] // 2
         cos, sin = (x[0, :, :pairs] for x in rotary)
         write(
@@ -216,9 +223,11 @@ class Pages(EmptyCache):
         latent_values: int = 0,
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Write a layer's new keys and values ([1, heads, tokens, dim]), then let packed queries [tokens, heads, dim] attend
-        to its pages. `latent_values`: how much of a latent is values. With `rotary` (cos and sin, [1, tokens, dim], every angle
-        twice), queries, in place, and keys, on their way into pages, are still to be turned: for steps that are replayed."""
+        """Write a layer's new keys and values ([1, heads, tokens, dim]), then attend packed queries [tokens, heads, dim] to its pages.
+
+        `latent_values`: how many dims of a latent are values. With `rotary` (cos and sin, [1, tokens, dim], every angle twice),
+        queries are rotated in place, and keys while they are written: for replayed steps.
+        """
         view, span = self._views[layer_idx]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
         if rotary is None:
@@ -243,7 +252,7 @@ class Pages(EmptyCache):
         new_v: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of packed queries over a layer's pages, into `out` where that is given."""
+        """Return attention of packed queries over a layer's pages, in `out` if given."""
         fields, batch = view.fields, self.batch
         if latent_values:
             k = fields["latent"][:, :, None]
@@ -254,10 +263,10 @@ class Pages(EmptyCache):
             k_scale, v_scale = fields.get("k_scale"), fields.get("v_scale")
         own = query.dtype
         if query.is_cuda and k.dtype in FLOAT_DTYPES:
-            query = query.to(k.dtype)  # its kernels take queries of the dtype of such pages alone
+            query = query.to(k.dtype)  # the kernels need queries of the pages' dtype
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span)
-        kept = not latent_values and k.dtype == new_k.dtype  # else the pages alone know what was kept
+        kept = not latent_values and k.dtype == new_k.dtype  # else only the pages hold the stored values
         found, _ = plan.attend(
             query, k, v, batch.tables[view.group][view.run], Mask(span, softcap, sinks, spans=batch.spans), scale,
             k_scale, v_scale, out=out if query.dtype == own else None,
@@ -268,7 +277,7 @@ class Pages(EmptyCache):
         return found.to(own)
 
     def single_token_rows(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.SingleTokenRows] | None:
-        """A layer's pages and the step's rows, where the step is one token a row and `cpu.step` takes it; else None."""
+        """Return a layer's pages and the step's rows if `cpu.attention_step` supports the step, else None."""
         if self._single_token_rows is None:
             batch = self.batch
             plain = batch.spans is None and not batch.replayed and self._splitter is None and not self._piece
@@ -290,8 +299,10 @@ class Pages(EmptyCache):
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
-        """Tell which of `rows` single tokens to be replayed hold the same pages, in `windows` too (None: no window shares), so
-        that those are read once; whether any do. It holds until it is told again."""
+        """Set the runs of pages that replayed single tokens share, so that each is read once; return whether there are any.
+
+        `windows` are the runs of windowed layers (None: they share nothing). Valid until set again.
+        """
         if windows is not None:
             self._shared_runs_for(rows, True).set_runs(windows, np.arange(rows + 1))
         sharing = self._shared_runs_for(rows, False)
@@ -306,7 +317,7 @@ class Pages(EmptyCache):
 
     def _plan(self, shape: Shape, span: Span) -> Plan:
         batch = self.batch
-        # A step that is replayed has single tokens, and lengths that only the device knows.
+        # A replayed step has single tokens, and lengths known only to the device.
         rows = plan_capacity(len(batch.sizes)) if batch.replayed else 0
         key = shape, span, rows, batch.shares and is_worth_sharing(span)
         if key not in self._plans:
@@ -337,7 +348,7 @@ class Pages(EmptyCache):
 
 
 def _shape(fields: dict[str, torch.Tensor]) -> Shape:
-    """The shape of attention over a layer's pages, by as many query heads as they have."""
+    """Return the attention shape of a layer's pages, with as many query heads as KV heads."""
     k = fields["latent"][:, :, None] if "latent" in fields else fields["k"]
     v_dim = split_dim(k.shape[3])[0] if "latent" in fields else fields["v"].shape[3]
     return Shape(k.shape[2], k.shape[2], k.shape[3], v_dim, k.shape[1], k.dtype)

@@ -1,10 +1,10 @@
-"""Static scales of quantised K and V: found in a checkpoint or in a file that calibration wrote, and checked.
+"""Static scales of quantised K and V: read from a checkpoint or a calibration file, and checked.
 
-    layers.3.attention   k_scale, v_scale  [kv heads] float32      a stored value times its scale is the value
-                         latent_scale      [1]                     where one latent a token is kept (MLA)
+    layers.3.attention   k_scale, v_scale  [kv heads] float32      stored value times scale is the value
+                         latent_scale      [1]                     for one latent a token (MLA)
 
-A layer whose scales are static keeps none in its pages: these stand beside them, like weights, and are the same for every
-token. Knows files and layer specs; what is done with scales is the kernels'.
+A layer with static scales stores none in its pages: they are like weights, equal for every token. Knows files and layer
+specs; kernels apply the scales.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ _NAME = re.compile(
 )
 _TOWERS = re.compile(r"vision|visual|audio|encoder")
 _SOURCES = {"k_scale": ("k", "kv"), "v_scale": ("v", "kv"), "latent_scale": ("latent", "k", "kv")}
-"""Which of the names in a checkpoint a field is read from, the first that is there."""
+"""Names in a checkpoint that a field is read from; the first that exists is used."""
 
 
 def scale_sizes(spec: LayerSpec) -> dict[str, int]:
-    """The scales that a layer's pages need from outside, and how many values each has; none where pages are not quantised,
-    or keep scales themselves."""
+    """Return the static scales that a layer needs, and their sizes; none if its pages are not quantised or store scales."""
     fields = {field.name: field for field in spec.fields}
     if spec.unit == "state" or spec.fields[0].dtype not in QUANTISED:
         return {}
@@ -56,8 +55,10 @@ def scale_sizes(spec: LayerSpec) -> dict[str, int]:
 
 
 def load_scales(source: str | os.PathLike[str], model: Any, layers: Mapping[str, LayerSpec]) -> Scales:
-    """The static scales of `layers`, on the model's device: from its own checkpoint (`source` "checkpoint"), or from a file
-    or a folder. Raises ModelError, which names the layer, where one is missing or not positive."""
+    """Return the static scales of `layers` on the model's device, from its checkpoint (`source` "checkpoint"), a file or a folder.
+
+    Raises ModelError with the layer's name if a scale is missing or not positive.
+    """
     if not any(map(scale_sizes, layers.values())):
         raise ModelError(
             f"static scales ({source}) are for K and V kept in int8 or fp8, and no layer keeps them so: "
@@ -70,7 +71,7 @@ def load_scales(source: str | os.PathLike[str], model: Any, layers: Mapping[str,
 
 
 def checkpoint_of(model: Any) -> Path:
-    """The folder that a model's weights were read from. Raises ModelError where there is none."""
+    """Return the folder that a model's weights were read from. Raises ModelError if there is none."""
     name = str(getattr(model.config, "_name_or_path", "") or "")
     if name and Path(name).is_dir():
         return Path(name)
@@ -87,8 +88,7 @@ def checkpoint_of(model: Any) -> Path:
 
 
 def read_scales(path: Path, layers: Mapping[str, LayerSpec]) -> Scales:
-    """The scales that `layers` need, from a safetensors file or a folder of them. Those made for another dtype are converted,
-    so that the largest value they have room for stays the same."""
+    """Return the scales of `layers` from a safetensors file or folder; scales for another dtype are converted to the same range."""
     tensors, made_for = _tensors(path)
     scales: Scales = {}
     for layer, spec in layers.items():
@@ -107,8 +107,7 @@ def read_scales(path: Path, layers: Mapping[str, LayerSpec]) -> Scales:
 
 
 def write_scales(path: str | os.PathLike[str], scales: Scales, about: Mapping[str, str]) -> None:
-    """Write a file that `read_scales` reads; `about` becomes its metadata, of which "dtype" says what they are for. The file
-    is whole or not there."""
+    """Write a file for `read_scales`; `about` becomes its metadata ("dtype": what the scales are for). Written atomically."""
     from safetensors.torch import save_file
 
     target = Path(path)
@@ -122,7 +121,7 @@ def write_scales(path: str | os.PathLike[str], scales: Scales, about: Mapping[st
 
 
 def fingerprint(scales: Scales) -> str:
-    """A few letters that other scales do not have: pages that were written with them cannot be read with others."""
+    """Return a short digest of the scales: pages written with other scales cannot be read."""
     digest = hashlib.blake2b(digest_size=8)
     for layer in sorted(scales):
         for name in sorted(scales[layer]):
@@ -132,7 +131,7 @@ def fingerprint(scales: Scales) -> str:
 
 
 def _tensors(path: Path) -> tuple[dict[tuple[int, str], tuple[str, torch.Tensor]], str]:
-    """Every scale of a file or folder by layer and part, with its name there, and the dtype they were made for."""
+    """Return every scale of a file or folder by layer and part, with its name, and the dtype they are for."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}
@@ -178,7 +177,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _dtype_of(path: Path) -> str:
-    """What a checkpoint's scales were made for: fp8, unless its config says int."""
+    """Return the dtype of a checkpoint's scales: fp8, unless its config has an int scheme."""
     config = path / "config.json"
     if not config.is_file():
         return "fp8"

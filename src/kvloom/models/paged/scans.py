@@ -1,8 +1,8 @@
-"""Transformers' functions over the tokens of a row, on our kernels: every row of a step at once, states in their pages.
+"""Transformers' functions over a row's tokens, replaced by kernels: all rows of a step at once, states in pages.
 
-Recurrent mixers call functions of their modeling file, by name, for what runs along the tokens. While a mixer runs on `PackedStates`
-states those names mean the kernels in `kernels.state`; at any other time, and on other states, what they always meant. Each
-is handed one packed row ([1, tokens, …] or [1, channels, tokens]) as if it were a prompt that begins.
+Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, those names call the
+kernels of `kernels.state`; otherwise the original functions. Each gets one packed row ([1, tokens, …] or
+[1, channels, tokens]) as if it were a new prompt.
 
 | modeling code calls                                      | kernel        | of                                   |
 |----------------------------------------------------------|---------------|--------------------------------------|
@@ -10,7 +10,7 @@ is handed one packed row ([1, tokens, …] or [1, channels, tokens]) as if it we
 | mamba_selective_scan                                     | mamba1_scan   | Mamba, Falcon-Mamba, Jamba           |
 | mamba2_chunk_scan                                        | mamba2_scan   | Mamba-2, Bamba, Falcon-H1, Granite 4 |
 | torch_chunk_gated_delta_rule, chunk_kimi_delta_attention | delta_rule    | Qwen3-Next and 3.5, OLMo, Kimi       |
-| nothing: `lightning_forward` is its forward                      | mamba2_scan   | MiniMax                              |
+| nothing: `lightning_forward` replaces its forward        | mamba2_scan   | MiniMax                              |
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .empty_cache import EmptyCache
 
 __all__ = ["PackedStates", "current_states", "lightning_forward", "replace_functions", "takes_packed_rows"]
 
-current_states: ContextVar[PackedStates | None] = ContextVar("the states a mixer is running on", default=None)
+current_states: ContextVar[PackedStates | None] = ContextVar("states of the running mixer", default=None)
 SILU = {None: False, "silu": True, "swish": True}
 
 
 class PackedStates(EmptyCache):
-    """What a mixer finds in its cache argument: nothing has come before. The kernels know better."""
+    """The object that a mixer finds in its cache argument: it reports no past; the kernels read the states from pages."""
 
     def __init__(self, fields: dict[str, torch.Tensor], rows: StateRows) -> None:
         self.fields, self.rows = fields, rows
@@ -47,14 +47,14 @@ class PackedStates(EmptyCache):
 
 
 def takes_packed_rows(module: Any) -> bool:
-    """Whether everything that a mixer does along its tokens is a function that we have a kernel for."""
+    """Whether kernels exist for every function that a mixer applies along its tokens."""
     names = vars(sys.modules[type(module).__module__])
     recurs = hasattr(module, "A_log")  # a rate of decay
     return "causal_conv1d_fn" in names and (not recurs or any(name in names for name in _SCANS))
 
 
 def replace_functions(module: Any) -> None:
-    """Let the functions of a mixer's modeling file be ours while it runs on `PackedStates` states. Harmless to repeat."""
+    """Replace functions of a mixer's modeling file while it runs on `PackedStates`. Can be repeated."""
     names = vars(sys.modules[type(module).__module__])
     for name, ours in {"causal_conv1d_fn": _conv, **_SCANS}.items():
         if name in names and not hasattr(names[name], "replaced"):
@@ -71,8 +71,7 @@ def _dispatch(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
     return function
 
 
-# Below are the functions as modeling code calls them, with the names that it gives their arguments. Where it wants the last
-# state back it gets nothing: the page has it.
+# The functions as modeling code calls them, with its argument names. The last state is returned empty: the page has it.
 
 
 def _conv(
@@ -128,8 +127,8 @@ def _mamba2(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """x [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n]. Steps are held within their limits for
-    every token; transformers does so in prompts alone."""
+    """x [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n]. Steps are clamped for every
+    token; transformers clamps in prompts only."""
     x, dt, b, c = (part[0].contiguous() for part in (x, dt, b, c))
     gate = None if z is None else z[0].contiguous()
     limits = float(dt_limit[0]), float(dt_limit[1])
@@ -166,8 +165,10 @@ _SCANS: dict[str, Callable[..., Any]] = {
 def lightning_forward(
     module: Any, hidden: torch.Tensor, *_: Any, past_key_values: PackedStates, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """The forward of a mixer of lightning attention, which calls no function of its file along the tokens: a decay for each
-    head, and a state of values by keys. hidden is [1, tokens, hidden]."""
+    """The forward of a lightning-attention mixer, which calls no function along its tokens; hidden is [1, tokens, hidden].
+
+    Each head has a fixed decay and a state of values by keys.
+    """
     qkv = module.act_fn(module.qkv_proj(hidden[0])).view(len(hidden[0]), module.num_attention_heads, -1)
     query, key, value = (part.contiguous() for part in qkv.chunk(3, -1))
     states = past_key_values.fields["lightning_forward"]

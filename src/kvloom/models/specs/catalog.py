@@ -1,7 +1,4 @@
-"""The models kvloom knows by name, configs read from disk, and the small models that come along with their weights.
-
-No network: a name is a shipped file.
-"""
+"""Models known by name, configs on disk, and embedded models with weights. No network: a name is an installed file."""
 
 from __future__ import annotations
 
@@ -20,18 +17,18 @@ __all__ = ["embedded", "embedded_models", "folder_of", "known_models", "load_con
 _MODELS = "kvloom.models"
 """The package that holds the folders `configs` and `embedded`."""
 PREFIX = "kvloom-"
-"""How the names of the models begin whose weights come along."""
+"""Prefix of the names of embedded models."""
 
 
 @cache
 def known_models() -> tuple[str, ...]:
-    """Names that `load_config` takes, sorted."""
+    """Return the names that `load_config` accepts, sorted."""
     files = resources.files(_MODELS).joinpath("configs").iterdir()
     return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
 
 
 def load_config(model: str) -> dict[str, Any]:
-    """The config of a known model, of a config.json, or of a folder that holds one."""
+    """Return the config of a known model, of a config.json, or of a folder that has one."""
     if model.lower() in known_models():
         shipped = resources.files(_MODELS).joinpath("configs", f"{model.lower()}.json")
         return _parse(shipped.read_text(encoding="utf-8"), model)
@@ -47,14 +44,14 @@ def load_config(model: str) -> dict[str, Any]:
 
 
 def load_spec(model: str, kv_dtype: str | None = None) -> ModelSpec:
-    """`model_spec` of `load_config`, under a name for people."""
+    """Return `model_spec` of `load_config`, with a readable name."""
     path = Path(model)
     name = path.parent.name or path.stem if path.name == "config.json" else path.name.removesuffix(".json")
     return model_spec(load_config(model), name.lower() if name.lower() in known_models() else name, kv_dtype)
 
 
 def embedded(name: str = "llama") -> str:
-    """The folder of an embedded model. Raises ValueError where this installation has none of that name."""
+    """Return the folder of an embedded model. Raises ValueError if it is not installed."""
     if PREFIX + name not in embedded_models():
         found = ", ".join(embedded_models()) or "none"
         raise ValueError(
@@ -64,7 +61,7 @@ def embedded(name: str = "llama") -> str:
 
 
 def embedded_models() -> tuple[str, ...]:
-    """Names of the models whose weights come along, sorted."""
+    """Return the names of the embedded models, sorted."""
     return tuple(PREFIX + path.parent.name for path in sorted(_embedded().glob("*/config.json")))
 
 
@@ -73,7 +70,7 @@ def _embedded() -> Path:
 
 
 def folder_of(model: str) -> str:
-    """Where a model is that may be named as an embedded one; what is a folder, or has no such name, stays as it is."""
+    """Return the folder of an embedded model's name; any other name or path is returned unchanged."""
     if not model.startswith(PREFIX) or Path(model).exists():
         return model
     return embedded(model.removeprefix(PREFIX))

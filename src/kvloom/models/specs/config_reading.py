@@ -1,7 +1,6 @@
-"""How fields of a config are read: the kind of every layer, what an attention layer keeps of a token, what a recurrent
-layer keeps of everything.
+"""Functions that read a config: the kind of every layer, the fields of a token, the fields of a recurrent state.
 
-Each way is a small function; `table` says which of them a family takes, and `specs` turns what they find into layer specs.
+`families_table` selects the functions of a family; `layer_specs` turns their results into layer specs.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp
 
 
 class ModelError(ValueError):
-    """A model that cannot be read; the message names the value and the way out."""
+    """A model that cannot be read or run; the message states the value and what to do."""
 
 
 def dtype_name(name: object) -> str:
@@ -58,7 +57,7 @@ def dtype_name(name: object) -> str:
 
 
 class Config:
-    """A config's fields over its family's defaults; a missing or odd one is an error that names it."""
+    """A config's fields over its family's defaults; a missing or invalid field raises ModelError with its name."""
 
     def __init__(
         self, raw: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str] | None = None
@@ -72,7 +71,7 @@ class Config:
         return default if value is None else value
 
     def size(self, *keys: str) -> int:
-        """The first of `keys` that is set, as a positive integer."""
+        """Return the first of `keys` that is set, as a positive integer."""
         for key in keys:
             if self.get(key) is not None:
                 return self._integer(key, self.get(key), least=1)
@@ -82,7 +81,7 @@ class Config:
         return None if self.get(key) is None else self.size(key)
 
     def count(self, key: str) -> int:
-        """A number that may be zero, and is when unset."""
+        """Return a non-negative integer; 0 if unset."""
         return self._integer(key, self.get(key, 0), least=0)
 
     def numbers(self, key: str) -> list[int]:
@@ -92,7 +91,7 @@ class Config:
         return [self._integer(key, value, least=0) for value in values]
 
     def nested(self, key: str) -> Config:
-        """The config in a field, empty where there is none."""
+        """Return the config inside a field; empty if unset."""
         inner = self.get(key, {})
         if not isinstance(inner, Mapping):
             raise ModelError(f"{self.model_type}: {key} is {inner!r}; an object is needed")
@@ -220,10 +219,10 @@ def latent(config: Config, dtype: str) -> tuple[Field, ...]:
 def _state(
     config: Config, dtype: str, channels: int, kernel: int, shape: tuple[int, ...]
 ) -> tuple[Field, ...]:
-    """The convolution's last `kernel` inputs and the recurrent state.
+    """Fields of the convolution's last `kernel` inputs and of the recurrent state.
 
-    The convolution's channels are several parts end to end (inputs, then what the heads share):
-    whoever shards it along axis 0 cuts each part. The recurrence runs in float32.
+    The convolution's channels are several parts in sequence (inputs, then shared parts of the heads): sharding along axis 0
+    must split each part. The recurrence runs in float32.
     """
     recurrent = config.get("mamba_ssm_cache_dtype", config.get("mamba_ssm_dtype", "float32"))
     return (
@@ -241,7 +240,7 @@ def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str) -> Fields:
-    """Mamba-2 under the names that one family gives its sizes."""
+    """Mamba-2, with the field names of one family."""
 
     def fields(config: Config, dtype: str) -> tuple[Field, ...]:
         n = config.size(heads)
@@ -279,7 +278,7 @@ def kimi_delta(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def olmo_delta(config: Config, dtype: str) -> tuple[Field, ...]:
-    """The gated delta rule with sizes that follow from those of attention where they are not set."""
+    """The gated delta rule; unset sizes follow from those of attention."""
     heads = config.size("num_attention_heads")
     key_heads = config.optional("linear_num_key_heads") or heads
     keys = config.optional("linear_key_head_dim") or 3 * config.size("hidden_size") // (4 * key_heads)
@@ -314,8 +313,7 @@ def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one model type is read. `defaults` are the values that its published configs may leave out, `names` what it calls
-    fields that others name in the usual way."""
+    """How one model type is read. `defaults` are values that published configs may omit, `names` its own field names."""
 
     pattern: Pattern
     defaults: Mapping[str, Any]

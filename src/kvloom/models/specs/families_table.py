@@ -1,7 +1,7 @@
-"""How the config of each model family is read: one row of FAMILIES each, and what is read without one.
+"""How the config of each model family is read: one row of FAMILIES each, and the rule for unlisted types.
 
-A row names the pattern of its layers, the fields that tokens and states keep, and the values that published configs may leave
-out. Attention sinks (gpt-oss) are weights, one per head: nothing is kept for them.
+A row has the pattern of layers, the fields of tokens and states, and values that published configs may omit. Attention
+sinks (gpt-oss) are weights, one per head: no layer keeps anything for them.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ _NOT_PLAIN = (
 
 
 def plain_attention_family(text: Mapping[str, Any]) -> Family:
-    """Reads a type nobody described, if every field it has is that of plain attention."""
+    """Return the family of an unlisted type if all its fields are those of plain attention; else raise ModelError."""
     model_type = text["model_type"]
     missing = [
         key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads") if not text.get(key)

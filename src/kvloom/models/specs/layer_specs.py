@@ -1,13 +1,13 @@
-"""From a Hugging Face config to layer specs: what each layer of a model keeps of the past.
+"""From a Hugging Face config to layer specs: what each layer keeps of earlier tokens.
 
-No weights, no torch, no network, no pages. How a family's config is read stands in `table`.
+No weights, no torch, no network, no pages. `families_table` defines how each family's config is read.
 
 | a layer of kind     | keeps                                                            |
 |---------------------|------------------------------------------------------------------|
 | full_attention      | K and V (or one latent) of every text token                      |
 | sliding_attention   | the same, of the last `sliding_window` tokens                    |
 | chunked_attention   | the same, of the current chunk of `attention_chunk_size`         |
-| cross_attention     | K and V of the image tokens alone                                |
+| cross_attention     | K and V of the image tokens only                                 |
 | linear_attention    | one state: the convolution's last inputs and the recurrent state |
 | conv                | one state: the convolution's last inputs                         |
 | hybrid              | full_attention and linear_attention side by side                 |
@@ -30,15 +30,17 @@ __all__ = ["KV_DTYPES", "KV_KINDS", "KVDtype", "Media", "ModelSpec", "kv_dtypes"
 
 KV_DTYPES = ("bf16", "fp16", "fp32", "int8", "fp8")
 KV_KINDS = ("full", "sliding", "chunked", "cross")
-"""Kinds of layers that keep K and V, which may keep them in different dtypes."""
+"""Layer kinds that keep K and V; each may use its own dtype."""
 KVDtype = str | Mapping[str, str]
-"""One dtype for all ("fp8"), with others for some kinds ("fp8,sliding=bf16"), or kinds alone ({"sliding": "int8"})."""
+"""One dtype for all layers ("fp8"), with exceptions ("fp8,sliding=bf16"), or by kind ({"sliding": "int8"})."""
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Where the tokens of an image go: "stream" (positions like text, in every layer) or "cross" (kept
-    by the cross-attention layers alone). `token_id` is the placeholder in the prompt."""
+    """Where an image's tokens go: "stream" (positions like text, in every layer) or "cross" (cross-attention layers only).
+
+    `token_id` is the placeholder in the prompt.
+    """
 
     place: Literal["stream", "cross"]
     token_id: int | None = None
@@ -48,8 +50,7 @@ class Media:
 class ModelSpec:
     """What the layers of one model keep, by name ("layers.3.attention", "layers.3.mamba").
 
-    `max_context` is None where nothing bounds it (purely recurrent models), `media` where the model
-    takes text alone.
+    `max_context` is None for purely recurrent models, which have no limit; `media` is None for text-only models.
     """
 
     name: str
@@ -58,8 +59,10 @@ class ModelSpec:
     media: Media | None = None
 
     def canonical(self) -> str:
-        """One text for one spec, the same in every process: what a fingerprint of the layout covers.
-        It says nothing of the weights; two checkpoints of one architecture share it."""
+        """Return one text for one spec, equal in every process: the input of a layout fingerprint.
+
+        It does not cover weights: two checkpoints of one architecture share it.
+        """
         layers = {name: asdict(spec) for name, spec in self.layers.items()}
         return json.dumps({"name": self.name, "layers": layers}, sort_keys=True, separators=(",", ":"))
 
@@ -70,9 +73,11 @@ def model_spec(
     kv_dtype: KVDtype | None = None,
     static_scales: bool = False,
 ) -> ModelSpec:
-    """Read a Hugging Face config. `kv_dtype` is what K and V are kept in (the model's own if None); recurrent states stay as
-    the model keeps them. With `static_scales` quantised tokens keep none in their pages: they are the layer's. Raises
-    ModelError on what it cannot read."""
+    """Read a Hugging Face config. Raises ModelError for a config it cannot read.
+
+    `kv_dtype` is the dtype of stored K and V (the model's own if None); recurrent states keep the model's dtype. With
+    `static_scales`, quantised tokens store no scales in their pages: the layer has them.
+    """
     every, by_kind = kv_dtypes(kv_dtype)
     text = _text_config(config)
     family = FAMILIES.get(text["model_type"]) or plain_attention_family(text)
@@ -94,8 +99,10 @@ def model_spec(
 
 
 def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
-    """The dtype of K and V for all layers (None: the model's own), and those of single kinds, which go before it. Raises
-    ModelError for kinds and dtypes that are not known."""
+    """Return the dtype of K and V for all layers (None: the model's own), and the exceptions by kind.
+
+    Raises ModelError for unknown kinds and dtypes.
+    """
     if given is None:
         return None, {}
     parts = given.split(",") if isinstance(given, str) else [f"{kind}={to}" for kind, to in given.items()]
@@ -117,7 +124,7 @@ def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
 
 
 def with_draft(target: ModelSpec, draft: ModelSpec) -> ModelSpec:
-    """Both models in one mapping, the draft's layers under "draft." with a lifetime of their own."""
+    """Return both models in one spec; the draft's layers are under "draft." with their own lifetime."""
     beside = {f"draft.{name}": replace(spec, lifetime="draft") for name, spec in draft.layers.items()}
     limits = [spec.max_context for spec in (target, draft) if spec.max_context is not None]
     return ModelSpec(
@@ -140,7 +147,7 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(config: Config, family: Family) -> list[str]:
-    """The kind of every layer: as the config lists them, else by the family's pattern."""
+    """Return the kind of every layer: from the config's list, else by the family's pattern."""
     older = {"attention": "full_attention", "mamba": "linear_attention"}
     listed = config.get("layer_types") or config.get("layers_block_type")
     if listed is not None and not isinstance(listed, list):
@@ -155,7 +162,7 @@ def _kinds(config: Config, family: Family) -> list[str]:
 
 
 def _check_kinds(config: Config, asked: Iterable[str], layers: Mapping[str, LayerSpec]) -> None:
-    """Refuse a dtype for layers that are not there: whoever asked for it expects something."""
+    """Raise ModelError for a dtype of layers that the model does not have."""
     there = {spec.kind for spec in layers.values() if spec.unit == "token"}
     missing = [kind for kind in asked if kind not in there]
     if missing:
@@ -184,7 +191,7 @@ def _layers(config: Config, family: Family, kv_dtypes: Mapping[str, str], dtype:
 def _parts(
     config: Config, family: Family, kind: str, kv_dtypes: Mapping[str, str], dtype: str
 ) -> dict[str, LayerSpec]:
-    """What one layer of `kind` keeps: part name → spec."""
+    """Return what one layer of `kind` keeps: part name → spec."""
 
     def attention(span: Span) -> dict[str, LayerSpec]:
         return {"attention": LayerSpec("token", family.token(config, kv_dtypes[span.kind]), span)}

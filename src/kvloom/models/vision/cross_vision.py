@@ -1,11 +1,10 @@
-"""Cross attention: images that layers of their own attend to, and text does not hold the place of.
+"""Images for models whose cross-attention layers attend to them; text tokens do not stand for image tokens.
 
-    prompt   | text | ▪ | text … |        ▪ one token; an image's states become keys and values of every such layer,
-    media    [ tokens of the image ]      in pages of their own: written once for each content, read by whoever sees it
+    prompt   | text | ▪ | text … |        ▪ one token; the image's states become K and V of every such layer,
+    media    [ tokens of the image ]      in pages of their own: written once for each content, read by every token behind it
 
-A token sees the image before it (or, where several follow each other, all of those that came by then); one that sees none
-passes such a layer by. The tower and the projections are Hugging Face's; who holds an image's pages is the cache's to say.
-Reading them is plain torch: no kernel of ours is made for it yet.
+A token sees the image before it, or all consecutive images before it. A token that sees no image skips the layers. Tower
+and projections are Hugging Face's; the cache owns the pages.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 
 
 def vision_of(model: Any) -> Vision | None:
-    """What sees for a model; None where it takes no images here."""
+    """Return the image side of a model; None if it supports no images."""
     if Vision.refusal(model):
         return None
     cross_views = getattr(model.config.get_text_config(), "cross_attention_layers", None)
@@ -43,7 +42,7 @@ def vision_of(model: Any) -> Vision | None:
 
 
 class CrossVision(Vision):
-    """The eyes of a model whose images only cross attention sees."""
+    """The image side of a model whose images are visible to cross-attention layers only."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._base = model, model.base_model
@@ -98,7 +97,7 @@ class CrossVision(Vision):
         return replace(batch, seen=VisibleImages(upload(np.concatenate(places), self._device), tuple(parts)))
 
     def _encode_new_images(self, work: Work, start: int, stop: int) -> None:
-        """Fill the pages of the images whose tokens are among [start, stop), where nobody has yet."""
+        """Fill the pages of images whose tokens are in [start, stop) and that are not in the cache."""
         sight, sequence = work.images, work.sequence
         assert sight is not None
         for place, item in enumerate(sight.media):
@@ -134,8 +133,7 @@ class CrossVision(Vision):
         )
 
     def embed(self, image: Image) -> torch.Tensor:
-        """An image's states as the layers that see it take them ([tokens, hidden]): the tower runs. Tiles that fill its
-        pixels up are left out."""
+        """Run the tower; return an image's states for cross attention ([tokens, hidden]), without padding tiles."""
         pixels, ratio, mask = (image.inputs[name].to(self._device) for name in INPUTS)
         self.encoder_runs += 1
         with torch.inference_mode():
@@ -152,7 +150,7 @@ class CrossVision(Vision):
         return tiles * int(self._base.vision_model.num_patches)
 
     def _image(self, given: Any, tenant: str = "") -> Image:
-        """What does not fit is refused here: the tower runs in a step, which others share."""
+        """Check an image here: the tower runs inside a step that other requests share."""
         image = super()._image(given, tenant)
         pixels, ratio, mask = (image.inputs[name] for name in INPUTS)
         wanted, known = self._shape, int(self._model.config.vision_config.max_aspect_ratio_id)
@@ -189,8 +187,7 @@ class CrossVision(Vision):
 
 
 def _visible_ranges(places: Any, start: int, stop: int) -> list[tuple[int, int, range]]:
-    """Tokens [begin, end) of [start, stop) that see the same images, and which: those at `places` that follow each other and
-    came last."""
+    """Return ranges [begin, end) of [start, stop) that see the same images, with those images: the last consecutive ones."""
     edges = [start, *(int(place) for place in places if start < place < stop), stop]
     found = []
     for begin, end in pairwise(edges):

@@ -1,10 +1,10 @@
-"""Images in prompts: their embeddings in the place of placeholder tokens, their positions, and which tokens see each other.
+"""Images in prompts: embeddings in place of placeholder tokens, rotary positions, and which tokens see each other.
 
-    prompt   | text | image tokens … | text |          `Vision.read_prompt` finds whose they are; the cache names them by content
-    a step          | a chunk of it  |                 `Vision.add_images` puts that chunk's embeddings into the step's row
+    prompt   | text | image tokens … | text |          `Vision.read_prompt` assigns them; the cache knows them by content
+    a step          | a chunk of it  |                 `Vision.add_images` puts that chunk's embeddings into the batch
 
-The vision tower is Hugging Face's own and runs once for each content: what it gives lies in pages of the pool
-(`embeddings.py`) until they are needed for something else. A family is taken only where merging embeddings is all it does; the others are refused by name. Knows no requests.
+The vision tower is Hugging Face's and runs once for each content: its embeddings stay in pages of the pool (`embeddings`)
+until evicted. A family is supported only if merging embeddings is all it does; others are refused by name. Knows no requests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VISION_FAMILIES: dict[str, bool] = {
     "qwen2_vl": False,
     "vipllava": False,
 }
-"""Families whose images run here, by model type, and whether the tokens of an image see each other both ways."""
+"""Supported families by model type, and whether an image's tokens see each other in both directions."""
 
 GRID, SIZE = "image_grid_thw", "image_sizes"
 """What belongs to an image beside its pixels: how many patches those are, or how much of them is the image."""
@@ -53,7 +53,7 @@ DIGEST_BYTES = 32
 
 
 class Vision:
-    """The eyes of one model. Without `embeddings`, the pages where they are kept, the tower runs whenever one is needed."""
+    """The image side of one model. Without `embeddings` pages, the tower runs whenever an embedding is needed."""
 
     embeddings: Embeddings | None = None
 
@@ -72,7 +72,7 @@ class Vision:
         self.token = int(config.image_token_id)
         self.bidirectional = VISION_FAMILIES[config.model_type]
         self.uses_mrope = hasattr(self._base, "get_rope_index")
-        """Whether rotary positions have three axes, which images spread out in."""
+        """Whether rotary positions have three axes (M-RoPE), along which images extend."""
         weight = model.get_input_embeddings().weight
         self._device, self._dtype = weight.device, weight.dtype
         text = config.get_text_config()
@@ -85,7 +85,7 @@ class Vision:
 
     @staticmethod
     def refusal(model: Any) -> str | None:
-        """Why a model takes no images here; None where it does."""
+        """Return why a model supports no images, or None if it does."""
         kind = model.config.model_type
         if kind in VISION_FAMILIES and (
             hasattr(model, "get_image_features") or hasattr(model.base_model, "vision_model")
@@ -97,22 +97,25 @@ class Vision:
         )
 
     def extend_layout(self, layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
-        """`layout`, that of a model's `layers`, with pages for what is kept of images."""
+        """Return `layout`, of a model's `layers`, with pages for image embeddings."""
         return with_embeddings(layers, layout)
 
     def bind_pool(
         self, layout: PoolLayout, buffer: torch.Tensor, cross_views: Mapping[int, tuple[LayerView, int]]
     ) -> None:
-        """Keep in this pool, from now on, what images give. `cross_views`: the pages of layers that see images alone, and their
-        column among the page ids of an image's run."""
+        """Keep image embeddings in this pool from now on.
+
+        `cross_views`: the views of cross-attention layers, and their column among the page ids of an image.
+        """
         width = self._model.get_input_embeddings().weight.shape[1]
         self.embeddings = Embeddings(layout, buffer, width, self._dtype)
 
     def read_prompt(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> ImageInputs:
-        """What a prompt with its placeholders shows: `images` in their order, each the tensors that the model's processor
-        makes of one image (or its pixels alone). Raises ValueError where they do not fit each other. The first image of a
-        shape is encoded here, for only the tower knows how many tokens that makes. What is kept of an image is its
-        `tenant`'s alone: nobody learns what others have shown."""
+        """Return the images of a prompt with placeholders: `images` in order, each as the tensors of the model's processor, or pixels.
+
+        Raises ValueError if prompt and images do not fit. The first image of a shape is encoded here, because only the tower
+        determines its token count. Embeddings are kept per `tenant`: no tenant can probe another's images.
+        """
         known = tuple(self._image(given, tenant) for given in images)
         bounds = np.cumsum([0, *(self._count(image) for image in known)])
         ids = np.asarray(prompt, dtype=np.int64)
@@ -133,7 +136,7 @@ class Vision:
         return ImageInputs(known, tuple(media), places, bounds, axes, shift, self.bidirectional)
 
     def add_images(self, batch: Batch, works: Many[Work]) -> Batch:
-        """The batch of `works` with the embeddings, positions and spans of the images in it; as it is where it has none."""
+        """Return the batch of `works` with its images' embeddings, positions and spans; unchanged if it has none."""
         concerned = [
             i
             for i, work in enumerate(works)
@@ -166,7 +169,7 @@ class Vision:
         return replace(batch, embeds=embeds, spans=joined)
 
     def embed(self, image: Image) -> torch.Tensor:
-        """An image's embeddings ([tokens, hidden]): the tower runs."""
+        """Run the tower; return an image's embeddings ([tokens, hidden])."""
         if self._last_encoded is not None and self._last_encoded[0] == image.digest:
             made, self._last_encoded = self._last_encoded[1], None
             return made
@@ -181,20 +184,20 @@ class Vision:
             return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]).to(self._dtype)
 
     def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
-        """Some of the embeddings of a prompt's image, out of its pages; where nothing is there yet, they are filled."""
+        """Return some embeddings of an image from its pages; encode and fill them first if empty."""
         sight, sequence = work.images, work.sequence
         assert sight is not None
         image, item = sight.images[place], sight.media[place]
         if self.embeddings is None or not item.tokens:
             return self.embed(image)[begin:end]
         rows = sequence.media_rows(item.digest)
-        # A step that computes some of an image's tokens leaves all of its embeddings; what the cache found has them.
+        # The first step of an image fills all its embeddings; a cache hit has them already.
         if not sequence.media_kept(item.digest) and sequence.length <= max(item.start, sequence.resumed):
             self.embeddings.write(rows, self.embed(image))
         return self.embeddings.read(rows, begin, end)
 
     def sample(self) -> Image:
-        """An image of noise as large as the model's config names, or of 1024 tokens where it takes any size."""
+        """Return an image of zeros of the config's size, or of 1024 tokens if any size is supported."""
         config = self._model.config.vision_config
         channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
         if GRID in self.inputs:
@@ -209,7 +212,7 @@ class Vision:
         return self._image({**pixels, SIZE: torch.tensor([[high, wide]])} if SIZE in self.inputs else pixels)
 
     def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
-        """The images apart that a processor put into one batch."""
+        """Split a processor's batch into single images."""
         pixels = torch.as_tensor(made["pixel_values"])
         if GRID in self.inputs:
             grids = torch.as_tensor(made[GRID])
@@ -222,7 +225,7 @@ class Vision:
         if SIZE not in self.inputs:
             return [{"pixel_values": part} for part in apart]
         sizes = torch.as_tensor(made[SIZE])
-        return [  # without what the larger ones of the batch padded them with
+        return [  # without the padding of the batch
             {"pixel_values": part[..., : int(size[0, 0]), : int(size[0, 1])], SIZE: size}
             for part, size in zip(apart, torch.split(sizes, 1), strict=True)
         ]
@@ -254,7 +257,7 @@ class Vision:
         return Image(inputs, digest.digest())
 
     def _count(self, image: Image) -> int:
-        """How many tokens an image makes. It hangs on shapes and grids alone."""
+        """Return an image's token count; it depends only on shapes and grids."""
         key = tuple(
             (name, *part.shape) if part.is_floating_point() else (name, *part.flatten().tolist())
             for name, part in image.inputs.items()
@@ -263,7 +266,7 @@ class Vision:
             shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in image.inputs.items())
             try:
                 made = self.embed(image)
-                count, self._last_encoded = len(made), (image.digest, made)  # its turn may come next
+                count, self._last_encoded = len(made), (image.digest, made)  # the next `embed` may need it
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise ValueError(
                     f"{type(self._model).__name__} cannot take an image of {shapes}: {error}"
@@ -274,13 +277,13 @@ class Vision:
         return self._counts[key]
 
     def _digest_of_run(self, image: Image, ids: Ints) -> bytes:
-        """The digest of an image among the tokens of its run: those between its rows, if there are some, belong to it."""
+        """Return the digest of an image within its run of tokens, including separator tokens between its rows."""
         if (ids == self.token).all():
             return image.digest
         return hashlib.blake2b(image.digest + ids.tobytes(), digest_size=DIGEST_BYTES).digest()
 
     def _check_runs(self, media: list[Media], bounds: Ints) -> None:
-        """Images whose tokens belong together must be runs of their own."""
+        """Raise ValueError for images whose tokens are not one run of their own."""
         for item, count in zip(media, np.diff(bounds).tolist(), strict=True):
             if item.stop - item.start != count:
                 raise ValueError(f"the {count} tokens of the image at {item.start} must follow each other")
@@ -294,8 +297,7 @@ class Vision:
                 raise ValueError(f"two images meet at {one.stop}: put a token between them")
 
     def _rope_index(self, ids: Ints, images: tuple[Image, ...]) -> tuple[Ints, int]:
-        """Positions on three axes up to the last image's end, and how far what follows is from its place: the model's own
-        code knows."""
+        """Return positions on three axes up to the last image's end, and the shift of later positions, by the model's own code."""
         found, shift = self._base.get_rope_index(
             torch.from_numpy(ids)[None],
             mm_token_type_ids=torch.from_numpy((ids == self.token).astype(np.int32))[None],
@@ -305,7 +307,7 @@ class Vision:
 
     @staticmethod
     def _rope_positions(batch: Batch, works: Many[Work]) -> Ints:
-        """Positions on three axes of all tokens of a step: [3, tokens]."""
+        """Return positions on three axes of all tokens of a step: [3, tokens]."""
         parts = []
         for work, size in zip(works, batch.sizes, strict=True):
             start, sight = size - len(work.tokens), work.images
