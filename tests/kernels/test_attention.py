@@ -38,9 +38,7 @@ def test_plans_give_what_the_oracle_gives(span: Span) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="it is the CPU's way")
 @pytest.mark.parametrize("span", [Span("full"), Span("sliding", 20), Span("chunked", 32)], ids=str)
 @pytest.mark.parametrize("order", ["NHD", "HND"])
-def test_a_cpu_decodes_by_its_own_way_and_gives_the_same(
-    span: Span, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_decode_equals_the_oracle(span: Span, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(SHAPE, [40, 3, 70, 1, 64], [1] * 5, span, order)
     exact, _ = batch.expected(Mask(span), 0.3)
     plan = prefill_plan(SHAPE, span, "cpu")
@@ -56,7 +54,7 @@ def test_a_cpu_decodes_by_its_own_way_and_gives_the_same(
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4), (6, 1)], ids=str)
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("singles", [True, False])
-def test_a_cpu_reads_prompts_by_its_own_way_and_gives_the_same(
+def test_cpu_prefill_equals_the_oracle(
     heads: tuple[int, int], order: str, singles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts from their beginning and after cached tokens, single queries and an empty row among them."""
@@ -90,7 +88,7 @@ def test_a_cpu_takes_few_queries_one_by_one(span: Span, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="it is the CPU's way")
-def test_what_no_shorter_way_takes_goes_through_the_oracle() -> None:
+def test_unsupported_calls_use_the_oracle() -> None:
     batch = Batch(SHAPE, [300], [300])
     exact, _ = batch.expected(Mask())
     plan = prefill_plan(SHAPE, device="cpu")

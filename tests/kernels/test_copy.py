@@ -138,7 +138,7 @@ def test_the_kernel_moves_rows_between_any_strides(seed: int) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("seed", range(8))
-def test_pages_go_to_the_host_and_come_back(
+def test_pages_are_copied_to_the_host_and_back(
     seed: int, method: Method | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
@@ -192,7 +192,7 @@ def test_one_layer_of_every_page_moves_alone(method: Method | None, monkeypatch:
     assert int(pool.ne(0).sum()) == int(host.ne(0).sum())
 
 
-def test_what_a_batch_of_copies_is_told() -> None:
+def test_arguments_of_a_batch_of_copies() -> None:
     host = torch.randint(0, 256, (9, 64), dtype=torch.uint8)[:, :32]
     rows = copy._ByteRows(host, np.array([8, 0, 3]))
     found = [ctypes.string_at(int(address), 32) for address in rows.addresses()]
@@ -388,7 +388,7 @@ def test_targets_are_written_once() -> None:
         copier.scatter(host[:2], [2, 2])
 
 
-def test_trusted_rows_are_looked_at_but_for_being_there_once() -> None:
+def test_trusted_rows_are_checked_except_for_duplicates() -> None:
     pool, host = pool_of(8, 32), host_of(4, 32)
     copier = Copier(pool, 32)
     copier.gather([5, 2], host, [3, 1], trusted=True).synchronize()
@@ -458,7 +458,7 @@ def test_a_stream_waits_for_a_scatter(method: Method | None) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("method", METHODS)
-def test_both_ways_at_once(method: Method | None) -> None:
+def test_gather_and_scatter_overlap(method: Method | None) -> None:
     size, pages = 64 << 10, 512
     pool = pool_of(2 * pages, size)
     before = pool.cpu().view(2 * pages, size)

@@ -141,7 +141,7 @@ def test_sequences_keep_their_bytes_while_the_pool_shrinks_and_grows(kind: str) 
 
 
 @linux
-def test_the_memory_of_a_slab_that_was_taken_goes_back_to_the_system() -> None:
+def test_the_memory_of_a_removed_slab_is_freed() -> None:
     engine = Engine("full", slabs=65, reserved=65)
     for mark in range(8):
         seq = engine.run(mark, 8 * BLOCK)

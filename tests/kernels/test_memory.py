@@ -36,7 +36,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_slabs_keep_their_bytes_while_others_come_and_go(seed: int) -> None:
+def test_slabs_keep_their_bytes_while_others_are_mapped_and_unmapped(seed: int) -> None:
     rng = random.Random(seed)
     slabs = 24
     with ElasticBuffer(STEP, slabs, DEVICE, mapped=rng.randint(1, 4)) as buffer:
@@ -106,7 +106,7 @@ def test_sizes_that_cannot_be() -> None:
         granularity("meta")
 
 
-def test_a_closed_buffer_says_so() -> None:
+def test_a_closed_buffer_raises() -> None:
     buffer = ElasticBuffer(STEP, 4, DEVICE)
     buffer.close()
     buffer.close()
@@ -138,7 +138,7 @@ def resident(tensor: torch.Tensor) -> int:
 
 
 @linux
-def test_host_memory_goes_back_to_the_system() -> None:
+def test_unmapped_host_memory_is_freed() -> None:
     slab = 4 << 20
     with ElasticBuffer(slab, 1 << 15, "cpu", mapped=4) as buffer:  # 128 GiB of addresses
         rows = buffer.tensor.view(-1, slab)
@@ -270,7 +270,7 @@ def test_mapping_is_all_or_nothing(books: Books, call: str, before: int, code: i
         assert buffer.mapped_slabs == 6
 
 
-def test_a_buffer_that_cannot_begin_leaves_nothing(books: Books) -> None:
+def test_a_failed_buffer_frees_everything(books: Books) -> None:
     books.fail = ("reserve", 0, CudaError.OUT_OF_MEMORY)
     with pytest.raises(MemoryError, match="no addresses for 10 slabs"):
         ElasticBuffer(2 << 20, 10, "cuda:0")
@@ -282,7 +282,7 @@ def test_a_buffer_that_cannot_begin_leaves_nothing(books: Books) -> None:
     assert not books.handles
 
 
-def test_memory_kept_by_torch_is_tried_before_giving_up(
+def test_memory_cached_by_torch_is_freed_before_failing(
     books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ElasticBuffer(2 << 20, 10, "cuda:0") as buffer:
@@ -322,7 +322,7 @@ def test_unmapping_waits_first(books: Books, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 @needs_gpu
-def test_device_memory_goes_back_to_the_device() -> None:
+def test_unmapped_device_memory_is_freed() -> None:
     slab, count = 64 << 20, 32
     with ElasticBuffer(slab, 4096, "cuda") as buffer:  # 256 GiB of addresses
         torch.cuda.synchronize()

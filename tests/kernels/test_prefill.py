@@ -164,7 +164,7 @@ def test_quantised_pages_under_windows(dtype: torch.dtype, window: int, static: 
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "int8 window", "sinks"])
-def test_single_queries_in_front_go_to_decodes_kernels(kind: str) -> None:
+def test_leading_single_queries_run_on_decode_kernels(kind: str) -> None:
     span = Span("sliding", 21) if "window" in kind else FULL
     dtype = torch.int8 if "int8" in kind else HALF
     shape = Shape(4, 2, 64, 64, dtype=dtype)
@@ -360,7 +360,7 @@ def test_batches_of_even_size(batched: list[tuple[int, ...]], new: bool) -> None
         check(Batch(shape, [300], [40], dtype=HALF), backend="cudnn", new=new)
 
 
-def test_a_batch_that_needs_no_merge_comes_back_as_it_is(batched: list[tuple[int, ...]]) -> None:
+def test_a_batch_without_context_is_returned_unmerged(batched: list[tuple[int, ...]]) -> None:
     batch = Batch(Shape(2, 1, 64, 64, dtype=HALF), [128, 128], [128, 128], dtype=HALF)
     plan = PrefillPlan(batch.shape, FULL, DEVICE, backend="cudnn")
     plan.make(batch.starts.tolist(), batch.lengths)
@@ -437,7 +437,7 @@ def test_the_rule_follows_what_backends_take() -> None:
 
 
 @pytest.mark.parametrize("span", [FULL, Span("sliding", 5), Span("chunked", 6)], ids=str)
-def test_pairs_are_counted_as_they_are_seen(span: Span) -> None:
+def test_counted_pairs_are_the_visible_ones(span: Span) -> None:
     rows = QueryRows.from_lists([0, 3, 3, 20, 21], [9, 4, 17, 100])
     each = [
         sum(p + 1 - span.first_visible(p) for p in range(length - count, length))
@@ -448,7 +448,7 @@ def test_pairs_are_counted_as_they_are_seen(span: Span) -> None:
     assert rows.mean_visible(span, np.array([0, 2])) == (each[0] + each[2]) / 20
 
 
-def test_tiles_over_gathered_tokens_follow_heads_windows_and_how_much_is_seen() -> None:
+def test_gathered_tiles_follow_heads_windows_and_visible_tokens() -> None:
     few, many = (
         choose_gathered_tile(64, FULL, MANY_VISIBLE_TOKENS - 1),
         choose_gathered_tile(64, FULL, MANY_VISIBLE_TOKENS),

@@ -239,7 +239,7 @@ def test_a_decode_step_costs_as_many_calls_for_many_rows_as_for_few(span: Span, 
     assert counts[2] < 80
 
 
-def test_memory_that_is_kept_serves_every_mode_and_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_memory_serves_every_mode_and_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_SCRATCH", reference._Scratch())
     batch = Batch.build([40, 20], [1, 1], Span("full"), kv=1)
     q = batch.queries()
@@ -280,7 +280,7 @@ def test_a_long_prompt_is_scored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(lse.double(), its_lse, atol=1e-5, rtol=1e-5)
 
 
-def test_draft_trees_and_image_spans_are_masked_as_told() -> None:
+def test_draft_trees_and_image_spans_are_masked() -> None:
     torch.manual_seed(0)
     k, v = torch.randn(2, 2, BLOCK, KV, DIM).unbind()
     q = torch.randn(3, HEADS, DIM)

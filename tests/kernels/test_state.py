@@ -648,7 +648,7 @@ def test_triton_in_short_dtypes(name: str, dtype: torch.dtype, kept: torch.dtype
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("longest", [1, 1000])
-def test_triton_leaves_alone_what_is_nobodys(name: str, longest: int) -> None:
+def test_triton_leaves_unused_pages_unchanged(name: str, longest: int) -> None:
     """Inputs that are slices of wider rows, padding on slot 0, rows far shorter than `longest`, int64 slots, and
     tokens and pages that belong to nobody."""
     pytest.importorskip("triton")
@@ -703,7 +703,7 @@ def test_triton_on_random_shapes(name: str, seed: int) -> None:
 # What is refused, before anything runs.
 
 
-def test_rows_say_what_is_wrong_with_them() -> None:
+def test_wrong_rows_raise_with_the_reason() -> None:
     one, two = torch.tensor([0]), torch.tensor([0, 4])
     with pytest.raises(ValueError, match="float32"):
         StateRows(two.float(), one, one, 4)

@@ -71,7 +71,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize(("dim", "pairs"), [(32, 16), (40, 10), (24, 4)])
-def test_rotate_turns_pairs_as_complex_numbers(form: str, tail: bool, dim: int, pairs: int) -> None:
+def test_rotary_rotates_pairs_as_complex_numbers(form: str, tail: bool, dim: int, pairs: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 3, dim, device=DEVICE)
     rotary = Rotary(*angles(5, pairs), form, tail)

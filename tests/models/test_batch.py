@@ -92,7 +92,7 @@ def test_what_is_replayed_is_worked_out_from_what_was_sent() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_single_tokens_take_along_what_changed_in_the_tables(seed: int) -> None:
+def test_single_tokens_upload_changed_table_entries(seed: int) -> None:
     rng, cache = random.Random(seed), make_cache()
     copied, plain = BatchBuilder(cache, "cpu", 200, 6, mirrored=True), BatchBuilder(cache, "cpu", 200, 6)
     chosen, open_ = torch.arange(6) + 50, list[Sequence]()
@@ -148,7 +148,7 @@ def test_a_step_needs_pages_and_tokens() -> None:
         stage.lay_out([Work(sequence, np.arange(3, 9))])
 
 
-def test_a_step_that_is_filled_up_is_the_same_with_nobody_after_it() -> None:
+def test_padding_does_not_change_a_step() -> None:
     cache = make_cache()
     stage, chosen = BatchBuilder(cache, "cpu", 200, 6, mirrored=True), torch.arange(6) + 1000
     works = []

@@ -49,7 +49,7 @@ def test_kinds_may_be_kept_in_different_dtypes() -> None:
         ("fp8,sliding=bf16", r"llama has no sliding layers that a KV dtype could be for; it has full"),
     ],
 )
-def test_kv_dtypes_that_make_no_sense_say_why(kv_dtype: Any, words: str) -> None:
+def test_invalid_kv_dtypes_raise_with_the_reason(kv_dtype: Any, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         specs("llama", kv_dtype)
 
@@ -132,7 +132,7 @@ def test_shards_are_found_through_their_index(tmp_path: Path) -> None:
     ]
 
 
-def test_scales_made_for_another_dtype_have_room_for_the_same_values(tmp_path: Path) -> None:
+def test_scales_for_another_dtype_keep_their_range(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     for spec, factor in ((specs("llama", "fp8"), 1.0), (specs("llama", "int8"), 448 / 127)):
         found = read_scales(tmp_path, spec)["layers.0.attention"]["k_scale"]

@@ -97,7 +97,7 @@ def expected(spec: LayerSpec) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_a_tiny_model_allocates_what_its_spec_says(name: str) -> None:
+def test_a_tiny_model_allocates_as_its_spec(name: str) -> None:
     config = transformers_config(tiny_config(name))
     spec = model_spec(tiny_config(name))
     cache = run(config)
@@ -250,7 +250,7 @@ def test_a_draft_of_the_same_shape_gets_groups_of_its_own() -> None:
     assert len(PoolLayout.build(with_draft(same, same).layers).groups) == 2
 
 
-def test_the_canonical_form_is_stable_and_tells_specs_apart() -> None:
+def test_the_canonical_form_is_stable_and_distinguishes_specs() -> None:
     form = load_spec("gemma-3-12b").canonical()
     assert form == load_spec("gemma-3-12b").canonical()
     assert json.loads(form)["layers"]["layers.5.attention"]["span"] == {"kind": "full", "size": 0}
@@ -281,7 +281,7 @@ def test_the_canonical_form_is_stable_and_tells_specs_apart() -> None:
         ({"torch_dtype": "int3"}, "dtype 'int3'"),
     ],
 )
-def test_a_config_that_cannot_be_read_says_why(change: dict[str, Any], words: str) -> None:
+def test_an_unreadable_config_raises_with_the_reason(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         model_spec({**SIZES, "model_type": "llama", **change})
 

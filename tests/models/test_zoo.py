@@ -63,7 +63,7 @@ def test_chunks_beside_single_tokens_and_prefixes_found_again(family: str) -> No
 
 
 @pytest.mark.parametrize("family", FULL)
-def test_forks_go_their_own_ways_and_windows_are_freed(family: str) -> None:
+def test_forks_diverge_and_windows_are_freed(family: str) -> None:
     model = tiny(family)
     (prompt,) = prompts_of(4, (35,))
     runner = Runner(model, budget=16)

@@ -143,7 +143,7 @@ def test_sums_along_rows() -> None:
     assert torch.equal(row_cumsum(x)[3:4], row_cumsum(x[3:4]))
 
 
-def test_torchs_operations_become_ours_or_are_refused() -> None:
+def test_torch_operations_are_replaced_or_refused() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(40, 24), torch.nn.GELU(), torch.nn.Linear(24, 40, bias=False)

@@ -44,7 +44,7 @@ def test_runs_stand_in_levels_where_prompts_part() -> None:
     ]
 
 
-def test_only_settled_whole_blocks_are_shared() -> None:
+def test_only_written_whole_blocks_are_shared() -> None:
     tables = tables_of([1, 2, 3], [1, 2, 3])
     assert found(tables, [40, 47]) == [SharedRun(0, 32, (0, 1), 0)]
     assert found(tables, [15, 47]) == []
@@ -61,7 +61,7 @@ def test_a_run_too_short_is_left_to_the_groups_below() -> None:
     ]
 
 
-def test_windows_share_what_all_who_see_it_hold_in_the_same_pages() -> None:
+def test_windows_share_runs_whose_visible_pages_are_equal() -> None:
     runs = [SharedRun(0, 48, (0, 1, 2), 0), SharedRun(48, 80, (0, 1), 1)]
     tables = tables_of([0, 2, 3, 4, 5], [0, 0, 3, 4, 5], [0, 0, 3, 9, 9])
     first = np.array([17, 32, 47])
@@ -82,7 +82,7 @@ def test_short_windows_are_read_by_each() -> None:
     assert not is_worth_sharing(Span("sliding", 128))
 
 
-def test_depth_and_room_limit_what_is_shared() -> None:
+def test_depth_and_capacity_limit_shared_runs() -> None:
     tables = tables_of([1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 5, 6])
     assert [run.level for run in found(tables, [48] * 4, depth=2)] == [0, 1]
     sharing = SharedRuns(4, segments=1, depth=4, device=DEVICE)
@@ -173,7 +173,7 @@ def test_shared_runs_in_windows_give_what_plain_decode_gives_as_they_pass(case: 
     assert some > 1
 
 
-def test_what_an_earlier_step_left_is_nobodys() -> None:
+def test_runs_of_an_earlier_step_are_ignored() -> None:
     """A step of fewer and shorter rows after a longer one, with q as large as before."""
     shape = Shape(8, 2, 64, 64, dtype=torch.float32)
     sharing = SharedRuns(6, 3, segments=4, depth=2, device=DEVICE)

@@ -158,7 +158,7 @@ def token_after_token(sequences: Sequences) -> None:
 
 @pytest.mark.parametrize(("dtype", "kept"), DTYPES, ids=case_name)
 @pytest.mark.parametrize(("name", "options"), CASES, ids=case_name)
-def test_a_sequence_gives_the_same_bits_however_it_is_cut_and_whoever_is_beside_it(
+def test_a_sequence_has_the_same_bits_in_any_chunks_and_any_batch(
     name: str, options: Arguments, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
     sequences = Sequences(name, options, LENGTHS, dtype, kept)
@@ -199,7 +199,7 @@ def test_arguments_that_lie_anywhere_give_the_same_bits(name: str) -> None:
     assert torch.equal(twin[1:], states[1:])
 
 
-def test_steady_rows_are_not_of_float64() -> None:
+def test_batch_invariant_rows_refuse_float64() -> None:
     rule = RULES["linear"]
     p: dict[str, Any] = rule.arguments(2)
     slot = torch.tensor([1])

@@ -64,7 +64,7 @@ def test_without_pages_a_model_computes_what_it_did() -> None:
 
 
 @pytest.mark.parametrize(("family", "called"), [("llama", True), ("qwen3", False)])
-def test_steps_of_single_tokens_take_the_short_way(
+def test_single_token_steps_use_the_fused_cpu_layer(
     family: str, called: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """…and prompts do not; both give the tokens of `generate()`."""
@@ -94,7 +94,7 @@ def test_steps_of_single_tokens_take_the_short_way(
         ("llama", False), ("qwen2", False), ("qwen3", False), ("qwen3", True), ("gemma3_text", True), ("mistral", False),
     ],
 )  # fmt: skip
-def test_single_tokens_to_be_replayed_are_turned_by_who_writes_them(
+def test_replayed_single_tokens_are_rotated_by_the_write(
     family: str, normed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU's way, on a CPU: the same logits as a step that is laid out, and the same pages."""
@@ -151,7 +151,7 @@ class Splitting:
     ("family", "turned"), [("qwen3", True), ("qwen3_moe", True), ("gemma3_text", True), ("llama", False)]
 )
 @pytest.mark.parametrize("cut", [False, True])
-def test_prompts_are_turned_by_who_norms_them(
+def test_prompts_are_rotated_by_the_norm_launch(
     family: str, turned: bool, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU's way, on a CPU: the bits that modules hand to pages themselves, and those that pages hold then."""

@@ -57,7 +57,7 @@ def test_the_kernel_works_out_what_the_oracle_does(columns: int, states: int, sh
         assert torch.equal(found.tables[:, row, :used].cpu(), wanted.tables[:, row, :used])
 
 
-def test_rows_of_nobody_have_page_0_alone_in_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_rows_have_only_page_0_in_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a graph is captured its step runs once, with rows that are nobody's and sharers that may be anybody's."""
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(*shape, 1 << 20, **how))
     numbers = torch.zeros(singles.field_count(2, 0, False), 4, dtype=torch.int32)

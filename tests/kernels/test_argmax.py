@@ -34,7 +34,7 @@ def test_of_equal_ones_it_is_the_first_and_of_none_some_place_inside() -> None:
     assert 0 <= found[3] < 9000
 
 
-def test_who_asks_gets_it_on_any_device() -> None:
+def test_argmax_runs_on_any_device() -> None:
     rows = torch.randn(3, 100, device=DEVICE)
     assert torch.equal(row_argmax(rows), rows.argmax(-1))
     assert torch.equal(row_argmax(rows.T), rows.T.argmax(-1))

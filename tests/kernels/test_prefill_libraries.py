@@ -128,7 +128,7 @@ def test_what_it_does_not_take_stays_with_us(monkeypatch: pytest.MonkeyPatch) ->
     assert PrefillPlan(SHAPE, device=DEVICE, backend="pages").libraries == ()
 
 
-def test_a_window_that_nobody_has_outgrown_is_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_no_row_exceeds_is_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, True)
     fake, window = Fake(), Span("sliding", 64)
     batch = Batch(SHAPE, [30, 20], [5, 20], window)
@@ -137,7 +137,7 @@ def test_a_window_that_nobody_has_outgrown_is_full_attention(monkeypatch: pytest
     assert relative(found[0], batch.expected(Mask(window))[0]) < TOLERANCE[torch.float32]
 
 
-def test_who_fails_while_measured_is_left_out_and_said_so() -> None:
+def test_a_library_that_fails_is_excluded_with_a_warning() -> None:
     result = torch.ones(3), torch.ones(3)
 
     def broken() -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,7 +150,7 @@ def test_who_fails_while_measured_is_left_out_and_said_so() -> None:
 
 
 @pytest.mark.parametrize("wrong", [1.1, math.nan], ids=str)
-def test_who_finds_something_else_is_left_out_and_said_so(wrong: float) -> None:
+def test_a_library_with_other_results_is_excluded_with_a_warning(wrong: float) -> None:
     def slow() -> tuple[torch.Tensor, torch.Tensor]:
         time.sleep(0.01)
         return torch.ones(3), torch.ones(3)
@@ -169,7 +169,7 @@ def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch: pytest.Monke
     assert not libraries._FASTEST
 
 
-def test_classes_tell_sizes_apart_by_factors_of_two() -> None:
+def test_size_classes_differ_by_factors_of_two() -> None:
     def of(starts: list[int], lengths: list[int], softcap: float | None = None) -> object:
         return size_class(SHAPE, torch.float32, FULL, softcap, QueryRows.from_lists(starts, lengths))
 
@@ -180,7 +180,7 @@ def test_classes_tell_sizes_apart_by_factors_of_two() -> None:
     assert of([0, 600], [5000]) != of([0, 600], [5000], 30.0)
 
 
-def test_the_environment_says_which_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_selects_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(libraries.ENVIRONMENT_VARIABLE, "")
     assert installed_libraries() == ()
     installed_libraries.cache_clear()

@@ -49,7 +49,7 @@ def test_a_sharded_folder_gives_the_tokens_it_was_saved_with(family: str, tmp_pa
     assert Runner(loaded).generate(prompts) == expected(model, prompts)
 
 
-def test_weights_come_in_the_dtype_asked_for(tmp_path: Path) -> None:
+def test_weights_have_the_requested_dtype(tmp_path: Path) -> None:
     name = saved(tiny("llama").to(torch.bfloat16), tmp_path)
     assert {weight.dtype for weight in load(name, device="cpu")[0].parameters()} == {torch.bfloat16}
     assert {weight.dtype for weight in load(name, "float32", "cpu")[0].parameters()} == {torch.float32}
@@ -291,7 +291,7 @@ def test_a_device_that_is_not_there_is_named(wrong: torch.device | str) -> None:
     assert choose_device("cpu") == torch.device("cpu")
 
 
-def test_an_engine_of_short_contexts_turns_by_short_frequencies() -> None:
+def test_an_engine_of_short_contexts_uses_short_frequencies() -> None:
     model = tiny("phi3", rope_parameters=LONG, sliding_window=None, original_max_position_embeddings=32)
     prompt = prompts_of(1, (10,))[0]
     wanted = expected(model, [prompt], 8)[0][len(prompt) :]

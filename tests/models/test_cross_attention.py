@@ -27,7 +27,7 @@ from kvloom.models.loading import refusal
 from kvloom.models.paged import ImageGroup
 from kvloom.models.paged.cross_attention import attend_images
 from tests.engine.made_tokenizers import byte_level
-from tests.models.seeing import words
+from tests.models.image_prompts import words
 
 IMAGE, TILES, NEW = 65, 4, 8
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0)
@@ -232,7 +232,7 @@ def test_quantised_pages_of_images_are_read_by_their_scales(kv_dtype: str, error
     assert torch.dist(*found) < error * found[0].norm()
 
 
-def test_text_before_an_image_comes_back_from_a_tier_and_the_image_is_seen_again() -> None:
+def test_text_before_an_image_is_loaded_from_a_tier_and_the_image_is_visible() -> None:
     model = causal(crossing())
     slab = engine_of().layout.slab_bytes
     engine = engine_of(30 * slab, tiers=["host:16MiB"], lower=LowerConfig("always"))
@@ -249,7 +249,7 @@ def test_text_before_an_image_comes_back_from_a_tier_and_the_image_is_seen_again
     engine.close()
 
 
-def test_pages_of_an_image_leave_and_what_stood_behind_it_is_computed_again() -> None:
+def test_evicted_image_pages_and_the_text_after_them_are_recomputed() -> None:
     model = causal(crossing())
     engine = engine_of(30 * engine_of().layout.slab_bytes)
     assert engine.vision is not None

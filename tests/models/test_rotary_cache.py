@@ -43,7 +43,7 @@ def test_angles_that_hang_on_more_than_a_position_stay_as_they_are() -> None:
     assert not fuse_rotary_embedding(torch.nn.Linear(2, 2), 100, torch.zeros(1, 1))
 
 
-def test_another_dtype_or_several_rows_go_the_modules_own_way() -> None:
+def test_another_dtype_or_several_rows_use_the_module() -> None:
     rotary = rotary_of(tiny("llama"))
     wanted = [
         rotary(torch.zeros(1, dtype=kind), torch.arange(6).view(2, 3))

@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
 
-from .seeing import words
-from .test_crossing import IMAGE, Picture, causal, crossing, inputs_of, picture
+from .image_prompts import words
+from .test_cross_attention import IMAGE, Picture, causal, crossing, inputs_of, picture
 from .test_zoo_gpu import TOLERANCE
 
 DEVICE = "cuda"
@@ -53,7 +53,7 @@ def test_tokens_are_hugging_faces_within_rounding() -> None:
 
 
 @pytest.mark.alone
-def test_a_pool_that_finds_its_size_leaves_room_for_the_tower() -> None:
+def test_an_automatic_pool_leaves_memory_for_the_tower() -> None:
     engine = Engine(
         crossing(**WIDER).to(DEVICE, torch.bfloat16), memory_fraction=0.5, token_budget=256, max_running=8
     )

@@ -140,7 +140,7 @@ GRIDS = ((1, 4, 6), (1, 8, 4), (1, 4, 4))
 SIZES = ((8, 12), (16, 4), (8, 8))
 
 
-def seeing(family: str, **changes: Any) -> Any:
+def vision_model(family: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     kind = "llava" if family == "pixtral" else family
     config = transformers.AutoConfig.for_model(kind, **{**TINY[family], **changes})
