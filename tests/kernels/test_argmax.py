@@ -8,7 +8,7 @@ import torch
 from kvloom.kernels.fused import row_argmax
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from kvloom.kernels.fused import triton_argmax as triton_likeliest
+from kvloom.kernels.fused import triton_argmax
 
 from .batches import DEVICE
 
@@ -20,7 +20,7 @@ from .batches import DEVICE
 def test_it_is_what_torch_finds(shape: tuple[int, int], dtype: torch.dtype) -> None:
     wide = torch.randn(shape[0], shape[1] + 8, generator=torch.Generator().manual_seed(shape[1])).to(dtype)
     rows = wide[:, 4 : 4 + shape[1]]  # not dense
-    assert torch.equal(triton_likeliest.row_argmax(rows.to(DEVICE)).cpu(), rows.argmax(-1))
+    assert torch.equal(triton_argmax.row_argmax(rows.to(DEVICE)).cpu(), rows.argmax(-1))
 
 
 def test_of_equal_ones_it_is_the_first_and_of_none_some_place_inside() -> None:
@@ -29,7 +29,7 @@ def test_of_equal_ones_it_is_the_first_and_of_none_some_place_inside() -> None:
     rows[1, [4100, 4099, 2051]] = 3.0
     rows[2] = -torch.inf
     rows[3] = torch.nan
-    found = triton_likeliest.row_argmax(rows.to(DEVICE)).tolist()
+    found = triton_argmax.row_argmax(rows.to(DEVICE)).tolist()
     assert found[:3] == [5, 2051, 0]
     assert 0 <= found[3] < 9000
 

@@ -8,7 +8,7 @@ import torch
 from kvloom.kernels.fused import operations as fused
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from kvloom.kernels.fused import triton_linear, triton_operations as triton_fused
+from kvloom.kernels.fused import triton_linear, triton_operations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + ([torch.bfloat16, torch.float16] if DEVICE == "cuda" else [])
@@ -31,14 +31,14 @@ def close(found: torch.Tensor, wanted: torch.Tensor, slack: float = 4) -> None:
 def test_norms(shape: tuple[int, ...], form: fused.NormForm, dtype: torch.dtype) -> None:
     x, weight = randn(*shape, dtype=dtype), randn(shape[-1], seed=1, dtype=dtype)
     wanted = fused.rms_norm(x.cpu(), weight.cpu(), 1e-6, form).to(DEVICE)
-    close(triton_fused.rms_norm(x, weight, 1e-6, form == "gemma"), wanted)
+    close(triton_operations.rms_norm(x, weight, 1e-6, form == "gemma"), wanted)
 
 
 def test_norms_of_heads_that_lie_apart() -> None:
     joined, weight = randn(6, 512), randn(64, seed=1)
     for part in (joined[:, :256].view(6, 4, 64), joined[None, :, 256:384].view(1, 6, 2, 64).transpose(1, 2)):
         wanted = fused.rms_norm(part.cpu(), weight.cpu(), 1e-5).to(DEVICE)
-        found = triton_fused.rms_norm(part, weight, 1e-5, False)
+        found = triton_operations.rms_norm(part, weight, 1e-5, False)
         assert found.is_contiguous()
         close(found, wanted)
 
@@ -50,14 +50,16 @@ def test_gates(shape: tuple[int, ...], activation: fused.Activation, dtype: torc
     x = 4 * randn(*shape, dtype=dtype)
     # 1 + tanh of what is far below 0 has few digits left.
     close(
-        triton_fused.act_and_mul(x, activation), fused.act_and_mul(x.cpu(), activation).to(DEVICE), slack=64
+        triton_operations.act_and_mul(x, activation),
+        fused.act_and_mul(x.cpu(), activation).to(DEVICE),
+        slack=64,
     )
 
 
 def test_large_gates_do_not_overflow() -> None:
     x = torch.tensor([[-200.0, 200.0, 90.0, 1.0, 1.0, 1.0]], device=DEVICE)
     for activation in ("silu", "gelu_tanh"):
-        close(triton_fused.act_and_mul(x, activation), torch.tensor([[0.0, 200.0, 90.0]], device=DEVICE))
+        close(triton_operations.act_and_mul(x, activation), torch.tensor([[0.0, 200.0, 90.0]], device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -69,7 +71,7 @@ def test_rotary_embeddings(heads: int, kv_heads: int, dim: int, dtype: torch.dty
     cos, sin = randn(1, 5, dim, seed=2, dtype=dtype), randn(1, 5, dim, seed=3, dtype=dtype)
     before = joined.clone()
     wanted = fused.apply_rotary(q.cpu(), k.cpu(), cos.cpu(), sin.cpu())
-    for found, want in zip(triton_fused.apply_rotary(q, k, cos, sin), wanted, strict=True):
+    for found, want in zip(triton_operations.apply_rotary(q, k, cos, sin), wanted, strict=True):
         assert found.transpose(1, 2).is_contiguous()
         close(found, want.to(DEVICE))
     assert torch.equal(joined, before), "the arguments stay as they are"
@@ -100,10 +102,11 @@ def test_norms_before_a_rotation_are_the_bits_of_norms_and_a_rotation(
     norms = two_norms(dim, form, dtype)
     before = q.clone(), k.clone()
     apart = (
-        triton_fused.rms_norm(x, n.weight, n.eps, form == "gemma") for x, n in zip((q, k), norms, strict=True)
+        triton_operations.rms_norm(x, n.weight, n.eps, form == "gemma")
+        for x, n in zip((q, k), norms, strict=True)
     )
-    wanted = triton_fused.apply_rotary(*apart, cos, sin)
-    for found, want in zip(triton_fused.apply_rotary(q, k, cos, sin, norms), wanted, strict=True):
+    wanted = triton_operations.apply_rotary(*apart, cos, sin)
+    for found, want in zip(triton_operations.apply_rotary(q, k, cos, sin, norms), wanted, strict=True):
         assert found.transpose(1, 2).is_contiguous()
         assert torch.equal(found, want)
     assert all(map(torch.equal, (q, k), before)), "the arguments stay as they are"
@@ -122,12 +125,12 @@ def test_two_norms_in_one_launch_are_their_own_bits(
 ) -> None:
     joined = randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype)[:, : heads + kv_heads]
     norms = two_norms(dim, form, dtype)
-    found = triton_fused.rms_norms(joined, heads, norms)
+    found = triton_operations.rms_norms(joined, heads, norms)
     assert found.is_contiguous()
     for x, norm, part in zip(
         joined.split((heads, kv_heads), 1), norms, found.split((heads, kv_heads), 1), strict=True
     ):
-        assert torch.equal(part, triton_fused.rms_norm(x, norm.weight, norm.eps, form == "gemma"))
+        assert torch.equal(part, triton_operations.rms_norm(x, norm.weight, norm.eps, form == "gemma"))
 
 
 def test_norms_that_differ_in_more_than_their_weights_are_taken_one_by_one() -> None:
@@ -148,9 +151,9 @@ def test_norms_that_differ_in_more_than_their_weights_are_taken_one_by_one() -> 
 def test_a_norm_of_a_sum_is_the_bits_of_a_norm(dim: int, form: fused.NormForm, dtype: torch.dtype) -> None:
     x, y = (randn(3, dim, seed=i, dtype=dtype) for i in range(2))
     post, pre = two_norms(dim, form, dtype)
-    found = triton_fused.add_norm(x, y, post, pre)
+    found = triton_operations.add_norm(x, y, post, pre)
     assert found is not None
-    assert torch.equal(found, triton_fused.rms_norm(x, pre.weight, pre.eps, form == "gemma"))
+    assert torch.equal(found, triton_operations.rms_norm(x, pre.weight, pre.eps, form == "gemma"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,7 +173,7 @@ def test_norms_that_are_added(
         for norm in (post, pre)
     ]
     assert on_cpu[0] is not None
-    found = triton_fused.add_norm(here, y, post, pre)
+    found = triton_operations.add_norm(here, y, post, pre)
     wanted = fused.add_norm(there, y.cpu(), on_cpu[0], on_cpu[1])
     close(here, there.to(DEVICE), slack=8)
     assert (found is None) == (wanted is None) == (pre is None)

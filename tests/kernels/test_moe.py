@@ -9,7 +9,7 @@ from kvloom.kernels.fused import Activation
 from kvloom.kernels.moe import Tile, choose_tile, fused_moe, interface as grouped, topk_softmax
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from kvloom.kernels.moe import triton_moe as triton_experts
+from kvloom.kernels.moe import triton_moe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter computes no bf16 as a GPU does")
@@ -80,8 +80,8 @@ def test_pairs_are_put_into_tiles_of_one_expert_each(pairs: int, chunk: int, row
     owners = torch.full((most,), 77777, dtype=torch.int32, device=DEVICE)
     tiles = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     if chunks > 1:
-        triton_experts.count_pairs(index, counts, chunk)
-    triton_experts.order_pairs(index, counts, places, owners, tiles, count, chunk, rows)
+        triton_moe.count_pairs(index, counts, chunk)
+    triton_moe.order_pairs(index, counts, places, owners, tiles, count, chunk, rows)
     used = int(tiles)
     assert used == sum(-(-n // rows) for n in torch.bincount(index.cpu()).tolist()) <= most
     assert (owners[used:] == 77777).all(), "nothing is written beyond the tiles in use"
@@ -130,7 +130,7 @@ def test_the_experts_of_the_largest_odds_are_chosen(
 ) -> None:
     logits = randn(tokens, count, seed=3)
     weights, index = topk_softmax(logits.cpu(), picked, shared, torch.float32)
-    found, chosen = triton_experts.topk_softmax(logits, picked, shared, torch.float32)
+    found, chosen = triton_moe.topk_softmax(logits, picked, shared, torch.float32)
     assert torch.equal(chosen.cpu(), index)
     torch.testing.assert_close(found.cpu(), weights)
     if shared:
@@ -138,7 +138,7 @@ def test_the_experts_of_the_largest_odds_are_chosen(
 
 
 def test_of_equal_odds_each_expert_is_chosen_once() -> None:
-    _, chosen = triton_experts.topk_softmax(torch.zeros(3, 6, device=DEVICE), 4, True, torch.float32)
+    _, chosen = triton_moe.topk_softmax(torch.zeros(3, 6, device=DEVICE), 4, True, torch.float32)
     assert chosen.tolist() == [[0, 1, 2, 3]] * 3
 
 

@@ -754,7 +754,7 @@ def test_rows_that_do_not_fit_the_pages_or_tokens() -> None:
         run([0, 5], 2, 5)
     with pytest.raises(ValueError, match="must rise from 0"):
         run([1, 4], 2)
-    with pytest.raises(ValueError, match="`longest` says 3"):
+    with pytest.raises(ValueError, match="`longest` is 3"):
         run([0, 4], 2, 3)
     with pytest.raises(ValueError, match="must lie in 0"):
         run([0, 4], 3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvloom.engine.engine import Engine
-from kvloom.kernels.fused import triton_operations as triton_fused
+from kvloom.kernels.fused import triton_operations
 from kvloom.models.fusion.fused_attention import GpuFusedAttention
 from kvloom.models.fusion.modules import _FusedDecoderLayer
 from kvloom.models.paged import Work
@@ -76,13 +76,13 @@ def test_logits_are_the_bits_of_separate_launches(
     monkeypatch.setenv("KVLOOM_ATTENTION_LIBRARIES", "")
     engines = engine_of(family, shape, together=True), engine_of(family, shape, together=False)
     normed: list[int] = []
-    own = triton_fused.apply_rotary
+    own = triton_operations.apply_rotary
 
     def rotated(q: torch.Tensor, *rest: Any) -> Any:
         normed.extend([q.shape[2]] if len(rest) > 3 and rest[3] is not None else [])
         return own(q, *rest)
 
-    monkeypatch.setattr(triton_fused, "apply_rotary", rotated)
+    monkeypatch.setattr(triton_operations, "apply_rotary", rotated)
     wanted = run(engines[1])
     assert not normed
     found = run(engines[0])

@@ -94,7 +94,7 @@ def test_random_weights_take_a_folder_or_a_name_that_is_shipped(tmp_path: Path) 
     model, _ = load(str(tmp_path), "float32", "cpu", load_format="random")
     assert len(model.model.layers) == SIZES["num_hidden_layers"]
     assert transformers_config("qwen3-0.6b", "random").num_hidden_layers == 28
-    with pytest.raises(ModelError, match="says what it keeps, not its weights"):
+    with pytest.raises(ModelError, match="describes layers, not weights"):
         transformers_config("qwen2.5-vl-7b", "random")
 
 
@@ -262,7 +262,7 @@ def test_a_config_that_means_something_else_than_was_read_is_refused(monkeypatch
         self.sliding_window = 9
 
     monkeypatch.setattr(modeling_qwen2.Qwen2Attention, "__init__", wider)
-    assert "layer 0 attends with a window of 9, its config says None" in str(refusal(config))
+    assert "layer 0 attends with a window of 9, its config has None" in str(refusal(config))
 
 
 def test_rotary_frequencies_do_not_follow_the_batch() -> None:

@@ -44,8 +44,8 @@ def test_kinds_may_be_kept_in_different_dtypes() -> None:
         ("", r"'' is not known"),
         ("fp8,state=bf16", r"'state' layers keep no K and V; kinds that do: full, sliding, chunked, cross"),
         ({"windowed": "fp8"}, r"'windowed' layers keep no K and V"),
-        ("fp8,int8", r"says twice what all layers"),
-        ("full=fp8,full=int8", r"says twice what full layers"),
+        ("fp8,int8", r"sets all layers twice"),
+        ("full=fp8,full=int8", r"sets full layers twice"),
         ("fp8,sliding=bf16", r"llama has no sliding layers that a KV dtype could be for; it has full"),
     ],
 )
@@ -160,7 +160,7 @@ def test_scales_for_another_dtype_keep_their_range(tmp_path: Path) -> None:
             {"model.layers.0.self_attn.k_scale": torch.ones(3)},
             r"layers\.0\.attention .* has 3 values.* 2 heads",
         ),
-        ({"model.layers.0.self_attn.attn.k_scale": torch.tensor(7.0)}, r"say different things of one layer"),
+        ({"model.layers.0.self_attn.attn.k_scale": torch.tensor(7.0)}, r"are different scales of one layer"),
     ],
 )
 def test_bad_scales_name_their_layer(tmp_path: Path, changed: dict[str, Any], words: str) -> None:

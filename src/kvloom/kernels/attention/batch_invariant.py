@@ -63,7 +63,9 @@ class _BatchInvariantPlan:
     ) -> tuple[int, torch.Tensor, torch.Tensor]:
         """Check the call; return how pages are scaled, and the output buffers."""
         if mask.span != self.span:
-            raise ValueError(f"the plan was made for {self.span}, the mask says {mask.span}")
+            raise ValueError(
+                f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
+            )
         if mask.trees is not None:
             raise ValueError("draft trees have no batch-invariant attention")
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
@@ -125,7 +127,7 @@ class BatchInvariantPrefillPlan(_BatchInvariantPlan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask = mask or Mask(self.span)
         if self._items is None:
-            raise ValueError("call make(starts, lengths) before attend: there is no plan yet")
+            raise ValueError("no step is planned: call make(starts, lengths) before attend")
         scales, out, lse = self._check(q, k, v, tables, mask, k_scale, v_scale, out, lse)
         items = self._items
         if len(items):

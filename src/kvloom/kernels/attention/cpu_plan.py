@@ -50,10 +50,12 @@ class ReferencePlan:
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._rows is None:
-            raise ValueError("call make(starts, lengths) before attend: there is no plan yet")
+            raise ValueError("no step is planned: call make(starts, lengths) before attend")
         mask = mask or Mask(self.span)
         if mask.span != self.span:
-            raise ValueError(f"the plan was made for {self.span}, the mask says {mask.span}")
+            raise ValueError(
+                f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
+            )
         starts, lengths = (x.to(q.device) for x in self._rows)
         found = reference.attend(
             q, k, v, tables[: len(lengths)], starts, lengths, mask, scale, k_scale, v_scale

@@ -143,11 +143,13 @@ class DecodePlan:
         """Return `reference.attend` of the rows of the last `make`, in `out` and `lse` if given."""
         mask = mask or Mask(self.span)
         if mask.span != self.span:
-            raise ValueError(f"the plan was made for {self.span}, the mask says {mask.span}")
+            raise ValueError(
+                f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
+            )
         if mask.spans is not None:
             raise ValueError("image spans belong to prefill; decode rows have none")
         if self._starts is None:
-            raise ValueError("call make(starts, lengths) before attend: there is no plan yet")
+            raise ValueError("no step is planned: call make(starts, lengths) before attend")
         if q.shape[0] > self.sequences * self.queries:
             raise ValueError(
                 f"{q.shape[0]} queries, but the plan has room for {self.sequences * self.queries}"

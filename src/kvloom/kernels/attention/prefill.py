@@ -238,9 +238,11 @@ class PrefillPlan:
     def _check(self, q: torch.Tensor, mask: Mask, tables: torch.Tensor, scale: float | None) -> QueryRows:
         rows = self._rows
         if rows is None:
-            raise ValueError("call make(starts, lengths) before attend: there is no plan yet")
+            raise ValueError("no step is planned: call make(starts, lengths) before attend")
         if mask.span != self.span:
-            raise ValueError(f"the plan was made for {self.span}, the mask says {mask.span}")
+            raise ValueError(
+                f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
+            )
         if mask.trees is not None:
             raise ValueError("draft trees belong to decode; prefill rows have none")
         if scale is not None and not scale > 0:

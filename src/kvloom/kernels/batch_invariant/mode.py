@@ -162,7 +162,7 @@ class BatchInvariant(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = func.decompose(*args, **kwargs)
         if found is NotImplemented:
             raise ValueError(
-                f"this model calls {func}, of which nobody knows that it computes the same whatever the batch: run it "
+                f"this model calls {func}, which is not known to be batch-invariant: run it "
                 "without batch_invariant"
             )
         return found

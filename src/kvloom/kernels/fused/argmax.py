@@ -10,7 +10,7 @@ __all__ = ["row_argmax"]
 def row_argmax(rows: torch.Tensor) -> torch.Tensor:
     """Return the first position of each row's largest value ([rows], int64). A row of NaN gives a valid position."""
     if rows.is_cuda and rows.dim() == 2 and rows.stride(1) == 1 and rows.numel():
-        from . import triton_argmax as triton_likeliest
+        from . import triton_argmax
 
-        return triton_likeliest.row_argmax(rows)
+        return triton_argmax.row_argmax(rows)
     return rows.argmax(-1)

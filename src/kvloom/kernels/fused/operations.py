@@ -62,9 +62,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm =
             f"a weight of {tuple(weight.shape)} does not fit x {tuple(x.shape)} in its last dimension"
         )
     if x.is_cuda and x.stride(-1) == 1:
-        from . import triton_operations as triton_fused
+        from . import triton_operations
 
-        return triton_fused.rms_norm(x, weight, eps, form == "gemma")
+        return triton_operations.rms_norm(x, weight, eps, form == "gemma")
     if cpu.supports(x, weight):
         return cpu.rms_norm(x, weight, eps, form == "gemma")
     if x.dtype == torch.float32:  # no intermediate rounding
@@ -79,9 +79,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm =
 def rms_norms(x: torch.Tensor, first: int, norms: tuple[RMSNorm, RMSNorm]) -> torch.Tensor:
     """Apply one norm to the `first` heads of x, the other norm to the rest."""
     if x.is_cuda and x.stride(-1) == 1 and _fuse_in_one_launch(norms, x):
-        from . import triton_operations as triton_fused
+        from . import triton_operations
 
-        return triton_fused.rms_norms(x, first, norms)
+        return triton_operations.rms_norms(x, first, norms)
     return torch.cat((norms[0](x[:, :first]), norms[1](x[:, first:])), 1)
 
 
@@ -96,9 +96,9 @@ def act_and_mul(x: torch.Tensor, activation: Activation = "silu") -> torch.Tenso
     if x.shape[-1] % 2:
         raise ValueError(f"rows of {x.shape[-1]} have no halves")
     if x.is_cuda and x.is_contiguous():
-        from . import triton_operations as triton_fused
+        from . import triton_operations
 
-        return triton_fused.act_and_mul(x, activation)
+        return triton_operations.act_and_mul(x, activation)
     if cpu.supports(x):
         return cpu.act_and_mul(x, activation == "gelu_tanh")
     gate, up = x.chunk(2, -1)
@@ -115,9 +115,9 @@ def add_norm(
             f"x {tuple(x.shape)}, y {tuple(y.shape)} and a weight of {tuple(post.weight.shape)} do not fit together"
         )
     if x.is_cuda and x.is_contiguous() and y.is_contiguous():
-        from . import triton_operations as triton_fused
+        from . import triton_operations
 
-        return triton_fused.add_norm(x, y, post, pre)
+        return triton_operations.add_norm(x, y, post, pre)
     x += post(y)
     return None if pre is None else pre(x)
 
@@ -163,9 +163,9 @@ def apply_rotary(
     if norms is not None and not (launched and _fuse_in_one_launch(norms, q)):
         q, k, norms = norms[0](q), norms[1](k), None
     if launched:
-        from . import triton_operations as triton_fused
+        from . import triton_operations
 
-        return triton_fused.apply_rotary(q, k, cos, sin, norms)
+        return triton_operations.apply_rotary(q, k, cos, sin, norms)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
 

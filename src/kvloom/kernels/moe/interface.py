@@ -162,9 +162,9 @@ def topk_softmax(
     if logits.ndim != 2 or not 0 < picked <= logits.shape[1]:
         raise ValueError(f"{picked} experts of logits {tuple(logits.shape)}: at least 1, at most each row's")
     if logits.is_cuda:
-        from . import triton_moe as triton_experts
+        from . import triton_moe
 
-        return triton_experts.topk_softmax(logits.contiguous(), picked, shared, dtype)
+        return triton_moe.topk_softmax(logits.contiguous(), picked, shared, dtype)
     weights, index = functional.softmax(logits.float(), -1).topk(picked, -1)
     if shared:
         weights = weights / weights.sum(-1, keepdim=True)

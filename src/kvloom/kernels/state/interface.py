@@ -260,7 +260,7 @@ def _check_values(tokens: int, rows: StateRows, pages: int) -> None:
         raise ValueError(f"starts {starts} must rise from 0 to at most {tokens} tokens")
     longest = max(b - a for a, b in pairwise(starts))
     if longest > rows.longest:
-        raise ValueError(f"a row of {longest} tokens, but `longest` says {rows.longest}: raise it")
+        raise ValueError(f"a row has {longest} tokens, but `longest` is {rows.longest}: raise it")
     for name, slots in (("read", rows.read), ("write", rows.write)):
         low, high = int(slots.min()), int(slots.max())
         if low < 0 or high >= pages:

@@ -40,7 +40,7 @@ def choose_device(named: torch.device | str | None) -> torch.device:
     try:
         device = torch.device(named or ("cuda" if gpus else "cpu"))
     except RuntimeError:
-        raise ValueError(f"{named!r} is no device; give cpu, cuda or cuda:N") from None
+        raise ValueError(f"{named!r} is not a device; give cpu, cuda or cuda:N") from None
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise ValueError(
             f"there is no device {str(device)!r} here: torch sees {gpus} GPUs; give cpu, or leave it out"
@@ -106,7 +106,7 @@ def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{model!r} is no folder, and cannot be had from the hub: {_first_line(error)}"
+            f"{model!r} is not a folder, and the hub has no such model: {_first_line(error)}"
         ) from error
 
 
@@ -146,7 +146,7 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
         raise ModelError(f"{source}: transformers cannot read this config: {_first_line(error)}") from error
     if "vocab_size" not in fields.get("text_config", fields):
         raise ModelError(
-            f"{source}: the shipped config says what it keeps, not its weights: give a whole config.json"
+            f"{source}: the shipped config describes layers, not weights: give a whole config.json"
         )
     return text  # also for multimodal models: only the text part is described
 

@@ -86,7 +86,7 @@ def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
         raise ModelError(_no_registry_call(model))
     faults = cache.faults or _differences(cache, layers())
     if faults:
-        raise ModelError(f"{type(model).__name__} cannot run on our pages: {faults[0]}")
+        raise ModelError(f"{type(model).__name__} cannot run on pages: {faults[0]}")
 
 
 def _record_run(model: Any) -> RecordingCache:
@@ -111,13 +111,13 @@ def _record_run(model: Any) -> RecordingCache:
     except Exception as error:
         calls = cache.states or calls_registry(model)
         raise ModelError(
-            f"{name} cannot run on our pages: {_explain(error)}" if calls else _no_registry_call(model)
+            f"{name} cannot run on pages: {_explain(error)}" if calls else _no_registry_call(model)
         ) from error
     return cache
 
 
 def _no_registry_call(model: Any) -> str:
-    return f"{type(model).__name__} never calls the attention registry, so that its memory cannot be ours"
+    return f"{type(model).__name__} never calls the attention registry, so it cannot run on pages"
 
 
 def _record_attention(
@@ -135,7 +135,7 @@ def _record_attention(
     unknown = {word for word, given in keywords.items() if given is not None} - KNOWN_KEYWORDS
     if unknown:
         raise ModelError(
-            f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not known here"
+            f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not supported"
         )
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} makes an attention mask of its own")
@@ -148,7 +148,7 @@ def _record_attention(
 def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())[:200]
     if isinstance(error, AttributeError) and isinstance(error.obj, RecordingCache):
-        return f"it asks its cache for {error.name}, which ours has not"
+        return f"it calls {error.name} of its cache, which is not supported"
     if "meta" in text:
         return f"it looks at values while it runs, so that it cannot be examined without weights ({text})"
     return f"{type(error).__name__}: {text}"
@@ -177,14 +177,14 @@ def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list
             kept = {field.name: torch.Size(field.shape) for field in states[index].fields}
             if kept != found:
                 faults.append(
-                    f"layer {index} keeps a state of {_shapes(found)}, its config says {_shapes(kept)}"
+                    f"layer {index} keeps a state of {_shapes(found)}, its config has {_shapes(kept)}"
                 )
     return faults
 
 
 def _layer_mismatches(what: str, found: set[int], wanted: set[int]) -> list[str]:
     return [
-        f"layer {index} {'keeps' if index in found else 'keeps no'} {what}, unlike its config says"
+        f"layer {index} {'keeps' if index in found else 'keeps no'} {what}, unlike its config"
         for index in sorted(found ^ wanted)
     ]
 
@@ -198,12 +198,12 @@ def _token_faults(
     else:
         wanted, found = [*fields["k"], *fields["v"]], [key[1], key[3], value[1], value[3]]
     if wanted != found:
-        return [f"layer {index} writes heads and sizes {found} for each token, its config says {wanted}"]
+        return [f"layer {index} writes heads and sizes {found} for each token, its config has {wanted}"]
     if len(windows) != 1:
         calls = f"{len(windows)} times" if windows else "never"
         return [f"layer {index} calls the attention registry {calls}"]
     if windows[0] != _window(spec):
-        return [f"layer {index} attends with a window of {windows[0]}, its config says {_window(spec)}"]
+        return [f"layer {index} attends with a window of {windows[0]}, its config has {_window(spec)}"]
     return []
 
 

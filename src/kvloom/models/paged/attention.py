@@ -88,7 +88,7 @@ def attend(
     unknown = {name for name, given in keywords.items() if given is not None} - IGNORED
     if unknown:
         raise ModelError(
-            f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not known here"
+            f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not supported"
         )
     if pages is None:
         raise ModelError("attention was called without pages: run the model through kvloom")
@@ -123,7 +123,7 @@ def install(model: Any, context: int | None = None) -> None:
         wrap_mixer(module)
     if not recurrent and not calls_registry(model):
         raise ModelError(
-            f"{type(model).__name__} never calls the attention registry, so that its memory cannot be ours"
+            f"{type(model).__name__} never calls the attention registry, so it cannot run on pages"
         )
     for module in model.modules():
         wrap_cross_attention(module)

@@ -144,7 +144,7 @@ def _tensors(path: Path) -> tuple[dict[tuple[int, str], tuple[str, torch.Tensor]
                     tensor = opened.get_tensor(name)
                     if key in found and not torch.equal(found[key][1], tensor):
                         raise ModelError(
-                            f"{path}: {found[key][0]} and {name} say different things of one layer"
+                            f"{path}: {found[key][0]} and {name} are different scales of one layer"
                         )
                     found[key] = name, tensor
         except (SafetensorError, OSError) as error:

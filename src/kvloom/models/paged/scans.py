@@ -171,7 +171,7 @@ def lightning_forward(
     """
     qkv = module.act_fn(module.qkv_proj(hidden[0])).view(len(hidden[0]), module.num_attention_heads, -1)
     query, key, value = (part.contiguous() for part in qkv.chunk(3, -1))
-    states = past_key_values.fields["lightning_forward"]
+    states = past_key_values.fields["lightning"]
     y = mamba2_scan(value, None, -module.slope_rate.flatten(), key, query, states, past_key_values.rows)
     gate = torch.sigmoid(module.output_gate(hidden))
     return module.out_proj(gate * module.norm(y.flatten(1)[None])), None

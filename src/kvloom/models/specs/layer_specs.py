@@ -115,7 +115,7 @@ def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
         if equals and kind not in KV_KINDS:
             raise ModelError(f"{kind!r} layers keep no K and V; kinds that do: {', '.join(KV_KINDS)}")
         if kind in by_kind or (not equals and every):
-            raise ModelError(f"KV dtype {given!r} says twice what {kind or 'all'} layers are kept in")
+            raise ModelError(f"KV dtype {given!r} sets {kind or 'all'} layers twice")
         if equals:
             by_kind[kind] = dtype
         else:
