@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from kvloom.kernels.attention import (  # noqa: E402
     PrefillPlan,
     prefill,
-    prefill_cudnn as prefill_batches,
+    prefill_cudnn,
     prefill_launch,
 )
 
@@ -340,8 +340,8 @@ def batched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         out = scores.softmax(3) @ v.float().repeat_interleave(group, 1)
         return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(3)
 
-    actual = prefill_batches.cudnn_attend
-    monkeypatch.setattr(prefill_batches, "cudnn_attend", attend)
+    actual = prefill_cudnn.cudnn_attend
+    monkeypatch.setattr(prefill_cudnn, "cudnn_attend", attend)
     return sizes
 
 

@@ -393,5 +393,5 @@ class PrefillPlan:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 16  # the interpreter: enough to cut what is long
+        return 16  # the interpreter: enough to split long rows
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Prefill over gathered K and V: the copies out of pages, attention by tensor descriptors, and the way out of batches.
+"""Prefill over gathered K and V: copies out of pages, attention by tensor descriptors, and merging of batches.
 
-Rows and blocks are those of `triton_prefill.py`; the host's int32 lists define the copies and the visible tokens. Knows no
-plans and no choice between the kernels.
+Rows and blocks are those of `triton_prefill`; the host's int32 lists define copies and visible tokens. Knows no plans.
 
 | list    | fields                                                                                      |
 |---------|---------------------------------------------------------------------------------------------|

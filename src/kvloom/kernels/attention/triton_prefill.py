@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Prefill over pages: attention of blocks of query rows, and the joining of blocks that were cut.
+"""Prefill over pages: attention of blocks of query rows, and joining of split blocks.
 
-A row is one query head of one query token; the rows of a sequence that read one KV head stand in line by token (row
+A row is one query head of one query token; the rows of a sequence that read one KV head are ordered by token (row
 = token * GROUP + head in group), and a block is BM of them. Which blocks there are, which tokens each sees, and
 which are split, is given by int32 lists of the host. Knows no plans and no choice between the kernels.
 

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Attention over pages by tiles of the work list: decode, draft trees and shared prefixes alike.
+"""Attention over pages by tiles of the work list: decode, draft trees and shared runs.
 
-One program walks its stretch of the line (`triton_worklist.py`), tile after tile, unit after unit (`triton_units.py`), with a
-running softmax. Knows no cache, no owners of tables, and no choice between kernels.
+One program processes its stretch of the line (`triton_work_list`), tile by tile, unit by unit (`triton_units`), with a
+running softmax. Knows no cache and no choice between kernels.
 """
 
 from __future__ import annotations
@@ -80,9 +80,11 @@ def attend_tiles(
     PHASES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, SMALL: tl.constexpr,
     BESIDE: tl.constexpr, NATIVE: tl.constexpr, TOLL: tl.constexpr,
 ):  # fmt: skip
-    """One head's part of a lane's stretch. `SHARED`: the queries are listed in MEMBERS, else they follow one another
-    in q. `SCALES`: 0 none, 1 one a head, 2 one a token and head. `DIRECT`: whole tiles go to OUT. `PHASES`: units
-    that every row sees whole go unmasked (worth it where putting aside what was not written costs arithmetic)."""
+    """One head's part of a lane's stretch. `SHARED`: queries are listed in MEMBERS, else they are consecutive in q.
+
+    `SCALES`: 0 none, 1 one a head, 2 one a token and head. `DIRECT`: whole tiles go to OUT. `PHASES`: units that every row sees
+    run unmasked, which pays where masking unwritten values costs arithmetic.
+    """
     if OVERLAP:
         launch_dependents()
     head = tl.program_id(0) % HEADS

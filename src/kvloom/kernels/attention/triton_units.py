@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """One unit of attention: some tokens of a table row against a tile's query rows, added to a running softmax.
 
-Two ways: `step` for pages of 16 and 32 bits (and of 8, turned to 16 in registers), `step_8bit` for pages whose 8 bits go to
-the tensor cores as they are. Knows no segments, no lanes and no outputs.
+`step` is for pages of 16 and 32 bits (and of 8, converted to 16 in registers), `step_8bit` for 8-bit pages that go to the
+tensor cores directly. Knows no segments, no lanes and no outputs.
 """
 
 from __future__ import annotations
@@ -140,11 +140,11 @@ def step(
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr,
 ):  # fmt: skip
-    """One unit: `BN` tokens at `t` against the tile's rows. `ok` are the tokens that exist, in [lo, hi); `BOUNDS` says which
-    of the rows' own bounds to look at (1 last token, 2 first token); without CHECK every row sees every token.
+    """One unit: `BN` tokens at `t` against the tile's rows. `ok` are the tokens that exist, in [lo, hi).
 
-    Few rows (SMALL) stand in columns, scores being [tokens, rows]: tokens then fill the tall side that tensor cores
-    want, and K and V go to them from shared memory without passing registers.
+    `BOUNDS` selects which of a row's bounds to check (1 last token, 2 first token); without CHECK every row sees every token.
+    Few rows (SMALL) are columns, with scores [tokens, rows]: tokens fill the tall side of the tensor cores, which then read K
+    and V from shared memory without registers.
     """
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
@@ -273,9 +273,11 @@ def step_8bit(
     BM: tl.constexpr, BN: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr, CHECK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """`step` for few rows over pages of 8 bits whose tokens are dense in V: K and V go to the tensor cores as they
-    are, and queries and weights come in two parts of 8 bits each, side by side, so that nothing is lost by it. `q_size` is
-    what the products of queries and keys count for; `weight` grows MOST times too large, the sums MOST * LOW times."""
+    """`step` for few rows over 8-bit pages whose tokens are dense in V: the tensor cores read K and V directly.
+
+    Queries and weights are two 8-bit parts each, so no precision is lost. `q_size` scales the products of queries and keys;
+    `weight` is MOST times too large, the sums MOST * LOW times.
+    """
     page = load_pages(TABLE, t, ok, lo, right, PAGE, PAGE >= 64, CHECK)
     slot = t % PAGE
     k_at = page * k_page + slot * k_token

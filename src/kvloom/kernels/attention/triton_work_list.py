@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""The work list on the device: segments cut into tiles and units, dealt out evenly, and pieces joined again.
+"""The work list on the device: segments divided into tiles and units, distributed evenly, and partial results joined.
 
-A segment is a run of tokens [lo, hi) of one table row and the queries that read it. It is cut into tiles of `BM`
-query rows (a row being one query head of one query token), and each tile into units of `BN` tokens. All units of
-all tiles stand in one line, and every lane takes an equal stretch of it, for each KV head one program:
+A segment is a run of tokens [lo, hi) of one table row and the queries that read it. It is divided into tiles of `BM` query
+rows (a row is one query head of one query token), and each tile into units of `BN` tokens. All units of all tiles form one
+line; every lane takes an equal stretch of it, with one program per KV head:
 
     segment 0          segment 1                    segment 2
     |tile 0 |tile 1 |  |tile 0        |tile 1    …
     |---- lane 0 ---|---- lane 1 ---|---- lane 2 ---|        stretch = ceil(units / lanes)
 
-The heads of a lane run side by side, so that pages are read whole. A tile counts for TOLL units more than it has:
-what it costs to begin one. A tile that one lane holds whole goes straight to the output; pieces of others go to
-`slot = tile + lane` (both grow along the line, so no two pieces meet), and a merge joins them by their log-sum-exp.
-The list is made on the device from the lengths, so that a captured graph fits any lengths.
+The heads of a lane run together, so that pages are read whole. A tile counts TOLL units more than it has, the cost of
+starting it. A tile inside one lane is written to the output; parts of other tiles go to `slot = tile + lane` (both grow
+along the line, so slots are distinct), and a merge joins them by log-sum-exp. The list is made on the device from lengths,
+so a captured graph fits any lengths.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ def _lay_out(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Put the segments that have work in line (`places`: where each stands, -1 for none), and say in which of them
-    each lane's stretch begins."""
+    """Order the segments that have work (`places`: index of each, -1 for none), and find the segment where each lane begins."""
     some = ok & (hi > lo) & (count > 0)
     units = tl.where(some, tl.cdiv(hi - lo // PAGE * PAGE, BN) + TOLL, 0)
     tiles = tl.where(some, tl.cdiv(count * GROUP, BM), 0)

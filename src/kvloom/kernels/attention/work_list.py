@@ -65,7 +65,7 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
                 height, 64 if shape.latent and shape.dtype.itemsize == 2 else 32, 8, 2, processors, 2, 1
             )
         if beside and rows <= 128 and shape.dtype.itemsize == 2:
-            # One tile reads all: what is under way counts.
+            # One tile reads everything: bytes in flight decide.
             return Tile(height, height // 2, height // 16, 5, processors, 2, 1, 168)
         return Tile(height, 64, height // 16, 3, processors, 2, 1, 168)
     if shape.dtype in QUANTISED_DTYPES:
@@ -165,7 +165,7 @@ class LayerCall:
         turned, small = v.stride(3) != 1, tile.rows < 64
         # Tall tiles are bound by arithmetic, of which masks are a part.
         clear = turned or (members is not None and not small and max(shape.k_dim, shape.v_dim) <= 128)
-        # Tensor cores take 8 bits as they are, 32 at a time along what is summed.
+        # Tensor cores read 8-bit values directly, 32 at a time along the summed axis.
         native = (
             shape.dtype in QUANTISED_DTYPES
             and turned

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
-"""One Triton kernel that moves rows of bytes, 16 at a time, between any two places the device can reach.
+"""One Triton kernel that copies rows of bytes, 16 at a time, between device memory and pinned host memory.
 
-Device memory or pinned host memory (which the device reads and writes over the link). Knows strides and ids, no
-pages and no streams: it launches on the current one.
+Knows strides and ids, no pages; launches on the current stream.
 """
 
 from __future__ import annotations

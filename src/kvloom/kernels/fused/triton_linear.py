@@ -1,8 +1,8 @@
-"""One row times a matrix, for a token that is alone: every weight is read once, so this is a matter of bytes in flight.
+"""One row times a matrix, for a single token: every weight is read once, so bytes in flight decide the speed.
 
-A program takes BN rows of the weight and walks along them, BK columns at a time, with partial sums side by side until the end.
-It asks for its first weights before it waits for the launch ahead of it, whose results it needs only then. What stands before
-a product (a norm, a gate) is not done here: every program would do all of it again. Shapes are checked by the caller.
+A program takes BN rows of the weight, BK columns at a time, with partial sums until the end. It loads its first weights
+before it waits for the previous launch. A norm or gate before the product is not fused: every program would repeat it. The
+caller checks shapes.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"

@@ -1,8 +1,7 @@
-"""Triton kernels of `fused.py`: a row, or a few, a program; all arithmetic in float32, rounded where modeling code rounds.
+"""Triton kernels of `operations.py`: one or a few rows a program; float32 arithmetic, rounded where modeling code rounds.
 
-Where rounded products are added up (`enable_fp_fusion=False`), a compiler would see products and sums of short numbers, and
-make them one operation that rounds once. Norms do without it everywhere, and every kernel sums a row of 16-bit numbers in the
-same order: which of them took it shows in no bit.
+`enable_fp_fusion=False` keeps the compiler from joining a rounded product and a sum into one operation with one rounding.
+Every kernel sums a row of 16-bit values in the same order, so all give the same bits.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
@@ -110,7 +109,7 @@ def act(gate, TANH: tl.constexpr):
     """SiLU, or tanh's GELU."""
     if TANH:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        # tanh by the exponential of what is not positive, which cannot overflow
+        # tanh by the exponential of a non-positive value, which cannot overflow
         e = tl.exp(-2.0 * tl.abs(inner))
         t = (1.0 - e) / (1.0 + e)
         acted = 0.5 * gate * (1.0 + tl.where(inner < 0, -t, t))

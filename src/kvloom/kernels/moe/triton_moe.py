@@ -1,4 +1,4 @@
-"""Triton kernels of `fused_moe.py`: pairs put in order, two grouped matrix products, the sum; and the choice of experts.
+"""Triton kernels of `interface.py`: pairs sorted by expert, two grouped matrix products, the sum; and top-k routing.
 
     order   pair p = token * picked + j goes to rows[first[expert] * M + rank], its expert's tiles of M rows each
     up      hidden[row] = act(x[token] @ gate.T) * (x[token] @ up.T)      a program: one tile of rows, N columns of each half
@@ -119,7 +119,7 @@ def _gate_up_kernel(
     gate = gate.to(kind).to(tl.float32)
     if TANH:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        # tanh by the exponential of what is not positive, which cannot overflow
+        # tanh by the exponential of a non-positive value, which cannot overflow
         e = tl.exp(-2.0 * tl.abs(inner))
         t = (1.0 - e) / (1.0 + e)
         acted = 0.5 * gate * (1.0 + tl.where(inner < 0, -t, t))

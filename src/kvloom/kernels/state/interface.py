@@ -26,7 +26,7 @@ from itertools import pairwise
 
 import torch
 
-from . import reference as state_reference
+from . import reference
 from .rows import STEP_TOKENS, StateRows, check_states, check_tokens
 
 __all__ = [
@@ -74,7 +74,7 @@ def causal_conv(
         states=_as_is(states),
     )
     if _plain(x, rows, states):
-        return state_reference.causal_conv(x, weight, bias, silu, states, rows)
+        return reference.causal_conv(x, weight, bias, silu, states, rows)
     from . import triton_conv
 
     return triton_conv.causal_conv(x, weight, bias, silu, states, rows)
@@ -92,7 +92,7 @@ def linear_scan(
     check_states(states, (x.shape[1],), "states")
     check_tokens(rows, x=(x, tuple(x.shape)), log_decay=(log_decay, tuple(x.shape)), states=_as_is(states))
     if _plain(x, rows, states):
-        return state_reference.linear_scan(x, log_decay, states, rows)
+        return reference.linear_scan(x, log_decay, states, rows)
     from . import triton_scan
 
     return triton_scan.linear_scan(x, log_decay, states, rows)
@@ -139,7 +139,7 @@ def mamba1_scan(
         states=_as_is(states),
     )
     if _plain(x, rows, states):
-        return state_reference.mamba1_scan(x, dt, a, b, c, d, z, dt_bias, softplus, states, rows)
+        return reference.mamba1_scan(x, dt, a, b, c, d, z, dt_bias, softplus, states, rows)
     from . import triton_scan
 
     return triton_scan.mamba1_scan(x, dt, a, b, c, d, z, dt_bias, softplus, states, rows)
@@ -186,7 +186,7 @@ def mamba2_scan(
         states=_as_is(states),
     )
     if _plain(x, rows, states):
-        return state_reference.mamba2_scan(x, dt, a, b, c, d, z, dt_bias, softplus, limits, states, rows)
+        return reference.mamba2_scan(x, dt, a, b, c, d, z, dt_bias, softplus, limits, states, rows)
     from . import triton_ssd
 
     return triton_ssd.mamba2_scan(x, dt, a, b, c, d, z, dt_bias, softplus, limits, states, rows)
@@ -230,7 +230,7 @@ def delta_rule(
     )
     scale = dk**-0.5 if scale is None else scale
     if _plain(v, rows, states):
-        return state_reference.delta_rule(q, k, v, g, beta, scale, normalise, states, rows)
+        return reference.delta_rule(q, k, v, g, beta, scale, normalise, states, rows)
     from . import triton_delta
 
     return triton_delta.delta_rule(q, k, v, g, beta, scale, normalise, states, rows)

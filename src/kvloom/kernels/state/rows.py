@@ -1,21 +1,20 @@
-"""Which tokens belong to which recurrent state: the packed rows of one step, and the checks they must pass.
+"""The packed rows of one step of recurrent layers, and their checks. Knows nothing of a state's contents.
 
-Knows nothing of a state's contents. Rows are built once a step and read by every layer of one table.
+Rows are built once a step and read by every layer of one table.
 
-| field   | shape           | meaning                                                                       |
-|---------|-----------------|-------------------------------------------------------------------------------|
-| starts  | [sequences + 1] | where each row's tokens begin, from 0 on; equal bounds: an empty row          |
-| read    | [sequences]     | the page a row's first state is in; 0: it begins from zeros                   |
-| write   | [sequences]     | the page its last state goes to; 0: it is not kept. It may be the read page   |
-| fresh   | [sequences]     | true: begins from zeros whatever `read` says (a page that was never written)  |
-| longest | host int        | no row has more tokens than this; up to STEP_TOKENS, rows run as decode steps |
-| batch_invariant | host bool       | the same bits however a sequence is cut into rows, and whatever rows run beside |
+| field           | shape           | meaning                                                                       |
+|-----------------|-----------------|-------------------------------------------------------------------------------|
+| starts          | [sequences + 1] | where each row's tokens begin, from 0 on; equal bounds: an empty row          |
+| read            | [sequences]     | the page of a row's first state; 0: it begins from zeros                      |
+| write           | [sequences]     | the page of its last state; 0: it is not kept. May be the read page           |
+| fresh           | [sequences]     | true: begins from zeros despite `read` (a page that was never written)        |
+| longest         | host int        | most tokens of a row; up to STEP_TOKENS, rows run as decode steps             |
+| batch_invariant | host bool       | the same bits in any chunks of a sequence, and in any batch                   |
 
-Rows run in parallel, so a page that one row writes must not be read or written by another row of the call: the
-caller splits a prompt at its snapshots, one call for each part. An empty row's last
-state is its first. `batch_invariant` rows run token by token however long they are, and a state is rounded to its page's dtype after
-every token, as if it had been put there and fetched again. Decode steps run faster in a call of their own than beside long
-rows. Outputs of tokens past the last start are undefined.
+Rows run in parallel, so a page that one row writes must not be read or written by another row of the call: the caller splits
+a prompt at its snapshots, one call for each part. An empty row's last state is its first. Batch-invariant rows run token by
+token, and a state is rounded to its page's dtype after every token. Decode steps run faster in a call of their own than
+beside long rows. Outputs of tokens past the last start are undefined.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 __all__ = ["STEP_TOKENS", "StateRows", "check_states", "check_tokens"]
 
 STEP_TOKENS = 8
-"""Rows of at most so many tokens (decode, verification of a draft) run token by token, in one pass over the state."""
+"""Rows of at most this many tokens (decode, draft verification) run token by token, in one pass over the state."""
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -3,7 +3,7 @@
 """The causal convolution in Triton: one program for each chunk of a row and block of channels.
 
 Only the program of a row's first chunk touches the row's page: it reads the old inputs, and writes the new ones
-straight from x once it has. So a page can be read and written in one call, however many chunks run beside it. An output is
+from x afterwards. So one call can read and write a page, however many chunks run in parallel. An output is
 one thread's sum over the taps: batch-invariant rows need no loop over tokens here, only a fixed order.
 """
 

@@ -14,8 +14,8 @@ Both products by T need no state, so they are made for all chunks side by side, 
 | output_kernel | a chunk, a head, some columns        | y, all chunks side by side                               |
 | decode_kernel | a row, a head, some columns          | y and the last state, token by token                     |
 
-Where every channel decays on its own (Kimi) the pairs of a chunk are no plain product: such rows run token by token. So do
-batch-invariant rows, of any length.
+With one decay per channel (Kimi) the pairs of a chunk are not a plain product: such rows run token by token, as do
+batch-invariant rows of any length.
 """
 
 from __future__ import annotations

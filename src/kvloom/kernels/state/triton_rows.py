@@ -1,11 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""What the Triton kernels of recurrent layers share: finding a program's row, its pages, and small functions.
+"""Common parts of the recurrent kernels: finding a program's row, its pages, and small functions.
 
-A long call has one program per chunk of each row; the host does not know how many chunks there are.
-Row s has its chunks from place `starts[s] // CHUNK + s` on: places of two rows never meet, there are at most
-`tokens // CHUNK + sequences` of them, and a program finds its row by counting. So the grid depends on sizes
-alone, and a captured graph fits any lengths.
+A long call has one program per chunk of each row; the host does not know how many chunks there are. Row s has its chunks from
+place `starts[s] // CHUNK + s` on: places are distinct, at most `tokens // CHUNK + sequences`, and a program finds its row by
+counting. So the grid depends only on sizes, and a captured graph fits any lengths.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 """Scans whose state is one vector a channel (Mamba-1, RG-LRU) in Triton: channels in parallel, time in a loop.
 
-With rows enough to fill the device, a program walks a whole row for a block of channels. A few long rows are cut
-in time as well, and walked twice:
+With enough rows to fill the device, a program processes a whole row for a block of channels. A few long rows are split
+in time as well, and processed twice:
 
     SUMMARY   every chunk from zeros             →  its last state, the sum of its steps
     pass      along the chunks of a row          →  every chunk's first state, the row's last
     OUTPUTS   every chunk from its first state   →  y
 
-Steady rows are walked whole, by as many channels a program as in a decode step.
+Batch-invariant rows are processed whole, with as many channels a program as in a decode step.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def pass_kernel(
     N: tl.constexpr, N_UP: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, LINEAR: tl.constexpr,
     FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Turn every chunk's last state (from zeros) into its first state, in place; a thread owns what it turns."""
+    """Turn every chunk's last state (from zeros) into its first state, in place; each thread owns its elements."""
     row = tl.program_id(0)
     _, length = row_of(starts, row)
     place = first_place(starts, row, TOKENS).to(tl.int64)

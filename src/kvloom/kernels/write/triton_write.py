@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""The kernel that appends K and V to pages: one launch turns, quantises and stores both, and turns q.
+"""The kernel that writes K and V to pages: one launch rotates, quantises and stores both, and rotates q.
 
-A row is one head of one token. Programs take `ROWS` (q: `Q_ROWS`) rows each, heads side by side as they lie in memory:
+A row is one head of one token. Programs take `ROWS` (q: `Q_ROWS`) rows each, in memory order of heads:
 
     programs   | K rows …       | V rows …       | q rows …       |      each part: cdiv(tokens * heads, rows)
-    a row      | turned: a, b of each pair (WIDE lanes) | the rest as it is (REST lanes) |   (the other way with a tail)
+    a row      | rotated: a, b of each pair (WIDE lanes) | the rest unchanged (REST lanes) |   (reversed with a tail)
 
-Nothing here looks at a value on the host, so a captured graph fits any slots. Shapes are checked by the caller.
+The host reads no value, so a captured graph fits any slots. The caller checks shapes.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _append(
         a, b = _rotate(
             a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE, ROUNDED, new.dtype.element_ty
         )  # fmt: skip
-        # Rounded as if it had been turned before the call: fusing changes nothing that is stored.
+        # Rounded as if rotated before the call: fusing changes no stored value.
         a = a.to(new.dtype.element_ty).to(tl.float32)
         b = b.to(new.dtype.element_ty).to(tl.float32)
     inverse = tl.full([ROWS], 1.0, tl.float32)
@@ -362,7 +362,7 @@ def write(
     tile, warps = (TILE, 4) if much else (SMALL_TILE, 2)
     rows, q_rows = max(1, tile // k_width), max(1, tile // q_width)
     programs = triton.cdiv(tokens * heads, rows) * parts + triton.cdiv(tokens * q_heads, q_rows)
-    # What is absent is never read: any tensor stands for it.
+    # Absent tensors are never read: any tensor replaces them.
     v, v_pages = (k, k_pages) if v is None or v_pages is None else (v, v_pages)
     q_out = q if q_out is None else q_out
     q, q_out = (k, k) if q is None or q_out is None else (q, q_out)

@@ -51,7 +51,7 @@ def _operation(
 ) -> torch.Tensor:
     """`Pages.attend` as one operation of a compiler's graph. It modifies the pool, which no graph sees.
 
-    It reads only what it wrote itself, or what an operation before it wrote, on whose result its queries depend.
+    It reads only its own writes and those of earlier operations on whose results its queries depend.
     """
     found = PAGES_BY_HANDLE[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)
     return found.contiguous()

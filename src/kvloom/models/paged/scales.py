@@ -75,7 +75,7 @@ def checkpoint_of(model: Any) -> Path:
     name = str(getattr(model.config, "_name_or_path", "") or "")
     if name and Path(name).is_dir():
         return Path(name)
-    if name.count("/") == 1:  # an id of the hub: what was loaded from there is kept
+    if name.count("/") == 1:  # a hub id: its files are in the local cache
         from huggingface_hub import try_to_load_from_cache
 
         config = try_to_load_from_cache(name, "config.json")
