@@ -203,11 +203,11 @@ def _choose_kernel(
     weight = tl.zeros((ROWS, SLOTS), tl.float32)
     for j in tl.static_range(PICKED):
         best = tl.max(odds, 1)
-        best = tl.argmax(odds, 1)
+        winner = tl.argmax(odds, 1)
         mine = (slot == j)[None, :]
-        chosen = tl.where(mine, best[:, None].to(tl.int64), chosen)
+        chosen = tl.where(mine, winner[:, None].to(tl.int64), chosen)
         weight = tl.where(mine, best[:, None], weight)
-        odds = tl.where(expert[None, :] == best[:, None], -1.0, odds)
+        odds = tl.where(expert[None, :] == winner[:, None], -1.0, odds)
     if SHARED:
         weight = weight / tl.sum(weight, 1)[:, None]
     at = token[:, None] * PICKED + slot[None, :]
