@@ -29,7 +29,18 @@ def server(keys: Path) -> Iterator[str]:
     """A server with the given key file; yields its URL when it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "kvloom.cli", "serve", "--port", str(port), "--api-keys", str(keys), "--pool", "64MiB"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvloom.cli",
+        "serve",
+        "--port",
+        str(port),
+        "--api-keys",
+        str(keys),
+        "--pool",
+        "64MiB",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:

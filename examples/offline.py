@@ -1,6 +1,6 @@
 """Generate text offline. The second prompt shares a prefix with the first, so most of its tokens are cached.
 
-    python examples/offline.py
+python examples/offline.py
 """
 
 from kvloom import LLM, SamplingParams

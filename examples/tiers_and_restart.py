@@ -1,6 +1,6 @@
 """Offload pages to a disk tier, restart, and load them instead of computing the prompt again.
 
-    python examples/tiers_and_restart.py [DIRECTORY]
+python examples/tiers_and_restart.py [DIRECTORY]
 """
 
 import sys

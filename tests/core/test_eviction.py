@@ -25,8 +25,7 @@ from kvloom.core import (
     make_policy,
 )
 from kvloom.core.allocator import AHEAD, PIECES
-from kvloom.models.catalog import load_spec
-from kvloom.models.specs import ModelSpec, with_draft
+from kvloom.models.specs import ModelSpec, load_spec, with_draft
 
 from .world import LAYOUTS, Open, World, cached, finish, make_world, prompt_of, run, serve, slabs_for, start
 

@@ -5,8 +5,7 @@ from hypothesis import given, strategies as st
 
 from kvloom.core.layout.layer_spec import Field, LayerSpec, Visibility, attention_fields
 from kvloom.core.layout.pool_layout import HASH_TOKENS, MAX_WASTE, PoolLayout
-from kvloom.models.catalog import known_models, load_spec
-from kvloom.models.specs import with_draft
+from kvloom.models.specs import known_models, load_spec, with_draft
 
 
 def layers(**counts: tuple[int, LayerSpec]) -> dict[str, LayerSpec]:

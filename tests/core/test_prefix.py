@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvloom.core import CheckpointPolicy, KVCache, Media, PoolLayout, VirtualClock
-from kvloom.models.catalog import load_spec
+from kvloom.models.specs import load_spec
 
 from .world import LAYOUTS, WITH_STATES, World, cached, finish, make_world, prompt_of, run, serve, start
 

@@ -19,7 +19,7 @@ from kvloom.engine.offload import manager as lower_module
 from kvloom.engine.offload.host_pages import HostPages, form_of, open_host
 from kvloom.engine.offload.store import HostStore
 from kvloom.engine.request import SamplingParams
-from kvloom.kernels.copy import Done
+from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers.host.arena import copy_pages
 from kvloom.tiers.transfers.transfer_manager import Mover
 from tests.models.zoo import expected, tiny
@@ -295,7 +295,7 @@ class Late(HostPages):
             return super().offload(stride, pages, offsets)
         then = self.then[age - 1]
         copy_pages(self._arena, offsets, then, np.asarray(pages, np.int64) * stride, stride)
-        return Done()
+        return FinishedEvent()
 
 
 @pytest.fixture

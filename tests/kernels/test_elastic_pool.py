@@ -22,8 +22,7 @@ from kvloom.core import (
     attention_fields,
 )
 from kvloom.kernels.copy import copy_pages
-from kvloom.kernels.memory import ElasticBuffer, elastic, granularity
-from kvloom.kernels.views import LayerView, layer_views
+from kvloom.kernels.memory import ElasticBuffer, LayerView, elastic_buffer, granularity, layer_views
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP = granularity(DEVICE)
@@ -47,7 +46,7 @@ class Engine:
     def __init__(self, kind: str, slabs: int, reserved: int) -> None:
         layout = PoolLayout.build(LAYERS[kind], BLOCK, granularity=STEP)
         self.cache = KVCache(layout, slabs, reserved=reserved, max_sequences=64, max_tokens=4096)
-        self.buffer: ElasticBuffer = elastic(layout, reserved, DEVICE, mapped=slabs)
+        self.buffer: ElasticBuffer = elastic_buffer(layout, reserved, DEVICE, mapped=slabs)
         self.views: dict[str, LayerView] = layer_views(self.buffer.tensor, layout)
 
     def grow(self, n: int) -> None:
@@ -151,7 +150,7 @@ def test_sequences_keep_their_bytes_while_the_pool_shrinks_and_grows(kind: str) 
 
 
 @linux
-def test_the_memory_of_a_slab_that_was_taken_goes_back_to_the_system() -> None:
+def test_the_memory_of_a_removed_slab_is_freed() -> None:
     engine = Engine("full", slabs=65, reserved=65)
     for mark in range(8):
         seq = engine.run(mark, 8 * BLOCK)

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvloom.core import Tenant
 from kvloom.engine.engine import Engine
 from kvloom.engine.sampling.params import SamplingParams
-from kvloom.models.catalog import embedded, folder_of
+from kvloom.models.specs import embedded, folder_of
 from kvloom.serve.api.errors import ApiError, engine_died
 from kvloom.serve.auth.keys import exposed, read_keys
 from kvloom.serve.auth.limits import Gate, Limits

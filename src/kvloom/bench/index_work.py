@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core import KVCache, LayerSpec, PoolLayout, attention_fields
-from kvloom.models.catalog import load_spec
+from kvloom.models.specs import load_spec
 
 __all__ = ["LAYOUTS", "decode_step", "layout_of", "life", "pool_scale", "tree"]
 

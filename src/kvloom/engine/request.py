@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvloom.core import CacheControl, Miss, QueuedPrefix, Sequence
 from kvloom.core.pool import loops
-from kvloom.models.sight import Sight
+from kvloom.models.paged import ImageInputs
 
 from .sampling.beam_search import BeamSearch
 from .sampling.detokenizer import TextStream
@@ -89,7 +89,7 @@ class Request:
     children: list[Request] = field(default_factory=list)
     branched: bool = False
     beams: BeamSearch[Request] | None = None
-    images: Sight | None = None
+    images: ImageInputs | None = None
     looked_up: float = 0.0
     began: float = 0.0
     stop: Miss | None = None

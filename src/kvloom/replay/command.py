@@ -14,7 +14,7 @@ from rich.table import Table
 from kvloom.arguments import number, parse_size, whole
 from kvloom.core import PoolLayout
 from kvloom.core.sizes import format_bytes
-from kvloom.models.catalog import load_spec
+from kvloom.models.specs import load_spec
 
 from .cost import CostModel, Load, estimate
 from .simulator import NAMES, Outcome, Tier, TierUse, replay

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core import KVCache, OffloadBatch
-from kvloom.kernels.copy import Done
+from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers import Lease, Objects, Outcome
 from kvloom.tiers.transfers.transfer_manager import Mover
 
@@ -28,7 +28,7 @@ __all__ = ["HostStore"]
 
 Moment = tuple[int, int, int]
 _PENDING = int(Outcome.PENDING)
-_DONE: Event = Done()
+_DONE: Event = FinishedEvent()
 MOST_ROOTS = 4096
 """Roots of lossy names that are remembered before those that have gone are looked for."""
 

@@ -36,9 +36,9 @@ class Feasibility:
                     f"{len(request.prompt)} prompt tokens and up to {request.params.max_tokens} new ones need "
                     f"{needed:,} bytes of cache, but the {whose} {there:,}"
                 )
-        if request.images is not None and request.images.largest > self.token_budget:
+        if request.images is not None and request.images.min_step_tokens > self.token_budget:
             raise ValueError(
-                f"an image of {request.images.largest} tokens, which are computed together, exceeds the {self.token_budget} "
+                f"an image of {request.images.min_step_tokens} tokens, which are computed together, exceeds the {self.token_budget} "
                 "tokens of a step: raise token_budget"
             )
 

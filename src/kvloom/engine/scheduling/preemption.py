@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from kvloom.core import KVCache
 from kvloom.engine.request import Request
-from kvloom.models.batch import Work
+from kvloom.models.paged import Work
 
 __all__ = ["RANK", "Scheduled", "choose_victim"]
 
