@@ -21,7 +21,7 @@ from transformers.models.mllama.processing_mllama import (
 from kvloom.core import CacheControl
 from kvloom.engine.engine import Engine
 from kvloom.engine.llm import LLM
-from kvloom.engine.offload.manager import LowerConfig
+from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.models.loading import refusal
 from kvloom.models.paged import ImageGroup
@@ -235,7 +235,7 @@ def test_quantised_pages_of_images_are_read_by_their_scales(kv_dtype: str, error
 def test_text_before_an_image_is_loaded_from_a_tier_and_the_image_is_visible() -> None:
     model = causal(crossing())
     slab = engine_of().layout.slab_bytes
-    engine = engine_of(30 * slab, tiers=["host:16MiB"], lower=LowerConfig("always"))
+    engine = engine_of(30 * slab, tiers=["host:16MiB"], lower=OffloadConfig("always"))
     prompt = [*words(1, 40), IMAGE, *words(2, 30)]
     wanted = expected(model, prompt, [picture(3)])
     seeds = iter(range(20, 60))
