@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvloom.core import Field, LayerSpec, PoolLayout, Visibility
-from kvloom.core.pool.pending_copies import CopyBatch
+from kvloom.core import CopyBatch, Field, LayerSpec, PoolLayout, Visibility
 from kvloom.kernels import copy, reference
 from kvloom.kernels.copy import Copier, Method, copy_pages, side_by_side
 from kvloom.kernels.views import allocate, layer_views

@@ -225,7 +225,7 @@ def test_quantised_pages_of_images_are_read_by_their_scales(kv_dtype: str, error
     query = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
     found = []
     for one in (plain, engine):
-        [run] = one.cache.allocator.media_runs.values()
+        [run] = one.cache.state.media_cache.runs()
         part = Part(2, torch.from_numpy(run.rows.T.astype(np.int64)), torch.arange(3 * 17))
         view, column = one.runner.pages.crosses[3]
         found.append(attend_seen(view, column, query, [part], 0.35))
@@ -244,7 +244,7 @@ def test_text_before_an_image_comes_back_from_a_tier_and_the_image_is_seen_again
         assert request.tokens == wanted
         assert request.cached_tokens is not None
         assert round_ * 32 <= request.cached_tokens <= round_ * 40
-        while engine.cache.allocator.media_runs:
+        while engine.cache.state.media_cache:
             ask(engine, words(next(seeds), 60), [])
     engine.close()
 
@@ -256,7 +256,7 @@ def test_pages_of_an_image_leave_and_what_stood_behind_it_is_computed_again() ->
     prompt = [*words(1, 20), IMAGE, *words(2, 9)]
     ask(engine, prompt, [picture(3)])
     seeds = iter(range(20, 60))
-    while engine.cache.allocator.media_runs:
+    while engine.cache.state.media_cache:
         ask(engine, words(next(seeds), 60), [])
     again = ask(engine, prompt, [picture(3)])
     assert again.tokens == expected(model, prompt, [picture(3)])

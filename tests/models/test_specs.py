@@ -10,8 +10,7 @@ import torch
 import transformers
 from hypothesis import given, strategies as st
 
-from kvloom.core.layout.layer_spec import LayerSpec, Visibility
-from kvloom.core.layout.pool_layout import PoolLayout
+from kvloom.core import LayerSpec, PoolLayout, Visibility
 from kvloom.models.catalog import known_models, load_config, load_spec
 from kvloom.models.reading import ModelError
 from kvloom.models.specs import KV_DTYPES, model_spec, with_draft

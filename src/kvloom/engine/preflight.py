@@ -15,8 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from kvloom.core.layout.layer_spec import QUANTISED
-from kvloom.core.layout.pool_layout import PoolLayout
+from kvloom.core import QUANTISED, PoolLayout
 from kvloom.kernels.cuda_driver import CudaError, cuda_driver
 from kvloom.models.catalog import embedded_models, known_models, load_config
 from kvloom.models.reading import ModelError

@@ -11,7 +11,7 @@ import os
 import signal
 from pathlib import Path
 
-from kvloom.core.sizes import format_bytes, parse_size
+from kvloom.core import format_bytes, parse_size
 
 from .host.host_tier import HostConfig, HostTier
 from .host.shared_memory import SharedMemory

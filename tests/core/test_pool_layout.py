@@ -3,8 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from kvloom.core.layout.layer_spec import Field, LayerSpec, Visibility, attention_fields
-from kvloom.core.layout.pool_layout import HASH_TOKENS, MAX_WASTE, PoolLayout
+from kvloom.core import HASH_TOKENS, MAX_WASTE, Field, LayerSpec, PoolLayout, Visibility, attention_fields
 from kvloom.models.catalog import known_models, load_spec
 from kvloom.models.specs import with_draft
 
