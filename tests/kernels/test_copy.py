@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvloom.core import Field, LayerSpec, PoolLayout, Visibility
-from kvloom.core.pool.pending_copies import CopyBatch
+from kvloom.core import CopyBatch, Field, LayerSpec, PoolLayout, Visibility
 from kvloom.kernels.copy import Copier, Method, copier as copy, copy_pages, reference
 from kvloom.kernels.copy.copier import merge_adjacent
 from kvloom.kernels.memory import allocate, layer_views

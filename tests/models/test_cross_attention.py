@@ -225,7 +225,7 @@ def test_quantised_pages_of_images_are_read_by_their_scales(kv_dtype: str, error
     query = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
     found = []
     for one in (plain, engine):
-        [run] = one.cache.allocator.runs.values()
+        [run] = one.cache.state.media_cache.runs()
         part = ImageGroup(2, torch.from_numpy(run.rows.T.astype(np.int64)), torch.arange(3 * 17))
         view, column = one.runner.pages.cross_views[3]
         found.append(attend_images(view, column, query, [part], 0.35))

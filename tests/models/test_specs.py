@@ -10,8 +10,7 @@ import torch
 import transformers
 from hypothesis import given, strategies as st
 
-from kvloom.core.layout.layer_spec import LayerSpec, Visibility
-from kvloom.core.layout.pool_layout import PoolLayout
+from kvloom.core import LayerSpec, PoolLayout, Visibility
 from kvloom.models.specs import (
     FAMILIES,
     KV_DTYPES,

@@ -188,12 +188,12 @@ def test_embedding_pages_are_evicted_like_others() -> None:
     layout = Engine(model, 1 << 24).layout
     assert [group.spec.kind for group in layout.groups] == ["full", "embeddings"]
     engine = engine_of(model, 8 * layout.slab_bytes, token_budget=12)
-    runs = engine.cache.allocator.media_runs
+    runs = engine.cache.state.media_cache
     ran = watched(engine)
     first = engine.add(prompt, GREEDY, images=[image])
     while first.output_count < 2:
         engine.step()
-    assert [run.holds for run in runs.values()] == [0]  # its tokens are computed: nobody holds them any more
+    assert [run.users for run in runs.values()] == [0]  # its tokens are computed: nobody holds them any more
     engine.run()
     assert (first.tokens, len(ran)) == (wanted, 1)
     for seed in range(4):
@@ -220,7 +220,7 @@ def test_text_after_an_image_is_loaded_from_a_tier_without_encoding() -> None:
         for seed in range(6):
             engine.add(words(20 + seed, 80), GREEDY)
             engine.run()
-        assert not engine.cache.allocator.media_runs
+        assert not engine.cache.state.media_cache
     assert (request.cached_tokens or 0) > 33  # image and text, from below
     assert len(ran) == 1
     engine.close()

@@ -29,8 +29,7 @@ import numpy as np
 import torch
 
 from kvloom.arguments import DEVICE, Parser, device, number, size, whole
-from kvloom.core import CacheControl
-from kvloom.core.sizes import format_bytes
+from kvloom.core import CacheControl, format_bytes
 from kvloom.engine.engine import Engine
 from kvloom.engine.offload.manager import OffloadConfig, OffloadManager
 from kvloom.engine.request import SamplingParams

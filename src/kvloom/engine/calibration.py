@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.core.layout.layer_spec import QUANTISED
-from kvloom.core.layout.pool_layout import PoolLayout
+from kvloom.core import QUANTISED, PoolLayout
 from kvloom.kernels.dtypes import TORCH_DTYPES, quantised_max
 from kvloom.models.paged import Pages, Scales, write_scales
 

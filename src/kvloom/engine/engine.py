@@ -297,7 +297,7 @@ class Engine:
                 self._make_copies()
             self.offload.close(seconds, keep=not self._copies)
             self.offload = self.scheduler.offload = None
-            self.cache.tree.offload_source = None
+            self.cache.loading.remove_listener()
 
     def run(self) -> None:
         """Step until every request has ended."""

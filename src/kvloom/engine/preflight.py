@@ -15,8 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from kvloom.core.layout.layer_spec import QUANTISED
-from kvloom.core.layout.pool_layout import PoolLayout
+from kvloom.core import QUANTISED, PoolLayout
 from kvloom.kernels.memory import CudaError, load_cuda_driver
 from kvloom.models.specs import (
     KVDtype,

@@ -257,12 +257,12 @@ class ModelRunner:
         sharers = (size, *(work.sequence for work in works))
         if sharers != self._sharers:
             rows = np.array([work.sequence.row for work in works])
-            settled = self._cache.block_tables.length[rows]
+            settled = self._cache.lengths[rows]
             blocks = int(settled.max()) // self._cache.block_tokens
-            tables = self._cache.block_tables.tables[self._shared_column, rows, :blocks]
+            tables = self._cache.page_tables[self._shared_column, rows, :blocks]
             runs = windows = find_shared_runs(tables, settled, self._cache.block_tokens)
             for group in self._windows:
-                tables = self._cache.block_tables.tables[group.columns.start, rows, :blocks]
+                tables = self._cache.page_tables[group.columns.start, rows, :blocks]
                 first = group.spec.visibility.first_visible_each(settled)
                 windows = visible_shared_runs(windows, tables, first, self._cache.block_tokens)
             told = windows if self._windows else None

@@ -98,7 +98,7 @@ class PiecewiseGraphs:
         counts = np.array([len(work.tokens) for work in works])
         bounds = np.concatenate(([0], counts.cumsum()))
         rows = [work.sequence.row for work in works]
-        lengths = self._stage.cache.block_tables.length[rows] + counts
+        lengths = self._stage.cache.lengths[rows] + counts
         ends = bounds[1:] - 1
         if wanted is not None:
             ends = ends[list(wanted)]

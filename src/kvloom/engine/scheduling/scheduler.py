@@ -181,7 +181,7 @@ class Scheduler:
                         continue
                     if (picked or places) and self.offload.is_blocked_by_pool(waiting):
                         break  # it would compute what it could load, and with as little room; who ends makes some
-                    if found.version != self.cache.tree.version:  # what it needed has come
+                    if found.version != self.cache.version:  # what it needed has come
                         found = self._match(waiting)
                 if self.admission is not None and picked:
                     coming = () if self.offload is None else self.offload.loading_requests
@@ -327,7 +327,7 @@ class Scheduler:
             lacking = request.miss  # of what lies below, which the pool knows nothing of
             if lacking is not None and lacking.position == found.resume and found.miss.reason in NOT_CACHED:
                 request.stop = lacking
-            if len(self.cache.tree.roots) <= MOST_ROOTS:
+            if len(self.cache.roots) <= MOST_ROOTS:
                 request.elsewhere = self.cache.explain(found).reason == "other tenant"
             request.looked_up, request.began = looked_up, self.cache.clock.now()
             self.begun.append(request)

@@ -141,13 +141,13 @@ class BatchBuilder:
         self.rows, self._block, self._shifted = rows, cache.layout.block_tokens, shifted
         cuda = self.device.type == "cuda"
         self._mirrored = cuda if mirrored is None else mirrored
-        width, sequences, blocks = cache.block_tables.tables.shape
-        self._states = len(cache.block_tables.states)
+        width, sequences, blocks = cache.page_tables.shape
+        self._states = len(cache.state_pages)
         if self._mirrored:
             # One extra row of zeros: padding writes to page 0, which no sequence uses.
             self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
         else:
-            self._tables = torch.from_numpy(cache.block_tables.tables)
+            self._tables = torch.from_numpy(cache.page_tables)
         most = 4 * tokens + (3 + self._states + shifted) * (rows + 1) + 1
         most = max(most, field_count(width, self._states, shifted) * rows)
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
@@ -264,8 +264,8 @@ class BatchBuilder:
     def _send(self, numbers: _StepNumbers) -> None:
         self._copy(*numbers.parts)
         if self._mirrored:
-            rows = numbers.rows[numbers.rows < self.cache.block_tables.tables.shape[1]]
-            self._send_tables(rows, self.cache.block_tables.take_changed(rows))
+            rows = numbers.rows[numbers.rows < self.cache.page_tables.shape[1]]
+            self._send_tables(rows, self.cache.take_changed(rows))
 
     def _copy(self, *parts: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> None:
         """Upload numbers, one part after the other."""
@@ -313,7 +313,7 @@ class BatchBuilder:
         if chosen is not None and (numbers.source >= 0).any():
             source = torch.from_numpy(numbers.source)
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
-        held = np.ascontiguousarray(self.cache.block_tables.tables[:, numbers.rows, :blocks])
+        held = np.ascontiguousarray(self.cache.page_tables[:, numbers.rows, :blocks])
         block, places = np.divmod(numbers.positions, self._block)
         at = np.ascontiguousarray(held[:, numbers.row_of, block], dtype=np.int64)
         tables, pages = torch.from_numpy(held), torch.from_numpy(at)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kvloom.core.layout.layer_spec import QUANTISED, LayerSpec
+from kvloom.core import QUANTISED, LayerSpec
 from kvloom.kernels.dtypes import TORCH_DTYPES, quantised_max
 from kvloom.models.specs import ModelError
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvloom.core.layout.layer_spec import DTYPE_BYTES, QUANTISED, Field, attention_fields
+from kvloom.core import DTYPE_BYTES, QUANTISED, Field, attention_fields
 
 __all__ = [
     "MAMBA2",

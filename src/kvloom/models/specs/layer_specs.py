@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from kvloom.core.layout.layer_spec import LayerSpec, Visibility
+from kvloom.core import LayerSpec, Visibility
 
 from .config_reading import Config, Family, ModelError, dtype_name
 from .families_table import FAMILIES, TEXT_TYPES, plain_attention_family

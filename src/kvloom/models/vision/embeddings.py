@@ -13,8 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from kvloom.core import PROMPT, Field, LayerSpec, PoolLayout
-from kvloom.core.pool.page_pool import Ids
+from kvloom.core import PROMPT, Field, Ids, LayerSpec, PoolLayout
 from kvloom.kernels.device import upload
 from kvloom.kernels.memory import layer_views
 from kvloom.models.paged import EMBEDDINGS

@@ -161,7 +161,7 @@ def _loaded(start: Start) -> tuple[Worker, Ready]:
     began = time.monotonic()
     engine = load_engine(start)
     layout, cache = engine.layout, engine.cache
-    slabs = cache.pool.slabs - 1
+    slabs = cache.usable_slabs
     quotas = {t.name: min(t.quota, slabs * layout.slab_bytes) for t in start.tenants if t.quota is not None}
     ready = Ready(
         device=str(engine.device),

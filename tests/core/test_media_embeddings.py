@@ -42,7 +42,7 @@ def test_a_run_is_held_while_its_tokens_are_computed_and_found_by_content() -> N
         sequence.commit(tokens[start:stop])
         cache.check()
         assert len(sequence.media_runs) == held
-    assert [run.holds for run in cache.allocator.media_runs.values()] == [0]
+    assert [run.users for run in cache.state.media_cache.runs()] == [0]
     sequence.close()
     other = np.concatenate((np.arange(100, 110, dtype=np.int32), tokens[8:24]))
     sequence = cache.open(cache.match(other, None, [Media(10, 26, DIGEST, 32)]))
@@ -58,9 +58,9 @@ def test_text_behind_an_image_is_found_without_its_run() -> None:
     tokens = np.arange(64, dtype=np.int32)
     media = [Media(8, 24, DIGEST, 32)]
     assert shown(cache, tokens, media, [10, 30, 24]) == 0
-    assert cache.allocator.media_runs
+    assert cache.state.media_cache
     filler = cache.open(cache.match(np.arange(1000, 1008, dtype=np.int32)))
-    while cache.allocator.media_runs:  # the run was let go before the text, and leaves first
+    while cache.state.media_cache:  # the run was let go before the text, and leaves first
         assert not filler.extend(16)
         filler.commit(np.arange(16, dtype=np.int32) + 1000 + filler.length)
     assert cache.match(tokens, None, media).resume == 63
@@ -73,6 +73,6 @@ def test_who_resumes_inside_an_image_gets_a_run_anew() -> None:
     tokens = np.arange(24, dtype=np.int32)
     media = [Media(4, 24, DIGEST, 32)]
     assert shown(cache, tokens[:16], [Media(4, 16, DIGEST, 32)], [16]) == 0
-    cache_before = len(cache.allocator.media_runs)
+    cache_before = len(cache.state.media_cache)
     assert shown(cache, tokens, media, [24]) == 16
-    assert cache_before == len(cache.allocator.media_runs) == 1
+    assert cache_before == len(cache.state.media_cache) == 1

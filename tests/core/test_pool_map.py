@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvloom.core import CacheControl, KVCache, PoolLayout, Sequence, Tenant, VirtualClock
-from kvloom.core.inspect.pool_map import STATES, PoolMap
+from kvloom.core.inspect.pool_map import STATES
 from tests.core.world import LAYOUTS, attention
 
 
@@ -35,7 +35,7 @@ def pages(seen: dict, **what: object) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_map_counts_every_page_by_state_and_kind(layout: str) -> None:
     cache = cache_of(layout, slabs=256)
-    survey = PoolMap(cache)
+    survey = cache.pool_map()
     held = grown(cache, list(range(100)))
     cache.close(grown(cache, [*range(60), *range(500, 560)]))
     for _ in range(2):
@@ -52,7 +52,7 @@ def test_the_map_counts_every_page_by_state_and_kind(layout: str) -> None:
 
 def test_the_shares_of_a_cell_are_what_its_slabs_hold() -> None:
     cache = cache_of(slabs=41)
-    survey = PoolMap(cache, cells=8)
+    survey = cache.pool_map(cells=8)
     seq = grown(cache, list(range(160)))
     seen = survey.look()["map"]
     assert seen["cells"] == 8
@@ -68,7 +68,7 @@ def test_the_shares_of_a_cell_are_what_its_slabs_hold() -> None:
 
 def test_pins_and_tenants_are_told_apart_and_names_alone_are_told() -> None:
     cache = cache_of(tenants=[Tenant("red", quota=1 << 20), Tenant("blue")])
-    survey = PoolMap(cache)
+    survey = cache.pool_map()
     cache.close(grown(cache, list(range(1000, 1064)), "red"))
     cache.close(grown(cache, list(range(2000, 2032)), "blue"))
     pin = cache.pin(list(range(1000, 1064)), 60, CacheControl(tenant="red"))
@@ -84,7 +84,7 @@ def test_pins_and_tenants_are_told_apart_and_names_alone_are_told() -> None:
 
 def test_more_tenants_than_places_are_others_together() -> None:
     cache = cache_of(slabs=128, tenants=[Tenant(f"t{i}") for i in range(50)])
-    survey = PoolMap(cache)
+    survey = cache.pool_map()
     cache.close(grown(cache, list(range(40)), "t49"))
     seen = survey.look(1.0)
     assert len(seen["tenants"]) == 30
@@ -95,7 +95,7 @@ def test_more_tenants_than_places_are_others_together() -> None:
 def test_the_branches_are_the_hottest_and_hang_together() -> None:
     clock = VirtualClock()
     cache = cache_of(slabs=2048, clock=clock)
-    survey = PoolMap(cache, branches=20)
+    survey = cache.pool_map(branches=20)
     for i in range(60):
         cache.close(grown(cache, [*range(64), *range(1000 + 50 * i, 1048 + 50 * i)]))
     for _ in range(5):
@@ -103,7 +103,7 @@ def test_the_branches_are_the_hottest_and_hang_together() -> None:
         cache.close(grown(cache, [*range(64), *range(1500, 1548), 7, 8, 9]))
     seen = survey.look(1.0)["tree"]
     branches = {branch["id"]: branch for branch in seen["branches"]}
-    assert seen["nodes"] == cache.tree.nodes
+    assert seen["nodes"] == cache.state.tree.nodes
     assert len(branches) == 20
     assert all(one["parent"] is None or one["parent"] in branches for one in branches.values())
     top = max(branches.values(), key=lambda one: one["hits"])
@@ -117,7 +117,7 @@ def test_the_branches_are_the_hottest_and_hang_together() -> None:
 
 def test_what_left_the_tree_leaves_the_picture() -> None:
     cache = cache_of(slabs=12)
-    survey = PoolMap(cache)
+    survey = cache.pool_map()
     cache.close(grown(cache, list(range(100))))
     before = survey.look(1.0)["tree"]["branches"]
     cache.close(grown(cache, list(range(500, 660))))
@@ -129,7 +129,7 @@ def test_what_left_the_tree_leaves_the_picture() -> None:
 
 def test_slabs_without_memory_are_absent() -> None:
     cache = cache_of(slabs=11, reserved=31)
-    seen = PoolMap(cache, cells=10).look()
+    seen = cache.pool_map(cells=10).look()
     assert pages(seen, state="absent") == 20
     assert {seen["map"]["at"][i] for i in range(len(seen["map"]["at"]))} <= set(range(3, 10))
 
@@ -138,7 +138,7 @@ def test_no_token_is_in_the_picture() -> None:
     cache = cache_of(slabs=128)
     tokens = [123_456_700 + i for i in range(64)]
     cache.close(grown(cache, tokens))
-    text = json.dumps(PoolMap(cache).look(1.0))
+    text = json.dumps(cache.pool_map().look(1.0))
     assert "1234567" not in text
     assert set(STATES) >= {row["state"] for row in json.loads(text)["map"]["legend"]}
 
@@ -149,7 +149,7 @@ def test_a_million_pages_cost_milliseconds_and_a_hundred_kilobytes() -> None:
     rng = np.random.default_rng(0)
     for _ in range(40):
         cache.close(grown(cache, rng.integers(0, 30_000, 1 << 17).tolist()))
-    survey = PoolMap(cache)
+    survey = cache.pool_map()
     survey.look()
     spent = []
     for _ in range(9):
@@ -165,4 +165,4 @@ def test_a_million_pages_cost_milliseconds_and_a_hundred_kilobytes() -> None:
 @pytest.mark.parametrize(("cells", "branches"), [(0, 1), (1, 0)])
 def test_a_picture_of_nothing_is_refused(cells: int, branches: int) -> None:
     with pytest.raises(ValueError, match="must be positive"):
-        PoolMap(cache_of(), cells, branches)
+        cache_of().pool_map(cells, branches)

@@ -127,7 +127,7 @@ def test_a_double_free_is_refused(per_slab: int) -> None:
 
 
 @pytest.mark.parametrize("per_slab", [1, 3])
-@pytest.mark.parametrize("verb", ["release", "drop"])
+@pytest.mark.parametrize("verb", ["release", "drop_cached"])
 def test_a_page_listed_more_often_than_it_is_held_or_kept_is_refused(verb: str, per_slab: int) -> None:
     pool = PagePool([per_slab], 6)
     a, b = take(pool, 2).tolist()
@@ -149,7 +149,7 @@ def test_every_listing_of_a_page_counts_once(per_slab: int) -> None:
     pool.check()
 
 
-@pytest.mark.parametrize("verb", ["retain", "keep"])
+@pytest.mark.parametrize("verb", ["retain", "add_cached"])
 def test_a_free_page_cannot_be_held_or_kept(verb: str) -> None:
     pool = PagePool([1], 6)
     page, gone = take(pool, 2).tolist()
@@ -157,7 +157,7 @@ def test_a_free_page_cannot_be_held_or_kept(verb: str) -> None:
     refused(pool, lambda: getattr(pool, verb)(0, ids(page, gone)), gone)
 
 
-@pytest.mark.parametrize("verb", ["retain", "release", "keep", "drop"])
+@pytest.mark.parametrize("verb", ["retain", "release", "add_cached", "drop_cached"])
 def test_page_0_is_no_page(verb: str) -> None:
     pool = PagePool([1], 6)
     before = picture(pool)

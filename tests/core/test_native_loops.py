@@ -12,7 +12,7 @@ from hypothesis import given
 
 from kvloom.core import PagePool
 from kvloom.core.pool import counts, loops
-from kvloom.core.prefix import block_hash as names
+from kvloom.core.prefix import block_hash
 
 native = pytest.importorskip(
     "kvloom.core._native", reason="built without a C compiler; the plain loops serve alone"
@@ -123,7 +123,7 @@ def test_native_names_are_those_of_the_standard_library(parent: bytes, tokens: l
     data = np.array(tokens, "<i4").tobytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loops, "chain", None)
-        plain = names.chain(parent, data)
+        plain = block_hash.hash_chain(parent, data)
     assert native.chain(parent, data) == plain
 
 

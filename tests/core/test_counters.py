@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvloom.core import CacheControl, Media, Tenant
-from kvloom.core.histogram import Histogram
+from kvloom.core import CacheControl, Histogram, Media, Tenant
 
 from .world import cached, finish, make_world, prompt_of, serve, start
 
@@ -32,22 +31,22 @@ def test_what_leaves_is_counted_by_kind_and_by_how_long_nobody_had_used_it() -> 
     cached(world, prompt_of(64))
     world.clock.advance(7.5)
     assert start(world, prompt_of(4, seed=1)).sequence.extend(64) == 0
-    room = world.cache.allocator
+    room = world.cache.state.allocator
     assert room.evictions == sum(room.evicted.values()) == room.idle_seconds.count > 0
     assert set(room.evicted) == {"blocks"}
     assert room.idle_seconds.total == pytest.approx(7.5 * room.evictions)
-    assert world.cache.accounts[""].evictions == room.evictions
+    assert world.cache.state.accounts[""].evictions == room.evictions
 
 
 def test_a_hit_counts_once_with_the_time_since_the_last_use() -> None:
     world = make_world("full", 40)
     cached(world, prompt_of(40))
-    assert world.cache.reused.count == 0
+    assert world.cache.inspect.reuse_seconds.count == 0
     world.clock.advance(45)
     finish(world, serve(world, prompt_of(40)))
-    assert (world.cache.reused.count, world.cache.reused.total) == (1, 45)
+    assert (world.cache.inspect.reuse_seconds.count, world.cache.inspect.reuse_seconds.total) == (1, 45)
     finish(world, serve(world, prompt_of(40, seed=9)))
-    assert world.cache.reused.count == 1
+    assert world.cache.inspect.reuse_seconds.count == 1
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "sliding+full", "chunked+full", "state+sliding+full"])
@@ -66,7 +65,7 @@ def test_the_pages_of_each_kind_that_hit_are_those_that_the_sequence_was_given(k
             pages = int(np.count_nonzero(seq.table(group.index)))
         name = group.name.rsplit(" #", 1)[0]
         expected[name] = expected.get(name, 0) + pages
-    assert cache.hit_pages() == expected
+    assert cache.inspect.hit_pages() == expected
 
 
 def test_the_pages_of_an_image_count_as_their_own_kind() -> None:
@@ -74,24 +73,24 @@ def test_the_pages_of_an_image_count_as_their_own_kind() -> None:
     prompt, image = prompt_of(40), (Media(20, 21, b"a" * 16, tokens=48),)
     cached(world, prompt, media=image)
     start(world, [*prompt, 1], media=image)
-    assert world.cache.hit_pages() == {"full": 3, "cross": 3}
+    assert world.cache.inspect.hit_pages() == {"full": 3, "cross": 3}
 
 
 def test_tenants_have_counts_of_their_own() -> None:
     world = make_world("full", 40, tenants=[Tenant("gold")])
     for control in (CacheControl(tenant="gold"), CacheControl(tenant="gold"), CacheControl(tenant="someone")):
         cached(world, prompt_of(33), control)
-    gold, rest = world.cache.accounts["gold"], world.cache.accounts[""]
+    gold, rest = world.cache.state.accounts["gold"], world.cache.state.accounts[""]
     assert (gold.looked_up_tokens, gold.hit_tokens) == (66, 32)
     assert (rest.looked_up_tokens, rest.hit_tokens) == (33, 0)
-    assert world.cache.looked_up_tokens == 99
+    assert world.cache.inspect.looked_up_tokens == 99
 
 
 def test_tokens_that_are_reserved_and_not_computed_are_counted_as_unused() -> None:
     world = make_world("full", 40)
-    assert world.cache.unused_tokens() == 0
+    assert world.cache.inspect.unused_tokens() == 0
     one, two = serve(world, prompt_of(33)), serve(world, prompt_of(5, seed=1))
-    assert world.cache.unused_tokens() == 15 + 11
+    assert world.cache.inspect.unused_tokens() == 15 + 11
     finish(world, one)
     finish(world, two)
-    assert world.cache.unused_tokens() == 0
+    assert world.cache.inspect.unused_tokens() == 0

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from kvloom.core.layout.layer_spec import DTYPE_BYTES, Field, LayerSpec, Visibility, attention_fields
+from kvloom.core import DTYPE_BYTES, Field, LayerSpec, Visibility, attention_fields
 
 SPANS = st.one_of(
     st.just(Visibility("full")),

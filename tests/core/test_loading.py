@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvloom.core import (
+    Account,
     CacheControl,
     Field,
     KVCache,
@@ -23,7 +24,6 @@ from kvloom.core import (
     allocator as room,
     attention_fields,
 )
-from kvloom.core.eviction.tenants import Account
 
 FULL = LayerSpec("token", attention_fields(2, 16, "fp32"))
 WINDOW = LayerSpec("token", attention_fields(2, 16, "fp32"), Visibility("sliding", 20))
@@ -54,12 +54,12 @@ class World:
         self.bytes: dict[tuple[int, int], tuple[int, ...]] = {}
         self.store: dict[tuple[int, int, bytes], tuple[int, ...]] = {}
         self.parcels: list[OffloadBatch] = []
-        self.cache.set_offload_listener(self.parcels.append, ends)
+        self.cache.loading.set_listener(self.parcels.append, ends)
 
     def classes(self, numbering: str) -> list[tuple[int, int, int, int]]:
         """(column, class, group, run) of every column."""
         return [
-            (g.column + r, self.cache.pool.class_of[g.index], g.index, r)
+            (g.column + r, self.cache.state.pool.class_of[g.index], g.index, r)
             for g in self.layout.of(numbering)
             for r in range(g.runs)
         ]
@@ -72,7 +72,7 @@ class World:
                     if page:
                         self.store.setdefault((group, run, name), self.bytes[cls, page])
         self.parcels.clear()
-        strides = {self.layout.slab_bytes // c.per_slab: c.index for c in self.cache.pool.classes}
+        strides = {self.layout.slab_bytes // c.per_slab: c.index for c in self.cache.state.pool.classes}
         for batch in self.cache.take_copies():
             cls = strides[batch.page_stride]
             moved = [self.bytes.get((cls, page), ()) for page in batch.source.tolist()]
@@ -98,7 +98,7 @@ class World:
 
     def load(self, match: Match, rng: random.Random, fails: float = 0.0) -> int:
         """Bring what is below, some of which fails; where the prompt can resume then."""
-        prospect = self.cache.plan_load(match)
+        prospect = self.cache.loading.plan(match)
         while questions := prospect.next_queries():
             prospect.answer(
                 [np.array([(q.group, 0, n) in self.store for n in q.hashes], bool) for q in questions]
@@ -106,7 +106,7 @@ class World:
         needs = prospect.missing_pages()
         if not needs:
             return 0
-        arrival = self.cache.reserve(prospect)
+        arrival = self.cache.loading.reserve(prospect)
         if arrival is None:
             return 0
         self.settle()
@@ -120,11 +120,11 @@ class World:
                     if label is None or rng.random() < fails:
                         states &= group.spec.unit != "state"
                         continue
-                    self.bytes[self.cache.pool.class_of[group.index], page] = label
+                    self.bytes[self.cache.state.pool.class_of[group.index], page] = label
                     if group.spec.unit == "token":
                         column = group.column + run
                         came[(arrival.rows[:, column] == page) & arrival.to_load[:, column], column] = True
-        return self.cache.publish_loaded(arrival, came, states)
+        return self.cache.loading.publish(arrival, came, states)
 
     def resumed(self, sequence: Sequence, text: list[int]) -> None:
         """Every page that a resumed sequence will read holds what it should."""
@@ -134,7 +134,7 @@ class World:
                 for run in range(group.runs):
                     page = int(rows.tables[group.column + run, sequence.row, b])
                     stop = min(point, (b + 1) * block)
-                    held = self.bytes[self.cache.pool.class_of[group.index], page]
+                    held = self.bytes[self.cache.state.pool.class_of[group.index], page]
                     assert held[:stop] == tuple(text[:stop]), (group.name, b)
         if point and sequence.state_source is not None:
             for column, cls, _, _ in self.classes("state"):
@@ -180,10 +180,10 @@ def test_whatever_comes_back_from_below_is_what_was_there(
             world.compute(sequence, text)
             sequence.close()
             if rng.random() < 0.3:
-                cache.grow(cache.shrink(cache.pool.slabs - 2).tolist())  # what is cached leaves
+                cache.grow(cache.shrink(cache.state.pool.slabs - 2).tolist())  # what is cached leaves
             elif rng.random() < 0.3:
                 monkeypatch.setattr(room, "AHEAD", rng.randrange(1, 9))
-                cache.allocator.evict_ahead()
+                cache.state.allocator.evict_ahead()
             world.settle()
             cache.check()
         assert cache.stats()["held_pages"] == 0
@@ -201,8 +201,8 @@ def test_one_name_that_is_not_below_says_what_a_whole_prospect_would(kind: str, 
         for text in texts(rng, 16):
             for prompt in (text, text[: rng.randrange(1, len(text) + 1)]):
                 match = cache.match(prompt)
-                question = cache.first_query(match)
-                prospect = cache.plan_load(match)
+                question = cache.loading.first_query(match)
+                prospect = cache.loading.plan(match)
                 while questions := prospect.next_queries():
                     prospect.answer(
                         [
@@ -224,7 +224,7 @@ def test_one_name_that_is_not_below_says_what_a_whole_prospect_would(kind: str, 
             world.compute(sequence, text)
             sequence.close()
             if rng.random() < 0.4:
-                cache.grow(cache.shrink(rng.randrange(cache.pool.slabs - 2)).tolist())
+                cache.grow(cache.shrink(rng.randrange(cache.state.pool.slabs - 2)).tolist())
             world.settle()
             world.store = {key: label for key, label in world.store.items() if rng.random() < 0.95}
     if kind in ("full", "sliding", "chunked", "windows of two runs"):
@@ -243,7 +243,7 @@ def test_a_window_loads_its_window_and_a_state_group_one_snapshot() -> None:
     world.settle()
     other = World("all", slabs=200)
     other.store = world.store
-    prospect = other.cache.plan_load(other.cache.match([*text, 5]))
+    prospect = other.cache.loading.plan(other.cache.match([*text, 5]))
     while questions := prospect.next_queries():
         prospect.answer([np.array([(q.group, 0, n) in other.store for n in q.hashes]) for q in questions])
     assert prospect.resume == 160
@@ -258,7 +258,7 @@ def test_where_there_is_no_room_nothing_changes_and_quotas_hold() -> None:
     world = World("full", slabs=12, tenants=[Tenant("small", quota=4 * 4096 * 16)])
     layout = world.layout
     world.cache = KVCache(layout, 12, max_tokens=1024, tenants=[Tenant("small", quota=4 * layout.slab_bytes)])
-    world.cache.set_offload_listener(world.parcels.append, True)
+    world.cache.loading.set_listener(world.parcels.append, True)
     text = list(range(120))
     sequence = world.cache.open(world.cache.match(text))
     assert world.compute(sequence, text)
@@ -266,22 +266,22 @@ def test_where_there_is_no_room_nothing_changes_and_quotas_hold() -> None:
     mine = world.cache.open(world.cache.match(text[:60], small))
     world.parcels.clear()
     mine.close()
-    prospect = world.cache.plan_load(world.cache.match(text, small))
+    prospect = world.cache.loading.plan(world.cache.match(text, small))
     for questions in iter(prospect.next_queries, []):
         prospect.answer([np.ones(len(q.hashes), bool) for q in questions])
     held = world.cache.stats()["held_pages"]
-    assert world.cache.reserve(prospect) is None  # seven blocks, of a quota of four
+    assert world.cache.loading.reserve(prospect) is None  # seven blocks, of a quota of four
     assert world.cache.stats()["held_pages"] == held
     world.cache.check()
-    world.cache.tree.version += 1
-    with pytest.raises(ValueError, match="make it again"):
-        world.cache.reserve(prospect)
+    world.cache.state.tree.version += 1
+    with pytest.raises(ValueError, match="make a new one"):
+        world.cache.loading.reserve(prospect)
     sequence.close()
 
 
 def test_pages_that_are_written_to_do_not_move() -> None:
     world = World("hybrid", slabs=40)
-    pool = world.cache.pool
+    pool = world.cache.state.pool
     several = next((c for c in pool.classes if c.per_slab > 1), None)
     if several is None:
         pytest.skip("every slab of this layout is one page")
@@ -298,20 +298,20 @@ def test_pages_that_are_written_to_do_not_move() -> None:
 
 def test_of_a_page_that_moves_twice_nobody_says_where_its_bytes_are() -> None:
     world = World("hybrid", slabs=40)
-    pool, copies = world.cache.pool, world.cache.allocator.copies
+    pool, copies = world.cache.state.pool, world.cache.state.copies
     (column, cls, _, _), *_ = world.classes("state")
     each = pool.classes[cls].per_slab
     assert each > 1
     ids = pool.allocate(cls, 4 * each)
     assert ids is not None
     first, second, third, other = (ids[i * each : i * each + 1] for i in range(4))
-    row = np.zeros((1, world.cache.states.width), np.int32)
+    row = np.zeros((1, world.cache.state.states.width), np.int32)
     row[0, column] = third[0]
     copies.add_move(cls, first, second)
     copies.add(cls, other, first + 1)  # the slab that it left is written to: a batch of its own
-    assert copies.current_pages(world.cache.states, row)[0, column] == third[0]
+    assert copies.current_pages(world.cache.state.states, row)[0, column] == third[0]
     copies.add_move(cls, second, third)
-    assert copies.current_pages(world.cache.states, row)[0, column] == 0, (
+    assert copies.current_pages(world.cache.state.states, row)[0, column] == 0, (
         "they are on their way to where it was"
     )
 
@@ -323,17 +323,17 @@ def test_pages_that_an_arrival_shares_may_move_while_room_is_made_for_it(
     rng = random.Random(kind)
     world = World(kind, slabs=60)
     cache = world.cache
-    make, moved = cache.allocator.make_room, 0
+    make, moved = cache.state.allocator.make_room, 0
 
     def making(account: Account, needs: list[int]) -> int:
         """As where slabs are lacking, but of all pages those that the prompt found are moved."""
         nonlocal moved
-        for cls, ids in cache.pages.by_class(cache.tree.rows(match.path, match.matched)):
-            of = cache.pool.classes[cls]
+        for cls, ids in cache.state.pages.by_class(cache.state.tree.rows(match.path, match.matched)):
+            of = cache.state.pool.classes[cls]
             for slab in {int(page) // of.per_slab for page in ids.tolist() if page}:
                 free = of.per_slab - int(of.used[slab]) if of.per_slab > 1 else 0
                 if of.per_slab > 1 and of.free_pages - free >= of.per_slab - free:
-                    cache.pool.move_out(cls, slab, partial(cache._moving.renumber, cls))
+                    cache.state.pool.move_out(cls, slab, partial(cache.state.compaction.renumber, cls))
                     moved += 1
                     return make(account, needs)
         return make(account, needs)
@@ -342,7 +342,7 @@ def test_pages_that_an_arrival_shares_may_move_while_room_is_made_for_it(
         prompt = text[: rng.randrange(1, len(text) + 1)]
         world.settle()
         with monkeypatch.context() as patched:
-            patched.setattr(cache.allocator, "make", making)
+            patched.setattr(cache.state.allocator, "make_room", making)
             match = cache.match(prompt)
             world.load(match, rng)  # (checks the cache while pages are on their way)
         sequence = cache.open(cache.match(prompt))

@@ -68,9 +68,9 @@ def test_names_of_media_are_these_bytes_for_ever() -> None:
 @pytest.mark.parametrize("hash_seed", ["0", "4711"])
 def test_names_are_the_same_in_another_process(hash_seed: str) -> None:
     code = (
-        "from kvloom.core import chain, root_name, tail_name; import numpy as np;"
-        "root = root_name('llama'); data = np.arange(40, dtype='<i4').tobytes();"
-        "names = chain(root, data); print(root.hex(), *(n.hex() for n in names), tail_name(names[-1], data[128:]).hex())"
+        "from kvloom.core import hash_chain, root_hash, tail_hash; import numpy as np;"
+        "root = root_hash('llama'); data = np.arange(40, dtype='<i4').tobytes();"
+        "hashes = hash_chain(root, data); print(root.hex(), *(h.hex() for h in hashes), tail_hash(hashes[-1], data[128:]).hex())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     out = subprocess.run(
@@ -174,7 +174,7 @@ def follow(world: World) -> HashIndex:
 def agree(world: World, index: HashIndex, text: list[int], n: int) -> None:
     """The index finds the tree's resume point; without states it knows whole grains only."""
     match = world.cache.match([*text[:n], 0])
-    found = world.cache.lookup.resumable_with(match, index)
+    found = world.cache.state.lookup.resumable_with(match, index)
     if world.cache.has_states or match.resume % 16 == 0:
         assert found == match.resume, f"of {n} tokens the tree gives {match.resume}, the index {found}"
     else:

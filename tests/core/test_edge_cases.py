@@ -144,10 +144,10 @@ def test_a_decode_step_lets_a_whole_chunk_go_at_once() -> None:
 @pytest.mark.parametrize(
     ("rows", "error"),
     [
-        ([0, 0], "row 0 is named twice"),
+        ([0, 0], "row 0 is listed twice"),
         ([0, 3], "row 3 has no open"),
         ([-1], "row -1"),
-        ([0.5], "whole numbers"),
+        ([0.5], "integers"),
     ],
 )
 def test_bad_rows_are_refused_and_nothing_changes(rows: list[float], error: str) -> None:

@@ -381,10 +381,10 @@ def test_extend_many_that_lacks_pages_extends_none(kind: str) -> None:
         items.append(item)
     rows = np.array([item.sequence.row for item in items])
     for _ in range(400):
-        before = [item.sequence.reserve for item in items]
+        before = [item.sequence.reserved_tokens for item in items]
         missing = world.cache.extend_many(rows, 1)
         if missing:
-            assert [item.sequence.reserve for item in items] == before
+            assert [item.sequence.reserved_tokens for item in items] == before
             world.cache.check()
             return
         world.run_copies()
@@ -414,13 +414,13 @@ def test_a_decode_step_costs_by_crossings_not_by_batch(kind: str, monkeypatch: p
             Counted.looked_at += 1
             return list.__getitem__(self, row)
 
-    monkeypatch.setattr(cache.block_tables, "handles", Counted(cache.block_tables.sequences))
+    monkeypatch.setattr(cache.block_tables, "sequences", Counted(cache.block_tables.sequences))
     for batch in (64, 16):
         some = rows[:batch]
         for _ in range(20):
             lengths = cache.block_tables.length[some]
             crossings = int((lengths % 16 == 0).sum() + (lengths % 16 == 15).sum())
-            for span in cache.tree.windows:
+            for span in cache.state.tree.windows:
                 crossings += sum(
                     span.first_visible(n + 1) // 16 > span.first_visible(n) // 16 for n in lengths.tolist()
                 )
