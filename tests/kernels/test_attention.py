@@ -109,7 +109,7 @@ def test_a_plan_must_be_made_first_and_for_the_span() -> None:
     with pytest.raises(ValueError, match="call make"):
         plan.attend(batch.q.cpu(), batch.k.cpu(), batch.v.cpu(), batch.tables.cpu())
     plan.make([0, 1], [20])
-    with pytest.raises(ValueError, match="the plan was made for full"):
+    with pytest.raises(ValueError, match="the plan is for full"):
         plan.attend(
             batch.q.cpu(), batch.k.cpu(), batch.v.cpu(), batch.tables.cpu(), Mask(Visibility("sliding", 4))
         )

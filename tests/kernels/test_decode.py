@@ -265,7 +265,7 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
         plan.attend(batch.q, batch.k.transpose(1, 3).contiguous().transpose(1, 3), batch.v, batch.tables)
     with pytest.raises(ValueError, match="is not \\[pages, 16, 2, 64\\]"):
         plan.attend(batch.q, batch.k[:, :8], batch.v, batch.tables)
-    with pytest.raises(ValueError, match="the plan was made for full"):
+    with pytest.raises(ValueError, match="the plan is for full"):
         plan.attend(batch.q, batch.k, batch.v, batch.tables, Mask(Visibility("sliding", 8)))
     with pytest.raises(ValueError, match="int32"):
         plan.attend(batch.q, batch.k, batch.v, batch.tables.long())

@@ -537,7 +537,7 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
     with pytest.raises(ValueError, match="the plan was made for 3"):
         plan.attend(*call)
     plan.make([0, 4], [20])
-    with pytest.raises(ValueError, match="the plan was made for full"):
+    with pytest.raises(ValueError, match="the plan is for full"):
         plan.attend(*call, Mask(Visibility("sliding", 8)))
     with pytest.raises(ValueError, match="belong to decode"):
         plan.attend(*call, Mask(trees=torch.ones(4, 4, dtype=torch.bool)))
