@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from kvloom.models.catalog import folder_of
+from kvloom.models.specs import folder_of
 from kvloom.serve.api.errors import ApiError
 from kvloom.serve.api.prompts import Prompts, Room, load_tokenizer
 from kvloom.serve.api.request_fields import ChatFields, CompletionFields

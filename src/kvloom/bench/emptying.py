@@ -26,14 +26,14 @@ def stored(lower: OffloadManager, seconds: float = 120.0) -> None:
 def empty_pool(engine: Engine) -> None:
     """Everything cached leaves the pool."""
     engine._apply_copies()
-    slabs = engine.cache.shrink(engine.cache.pool.slabs - 2)
+    slabs = engine.cache.shrink(engine.cache.usable_slabs - 1)
     engine._apply_copies()
     engine.cache.grow(slabs.tolist())
 
 
 def empty_host(engine: Engine, lower: OffloadManager, tokens: list[int]) -> None:
     """The prompt's pages leave host memory."""
-    prospect = engine.cache.plan_load(engine.cache.match(np.array(tokens, np.int32)))
+    prospect = engine.cache.loading.plan(engine.cache.match(np.array(tokens, np.int32)))
     for group in engine.layout.groups:
         for form in lower.forms[group.index]:
             lower.host.drop(Objects(prospect.hashes, group.index, form))

@@ -238,7 +238,7 @@ def _parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    from kvloom.models.catalog import folder_of
+    from kvloom.models.specs import folder_of
     from kvloom.serve.worker.engine_process import load_engine
     from kvloom.serve.worker.messages import Start
 

@@ -26,19 +26,19 @@ Ids = npt.NDArray[np.int32]
 def waste(cache: KVCache) -> tuple[int, float]:
     """Bytes of pages that running sequences hold, and the share of them that is waste (see the module). What several hold
     counts once. Free pages in lent slabs are not counted: others get them. O(rows and their blocks)."""
-    rows = np.flatnonzero(cache.block_tables.blocks)
+    rows = np.flatnonzero(cache.reserved_blocks)
     layout = cache.layout
-    held = sum(c.in_use_pages * (layout.slab_bytes // c.per_slab) for c in cache.pool.classes)
+    held = cache.inspect.bytes_in_use
     if not held or not rows.size:
         return held, 0.0
-    lengths = cache.block_tables.length[rows]
+    lengths = cache.lengths[rows]
     dead = padding = mapped = 0.0
     padded = any(layout.waste(group) for group in layout.groups)
     for group in layout.groups:
         if group.spec.unit == "state":
             pages = rows.size
         elif group.spec.axis == "text":
-            table = cache.table(group.index)[0, :, : int(cache.block_tables.blocks[rows].max())]
+            table = cache.table(group.index)[0, :, : int(cache.reserved_blocks[rows].max())]
             dead += (
                 _dead_tokens(table, rows, lengths, group.spec.visibility, layout.block_tokens)
                 * group.unit_bytes
@@ -95,7 +95,7 @@ class Peak:
         begin = time.perf_counter()
         if begin < self._next:
             return
-        self._running = max(self._running, int(np.count_nonzero(self._cache.block_tables.blocks)))
+        self._running = max(self._running, int(np.count_nonzero(self._cache.reserved_blocks)))
         self._seen.append(waste(self._cache))
         end = time.perf_counter()
         self._next = end + (end - begin) / self.SHARE
@@ -104,7 +104,7 @@ class Peak:
         most = max((held for held, _ in self._seen), default=0)
         near = [share for held, share in self._seen if held >= self.NEAR * most]
         mean = sum(near) / len(near) if near else 0.0
-        pool = self._cache.pool.slabs * self._cache.layout.slab_bytes
+        pool = (self._cache.usable_slabs + 1) * self._cache.layout.slab_bytes
         wasted = max((held * share for held, share in self._seen), default=0.0)
         return {
             "peak_running": self._running,

@@ -94,7 +94,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from kvloom.engine.sampling.grammar import GrammarLimits
-    from kvloom.models.catalog import folder_of
+    from kvloom.models.specs import folder_of
     from kvloom.serve.auth.keys import Keys, exposed, read_keys
     from kvloom.serve.auth.limits import Limits
     from kvloom.serve.server import Options, serve

@@ -10,7 +10,7 @@ import re
 from typing import Any, get_args
 from urllib.parse import parse_qsl
 
-from kvloom.core.sizes import parse_size
+from kvloom.core import parse_size
 
 from .encoding import Compression
 

@@ -61,8 +61,8 @@ def open_offload(
         told = HostURL.parse(plain)
     offer = _offer_of(told)
     host, memory = open_host(layout, told.capacity, told.checked, device, shared=offer is not None)
-    tenants = (account.tenant for account in cache.accounts.accounts.values())
-    shares = tenant_shares(tenants, (cache.pool.slabs - 1) * layout.slab_bytes)
+    tenants = (account.tenant for account in cache.inspect.accounts.values())
+    shares = tenant_shares(tenants, cache.usable_slabs * layout.slab_bytes)
     if hosts:  # what pages only pass through is shared by whoever needs it
         host.set_shares(shares)
     places: list[OpenTier] = []

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import asdict
 
-from kvloom.core.inspect.pool_map import PoolMap
 from kvloom.serve.worker.stats import lower_tiers
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ class Picture:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._survey = PoolMap(engine.cache)
+        self._survey = engine.cache.pool_map()
 
     def json(self) -> bytes:
         """What a viewer is shown; milliseconds, however large the pool."""

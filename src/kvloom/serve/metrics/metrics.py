@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvloom.core.histogram import Histogram
+from kvloom.core import Histogram
 from kvloom.serve.auth.limits import Gate
 from kvloom.serve.worker.engine_link import EngineLink
 from kvloom.serve.worker.messages import TenantUse

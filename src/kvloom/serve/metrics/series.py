@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvloom.core import MISS_REASONS
-from kvloom.core.histogram import SECONDS, Histogram
+from kvloom.core import MISS_REASONS, SECONDS, Histogram
 from kvloom.serve.worker.messages import Counts, Stats, TenantUse
 
 __all__ = ["Pool", "Row", "Value", "engine_rows", "exposition", "tenant_rows", "tier_rows"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvloom.core.histogram import Histogram
+from kvloom.core import Histogram
 from kvloom.engine.engine import Engine
 from kvloom.engine.offload.manager import OffloadManager
 from kvloom.tiers import TierStats
@@ -29,11 +29,12 @@ def engine_stats(
 ) -> Stats:
     """Everything that is told of an engine. `gated` are requests that wait for their tenant's quota, `inside` the others: whose,
     and whether they have begun. O(requests + tenants + groups)."""
-    cache, scheduler, pool = engine.cache, engine.scheduler, engine.cache.pool
-    sizes = [engine.layout.slab_bytes // c.per_slab for c in pool.classes]
+    cache, scheduler, inspect = engine.cache, engine.scheduler, engine.cache.inspect
+    classes = inspect.size_classes
+    sizes = [engine.layout.slab_bytes // c.per_slab for c in classes]
     begun = Counter((tenant, began) for tenant, began in inside)
     tenants = {}
-    for name, account in cache.accounts.accounts.items():
+    for name, account in inspect.accounts.items():
         tenants[name] = TenantUse(
             account.used,
             account.in_use,
@@ -47,27 +48,27 @@ def engine_stats(
         running=len(scheduler.running),
         waiting=scheduler.waiting + sum(gated.values()),
         preemptions=preemptions,
-        slabs=pool.slabs - 1,
-        free_slabs=pool.free_slabs,
-        held_pages=sum(c.in_use_pages for c in pool.classes),
-        cached_pages=sum(c.cached_pages for c in pool.classes),
-        held_bytes=sum(c.in_use_pages * size for c, size in zip(pool.classes, sizes, strict=True)),
-        cached_bytes=sum(c.cached_pages * size for c, size in zip(pool.classes, sizes, strict=True)),
-        looked_up_tokens=cache.looked_up_tokens,
-        hit_tokens=cache.hit_tokens,
-        evictions=cache.allocator.evictions,
-        evicted_bytes=cache.allocator.evicted_bytes,
-        moved_pages=cache.allocator.moved_pages,
-        nodes=cache.tree.nodes,
-        fragmented_bytes=sum(c.free_pages * size for c, size in zip(pool.classes, sizes, strict=True)),
-        unused_tokens=cache.unused_tokens(),
+        slabs=cache.usable_slabs,
+        free_slabs=cache.free_slabs,
+        held_pages=sum(c.in_use_pages for c in classes),
+        cached_pages=sum(c.cached_pages for c in classes),
+        held_bytes=sum(c.in_use_pages * size for c, size in zip(classes, sizes, strict=True)),
+        cached_bytes=sum(c.cached_pages * size for c, size in zip(classes, sizes, strict=True)),
+        looked_up_tokens=inspect.looked_up_tokens,
+        hit_tokens=inspect.hit_tokens,
+        evictions=inspect.evicted.total(),
+        evicted_bytes=inspect.evicted_bytes,
+        moved_pages=inspect.moved_pages,
+        nodes=inspect.nodes,
+        fragmented_bytes=sum(c.free_pages * size for c, size in zip(classes, sizes, strict=True)),
+        unused_tokens=inspect.unused_tokens(),
         steps=steps,
         output_tokens=output_tokens,
-        stops=dict(cache.misses),
-        evicted=dict(cache.allocator.evicted),
-        hit_pages=cache.hit_pages(),
-        idle=_counts(cache.allocator.idle_seconds),
-        reused=_counts(cache.reused),
+        stops=dict(inspect.misses),
+        evicted=dict(inspect.evicted),
+        hit_pages=inspect.hit_pages(),
+        idle=_counts(inspect.idle_seconds),
+        reused=_counts(inspect.reuse_seconds),
         tenants=tenants,
         **({} if engine.offload is None else _below(engine.offload)),
     )

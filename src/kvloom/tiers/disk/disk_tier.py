@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core.sizes import format_bytes, parse_size
+from kvloom.core import format_bytes, parse_size
 from kvloom.tiers.aligned_memory import BLOCK, aligned
 from kvloom.tiers.encoding import (
     LEGACY_CIPHER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvloom.core.sizes import parse_size
+from kvloom.core import parse_size
 from kvloom.tiers.options import Options
 
 from .host_tier import HostConfig, HostTier
