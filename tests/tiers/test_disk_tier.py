@@ -192,7 +192,7 @@ def test_a_page_dropped_while_it_is_copied_forward_stays_dropped(tmp_path: Path)
 
 
 class Dying(Files):
-    """A process that is killed in the middle of a call of its appending thread, once it is told to."""
+    """A process that is killed inside a call of its appending thread."""
 
     def __init__(self, directory: int, fatal: threading.Event) -> None:
         super().__init__(directory)

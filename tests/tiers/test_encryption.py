@@ -1,4 +1,4 @@
-"""Encryption at rest: what is sealed opens with its own key, under its own name, and in no other way."""
+"""Encryption at rest: a sealed page opens only with its own key and under its own object key."""
 
 from __future__ import annotations
 

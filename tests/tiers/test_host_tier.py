@@ -1,4 +1,4 @@
-"""The host tier: the conformance suite, and what is its own: leases, order, sizes that share an arena."""
+"""The host tier: the conformance suite, leases, eviction order, page sizes of one arena."""
 
 from __future__ import annotations
 

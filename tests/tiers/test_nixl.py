@@ -1,4 +1,4 @@
-"""NIXL: the disk tier's conformance with its pages travelling by the POSIX plug-in, and a peer's by UCX."""
+"""NIXL: the disk tier's conformance with transfers by the POSIX plug-in, and a peer's by UCX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another process's host memory: the conformance suite over shared memory and over TCP, real processes, and bad guests."""
+"""Another process's host memory: the conformance suite over shared memory and over TCP, real processes, and bad clients."""
 
 from __future__ import annotations
 

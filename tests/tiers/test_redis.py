@@ -1,4 +1,4 @@
-"""The Redis tier, against a real server: the conformance suite, sharing, and what happens when the server goes away."""
+"""The Redis tier, against a real server: the conformance suite, sharing, and a lost server."""
 
 from __future__ import annotations
 

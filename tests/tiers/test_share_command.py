@@ -1,4 +1,4 @@
-"""`kvloom share`: memory of a process of its own, that outlives who uses it."""
+"""`kvloom share`: memory of a separate process, which outlives its clients."""
 
 from __future__ import annotations
 

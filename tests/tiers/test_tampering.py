@@ -86,7 +86,7 @@ def redis(port: int, options: str = "") -> Iterator[tuple[RemoteTier, RespConnec
 
 
 def forged(value: bytes) -> bytes:
-    """A plain page with valid checksums under the same name, as a writer without keys can make it."""
+    """A plain page with valid checksums under the same key, as a writer without keys can make it."""
     parsed = parse_head(memoryview(value))
     assert not isinstance(parsed, Outcome)
     head, pieces = seal(parsed[0].key, FORM, memoryview(page(99)), make_codec("none"))
@@ -278,7 +278,7 @@ def test_stored_keys_differ_by_secret_and_tenant_and_are_stable() -> None:
 
 
 def test_encrypted_pages_of_the_legacy_format_are_read_from_disk(tmp_path: Path) -> None:
-    """They lie under their plain keys, bound to them: reading goes on, writing uses the name that keys derive."""
+    """They are stored under their plain keys and bound to them: reads find them, writes use derived keys."""
     ring, wanted = Keyring(RING), objects([1, 2])
     tier = disk(tmp_path)
     for number, key in zip([1, 2], wanted.keys, strict=True):

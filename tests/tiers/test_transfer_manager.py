@@ -1,4 +1,4 @@
-"""The mover and its lanes: order, budget, policies, faults that are counted and told once, a tier that hangs and recovers."""
+"""The transfer manager and its queues: order, budget, policies, logged faults, a tier that hangs and recovers."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def test_faults_are_counted_and_logged_once_per_burst(
 
 @pytest.mark.parametrize("gone", [True, False])
 def test_an_inconclusive_probe_allows_the_next_immediately(setting: Setting, gone: bool) -> None:
-    """The one try after a fault is a store whose page has left, or one that a full disk refuses."""
+    """The probe after a fault is a store of an evicted page, or one that a full disk refuses."""
     faults = Faults()
     manager, disk = setting(faults)
     queue = manager.queues[0]
