@@ -145,7 +145,7 @@ def test_a_codec_with_keys_opens_no_plain_page_compressed_or_not() -> None:
         assert unseal(head, body, 0, out, make_codec("none")) == Outcome.OK
         assert unseal(head, body, 0, out, ours) == Outcome.UNTRUSTED
         salted = head._replace(
-            salt=bytes(SALT_BYTES), stored=head.stored_lengths or (RUN,) * FORM.runs, cipher=3
+            salt=bytes(SALT_BYTES), stored_lengths=head.stored_lengths or (RUN,) * FORM.runs, cipher=3
         )
         assert unseal(salted, body, 0, out, ours) != Outcome.OK, "nor one that claims to be sealed"
 
@@ -225,7 +225,11 @@ def test_every_field_of_a_sealed_page_is_bound(protect: Protect) -> None:
     assert (
         outcome(
             head._replace(
-                stored=(head.stored_lengths[0] - 1, head.stored_lengths[1] + 1, *head.stored_lengths[2:])
+                stored_lengths=(
+                    head.stored_lengths[0] - 1,
+                    head.stored_lengths[1] + 1,
+                    *head.stored_lengths[2:],
+                )
             ),
             body,
         )
