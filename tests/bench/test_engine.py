@@ -372,7 +372,7 @@ def test_help_names_workloads_and_shapes(capsys: pytest.CaptureFixture[str]) -> 
         (["--only", "W7", "--scale", "1"], "W7 comes to 131,072 tokens, and tiny takes 32,768"),
         (["--capacity", "16", "--kv-dtype", "int3"], "'int3' is not known"),
         (["--kv-dtype", "int3"], "'int3' is not known"),
-        (["--tier", "attic:1GiB"], "tier 'attic:1GiB' is of no known kind"),
+        (["--tier", "attic:1GiB"], "tier 'attic:1GiB' has no known scheme"),
         (["--vllm-python", "/no/python"], "there is no interpreter '/no/python'"),
     ],
 )
