@@ -143,7 +143,7 @@ def test_a_use_is_seen_where_it_happens_and_not_deeper() -> None:
     service.wait(4)
     service.ask(1, 2, 3, 4, 5, 60)
     assert not visit.watched
-    away = learner(service).returns._away[0]
+    away = learner(service).model._away[0]
     assert away == 7.0
 
 

@@ -22,7 +22,7 @@ def test_a_value_counts_where_it_is_at_most_the_bound() -> None:
 
 @pytest.mark.parametrize("bounds", [(), (1, 1), (2, 1)])
 def test_bounds_must_rise(bounds: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="must be numbers that rise"):
+    with pytest.raises(ValueError, match="must increase"):
         Histogram(bounds)
 
 
