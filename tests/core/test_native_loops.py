@@ -81,7 +81,9 @@ def test_native_and_plain_loops_agree(
 
 @pytest.mark.parametrize("module", [loops, counts], ids=["native", "plain"])
 @pytest.mark.parametrize("wrong", [[3, 4, 3], [3, 1], [3, 2]], ids=["twice", "held", "kept"])
-def test_only_free_pages_are_allocated_and_a_refusal_changes_nothing(module: ModuleType, wrong: list[int]) -> None:
+def test_only_free_pages_are_allocated_and_a_refusal_changes_nothing(
+    module: ModuleType, wrong: list[int]
+) -> None:
     held, kept = np.zeros(6, np.int32), np.zeros(6, np.int16)
     held[1], kept[2] = 1, 1
     with pytest.raises(ValueError, match=f"page {wrong[-1]} is not free"):

@@ -55,6 +55,8 @@ def test_a_policy_from_another_package_decides_evictions() -> None:
 @pytest.mark.usefixtures("outside")
 def test_an_unknown_policy_is_refused_with_all_known_names() -> None:
     assert "outside_policies" not in sys.modules
-    with pytest.raises(ValueError, match=r"unknown eviction policy 'best'; known: lru, .*, adaptive, deepest"):
+    with pytest.raises(
+        ValueError, match=r"unknown eviction policy 'best'; known: lru, .*, adaptive, deepest"
+    ):
         make_policy("best")
     assert "outside_policies" not in sys.modules, "an entry point is loaded only when its name is asked for"
