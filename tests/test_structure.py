@@ -129,7 +129,77 @@ def test_importing_core_loads_no_torch() -> None:
     assert not loaded & {"torch", "transformers", "rich", "msgspec"}
 
 
+def dependencies(modules: list[str]) -> dict[str, set[str]]:
+    """The modules of `modules` that each of them imports; a package's own `__init__` is the package."""
+    found: dict[str, set[str]] = {module: set() for module in modules}
+    for module in modules:
+        package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+        for node in ast.walk(tree(module)):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
+            for alias in node.names:
+                for name in (f"{base}.{alias.name}", base):
+                    if name in found:
+                        found[module].add(name)
+                        break
+        found[module].discard(module)
+    return found
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """The members of import circles, in order; empty if there is none."""
+    left = {name: set(targets) for name, targets in arrows.items()}
+    while free := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+CORE = [name for name in MODULES if room(name) == "core"]
+
+
+def test_no_import_circles_between_files_of_core() -> None:
+    assert circle(dependencies(CORE)) == []
+
+
+@pytest.mark.parametrize("folder", sorted({name.rpartition(".")[0] for name in CORE if name.count(".") > 1}))
+def test_no_import_circles_between_members_of_a_core_folder(folder: str) -> None:
+    def member(module: str) -> str | None:
+        """The file or folder directly below `folder` that a module belongs to."""
+        parts = module.removeprefix(f"{folder}.").split(".")
+        return parts[0] if module.startswith(f"{folder}.") else None
+
+    arrows: dict[str, set[str]] = {}
+    for module, targets in dependencies(CORE).items():
+        here = member(module)
+        if here is not None:
+            arrows.setdefault(here, set()).update(
+                there for target in targets if (there := member(target)) is not None and there != here
+            )
+    assert circle(arrows) == []
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if room(name) != "core"])
+def test_only_names_of_kvloom_core_are_imported_outside_it(module: str) -> None:
+    inside = [f"line {line}: {name}" for name, line in imports(module) if name.startswith("kvloom.core.")]
+    assert not inside, "import from kvloom.core; export the name there if it is missing"
+
+
+PUBLIC = ("kvloom", "kvloom.core", "kvloom.engine", "kvloom.tiers")
+"""The packages whose names are the public interface; names of other modules may change freely."""
+
+
 def public_names() -> dict[str, list[str]]:
+    """`__all__` of the public packages, as far as they state one."""
+    return {module: names for module, names in stated_names().items() if module in PUBLIC}
+
+
+@cache
+def stated_names() -> dict[str, list[str]]:
     """`__all__` of every module that states one."""
     names = {}
     for module in MODULES:
@@ -148,7 +218,7 @@ def test_public_names_are_pinned() -> None:
 
 @pytest.mark.parametrize("module", [m for m, path in MODULES.items() if path.name[0] != "_"])
 def test_a_module_states_its_public_names(module: str) -> None:
-    assert module in public_names(), f"{module} has no __all__"
+    assert module in stated_names(), f"{module} has no __all__"
 
 
 if __name__ == "__main__":

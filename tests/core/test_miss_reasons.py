@@ -1,4 +1,4 @@
-"""Why a prompt hit no further: every reason comes from a real situation."""
+"""Miss reasons: each one comes from a real situation."""
 
 from __future__ import annotations
 

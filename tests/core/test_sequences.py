@@ -151,7 +151,7 @@ BAD: dict[str, tuple[Callable[[World, Open], object], str]] = {
 
 @every_layout
 @pytest.mark.parametrize("name", sorted(BAD))
-def test_bad_input_names_the_value_and_changes_nothing(kind: str, name: str) -> None:
+def test_bad_input_is_refused_with_its_value_and_changes_nothing(kind: str, name: str) -> None:
     call, message = BAD[name]
     world = make_world(kind, 100)
     item = serve(world, prompt_of(20))
@@ -252,7 +252,7 @@ def test_a_fork_shares_full_blocks_and_copies_only_the_partial_one(length: int) 
 
 
 @pytest.mark.parametrize("kind", ["state", "state+full", "state+sliding+full", "several pages a slab"])
-def test_a_fork_without_room_for_its_states_is_none_and_changes_nothing(kind: str) -> None:
+def test_a_fork_whose_states_do_not_fit_is_none_and_changes_nothing(kind: str) -> None:
     world = make_world(kind, 5)
     item = serve(world, prompt_of(20))
     forks = []
@@ -316,7 +316,7 @@ def test_rollback_to_nothing_starts_again(kind: str) -> None:
 
 
 @every_layout
-def test_rolling_back_one_fork_leaves_the_other_alone(kind: str) -> None:
+def test_rollback_of_a_fork_does_not_change_the_other(kind: str) -> None:
     world = make_world(kind, 400)
     parent = serve(world, prompt_of(50))
     child = parent.sequence.fork()

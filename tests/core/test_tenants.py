@@ -1,4 +1,4 @@
-"""What a request, a tenant or an operator may say: isolation, quotas, shares, pins, retention, sessions."""
+"""Options of requests, tenants and operators: isolation, quotas, shares, pins, retention, sessions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def with_quota(kind: str, slabs: int, quota_slabs: int) -> World:
 
 @every_layout
 @pytest.mark.parametrize("more", [0, 5])
-def test_a_quota_holds_at_all_times(kind: str, more: int) -> None:
+def test_a_quota_is_never_exceeded(kind: str, more: int) -> None:
     quota = slabs_for(kind, 60) + more
     world = with_quota(kind, 200, quota)
     limit = quota * world.cache.layout.slab_bytes
@@ -99,7 +99,7 @@ def test_a_quota_evicts_only_its_own() -> None:
     assert world.cache.stats()["free_slabs"] == 29 - 10 - 8
 
 
-def test_what_a_quota_cannot_hold_is_missing_pages_and_nothing_changes() -> None:
+def test_beyond_the_quota_pages_are_missing_and_nothing_changes() -> None:
     world = with_quota("full", 30, 8)
     item = start(world, prompt_of(4), GOLD)
     before = world.cache.stats()
@@ -197,7 +197,7 @@ def test_many_extend_together_where_a_pin_ends_at_that_moment(slabs: int, quota:
         finish(world, item)
 
 
-def test_a_pin_says_how_many_tokens_it_keeps() -> None:
+def test_a_pin_has_the_length_of_its_prefix() -> None:
     world = make_world("full", 40)
     cached(world, prompt_of(40))
     assert world.cache.pin(prompt_of(40), 1.0).length == 40
@@ -223,7 +223,7 @@ def test_unpinning_twice_is_harmless(kind: str) -> None:
     world.check()
 
 
-def test_a_pin_of_a_prompt_keeps_its_image_too() -> None:
+def test_a_pin_of_a_prompt_pins_its_media_run() -> None:
     world = make_world("cross", 20)
     image = (Media(2, 3, b"a" * 16, tokens=48),)
     cached(world, prompt_of(40), media=image)
@@ -250,7 +250,7 @@ def test_a_pin_needs_a_positive_ttl(ttl: float) -> None:
 # -- retention ---------------------------------------------------------------------------------------------------
 
 
-def test_token_ranges_leave_in_the_order_of_their_priority() -> None:
+def test_token_ranges_are_evicted_by_priority() -> None:
     """The system prompt stays, the document between goes first, where nothing hangs below it."""
     world = make_world("full", 1 + 4 + 4 + 4)
     keep = CacheControl(retain=(RetainRange(0, 32, priority=5), RetainRange(32, None, priority=-1)))
@@ -288,7 +288,7 @@ def test_empty_ranges_are_refused() -> None:
 
 
 @every_layout
-def test_a_request_that_stores_nothing_leaves_nothing(kind: str) -> None:
+def test_a_request_with_store_off_caches_nothing(kind: str) -> None:
     world = make_world(kind, 200, snapshots=CheckpointPolicy(every_blocks=1))
     item = serve(world, prompt_of(60), CacheControl(store=False))
     run(world, item, [7] * 40)
@@ -326,7 +326,7 @@ def test_a_request_that_does_not_read_computes_everything_and_stores_it(kind: st
 # -- sessions --------------------------------------------------------------------------------------------------------
 
 
-def test_an_ended_session_leaves_first_but_not_what_others_share() -> None:
+def test_an_ended_session_is_evicted_first_but_shared_blocks_stay() -> None:
     world = make_world("full", 1 + 4 + 6 + 8)
     trunk = prompt_of(64)
     cached(world, prompt_of(64, seed=3))
@@ -354,7 +354,7 @@ def test_ending_a_session_is_a_hint_only(kind: str) -> None:
     world.check()
 
 
-def test_a_session_that_comes_back_is_an_ordinary_one_again() -> None:
+def test_a_session_that_returns_is_not_ended_any_more() -> None:
     world = make_world("full", 1 + 5 + 5 + 1)
     cached(world, prompt_of(64, seed=1), CacheControl(session="chat"))
     world.cache.end_session("chat")

@@ -83,10 +83,6 @@ class Account:
         self.looked_up_tokens += tokens
         self.hit_tokens += hit
 
-    def count_eviction(self) -> None:
-        """Count an evicted entry."""
-        self.evictions += 1
-
     def over_quota(self, need: int) -> int:
         """Bytes to evict before `need` more fit the quota."""
         return 0 if self.tenant.quota is None else max(0, self.used + need - self.tenant.quota)
