@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytest.register_assert_rewrite("kvloom.tiers.testing.conformance")
+
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "A server's cache, live in this terminal; the same is at /dashboard.",
     ),
     "share": (
-        "kvloom.tiers.share_command",
+        "kvloom.tiers.peer.share_command",
         "Host memory for the servers of a machine: --tier peer://HOST:PORT.",
     ),
     "replay": ("kvloom.replay.command", "Recorded traffic through the cache: hit rates, sizes."),

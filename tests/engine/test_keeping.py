@@ -29,7 +29,7 @@ from kvloom.engine.offload.store import HostStore
 from kvloom.engine.request import SamplingParams
 from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers.host.arena import copy_pages
-from kvloom.tiers.transfers.transfer_manager import Mover
+from kvloom.tiers.transfers import TransferManager
 from tests.models.zoo import expected, tiny
 
 from .test_lower import PATIENT, POOL, LateCopy, closed, drawn, greedy, leave_early, lower_of
@@ -73,7 +73,7 @@ class Desk:
         host, _ = open_host(layout, 4 << 20, False, buffer.device)
         forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in layout.groups}
         self.pages = Told(layout, buffer, host)
-        self.keeping = HostStore(self.cache, self.pages, Mover(host, ()), forms, forms, {writes})
+        self.keeping = HostStore(self.cache, self.pages, TransferManager(host, ()), forms, forms, {writes})
 
     def computed(self, first: int) -> Sequence:
         """Three blocks of a prompt of four."""
@@ -482,6 +482,6 @@ def test_copies_to_and_from_host_memory_that_fail_cost_time_and_nothing_else(
     engine._apply_copies()
     while lower.retained_bytes:
         lower.poll()
-    assert lower.host._residents.coming == 0
-    assert not lower.host._slots.held.any(), "places are held that nobody lets go"
+    assert lower.host.index.loading == 0
+    assert not lower.host._slots.refs.any(), "places are held that nobody lets go"
     closed(engine)

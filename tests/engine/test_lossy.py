@@ -44,7 +44,7 @@ def test_what_was_re_encoded_serves_those_who_allow_it_and_nobody_else(
         [one.tokens for one in first] == [one.tokens for one in plain] == wanted
     )  # nothing came from below yet
     assert [one.cached_tokens for one in plain] == [0, 0]
-    lane = lower_of(engine).transfers.lanes[0]
+    lane = lower_of(engine).transfers.queues[0]
     kept = lane.tier.stats()
     assert kept.objects == 5 + 4, "the pages of those who allow it, and of no others"
     if below == "disk":
@@ -65,9 +65,9 @@ def empty(engine: Engine) -> None:
     engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
     engine._apply_copies()
     host = lower_of(engine).host
-    residents = host._residents
+    residents = host.index
     for key, slot in list(residents.entries.items()):
-        residents.forget(key, slot)
+        residents.remove(key, slot)
 
 
 def test_the_bytes_that_come_back_are_near_those_that_were_computed(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_pages_that_are_quantised_already_are_not_re_encoded_and_that_is_said(
         engine = Engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB"])
     assert "left out" in caplog.text
     assert "not re-encoded" in caplog.text
-    assert not lower_of(engine).transfers.lanes
+    assert not lower_of(engine).transfers.queues
     closed(engine)
 
 

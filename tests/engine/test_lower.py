@@ -19,24 +19,28 @@ from kvloom.engine.offload import manager as lower_module
 from kvloom.engine.offload.host_pages import HostPages
 from kvloom.engine.offload.manager import OffloadConfig, OffloadManager
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.tiers import DiskConfig, DiskTier, Objects
-from kvloom.tiers.fault_injection import Faults, FaultyTier
-from kvloom.tiers.registry import Place
-from kvloom.tiers.transfers import unavailable_tier as away
-from kvloom.tiers.transfers.circuit_breaker import BreakerConfig
-from kvloom.tiers.transfers.tier_queue import LaneConfig
-from kvloom.tiers.transfers.transfer_manager import MoverConfig
+from kvloom.tiers import DiskConfig, DiskTier, Objects, OpenTier
+from kvloom.tiers.testing import Faults, FaultyTier
+from kvloom.tiers.transfers import (
+    CircuitBreakerConfig,
+    TierQueueConfig,
+    TransferConfig,
+    unavailable_tier as away,
+)
 from tests.models.zoo import expected, tiny
 
 POOL = 1 << 22
 KINDS = ["llama", "gemma3_text", "qwen3_next", "bamba", "mamba", "deepseek_v3", "llama4_text"]
-PATIENT = OffloadConfig("always", seconds=(20.0, 20.0), transfers=MoverConfig(lookup_seconds=20.0))
+PATIENT = OffloadConfig("always", seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0))
 """For what must be found, however busy the machine is."""
 QUICK = OffloadConfig(
     load="always",
     seconds=(0.2, 0.2),
-    transfers=MoverConfig(
-        lookup_seconds=0.2, lane=LaneConfig(breaker=BreakerConfig(first=0.05, most=0.1, try_seconds=0.3))
+    transfers=TransferConfig(
+        lookup_seconds=0.2,
+        queue=TierQueueConfig(
+            breaker=CircuitBreakerConfig(first_pause=0.05, max_pause=0.1, probe_seconds=0.3)
+        ),
     ),
 )
 
@@ -218,7 +222,7 @@ def test_what_keeps_pages_below_from_serving_a_prompt_is_said(family: str, why: 
     for group in engine.layout.groups:
         if group.spec.unit == "state" or group.spec.visibility.windowed:
             for form in lower.forms[group.index]:
-                lower.transfers.lanes[0].tier.drop(Objects(names, group.index, form))
+                lower.transfers.queues[0].tier.drop(Objects(names, group.index, form))
     closed(engine)
     engine = Engine(tiny(family), POOL, tiers=tiers, lower=PATIENT)
     again = served(engine, [[*wanted, 5]], 4)[0]
@@ -231,9 +235,9 @@ def test_what_keeps_pages_below_from_serving_a_prompt_is_said(family: str, why: 
     closed(engine)
 
 
-def faulty(tmp_path: Path, faults: Faults) -> tuple[Place, FaultyTier]:
+def faulty(tmp_path: Path, faults: Faults) -> tuple[OpenTier, FaultyTier]:
     tier = FaultyTier(DiskTier(DiskConfig(tmp_path, 64 << 20, segment_bytes=1 << 20)), faults)
-    return Place(tier), tier
+    return OpenTier(tier), tier
 
 
 def spoil(tier: FaultyTier, path: Path) -> None:
@@ -257,7 +261,10 @@ def go_wrong(wrong: str, faults: Faults, tier: FaultyTier, path: Path) -> None:
 def stored(engine: Engine) -> None:
     """Wait until nothing is to be stored any more."""
     ends = time.monotonic() + 5
-    while any(lane.waiting_stores for lane in lower_of(engine).transfers.lanes) and time.monotonic() < ends:
+    while (
+        any(lane.pending_store_bytes for lane in lower_of(engine).transfers.queues)
+        and time.monotonic() < ends
+    ):
         time.sleep(0.01)
 
 
@@ -270,7 +277,9 @@ def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
     wanted = expected(tiny(family), prompts, 8)
     turns = [[*tokens, 5, 6, 7] for tokens in wanted]
     again = expected(tiny(family), turns, 8)
-    engine = Engine(tiny(family), POOL, tiers=[Place(DiskTier(DiskConfig(tmp_path, 64 << 20)))], lower=QUICK)
+    engine = Engine(
+        tiny(family), POOL, tiers=[OpenTier(DiskTier(DiskConfig(tmp_path, 64 << 20)))], lower=QUICK
+    )
     served(engine, prompts)
     closed(engine)
 
@@ -283,7 +292,7 @@ def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
     assert [request.tokens for request in first] == again
     if wrong != "hung":
         stored(engine)
-    assert wrong == "slow" or lower.transfers.faults.counts
+    assert wrong == "slow" or lower.transfers.fault_log.counts
 
     faults.release()
     faults.failing = faults.full = False
@@ -291,11 +300,11 @@ def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
     fresh = drawn((family, wrong, "after"), 60, 40)
     after = expected(tiny(family), fresh, 4)
     ends = time.monotonic() + 5
-    while not lower.transfers.lanes[0].breaker.closed and time.monotonic() < ends:
+    while not lower.transfers.queues[0].breaker.is_closed and time.monotonic() < ends:
         time.sleep(0.05)
         assert [r.tokens for r in served(engine, drawn(ends + time.monotonic(), 20))]
     assert [request.tokens for request in served(engine, fresh, 4)] == after
-    assert lower.transfers.lanes[0].breaker.closed
+    assert lower.transfers.queues[0].breaker.is_closed
     closed(engine)
     engine = Engine(tiny(family), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=PATIENT)
     requests = served(engine, fresh, 4)  # what was stored after the fault is there
@@ -648,7 +657,7 @@ def test_a_tier_that_was_away_is_used_once_it_is_there(
     tiers = [f"disk:{tmp_path}:64MiB"]
     first = Engine(tiny("llama"), POOL, tiers=tiers)
     second = Engine(tiny("llama"), POOL, tiers=tiers)
-    (lane,) = lower_of(second).transfers.lanes
+    (lane,) = lower_of(second).transfers.queues
     prompts = drawn("away", 40)
     served(second, prompts)  # fails to keep them, and says so
     assert not lane.tier.stats().objects

@@ -16,12 +16,12 @@ if not torch.cuda.is_available():
 from kvloom.engine.engine import Engine
 from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import SamplingParams
-from kvloom.tiers.transfers.transfer_manager import MoverConfig
+from kvloom.tiers.transfers import TransferConfig
 
 from .test_invariant_gpu import made
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-PATIENT = OffloadConfig("always", seconds=(20.0, 20.0), transfers=MoverConfig(lookup_seconds=20.0))
+PATIENT = OffloadConfig("always", seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0))
 """Waits for pages however busy the machine is."""
 
 

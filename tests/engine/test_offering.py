@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.engine.engine import Engine
-from kvloom.tiers.peer.server import PeerServer
+from kvloom.tiers.peer import PeerServer
 from tests.models.zoo import expected, tiny
 
 from .test_lower import PATIENT, POOL, closed, drawn, lower_of, served, stored
@@ -42,7 +42,7 @@ def test_another_engine_reads_what_one_has_and_changes_nothing(by: str, tmp_path
     assert [one.tokens for one in found] == wanted
     assert [one.cached_tokens for one in found] == [64, 48, 0]
     stored(second)
-    lane = lower_of(second).transfers.lanes[0]
+    lane = lower_of(second).transfers.queues[0]
     assert lane.tier.stats().writes.get("full"), "it offered its own pages, and they were refused"
     after = lower_of(owner).host.stats()
     assert (after.objects, after.bytes) == (before.objects, before.bytes)

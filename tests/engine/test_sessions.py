@@ -47,7 +47,7 @@ def test_a_hint_brings_what_a_session_said_into_host_memory(family: str, tmp_pat
 
 @pytest.mark.parametrize("wrong", ["failing", "hung"])
 def test_a_hint_to_a_tier_that_does_not_answer_ends_and_costs_no_token(wrong: str, tmp_path: Path) -> None:
-    from kvloom.tiers.fault_injection import Faults
+    from kvloom.tiers.testing import Faults
 
     faults = Faults()
     place, _ = faulty(tmp_path, faults)

@@ -57,9 +57,9 @@ def test_a_flood_of_one_tenant_pushes_nobody_else_out(
     engine = opened()
     first = said(engine, "calm", calm)
     lower = lower_of(engine)
-    tier = lower.host if below == "host" else lower.transfers.lanes[0].tier
+    tier = lower.host if below == "host" else lower.transfers.queues[0].tier
     assert isinstance(tier, HostTier | DiskTier)
-    kept = tier.kept_for("calm")
+    kept = tier.used_by("calm")
     flooded = [said(engine, "flood", flood[at : at + 4]) for at in range(0, 20, 4)]
     assert tier.kept_for("calm") == kept > 0
     pool = (engine.cache.state.pool.slabs - 1) * layout.slab_bytes

@@ -12,13 +12,12 @@ import pytest
 
 from kvloom.engine.engine import Engine
 from kvloom.tiers import Form, HostConfig, HostTier, Outcome
-from kvloom.tiers.encoding.codec import make_codec, parse_head, seal
-from kvloom.tiers.host.shared_memory import SharedMemory
-from kvloom.tiers.peer.server import PeerConfig, PeerServer
-from kvloom.tiers.remote.redis_protocol import Resp
+from kvloom.tiers.encoding import make_codec, parse_head, seal
+from kvloom.tiers.host import SharedMemory
+from kvloom.tiers.peer import PeerConfig, PeerServer
+from kvloom.tiers.remote.redis_protocol import RespConnection
 from kvloom.tiers.remote.store_tier import PREFIX
-from kvloom.tiers.transfers.circuit_breaker import BreakerConfig
-from kvloom.tiers.transfers.tier_queue import LaneConfig
+from kvloom.tiers.transfers import CircuitBreakerConfig, TierQueueConfig
 from tests.models.zoo import expected, tiny
 from tests.tiers.servers import mooncake_master, redis_server
 
@@ -26,7 +25,7 @@ from .test_lower import PATIENT, POOL, QUICK, closed, drawn, served
 
 pytestmark = pytest.mark.server
 MIB = 1 << 20
-UNBROKEN = replace(PATIENT.transfers, lane=LaneConfig(breaker=BreakerConfig(failures=1000)))
+UNBROKEN = replace(PATIENT.transfers, queue=TierQueueConfig(breaker=CircuitBreakerConfig(max_failures=1000)))
 """For faults that must not close a tier: pages are offloaded to it again."""
 
 
@@ -57,9 +56,10 @@ def nixl_text(folder: Path) -> Iterator[str]:
 def mooncake_text(folder: Path) -> Iterator[str]:
     """What a process put into its own segment goes with it: someone else's has to be there."""
     with mooncake_master(folder) as (port, _):
-        from kvloom.tiers.remote.mooncake_client import Client, MooncakeConfig
+        from kvloom.tiers.remote import MooncakeConfig
+        from kvloom.tiers.remote.mooncake_client import MooncakeClient
 
-        storage = Client(MooncakeConfig(f"127.0.0.1:{port}", segment=128 * MIB), 5.0)
+        storage = MooncakeClient(MooncakeConfig(f"127.0.0.1:{port}", segment=128 * MIB), 5.0)
         storage.get()
         yield f"mooncake://127.0.0.1:{port}?capacity=64MiB&timeout=5"
         storage.close()
@@ -98,16 +98,16 @@ def test_a_store_that_dies_in_between_changes_no_token(tmp_path: Path) -> None:
 
 def forge(port: int) -> int:
     """Replaces every page in Redis by random bytes with valid checksums, as a writer without keys can. Returns how many."""
-    client, random = Resp(("127.0.0.1", port), 5, most=16 * MIB), np.random.default_rng(0)
-    keys = client.ask("KEYS", PREFIX + b"*")
+    client, random = RespConnection(("127.0.0.1", port), 5, limit=16 * MIB), np.random.default_rng(0)
+    keys = client.call("KEYS", PREFIX + b"*")
     for key in keys:
-        parsed = parse_head(memoryview(client.ask("GET", key)))
+        parsed = parse_head(memoryview(client.call("GET", key)))
         assert not isinstance(parsed, Outcome)
         head = parsed[0]
         form = Form("any", "any", head.runs * head.run_bytes, head.run_bytes)
         wrong = random.standard_normal(form.page_bytes // 4 + 1).astype(np.float32).view(np.uint8)
         plain, body = seal(head.key, form, memoryview(wrong)[: form.page_bytes], make_codec("none"))
-        assert client.ask("SET", key, [plain.pack(), *map(bytes, body)]) == b"OK"
+        assert client.call("SET", key, [plain.pack(), *map(bytes, body)]) == b"OK"
     client.close()
     return len(keys)
 
@@ -126,7 +126,7 @@ def test_forged_pages_in_a_keyed_store_change_no_token_and_are_counted(protect: 
             assert engine.offload is not None
             requests = served(engine, prompts)
             assert [request.tokens for request in requests] == wanted
-            found = {key[1:]: n for key, n in engine.offload.transfers.faults.counts.items()}
+            found = {key[1:]: n for key, n in engine.offload.transfers.fault_log.counts.items()}
             assert (found.get(("read", "untrusted"), 0) > 0) == (round_ == 1), "forged pages are counted"
             if round_ == 2:
                 assert all(request.cached_tokens >= 32 for request in requests), "good pages took their place"

@@ -18,11 +18,9 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.offload import manager as lower_module
 from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.tiers import DiskConfig, DiskTier, Objects
-from kvloom.tiers.fault_injection import Faults, FaultyTier
-from kvloom.tiers.registry import Place
-from kvloom.tiers.transfers.tier_queue import LaneConfig
-from kvloom.tiers.transfers.transfer_manager import MoverConfig
+from kvloom.tiers import DiskConfig, DiskTier, Objects, OpenTier
+from kvloom.tiers.testing import Faults, FaultyTier
+from kvloom.tiers.transfers import TierQueueConfig, TransferConfig
 from tests.models.zoo import expected, tiny
 
 LENGTH = 400
@@ -53,9 +51,9 @@ class Rig:
         self.computed: list[int] = []
         faults = Faults(tamper=lambda objects: self.gate.acquire() and None)
         self.tier = tier = FaultyTier(DiskTier(DiskConfig(path, 64 << 20)), faults)
-        lane = LaneConfig(budget=1)  # one read at a time, so that they come in their order
-        lower = OffloadConfig(seconds=(60.0, 60.0), transfers=MoverConfig(lookup_seconds=60.0, lane=lane))
-        tiers: list[str | Place] = ["host:16MiB", Place(tier)]
+        lane = TierQueueConfig(max_inflight_bytes=1)  # one read at a time, so that they come in their order
+        lower = OffloadConfig(seconds=(60.0, 60.0), transfers=TransferConfig(lookup_seconds=60.0, queue=lane))
+        tiers: list[str | OpenTier] = ["host:16MiB", OpenTier(tier)]
         self.engine = Engine(model(family), 1 << 22, tiers=tiers, lower=lower, **options)
         assert self.engine.offload is not None
         self.lower, run = self.engine.offload, self.engine.runner.run
@@ -74,9 +72,9 @@ class Rig:
     def believe(self, ratio: float) -> None:
         """The disk is said to give tokens so many times as fast as they are computed."""
         full = sum(g.unit_bytes for g in self.engine.layout.of("token") if not g.spec.visibility.windowed)
-        lane = self.lower.transfers.lanes[0]
-        lane.rate.speed, lane.latency = ratio * full / EACH, 0.0
-        lane.rate.saw = lambda size, began, now: None  # type: ignore[method-assign]
+        lane = self.lower.transfers.queues[0]
+        lane.throughput.bytes_per_second, lane.lookup_latency = ratio * full / EACH, 0.0
+        lane.throughput.record = lambda size, began, now: None  # type: ignore[method-assign]
 
     def add(self, control: CacheControl | None = None) -> Request:
         """A request whose pages are looked for, and found."""

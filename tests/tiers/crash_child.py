@@ -6,7 +6,7 @@ import os
 import sys
 
 from kvloom.tiers import DiskConfig, DiskTier
-from tests.tiers.conformance import filled, memory, objects
+from kvloom.tiers.testing.conformance import filled, memory, objects
 
 SETTINGS = {"capacity": 48 << 20, "segment_bytes": 4 << 20, "evict": "oldest"}
 

@@ -6,10 +6,9 @@ import sys
 import threading
 
 from kvloom.tiers import HostConfig, HostTier
-from kvloom.tiers.host.shared_memory import SharedMemory
-from kvloom.tiers.peer.server import PeerConfig, PeerServer
-
-from .conformance import put
+from kvloom.tiers.host import SharedMemory
+from kvloom.tiers.peer import PeerConfig, PeerServer
+from kvloom.tiers.testing.conformance import put
 
 
 def main() -> None:

@@ -8,20 +8,10 @@ import sys
 import numpy as np
 import pytest
 
-from kvloom.tiers import Form, Outcome, TierError
-from kvloom.tiers.encoding.codec import (
-    VERSION,
-    Compression,
-    Head,
-    checksum,
-    checksums,
-    make_codec,
-    parse_head,
-    seal,
-    unseal,
-)
-
-from .conformance import FORM, PAGE, RUN, objects, page
+from kvloom.tiers import Compression, Form, Outcome, TierError
+from kvloom.tiers.encoding import Head, checksum, make_codec, parse_head, run_checksums, seal, unseal
+from kvloom.tiers.encoding.codec import VERSION
+from kvloom.tiers.testing.conformance import FORM, PAGE, RUN, objects, page
 
 KEY = objects([1]).keys[0]
 METHODS: list[Compression] = ["none", "lz4", "zstd"]
@@ -40,7 +30,7 @@ def sealed(compression: Compression) -> tuple[Head, bytes]:
     return head, b"".join(bytes(piece) for piece in pieces)
 
 
-def test_a_page_comes_back_whole_and_in_runs(compression: Compression) -> None:
+def test_a_sealed_page_is_decoded_whole_and_by_runs(compression: Compression) -> None:
     head, body = sealed(compression)
     assert (len(body) < PAGE) == (compression != "none")
     plain = make_codec()
@@ -51,7 +41,7 @@ def test_a_page_comes_back_whole_and_in_runs(compression: Compression) -> None:
         assert np.array_equal(out, page(1)[first * RUN : last * RUN])
 
 
-def test_a_head_says_what_it_was_told(compression: Compression) -> None:
+def test_a_parsed_head_equals_the_packed_one(compression: Compression) -> None:
     head, body = sealed(compression)
     packed = head.pack()
     parsed = parse_head(memoryview(packed + body))
@@ -59,7 +49,7 @@ def test_a_head_says_what_it_was_told(compression: Compression) -> None:
     assert (head.key, head.runs, head.run_bytes, head.body_bytes) == (KEY, 8, RUN, len(body))
 
 
-def test_any_flipped_bit_of_a_head_is_seen(compression: Compression) -> None:
+def test_any_flipped_bit_of_a_head_is_detected(compression: Compression) -> None:
     packed = sealed(compression)[0].pack()
     for at in range(len(packed)):
         for bit in (0, 7):
@@ -68,12 +58,12 @@ def test_any_flipped_bit_of_a_head_is_seen(compression: Compression) -> None:
             assert isinstance(parse_head(memoryview(bad)), Outcome), f"byte {at}"
 
 
-def test_any_cut_of_a_head_is_seen(compression: Compression) -> None:
+def test_any_truncated_head_is_detected(compression: Compression) -> None:
     packed = sealed(compression)[0].pack()
     assert all(isinstance(parse_head(memoryview(packed)[:n]), Outcome) for n in range(len(packed)))
 
 
-def test_flipped_bits_of_a_body_are_seen(compression: Compression) -> None:
+def test_flipped_bits_of_a_body_are_detected(compression: Compression) -> None:
     head, body = sealed(compression)
     codec, out = make_codec(), memoryview(bytearray(PAGE))
     for at in np.random.default_rng(0).integers(0, len(body), 150).tolist():
@@ -87,19 +77,19 @@ def test_flipped_bits_of_a_body_are_seen(compression: Compression) -> None:
     assert unseal(head, memoryview(body), 0, out, codec) == Outcome.OK, "the codec survives what it saw"
 
 
-def test_runs_in_another_order_are_seen() -> None:
+def test_runs_in_another_order_are_detected() -> None:
     head, body = sealed("none")
     swapped = body[RUN : 2 * RUN] + body[:RUN] + body[2 * RUN :]
     assert unseal(head, memoryview(swapped), 0, memoryview(bytearray(PAGE)), make_codec()) == Outcome.CORRUPT
 
 
-def test_another_version_is_told_from_damage() -> None:
+def test_another_version_is_distinguished_from_damage() -> None:
     packed = bytearray(sealed("none")[0].pack())
     packed[4:6] = struct.pack("<H", VERSION + 3)
     assert parse_head(memoryview(packed)) == Outcome.VERSION
 
 
-def test_the_format_on_the_disk_does_not_change_unnoticed() -> None:
+def test_the_stored_format_is_pinned() -> None:
     """A change here needs a new VERSION: others have files in the old one."""
     form = Form("bf16", "LKTHD", 16, 8, shard="0/2", layout="l")
     assert form.fingerprint.hex() == "933875c6a8abd71f1436fae568e6954d"
@@ -113,16 +103,16 @@ def test_the_format_on_the_disk_does_not_change_unnoticed() -> None:
     assert checksum(b"") == 0x2D06800538D394C2, "xxh3 as published"
 
 
-def test_a_compressed_run_that_claims_to_be_huge_takes_no_memory() -> None:
+def test_a_compressed_run_with_a_huge_length_allocates_nothing() -> None:
     zstandard = pytest.importorskip("zstandard")
     bomb = zstandard.ZstdCompressor().compress(bytes(200 << 20))
-    head = Head(KEY, 2, RUN, checksums(memoryview(bytes(RUN)), RUN)[:8], (len(bomb),))
+    head = Head(KEY, 2, RUN, run_checksums(memoryview(bytes(RUN)), RUN)[:8], (len(bomb),))
     out = memoryview(bytearray(RUN))
     assert unseal(head, memoryview(bomb), 0, out, make_codec()) == Outcome.CORRUPT
     assert make_codec().unpack(1, memoryview(bomb), out) is False
 
 
-def test_a_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(TierError, match="'zstandard' is missing: pip install"):
         make_codec("zstd")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvloom.tiers import TierError
+from kvloom.tiers.testing.conformance import get, put
 
-from .conformance import get, put
-from .test_disk import opened
+from .test_disk_tier import opened
 
 PRECIOUS = b"a file that no tier may touch\n"
 
@@ -25,7 +25,7 @@ def precious(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["lock", "dropped"])
-def test_a_symbolic_link_in_place_of_a_file_is_refused_and_its_target_keeps_its_bytes(
+def test_a_symbolic_link_is_refused_and_its_target_stays_unchanged(
     tmp_path: Path, precious: Path, name: str
 ) -> None:
     folder = tmp_path / "kv"
@@ -50,7 +50,7 @@ def test_a_dangling_symbolic_link_creates_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "fifo", "directory"])
-def test_a_segment_of_another_kind_is_neither_read_nor_removed(
+def test_a_segment_that_is_not_a_regular_file_is_neither_read_nor_removed(
     tmp_path: Path, precious: Path, kind: str
 ) -> None:
     folder = tmp_path / "kv"
@@ -76,18 +76,18 @@ def test_a_segment_of_another_kind_is_neither_read_nor_removed(
     assert precious.read_bytes() == PRECIOUS
 
 
-def test_a_file_called_lock_that_is_no_lock_is_not_truncated(tmp_path: Path) -> None:
+def test_a_foreign_file_named_lock_is_not_truncated(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     folder.mkdir(mode=0o700)
     (folder / "lock").write_bytes(PRECIOUS)
-    with pytest.raises(TierError, match="'lock' is no lock of a disk tier"):
+    with pytest.raises(TierError, match="'lock' is not the lock of a disk tier"):
         opened(folder)
     assert (folder / "lock").read_bytes() == PRECIOUS
     (folder / "lock").write_text("4194304\n")  # as a process that was killed leaves it
     opened(folder).close()
 
 
-def test_a_hard_link_called_lock_is_refused(tmp_path: Path, precious: Path) -> None:
+def test_a_hard_link_named_lock_is_refused(tmp_path: Path, precious: Path) -> None:
     folder = tmp_path / "kv"
     folder.mkdir(mode=0o700)
     os.link(precious, folder / "lock")
@@ -105,7 +105,7 @@ def test_files_of_another_user_are_refused(tmp_path: Path, monkeypatch: pytest.M
         opened(folder)
 
 
-def test_a_directory_of_others_that_everyone_may_write_is_refused(
+def test_a_world_writable_directory_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "kv"
@@ -118,15 +118,13 @@ def test_a_directory_of_others_that_everyone_may_write_is_refused(
     (folder / "dropped").unlink()
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     with pytest.raises(
-        TierError, match=r"every user may exchange its files \(mode 777\). Give a directory inside"
+        TierError, match=r"every user may replace its files \(mode 777\). Use a directory inside"
     ):
         opened(folder)
     assert not list(folder.iterdir())
 
 
-def test_a_symbolic_link_of_a_stranger_to_a_directory_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_link_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, link = tmp_path / "kv", tmp_path / "link"
     folder.mkdir(mode=0o700)
     link.symlink_to(folder)
@@ -135,11 +133,11 @@ def test_a_symbolic_link_of_a_stranger_to_a_directory_is_refused(
         os.chown(link, 54321, 54321, follow_symlinks=False)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    with pytest.raises(TierError, match="made this symbolic link"):
+    with pytest.raises(TierError, match="created this symbolic link"):
         opened(link)
 
 
-def test_directories_are_for_their_owner_alone_and_files_too(tmp_path: Path) -> None:
+def test_directories_and_files_are_private_to_their_owner(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         tier = opened(tmp_path / "a" / "b" / "kv")

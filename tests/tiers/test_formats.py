@@ -7,7 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvloom.tiers.encoding.formats import Format, Order, PageShape, from_format, to_format
+from kvloom.tiers.encoding import Format, PageShape, from_format, to_format
+from kvloom.tiers.encoding.formats import Order
 
 SIZES = [(1, 1, 1, 1), (3, 5, 7, 11), (2, 16, 8, 64), (5, 1, 3, 2), (1, 17, 1, 9)]
 FORMATS: list[Format] = ["2LTD", "T2D", "2TD", "NHD", "HND"]
@@ -19,7 +20,7 @@ def random_page(shape: PageShape) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("order", ["HND", "NHD"])
-def test_there_and_back_is_the_same_at_every_size(kind: Format, order: Order) -> None:
+def test_a_round_trip_is_exact_at_every_size(kind: Format, order: Order) -> None:
     for (layers, tokens, heads, dims), element in product(SIZES, (1, 2, 4, 8)):
         shape = PageShape(layers, tokens, heads, dims, element, order)
         page = random_page(shape)
@@ -34,7 +35,7 @@ def test_there_and_back_is_the_same_at_every_size(kind: Format, order: Order) ->
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
-def test_every_value_is_where_the_format_says(order: Order) -> None:
+def test_every_value_has_the_position_of_the_format(order: Order) -> None:
     layers, tokens, heads, dims = 3, 5, 2, 7
     shape = PageShape(layers, tokens, heads, dims, 4, order)
     page = np.arange(shape.page_bytes // 4, dtype=np.uint32)
@@ -61,9 +62,9 @@ def test_a_latent_has_one_field_and_its_own_format() -> None:
     back = np.zeros_like(page)
     from_format(block, shape, "MLA", back)
     assert np.array_equal(back, page)
-    with pytest.raises(ValueError, match="MLA is for latents"):
+    with pytest.raises(ValueError, match="use MLA for latents"):
         to_format(page, shape, "2LTD")
-    with pytest.raises(ValueError, match="MLA is for latents"):
+    with pytest.raises(ValueError, match="use MLA for latents"):
         to_format(random_page(PageShape(1, 2, 3, 4, 2)), PageShape(1, 2, 3, 4, 2), "MLA")
 
 
@@ -78,14 +79,14 @@ def test_a_block_may_be_of_any_type_of_that_size_and_any_stride() -> None:
     assert np.array_equal(back, page)
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
+def test_a_mismatch_is_refused_before_any_write() -> None:
     shape = PageShape(2, 3, 4, 5, 2)
     page = np.zeros(shape.page_bytes, np.uint8)
-    with pytest.raises(ValueError, match=r"a page of 10 bytes is none of 480"):
+    with pytest.raises(ValueError, match=r"the page has 10 bytes; .* has 480"):
         to_format(page[:10], shape, "2LTD")
-    with pytest.raises(ValueError, match=r"is no 2LTD of \(2, 2, 3, 20\)"):
+    with pytest.raises(ValueError, match=r"is not 2LTD of \(2, 2, 3, 20\)"):
         from_format(np.ones((2, 2, 3, 21), np.uint16), shape, "2LTD", page)
-    with pytest.raises(ValueError, match="4 bytes an element"):
+    with pytest.raises(ValueError, match="elements of 4 bytes"):
         from_format(np.ones((2, 2, 3, 20), np.uint32), shape, "2LTD", page)
     with pytest.raises(ValueError, match="read-only"):
         from_format(np.ones((2, 2, 3, 20), np.uint16), shape, "2LTD", bytes(shape.page_bytes))

@@ -9,16 +9,35 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import Objects, Outcome, TierError
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote import mooncake, mooncake_client
-from kvloom.tiers.remote.bounded_calls import Bounded, StillRunningError
-from kvloom.tiers.remote.mooncake import MooncakeStore, open_mooncake
-from kvloom.tiers.remote.mooncake_client import Client, MooncakeConfig
-from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier, StoreError
-from kvloom.tiers.remote.store_tier import PREFIX, Counted, store_tier
+from kvloom.tiers import Objects, Outcome, TierError, open_tier
+from kvloom.tiers.remote import (
+    CapacityTracker,
+    MooncakeConfig,
+    RemoteConfig,
+    RemoteTier,
+    StoreError,
+    mooncake,
+    mooncake_client,
+    open_mooncake,
+    store_tier,
+)
+from kvloom.tiers.remote.bounded_calls import BoundedCalls, StillRunningError
+from kvloom.tiers.remote.mooncake import MooncakeStore
+from kvloom.tiers.remote.mooncake_client import MooncakeClient
+from kvloom.tiers.remote.store_tier import PREFIX
+from kvloom.tiers.testing.conformance import (
+    PAGE,
+    RUN,
+    Harness,
+    TierConformance,
+    check_bytes,
+    filled,
+    get,
+    memory,
+    objects,
+    put,
+)
 
-from .conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, never_wrong, objects, put
 from .servers import mooncake_master, stopped
 
 pytestmark = pytest.mark.server
@@ -65,21 +84,21 @@ def opened(port: int, **options: object) -> RemoteTier:
 
 
 @pytest.fixture(scope="module")
-def client(port: int) -> Iterator[Client]:
+def client(port: int) -> Iterator[MooncakeClient]:
     """One for many tiers: the end of each takes seconds."""
-    client = Client(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 5.0)
+    client = MooncakeClient(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 5.0)
     yield client
     client.close()
 
 
 class TestMooncake(TierConformance):
     @pytest.fixture(autouse=True)
-    def server(self, client: Client) -> None:
+    def server(self, client: MooncakeClient) -> None:
         client.get().remove_all(True)
         self.client = client
 
     def make(self, folder: Path) -> Harness:
-        counted = Counted(CAPACITY)
+        counted = CapacityTracker(CAPACITY)
         config = RemoteConfig(CAPACITY, timeout=5.0)
         return MooncakeHarness(
             store_tier("mooncake", config, lambda: MooncakeStore(self.client, counted, 5.0, "mooncake"))
@@ -91,9 +110,9 @@ class TestMooncakeStraight(TestMooncake):
 
     @pytest.fixture(autouse=True)
     def lent(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(mooncake_client, "_LEAST_LENT", PAGE)
-        monkeypatch.setattr(mooncake, "_LEAST_PIECE", PAGE)
-        monkeypatch.setattr(mooncake_client, "_MOST_LENT", 1 << 20)
+        monkeypatch.setattr(mooncake_client, "_MIN_REGISTERED_BYTES", PAGE)
+        monkeypatch.setattr(mooncake, "_MIN_PIECE", PAGE)
+        monkeypatch.setattr(mooncake_client, "_MAX_REGISTERED", 1 << 20)
 
 
 @pytest.fixture
@@ -103,7 +122,7 @@ def tier(port: int) -> Iterator[RemoteTier]:
     tier.close()
 
 
-def test_another_process_of_the_fleet_reads_what_one_wrote(tier: RemoteTier, port: int) -> None:
+def test_another_process_reads_written_pages(tier: RemoteTier, port: int) -> None:
     put(tier, range(3))
     packed = opened(port, compression="lz4")
     assert put(packed, range(3, 6)).ok.all()
@@ -114,11 +133,11 @@ def test_another_process_of_the_fleet_reads_what_one_wrote(tier: RemoteTier, por
         for transfer in parts:
             assert transfer.wait(20)
             assert transfer.ok.all()
-        assert never_wrong(parts[-1], range(6), got) == 6
+        assert check_bytes(parts[-1], range(6), got) == 6
     packed.close()
 
 
-def test_a_segment_that_went_with_its_process_costs_misses(tier: RemoteTier, port: int) -> None:
+def test_a_segment_of_an_ended_process_costs_misses(tier: RemoteTier, port: int) -> None:
     """The pages of a client that left are gone, or empty: never wrong."""
     other = opened(port)
     put(other, range(20))
@@ -131,7 +150,7 @@ def test_a_segment_that_went_with_its_process_costs_misses(tier: RemoteTier, por
     get(tier, range(20))
 
 
-def test_a_master_that_dies_costs_misses_and_a_bounded_wait_and_comes_back(tmp_path: Path) -> None:
+def test_a_crashed_master_costs_misses_and_a_bounded_wait_and_recovers(tmp_path: Path) -> None:
     with mooncake_master(tmp_path) as (port, _):
         tier = opened(port, timeout=1.0)
         put(tier, range(4))
@@ -151,10 +170,10 @@ def test_a_master_that_dies_costs_misses_and_a_bounded_wait_and_comes_back(tmp_p
         tier.close()
 
 
-def test_a_client_that_a_call_is_in_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_client, "_LAST_SECONDS", 0.1)
+def test_a_client_with_a_running_call_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_client, "_CLOSE_SECONDS", 0.1)
     with mooncake_master(tmp_path) as (port, _):
-        client = Client(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 0.1)
+        client = MooncakeClient(MooncakeConfig(f"127.0.0.1:{port}", segment=64 * MIB), 0.1)
         library, inside, gate = client.get(), threading.Event(), threading.Event()
         waiting = threading.Thread(target=lambda: client.run(lambda: (inside.set(), gate.wait(20))))
         waiting.start()
@@ -169,7 +188,7 @@ def test_a_client_that_a_call_is_in_is_not_ended(tmp_path: Path, monkeypatch: py
         library.close()
 
 
-def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
+def test_a_hung_master_costs_a_bounded_wait(tmp_path: Path) -> None:
     with mooncake_master(tmp_path) as (port, process):
         tier = opened(port, timeout=0.5)
         put(tier, range(2))
@@ -179,16 +198,16 @@ def test_a_master_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
             transfer = tier.read(objects(range(2)), memory(2))
             assert transfer.wait(8)
             assert (transfer.results == Outcome.FAILED).all()
-            assert transfer.quiet, "the caller's memory was never lent"
+            assert transfer.released, "the caller's memory was never lent"
             assert "did not answer within 0.5 s" in transfer.reason
             assert time.monotonic() - began < 10
         tier.close()
 
 
-def test_a_page_that_was_lent_to_a_call_that_hangs_is_not_quiet_before_its_end(
+def test_a_page_of_a_hung_call_is_released_only_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake, "_LEAST_PIECE", PAGE)
+    monkeypatch.setattr(mooncake, "_MIN_PIECE", PAGE)
     with mooncake_master(tmp_path) as (port, process):
         tier = opened(port, timeout=0.5)
         assert put(tier, range(32)).ok.all()
@@ -198,15 +217,15 @@ def test_a_page_that_was_lent_to_a_call_that_hangs_is_not_quiet_before_its_end(
             transfer = tier.read(objects(range(32)), into)
             assert transfer.wait(5)
             assert (transfer.results == Outcome.FAILED).all()
-            assert not transfer.quiet, "the store may still write there"
-        assert transfer.wait_quiet(40)
+            assert not transfer.released, "the store may still write there"
+        assert transfer.wait_released(40)
         tier.close()
 
 
-def test_what_another_server_compressed_is_read_all_the_same(
+def test_pages_compressed_by_another_server_are_read(
     tier: RemoteTier, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake, "_LEAST_PIECE", PAGE)
+    monkeypatch.setattr(mooncake, "_MIN_PIECE", PAGE)
     other = opened(port, compression="zstd")
     assert put(other, range(40)).ok.all()
     assert get(tier, range(40)).ok.all()
@@ -215,51 +234,51 @@ def test_what_another_server_compressed_is_read_all_the_same(
     other.close()
 
 
-def test_lent_memory_is_registered_once_and_not_without_end(tier: RemoteTier) -> None:
+def test_memory_is_registered_once_and_within_a_limit(tier: RemoteTier) -> None:
     batches = [list(range(at, at + 16)) for at in range(0, 96, 16)] * 2
     kept = [filled(numbers) for numbers in batches]
     for numbers, source in zip(batches, kept, strict=True):
         for _ in range(2):
             assert tier.write(objects(numbers), source).wait(5)
-    lent = tier._control._store.store._shared._lent  # type: ignore[union-attr]
+    lent = tier._control._store.store._mooncake._registered  # type: ignore[union-attr]
     assert list(lent) == [(source.address, len(source.bytes)) for source in kept[:8]]
     assert get(tier, range(96)).ok.all()
 
 
-def test_an_absent_master_is_said_when_opening() -> None:
+def test_an_unreachable_master_is_reported_at_opening() -> None:
     pytest.importorskip("mooncake.store", exc_type=ImportError)
     with pytest.raises(TierError, match="cannot be reached"):
         open_tier("mooncake://127.0.0.1:1?capacity=8MiB&timeout=1")
-    with pytest.raises(ValueError, match="unknown sgment"):
+    with pytest.raises(ValueError, match="unknown options sgment"):
         open_tier("mooncake://127.0.0.1:1?capacity=8MiB&sgment=1GiB")
-    with pytest.raises(ValueError, match="where is its master"):
+    with pytest.raises(ValueError, match="the master is missing"):
         open_tier("mooncake:?capacity=8MiB")
 
 
-def test_what_this_process_put_is_counted_least_recently_used_first() -> None:
-    counted = Counted(100)
+def test_values_of_this_process_are_counted_least_recently_used_first() -> None:
+    counted = CapacityTracker(100)
     assert counted.reserve({b"a": 40, b"b": 40}) == []
     counted.touch([b"a", b"x"])
     assert counted.reserve({b"c": 40}) == [b"b"]
     assert counted.reserve({b"a": 30}) == []
-    counted.forget([b"c", b"y"])
+    counted.remove([b"c", b"y"])
     assert counted.usage().bytes == 30
     assert (counted.usage().objects, counted.usage().evicted) == (1, 1)
 
 
-def test_a_call_that_hangs_is_given_up_and_its_answer_ignored() -> None:
-    bounded = Bounded(0.05, "the sea")
+def test_a_hung_call_is_abandoned_and_its_result_ignored() -> None:
+    bounded = BoundedCalls(0.05, "the sea")
     assert bounded.call(lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
         bounded.call(lambda: 1 // 0)
     over = threading.Event()
     with pytest.raises(StillRunningError, match="the sea did not answer") as hung:
-        bounded.call(lambda: time.sleep(0.3), lent=True)
-    assert Bounded._stuck == 1
-    assert hung.value.lent
-    hung.value.when_over(over.set)
+        bounded.call(lambda: time.sleep(0.3), uses_caller_memory=True)
+    assert BoundedCalls._stuck == 1
+    assert hung.value.uses_caller_memory
+    hung.value.on_finished(over.set)
     assert over.wait(10)
-    assert Bounded._stuck == 0
+    assert BoundedCalls._stuck == 0
     again: list[int] = []
-    hung.value.when_over(lambda: again.append(1))
+    hung.value.on_finished(lambda: again.append(1))
     assert again == [1]

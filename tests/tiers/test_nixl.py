@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier, HostConfig, HostTier, Objects, TierError
+from kvloom.tiers.testing.conformance import Harness, TierConformance, get, put
 
-from .conformance import Harness, TierConformance, get, put
-from .test_disk import DiskHarness
+from .test_disk_tier import DiskHarness
 from .test_host import HostHarness
 
 pytestmark = pytest.mark.server
 pytest.importorskip("nixl._api", reason="no NIXL: pip install --no-deps nixl nixl-cu12", exc_type=ImportError)
+from kvloom.tiers.peer import PeerConfig  # noqa: E402
 from kvloom.tiers.peer.nixl_arena import NixlArena  # noqa: E402
 from kvloom.tiers.peer.peer_tier import open_peer  # noqa: E402
-from kvloom.tiers.peer.server import PeerConfig, PeerServer  # noqa: E402
+from kvloom.tiers.peer.server import PeerServer  # noqa: E402
 from kvloom.tiers.registry import open_tier  # noqa: E402
-from kvloom.tiers.remote.nixl import make_agent, open_nixl  # noqa: E402
+from kvloom.tiers.remote import make_agent  # noqa: E402
+from kvloom.tiers.remote.nixl import open_nixl  # noqa: E402
 from kvloom.tiers.remote.remote_tier import RemoteConfig  # noqa: E402
 
 MIB = 1 << 20
@@ -43,7 +45,7 @@ class TestNixlFiles(TierConformance):
         return DiskHarness(opened(folder))
 
 
-def test_pages_travel_by_nixl_and_the_disk_tier_reads_them_without(tmp_path: Path) -> None:
+def test_the_disk_tier_reads_pages_written_by_nixl(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     assert put(tier, range(8)).ok.all()
     assert get(tier, range(8)).ok.all()
@@ -54,15 +56,15 @@ def test_pages_travel_by_nixl_and_the_disk_tier_reads_them_without(tmp_path: Pat
     plain.close()
 
 
-def test_a_plug_in_that_does_not_load_is_said_and_an_address_is_read(tmp_path: Path) -> None:
+def test_a_missing_plug_in_is_reported_and_bad_urls_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'TAPE' is none of"):
         open_tier(f"nixl://{tmp_path}/t?capacity=1GiB&backend=TAPE")
-    with pytest.raises(ValueError, match="unknown color"):
+    with pytest.raises(ValueError, match="unknown options color"):
         open_tier(f"nixl://{tmp_path}/t?capacity=1GiB&color=red")
     with pytest.raises(ValueError, match="write nixl:///directory"):
         open_tier("nixl://host/path?capacity=1GiB")
     if not gds_loads():
-        with pytest.raises(TierError, match="plug-in GDS does not load"):
+        with pytest.raises(TierError, match="plug-in GDS cannot be loaded"):
             open_tier(f"nixl://{tmp_path}/g?capacity=1GiB&backend=GDS")
     tier = open_tier(f"nixl://{tmp_path}/t?capacity=1GiB&compression=lz4")
     assert put(tier, range(2)).ok.all()
@@ -91,8 +93,8 @@ class TestPeerByNixl(TierConformance):
     @pytest.fixture(autouse=True)
     def server(self, shared: tuple[HostTier, PeerServer]) -> None:
         self.host, self.peer = shared
-        for key, slot in list(self.host._residents.entries.items()):
-            self.host._residents.forget(key, slot)
+        for key, slot in list(self.host.index.entries.items()):
+            self.host.index.remove(key, slot)
 
     def make(self, folder: Path) -> Harness:
         config = RemoteConfig(1, readers=1, writers=1, timeout=10)
@@ -101,7 +103,7 @@ class TestPeerByNixl(TierConformance):
         return harness
 
 
-def test_nothing_spins_while_nobody_moves_pages(shared: tuple[HostTier, PeerServer]) -> None:
+def test_idle_agents_use_no_processor_time(shared: tuple[HostTier, PeerServer]) -> None:
     tier = open_peer(shared[1].address, by="nixl", config=RemoteConfig(1, timeout=10))
     assert put(tier, range(4)).ok.all()
     spent, began = time.process_time(), time.monotonic()
@@ -113,10 +115,10 @@ def test_nothing_spins_while_nobody_moves_pages(shared: tuple[HostTier, PeerServ
     tier.close()
 
 
-def test_a_peer_that_does_not_offer_nixl_says_so() -> None:
+def test_a_peer_without_nixl_reports_it() -> None:
     server = PeerServer(HostTier(HostConfig(MIB, slab_bytes=65536)), PeerConfig())
     with pytest.raises(TierError, match="does not offer NIXL"):
         open_peer(server.address, by="nixl")
-    with pytest.raises(TierError, match="cannot be mapped from here"):
+    with pytest.raises(TierError, match="cannot be mapped"):
         open_peer(server.address, by="shared")
     server.close()

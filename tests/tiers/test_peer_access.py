@@ -20,17 +20,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom.tiers import HostConfig, HostTier, Outcome, TierError
-from kvloom.tiers.host.shared_memory import SharedMemory, map_shared
-from kvloom.tiers.peer.local_socket import LocalAddress
-from kvloom.tiers.peer.peer_tier import PeerConnection, open_peer
-from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, greet
-from kvloom.tiers.peer.secret import default_secret, read_secret
-from kvloom.tiers.peer.server import PeerConfig, PeerServer
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote.remote_tier import StoreError
-
-from .conformance import PAGE, RUN, get, objects, put
+from kvloom.tiers import HostConfig, HostTier, Outcome, TierError, open_tier
+from kvloom.tiers.host import SharedMemory, map_shared_memory
+from kvloom.tiers.peer import PeerConfig, PeerConnection, PeerServer, UnixAddress, open_peer, read_secret
+from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, client_handshake
+from kvloom.tiers.peer.secret import default_secret
+from kvloom.tiers.remote import StoreError
+from kvloom.tiers.testing.conformance import PAGE, RUN, get, objects, put
 
 MIB = 1 << 20
 SECRET = b"a secret of two peers"
@@ -51,7 +47,7 @@ def served(size: int = 4 * MIB, slab: int = 256 << 10, **changes: object) -> Ite
 
 
 @contextlib.contextmanager
-def guest(server: PeerServer, token: bytes = b"") -> Iterator[PeerConnection]:
+def client(server: PeerServer, token: bytes = b"") -> Iterator[PeerConnection]:
     connection = PeerConnection(server.address, SECRET, 5.0, token=token)
     try:
         yield connection
@@ -96,9 +92,9 @@ def sharing(*options: str) -> Iterator[dict[str, object]]:
 STRANGER = """
 import os, sys
 import encodings.idna
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.peer.peer_tier import open_peer
-from kvloom.tiers.tier import TierError
+from kvloom.tiers import open_tier
+from kvloom.tiers.peer import open_peer
+from kvloom.tiers import TierError
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 for text in sys.argv[1:]:
     try:
@@ -141,21 +137,23 @@ def test_share_and_a_client_of_one_user_need_no_flags(
     assert comes(lambda: not list(folder.glob("*.sock")))
 
 
-def test_a_client_without_the_secret_is_told_where_it_should_be(
+def test_an_error_states_where_the_missing_secret_belongs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served() as server:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-        with pytest.raises(TierError, match=r"no secret .*peer-secret: start `kvloom share` as this user"):
+        with pytest.raises(
+            TierError, match=r"secret file .*peer-secret does not exist: start `kvloom share` as this user"
+        ):
             open_peer(server.address)
         (tmp_path / "kvloom").mkdir(exist_ok=True)
         default_secret(create=True)
-        with pytest.raises(TierError, match=r"refused our secret: give both sides the same file"):
+        with pytest.raises(TierError, match=r"rejected the secret: give both sides the same file"):
             open_peer(server.address)
 
 
 @as_root
-def test_a_stranger_on_this_host_gets_nothing() -> None:
+def test_another_user_of_this_host_is_refused() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.chmod(0o755)  # a stranger may enter it
@@ -183,7 +181,7 @@ def test_a_stranger_on_this_host_gets_nothing() -> None:
 
 
 @as_root
-def test_a_server_of_another_user_is_not_believed(tmp_path: Path) -> None:
+def test_a_client_refuses_a_server_of_another_user(tmp_path: Path) -> None:
     where = tmp_path / "planted.sock"
     code = (
         "import os,socket,sys,time\n"
@@ -194,32 +192,32 @@ def test_a_server_of_another_user_is_not_believed(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         try:
-            with pytest.raises(StoreError, match=r"user 65534 serves there, not user 0: give \?uid=65534"):
-                PeerConnection(LocalAddress(str(where)), b"", 2.0)
+            with pytest.raises(StoreError, match=r"belongs to user 65534, not to user 0: give \?uid=65534"):
+                PeerConnection(UnixAddress(str(where)), b"", 2.0)
         finally:
             process.kill()
 
 
-def test_only_users_that_the_system_names_use_a_socket(tmp_path: Path) -> None:
+def test_a_unix_socket_admits_allowed_users_only(tmp_path: Path) -> None:
     where = tmp_path / "here.sock"
-    with served(local=where) as server:
-        connection = PeerConnection(LocalAddress(str(where)), b"", 5.0)
+    with served(unix_socket=where) as server:
+        connection = PeerConnection(UnixAddress(str(where)), b"", 5.0)
         assert connection.exists(objects(range(2)).keys) == [False, False]
         connection.close()
-        server._users = frozenset({NOBODY})
+        server._uids = frozenset({NOBODY})
         with pytest.raises(PeerError, match="does not serve this user"):
-            PeerConnection(LocalAddress(str(where)), b"", 5.0)
+            PeerConnection(UnixAddress(str(where)), b"", 5.0)
     assert not where.exists()
     where.write_text("a file")
-    with pytest.raises(OSError, match="is no socket"), served(local=where):
+    with pytest.raises(OSError, match="is not a socket"), served(unix_socket=where):
         pass
     assert where.read_text() == "a file"
-    with pytest.raises(ValueError, match="give its path, too"):
-        PeerConfig(users=(1001,))
+    with pytest.raises(ValueError, match="give the path of a socket"):
+        PeerConfig(allowed_uids=(1001,))
 
 
 @pytest.mark.parametrize(("mode", "said"), [(0o644, "mode 644"), (0o620, "mode 620"), (0o604, "chmod 600")])
-def test_a_secret_that_others_may_know_is_refused(tmp_path: Path, mode: int, said: str) -> None:
+def test_a_secret_file_readable_by_others_is_refused(tmp_path: Path, mode: int, said: str) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
     secret.chmod(mode)
@@ -228,16 +226,16 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path: Path, mode: int, sai
     secret.chmod(0o600)
     assert read_secret(secret) == SECRET
     secret.write_bytes(b"short")
-    with pytest.raises(ValueError, match="has 5 bytes: give 16 or more"):
+    with pytest.raises(ValueError, match="has 5 bytes: use 16 to 4096"):
         read_secret(secret)
 
 
-def test_a_state_directory_of_another_user_holds_no_secret(
+def test_a_state_directory_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "kvloom").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match="cannot hold a secret"):
+    with pytest.raises(ValueError, match="cannot store a secret"):
         default_secret(create=True)
     (tmp_path / "kvloom").unlink()
     first = default_secret(create=True)
@@ -253,11 +251,11 @@ def test_a_state_directory_of_another_user_holds_no_secret(
 @pytest.mark.parametrize(
     ("page", "run"), [(32 * PAGE, RUN), (4 * PAGE, 4 * PAGE), (PAGE // 2, RUN), (PAGE, 2 * RUN)]
 )
-@pytest.mark.parametrize("verb", [Verb.READ, Verb.HOLD])
-def test_a_page_is_read_with_the_size_that_is_stored(verb: Verb, page: int, run: int) -> None:
+@pytest.mark.parametrize("verb", [Verb.READ, Verb.ACQUIRE])
+def test_a_read_with_another_page_size_is_a_layout_miss(verb: Verb, page: int, run: int) -> None:
     with served(64 * MIB, 2 * MIB) as server:
         filled_by_peer(server, range(2))
-        with guest(server) as other:
+        with client(server) as other:
             answer = other._ask(asked(verb, range(2), page, run, 0, page if verb == Verb.READ else 0))
             assert answer.payload[:2] == bytes([Outcome.LAYOUT] * 2)
             assert len(answer.payload) == (2 if verb == Verb.READ else 2 + 16)
@@ -270,11 +268,11 @@ def test_a_page_is_read_with_the_size_that_is_stored(verb: Verb, page: int, run:
         tier.close()
 
 
-def test_a_wrong_run_size_leaves_no_wrong_checksums() -> None:
+def test_a_wrong_run_size_stores_no_checksums() -> None:
     with served() as server:
         assert put(server._tier, range(3)).ok.all()  # by the server itself: without checksums so far
-        with guest(server) as other:
-            other._ask(asked(Verb.HOLD, range(3), PAGE, PAGE))
+        with client(server) as other:
+            other._ask(asked(Verb.ACQUIRE, range(3), PAGE, PAGE))
         tier = open_peer(server.address, SECRET, "connection")
         assert get(tier, range(3)).ok.all()
         tier.close()
@@ -284,39 +282,39 @@ def test_a_stored_page_is_neither_overwritten_nor_dropped_by_others() -> None:
     with served() as server:
         owner = open_peer(server.address, SECRET)
         assert put(owner, range(4)).ok.all()
-        with guest(server) as other:
+        with client(server) as other:
             answer = other._ask(asked(Verb.RESERVE, range(4)))
             assert answer.payload[:4] == bytes([Outcome.OK] * 4), "there already: no place to write to"
             assert other.remove(objects(range(4)).keys) == 0
         assert get(owner, range(4)).ok.all()
-        at = int(server._tier._slots.offset[server._tier._residents.entries[objects([1]).keys[0]]])
+        at = int(server._tier._slots.offset[server._tier.index.entries[objects([1]).keys[0]]])
         server._tier.arena[at] ^= 1
-        with guest(server) as other:
+        with client(server) as other:
             assert other.remove(objects(range(4)).keys) == 1, "a damaged page may go, whoever reports it"
         assert owner.lookup(objects(range(4))).tolist() == [True, False, True, True]
         assert owner.drop(objects(range(4))) == 3
         owner.close()
 
 
-def test_a_place_that_was_not_written_shows_no_page_that_was_there_before() -> None:
+def test_a_reserved_page_never_exposes_bytes_of_an_evicted_page() -> None:
     with served() as server:
         filled_by_peer(server, range(64))  # all of the tier
-        with guest(server) as other:
+        with client(server) as other:
             lease = other._ask(asked(Verb.RESERVE, range(100, 104)))
             assert lease.payload[:4] == bytes([Outcome.PENDING] * 4)
             other._ask(Message(Verb.COMMIT, a=lease.a, b=1, payload=bytes(4 * 8 * PAGE // RUN)))
             answer = other._ask(asked(Verb.READ, range(100, 104), a=0, b=PAGE))
             assert answer.payload[:4] == bytes([Outcome.OK] * 4)
-            assert not any(other._channel.take(4 * PAGE))
+            assert not any(other._channel.receive_bytes(4 * PAGE))
 
 
-def test_places_that_are_never_filled_do_not_push_out_all_pages() -> None:
+def test_reserved_pages_that_are_never_filled_do_not_evict_all_others() -> None:
     with served(16 * MIB, MIB) as server:
         filled_by_peer(server, range(200))
         with contextlib.ExitStack() as stack:
             results: list[int] = []
             for first in range(1000, 2000, 100):
-                connection = stack.enter_context(guest(server))
+                connection = stack.enter_context(client(server))
                 answer = connection._ask(asked(Verb.RESERVE, range(first, first + 100)))
                 results += answer.payload[:100]
             assert results.count(Outcome.PENDING) == 8 * MIB // PAGE, "half of the tier"
@@ -325,25 +323,25 @@ def test_places_that_are_never_filled_do_not_push_out_all_pages() -> None:
         assert comes(lambda: server._tier.stats().bytes < 9 * MIB)
 
 
-def test_one_connection_has_few_leases_and_bounded_bytes() -> None:
+def test_leases_and_leased_bytes_of_a_connection_are_bounded() -> None:
     with served(16 * MIB, MIB) as server:
         filled_by_peer(server, range(200))
-        with guest(server) as other:
+        with client(server) as other:
             held: list[int] = []
             for first in range(0, 200, 50):
-                held += other._ask(asked(Verb.HOLD, range(first, first + 50))).payload[:50]
+                held += other._ask(asked(Verb.ACQUIRE, range(first, first + 50))).payload[:50]
             assert held.count(Outcome.OK) == 2 * MIB // PAGE, "an eighth of the tier"
-            with pytest.raises(PeerError, match="4 leases of one connection: release some"):
-                other._ask(asked(Verb.HOLD, range(1)))
+            with pytest.raises(PeerError, match="has 4 leases, the limit is 4: release some"):
+                other._ask(asked(Verb.ACQUIRE, range(1)))
         with (
-            guest(server) as other,
+            client(server) as other,
             pytest.raises(PeerError, match="9000 objects in leases of one connection"),
         ):
-            other._ask(asked(Verb.HOLD, range(9000)))
+            other._ask(asked(Verb.ACQUIRE, range(9000)))
 
 
-def test_a_lease_that_is_not_released_ends_with_its_connection() -> None:
-    with served(lease_seconds=1.5) as server, guest(server) as other:
+def test_an_expired_lease_ends_its_connection() -> None:
+    with served(lease_seconds=1.5) as server, client(server) as other:
         other._ask(asked(Verb.RESERVE, range(4)))
         assert server._tier.stats().bytes == 4 * PAGE
         assert comes(lambda: server._tier.stats().bytes == 0)
@@ -357,18 +355,18 @@ def test_a_lease_that_is_not_released_ends_with_its_connection() -> None:
 
 
 @pytest.mark.parametrize(("page", "run"), [(64, 64), (PAGE, 1)])
-def test_pages_that_cost_more_bookkeeping_than_bytes_are_refused(page: int, run: int) -> None:
-    with served() as server, guest(server) as other, pytest.raises(PeerError, match="too small to be stored"):
+def test_very_small_pages_are_refused(page: int, run: int) -> None:
+    with served() as server, client(server) as other, pytest.raises(PeerError, match="too small for a peer"):
         other._ask(asked(Verb.RESERVE, range(1), page, run))
 
 
-def test_a_message_that_was_changed_on_its_way_is_refused() -> None:
+def test_a_message_modified_in_transit_is_refused() -> None:
     with served() as server:
         for change in (b"x", b""):  # another payload; the same message a second time
             channel = Channel(socket.create_connection(server.address, 5), 5)
-            greet(channel, SECRET)
+            client_handshake(channel, SECRET)
             sent: list[bytes] = []
-            push, channel.push = channel.push, lambda pieces, sent=sent: sent.extend(pieces)  # type: ignore[method-assign, misc, assignment]
+            push, channel.send_bytes = channel.send_bytes, lambda pieces, sent=sent: sent.extend(pieces)  # type: ignore[method-assign, misc, assignment]
             channel.send(Message(Verb.LOOKUP, 1, 1, 1, payload=objects([1]).keys[0]))
             message = sent[0]
             if change:
@@ -377,12 +375,12 @@ def test_a_message_that_was_changed_on_its_way_is_refused() -> None:
                 push([message])
                 assert channel.receive().verb == Verb.LOOKUP
                 push([message])
-            with pytest.raises(PeerError, match="changed on its way"):
+            with pytest.raises(PeerError, match="modified in transit"):
                 channel.receive()
             channel.close()
 
 
-def test_an_old_client_is_told_the_version() -> None:
+def test_an_old_client_receives_the_protocol_version() -> None:
     with served() as server, socket.create_connection(server.address, 5) as old:
         hello = old.recv(40, socket.MSG_WAITALL)
         assert struct.unpack("<6sH32s", hello)[:2] == (b"KVPEER", WIRE_VERSION)
@@ -392,7 +390,7 @@ def test_an_old_client_is_told_the_version() -> None:
 # --- how many may connect
 
 
-def test_idle_strangers_lock_nobody_out_and_are_ended() -> None:
+def test_idle_unauthenticated_connections_do_not_block_clients() -> None:
     with served(handshake_seconds=2.0) as server:
         first = open_peer(server.address, SECRET)
         strangers = [socket.create_connection(server.address, 5) for _ in range(150)]
@@ -403,24 +401,24 @@ def test_idle_strangers_lock_nobody_out_and_are_ended() -> None:
                 tier.close()
             assert get(first, range(4)).ok.all(), "an admitted connection stays"
             assert comes(lambda: server.refused >= 150)
-            assert comes(lambda: not server._guests._pending)
+            assert comes(lambda: not server._clients._pending)
         finally:
             for connected in strangers:
                 connected.close()
         first.close()
 
 
-def test_an_idle_connection_ends_for_a_new_one_and_a_busy_one_does_not() -> None:
-    with served(connections=2, idle_seconds=0.2) as server, guest(server) as busy:
+def test_a_new_connection_replaces_an_idle_one_but_not_a_busy_one() -> None:
+    with served(max_connections=2, idle_seconds=0.2) as server, client(server) as busy:
         busy._ask(asked(Verb.RESERVE, range(1)))
         time.sleep(0.4)
-        with pytest.raises(PeerError, match="as many connections as it allows"):
+        with pytest.raises(PeerError, match="reached its limit of connections"):
             PeerConnection(server.address, SECRET, 5.0)
         assert busy.exists(objects(range(1)).keys) == [False]
         busy._channel.send(Message(Verb.RELEASE, a=1))
         assert busy.exists(objects(range(1)).keys) == [False]
         time.sleep(0.4)
-        with guest(server) as second:
+        with client(server) as second:
             assert second.exists(objects(range(1)).keys) == [False]
             with pytest.raises(ConnectionError):
                 busy.exists(objects(range(1)).keys)
@@ -440,15 +438,15 @@ def test_no_peer_changes_the_size_of_shared_memory() -> None:
     memory.buffer[MIB - 1] = 7
 
 
-def test_memory_that_its_owner_could_cut_short_is_not_mapped() -> None:
+def test_memory_without_size_seals_is_not_mapped() -> None:
     token = "0123456789abcdef" * 2
     fd = os.memfd_create(f"kvloom-{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, MIB)
         path = f"/proc/{os.getpid()}/fd/{fd}"
-        assert map_shared(path, token, MIB) is None
+        assert map_shared_memory(path, token, MIB) is None
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        mapped = map_shared(path, token, MIB)
+        mapped = map_shared_memory(path, token, MIB)
         assert mapped is not None
         assert int(np.asarray(mapped[:10]).sum()) == 0
     finally:

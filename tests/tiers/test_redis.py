@@ -10,27 +10,26 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvloom.tiers import Form, Objects, Outcome, TierError
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote.redis import RedisAddress, RedisStore, open_redis
-from kvloom.tiers.remote.redis_protocol import RefusedError, Resp
-from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier
+from kvloom.tiers import Form, Objects, Outcome, TierError, open_tier
+from kvloom.tiers.remote import RedisAddress, RemoteConfig, RemoteTier, open_redis
+from kvloom.tiers.remote.redis import RedisStore
+from kvloom.tiers.remote.redis_protocol import RedisReplyError, RespConnection
 from kvloom.tiers.remote.store_tier import PREFIX
-
-from .conformance import (
+from kvloom.tiers.testing.conformance import (
     FORM,
     PAGE,
     RUN,
     Harness,
     TierConformance,
+    check_bytes,
     filled,
     get,
     memory,
-    never_wrong,
     objects,
     page,
     put,
 )
+
 from .servers import free_port, redis_server, stopped
 
 pytestmark = pytest.mark.server
@@ -45,27 +44,27 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 class RedisHarness(Harness):
-    client: Resp
+    client: RespConnection
 
     def values(self, wanted: Objects) -> list[tuple[bytes, bytearray]]:
-        keys = self.tier._stored(wanted).keys
-        found = [(PREFIX + key, self.client.ask("GET", PREFIX + key)) for key in keys]
+        keys = self.tier._with_stored_keys(wanted).keys
+        found = [(PREFIX + key, self.client.call("GET", PREFIX + key)) for key in keys]
         return [(key, bytearray(value)) for key, value in found if value]
 
     def flip(self, wanted: Objects) -> None:
         for key, value in self.values(wanted):
             value[len(value) * 2 // 3] ^= 8
-            self.client.ask("SET", key, bytes(value))
+            self.client.call("SET", key, bytes(value))
 
     def swap(self, first: Objects, second: Objects) -> None:
         ((a, one),), ((b, two),) = self.values(first), self.values(second)
-        self.client.ask("SET", a, bytes(two))
-        self.client.ask("SET", b, bytes(one))
+        self.client.call("SET", a, bytes(two))
+        self.client.call("SET", b, bytes(one))
 
 
-def client(port: int) -> Resp:
+def client(port: int) -> RespConnection:
     """A connection that takes whole pages as answers."""
-    return Resp(("127.0.0.1", port), 5, most=4 * MIB)
+    return RespConnection(("127.0.0.1", port), 5, limit=4 * MIB)
 
 
 def harness_of(port: int, **options: object) -> RedisHarness:
@@ -79,7 +78,7 @@ class RedisConformance(TierConformance):
 
     @pytest.fixture(autouse=True)
     def server(self, port: int) -> None:
-        Resp(("127.0.0.1", port), 5).ask("FLUSHALL")
+        RespConnection(("127.0.0.1", port), 5).call("FLUSHALL")
         self.port = port
 
     def make(self, folder: Path) -> Harness:
@@ -104,7 +103,7 @@ class TestEncrypted(RedisConformance):
 
 @pytest.fixture
 def tier(port: int) -> Iterator[RemoteTier]:
-    Resp(("127.0.0.1", port), 5).ask("FLUSHALL")
+    RespConnection(("127.0.0.1", port), 5).call("FLUSHALL")
     tier = open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY))
     yield tier
     tier.close()
@@ -114,7 +113,7 @@ def another(port: int, **options: object) -> RemoteTier:
     return open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY, **options))  # type: ignore[arg-type]
 
 
-def test_another_server_reads_what_one_wrote_however_it_was_packed(tier: RemoteTier, port: int) -> None:
+def test_a_server_reads_pages_of_another_with_any_compression(tier: RemoteTier, port: int) -> None:
     put(tier, range(3))
     packed = another(port, compression="zstd")
     assert put(packed, range(3, 6)).ok.all()
@@ -125,25 +124,28 @@ def test_another_server_reads_what_one_wrote_however_it_was_packed(tier: RemoteT
         for transfer in parts:
             assert transfer.wait(20)
             assert transfer.ok.all()
-        assert never_wrong(parts[-1], range(6), got) == 6
+        assert check_bytes(parts[-1], range(6), got) == 6
     packed.close()
     again.close()
 
 
-def test_all_who_share_a_server_share_its_capacity(tier: RemoteTier, port: int) -> None:
+def test_all_clients_of_a_server_share_its_capacity(tier: RemoteTier, port: int) -> None:
     other = another(port)
     for first in range(0, 512, 32):
         assert put(tier if first % 64 else other, range(first, first + 32)).ok.all()
     assert tier.stats().bytes == other.stats().bytes <= CAPACITY
     assert tier.stats().objects == other.stats().objects > 100
     memory_used = int(
-        Resp(("127.0.0.1", port), 5).ask("INFO", "memory").split(b"used_memory_dataset:")[1].split(b"\r")[0]
+        RespConnection(("127.0.0.1", port), 5)
+        .call("INFO", "memory")
+        .split(b"used_memory_dataset:")[1]
+        .split(b"\r")[0]
     )
     assert memory_used < 2 * CAPACITY, "what left the count has left the server"
     other.close()
 
 
-def test_what_is_read_stays_longest(tier: RemoteTier) -> None:
+def test_read_pages_are_evicted_last(tier: RemoteTier) -> None:
     for first in range(0, 100, 20):
         put(tier, range(first, first + 20))
     for first in range(100, 200, 20):
@@ -153,15 +155,15 @@ def test_what_is_read_stays_longest(tier: RemoteTier) -> None:
     assert not tier.lookup(objects(range(4, 60))).any()
 
 
-def test_a_value_reserved_and_never_filled_is_not_there_and_can_be_written(
+def test_a_reserved_value_that_was_never_filled_is_a_miss_and_can_be_written(
     tier: RemoteTier, port: int
 ) -> None:
     store = RedisStore(RedisAddress(port=port), CAPACITY, 2.0)
     key = PREFIX + objects([1]).keys[0]
-    store._resp.ask(
+    store._connection.call(
         "EVALSHA", store._reserve, 3, "kvloom/1:used", "kvloom/1:sizes", "kvloom/1:counts", CAPACITY, key, 100
     )
-    assert store._resp.ask("EXISTS", key) == 1
+    assert store._connection.call("EXISTS", key) == 1
     assert not tier.lookup(objects([1])).any()
     assert get(tier, [1]).results.tolist() == [Outcome.MISSING]
     assert put(tier, [1]).ok.all()
@@ -170,15 +172,15 @@ def test_a_value_reserved_and_never_filled_is_not_there_and_can_be_written(
     store.close()
 
 
-def test_what_is_pushed_out_before_it_is_filled_is_not_stored(tier: RemoteTier, port: int) -> None:
+def test_a_value_evicted_before_it_is_filled_is_not_stored(tier: RemoteTier, port: int) -> None:
     tiny = RedisStore(RedisAddress(port=port), 1000, 2.0)
     assert tiny.put([(PREFIX + b"x", [bytes(2000)])]) == [Outcome.FULL]
-    assert tiny._resp.ask("EXISTS", PREFIX + b"x") == 0
+    assert tiny._connection.call("EXISTS", PREFIX + b"x") == 0
     assert tiny.usage().bytes == 0
     tiny.close()
 
 
-def test_a_server_out_of_memory_is_full_and_goes_on(tmp_path: Path) -> None:
+def test_a_server_out_of_memory_reports_full_and_recovers(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as (port, _):
         tier = open_redis(RedisAddress(port=port), RemoteConfig(64 * MIB))
         results = [put(tier, [number]).results[0] for number in range(80)]
@@ -188,7 +190,7 @@ def test_a_server_out_of_memory_is_full_and_goes_on(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_a_server_that_dies_costs_misses_and_comes_back_by_itself(tmp_path: Path) -> None:
+def test_a_crashed_server_costs_misses_and_the_tier_reconnects(tmp_path: Path) -> None:
     port = free_port()
     with redis_server(tmp_path, port=port):
         tier = open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY, timeout=1.0))
@@ -210,7 +212,7 @@ def test_a_server_that_dies_costs_misses_and_comes_back_by_itself(tmp_path: Path
     tier.close()
 
 
-def test_a_server_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
+def test_a_hung_server_costs_a_bounded_wait(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (port, process):
         tier = open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY, timeout=0.3))
         put(tier, range(4))
@@ -231,7 +233,7 @@ def test_a_server_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_wrong_passwords_and_absent_servers_are_said_when_opening(tmp_path: Path) -> None:
+def test_wrong_passwords_and_unreachable_servers_are_reported_at_opening(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--requirepass", "secret") as (port, _):
         with pytest.raises(TierError, match="NOAUTH"):
             open_tier(f"redis://127.0.0.1:{port}/0?capacity=8MiB")
@@ -246,7 +248,7 @@ def test_wrong_passwords_and_absent_servers_are_said_when_opening(tmp_path: Path
         open_tier(f"redis://127.0.0.1:{port}/0?capacity=8MiB&timeout=0.5")
 
 
-def test_a_unix_socket_does_as_well(tmp_path: Path) -> None:
+def test_a_unix_socket_is_supported(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with redis_server(tmp_path, "--unixsocket", str(path)):
         tier = open_tier(f"redis://{path}?capacity=8MiB")
@@ -267,21 +269,21 @@ def test_a_unix_socket_does_as_well(tmp_path: Path) -> None:
         ("redis://127.0.0.1:1/0?capacity=8MiB&compression=gzip", "'gzip' is none of"),
     ],
 )
-def test_an_address_that_makes_no_sense_is_refused(text: str, message: str) -> None:
+def test_a_bad_address_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_tier(text)
 
 
-def test_pages_of_another_key_have_other_names_and_are_not_lost(port: int, tmp_path: Path) -> None:
-    Resp(("127.0.0.1", port), 5).ask("FLUSHALL")
+def test_pages_of_another_key_have_other_stored_keys_and_remain(port: int, tmp_path: Path) -> None:
+    RespConnection(("127.0.0.1", port), 5).call("FLUSHALL")
     for name, byte in (("one", "01"), ("two", "02")):
         (tmp_path / name).write_text('{"acme": "' + byte * 32 + '"}')
         (tmp_path / name).chmod(0o600)
     mine, theirs = another(port, keys=tmp_path / "one"), another(port, keys=tmp_path / "two")
-    wanted = Objects(objects(range(3)).names, 0, FORM, tenant="acme")
+    wanted = Objects(objects(range(3)).block_hashes, 0, FORM, tenant="acme")
     assert mine.write(wanted, filled(range(3))).wait(20)
     assert mine.lookup(wanted).all()
-    raw = client(port).ask("GET", PREFIX + mine._stored(wanted).keys[0])
+    raw = client(port).call("GET", PREFIX + mine._with_stored_keys(wanted).keys[0])
     assert page(0)[:64].tobytes() not in raw, "nothing in the clear"
     assert not theirs.lookup(wanted).any()
     for _ in range(2):
@@ -290,8 +292,8 @@ def test_pages_of_another_key_have_other_names_and_are_not_lost(port: int, tmp_p
         assert (transfer.results == Outcome.MISSING).all()
     transfer = mine.read(wanted, got := memory(3))
     assert transfer.wait(20)
-    assert never_wrong(transfer, range(3), got) == 3
-    nobody = Objects(objects(range(3, 5)).names, 0, FORM, tenant="other")
+    assert check_bytes(transfer, range(3), got) == 3
+    nobody = Objects(objects(range(3, 5)).block_hashes, 0, FORM, tenant="other")
     transfer = mine.write(nobody, filled(range(3, 5)))
     assert transfer.wait(20)
     assert (transfer.results == Outcome.FAILED).all()
@@ -305,21 +307,21 @@ def test_pages_of_another_key_have_other_names_and_are_not_lost(port: int, tmp_p
     theirs.close()
 
 
-def test_what_is_no_answer_ends_the_connection_and_nothing_else(port: int) -> None:
+def test_an_invalid_reply_ends_the_connection_only(port: int) -> None:
     resp = client(port)
-    with pytest.raises(RefusedError, match="unknown command"):
-        resp.ask("NOSUCH")
-    assert resp.ask("PING") == b"PONG"
+    with pytest.raises(RedisReplyError, match="unknown command"):
+        resp.call("NOSUCH")
+    assert resp.call("PING") == b"PONG"
     big = np.arange(300_000, dtype=np.uint32).tobytes()
-    assert resp.ask("SET", "kvloom-test", [big[:10], memoryview(big)[10:]]) == b"OK"
-    assert resp.ask("GET", "kvloom-test") == big
+    assert resp.call("SET", "kvloom-test", [big[:10], memoryview(big)[10:]]) == b"OK"
+    assert resp.call("GET", "kvloom-test") == big
     resp.send([("GET", "kvloom-test"), ("PING",)])
-    assert resp.long_answer(lambda length: None) == len(big)
-    assert resp.answer() == b"PONG"
+    assert resp.read_value_into(lambda length: None) == len(big)
+    assert resp.read_reply() == b"PONG"
     resp.send([("PING",)])
-    with pytest.raises(ValueError, match="not a string"):
-        resp.long_answer(lambda length: None)
-    resp.ask("DEL", "kvloom-test")
+    with pytest.raises(ValueError, match="not a Redis string"):
+        resp.read_value_into(lambda length: None)
+    resp.call("DEL", "kvloom-test")
     resp.close()
 
 
@@ -329,13 +331,13 @@ def test_a_form_too_large_for_the_store_is_refused(tier: RemoteTier) -> None:
         tier.write(objects([1], big), memory(1, CAPACITY))
 
 
-def test_counts_that_a_server_makes_up_stay_within_64_bits(port: int) -> None:
+def test_invalid_counts_of_a_server_are_clamped(port: int) -> None:
     with_counts = client(port)
-    with_counts.ask("FLUSHALL")
-    with_counts.ask("HSET", "kvloom/1:counts", "bytes", "9" * 40, "evicted", "-5")
+    with_counts.call("FLUSHALL")
+    with_counts.call("HSET", "kvloom/1:counts", "bytes", "9" * 40, "evicted", "-5")
     tier = another(port)
     assert tier.stats().bytes == (1 << 63) - 1
     assert tier.stats().evicted == 0
     tier.close()
-    with_counts.ask("FLUSHALL")
+    with_counts.call("FLUSHALL")
     with_counts.close()

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvloom.tiers import Objects, TierError
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote import s3
-from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier
-from kvloom.tiers.remote.s3 import Bucket, open_s3
-from kvloom.tiers.remote.store_tier import PREFIX, Want
+from kvloom.tiers import Objects, TierError, open_tier
+from kvloom.tiers.remote import RemoteConfig, RemoteTier, S3Bucket, ValueRange, open_s3, s3
+from kvloom.tiers.remote.store_tier import PREFIX
+from kvloom.tiers.testing.conformance import Harness, TierConformance, get, objects, put
 
-from .conformance import Harness, TierConformance, get, objects, put
 from .servers import s3_server, slow_gets, stopped
 
 pytestmark = pytest.mark.server
@@ -40,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def opened(url: str, **options: Any) -> RemoteTier:
     config = RemoteConfig(CAPACITY, **{"timeout": 5.0, **options})
-    return open_s3(Bucket("kvpages", "ours/", url), config)
+    return open_s3(S3Bucket("kvpages", "ours/", url), config)
 
 
 class S3Harness(Harness):
@@ -83,10 +80,10 @@ class TestS3(TierConformance):
         return S3Harness(opened(self.url), self.client)
 
 
-def test_two_servers_share_a_bucket_and_a_prefix_keeps_others_apart(server: Any) -> None:
+def test_two_servers_share_a_bucket_and_prefixes_separate_them(server: Any) -> None:
     url, *_ = server
     one, two = opened(url), opened(url, compression="lz4")
-    other = open_s3(Bucket("kvpages", "theirs/", url), RemoteConfig(CAPACITY, timeout=5.0))
+    other = open_s3(S3Bucket("kvpages", "theirs/", url), RemoteConfig(CAPACITY, timeout=5.0))
     assert put(one, range(3)).ok.all()
     assert put(two, range(3, 6)).ok.all()
     for reader in (one, two):
@@ -96,7 +93,7 @@ def test_two_servers_share_a_bucket_and_a_prefix_keeps_others_apart(server: Any)
         tier.close()
 
 
-def test_a_store_that_hangs_costs_a_bounded_wait_and_comes_back(server: Any) -> None:
+def test_a_hung_store_costs_a_bounded_wait_and_recovers(server: Any) -> None:
     url, _, process = server
     tier = opened(url, timeout=1.0)
     assert put(tier, range(2)).ok.all()
@@ -112,11 +109,11 @@ def test_a_store_that_hangs_costs_a_bounded_wait_and_comes_back(server: Any) -> 
     tier.close()
 
 
-def test_what_cannot_be_opened_says_why(server: Any) -> None:
+def test_an_opening_error_states_the_reason(server: Any) -> None:
     url, *_ = server
-    with pytest.raises(TierError, match="cannot be reached: there is no bucket 'nobodys'"):
+    with pytest.raises(TierError, match="cannot be reached: the bucket 'nobodys' does not exist"):
         open_tier(f"s3://nobodys?capacity=8MiB&endpoint={url}&timeout=2")
-    with pytest.raises(ValueError, match="which bucket"):
+    with pytest.raises(ValueError, match="the bucket is missing"):
         open_tier("s3:///prefix?capacity=8MiB")
     with pytest.raises(ValueError, match="bukket"):
         open_tier("s3://kvpages?capacity=8MiB&bukket=1")
@@ -125,7 +122,7 @@ def test_what_cannot_be_opened_says_why(server: Any) -> None:
 @pytest.mark.parametrize(
     "lengths", [(500,), (499, 500, 501, 508, 4000, 1), (500, None, 500), (0, 500), (8, 9)]
 )
-def test_values_of_any_length_come_whatever_length_was_likely(
+def test_values_of_any_length_are_read_despite_another_expected_length(
     server: Any, lengths: tuple[int | None, ...]
 ) -> None:
     url, client, _ = server
@@ -144,13 +141,13 @@ def test_values_of_any_length_come_whatever_length_was_likely(
             came[number] = bytearray(length)
             return [memoryview(came[number])[: length // 2], memoryview(came[number])[length // 2 :]]
 
-        got = store.get([Want(key, most=5000, likely=likely) for key in keys], place)
+        got = store.get([ValueRange(key, max_bytes=5000, expected_bytes=likely) for key in keys], place)
         assert got == [len(value) if value else -1 for value in values]
         assert came == {i: value for i, value in enumerate(values) if value}
     tier.close()
 
 
-def test_what_comes_late_beside_one_that_is_missing_is_in_nobody_elses_place(server: Any) -> None:
+def test_a_late_value_beside_a_missing_one_never_overwrites_another_page(server: Any) -> None:
     """NIXL tells of one transfer that it failed while parts of it still come: here after the next ones have come to the buffer."""
     url, client, _ = server
     names = [b"late", b"next", b"more", b"last"]
@@ -170,14 +167,14 @@ def test_what_comes_late_beside_one_that_is_missing_is_in_nobody_elses_place(ser
                 came[asked[number]] = bytearray(length)
                 return [memoryview(came[asked[number]])]
 
-            got = store.get([Want(name, most=6000, likely=5000) for name in asked], place)
+            got = store.get([ValueRange(name, max_bytes=6000, expected_bytes=5000) for name in asked], place)
             assert got == [-1 if name == b"gone" else 5000 for name in asked]
             assert came == {name: name * 1250 for name in asked if name != b"gone"}
         assert not any(waits.values())
         tier.close()
 
 
-def test_a_read_from_a_store_that_is_gone_fails_at_once(
+def test_a_read_from_an_unreachable_store_fails_immediately(
     tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NIXL alone would try for longer than anybody waits."""
@@ -191,7 +188,7 @@ def test_a_read_from_a_store_that_is_gone_fails_at_once(
         assert get(tier, range(4)).ok.all()
         process.terminate()
         process.wait(5)
-        monkeypatch.setattr(s3, "_LATELY", 0.0)  # it was not heard of since
+        monkeypatch.setattr(s3, "_RECENT_SECONDS", 0.0)  # it was not heard of since
         began = time.monotonic()
         assert get(tier, range(4)).failed
         assert time.monotonic() - began < 3

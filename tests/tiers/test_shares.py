@@ -11,11 +11,24 @@ import numpy as np
 import pytest
 
 from kvloom.core import HASH_BYTES, Tenant
-from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Outcome, Ranges, TierError
-from kvloom.tiers.disk.files import Files
-from kvloom.tiers.fault_injection import Faults, FaultyFiles
-from kvloom.tiers.registry import open_place
-from kvloom.tiers.shares import Share, Shares, Sharing, shares_of
+from kvloom.tiers import (
+    DiskConfig,
+    DiskTier,
+    Form,
+    HostConfig,
+    HostTier,
+    Objects,
+    Outcome,
+    Ranges,
+    Share,
+    Shares,
+    SupportsShares,
+    TierError,
+    open_with_policy,
+    tenant_shares,
+)
+from kvloom.tiers.disk import Files
+from kvloom.tiers.testing import Faults, FaultyFiles
 
 MIB = 1 << 20
 PAGE = 16 << 10
@@ -27,13 +40,13 @@ def disk(folder: Path, shares: Shares, **changes: Any) -> DiskTier:
     tier = DiskTier(
         DiskConfig(folder, CAPACITY, segment_bytes=512 << 10, durable="process", direct=False, **changes)
     )
-    tier.share_out(shares)
+    tier.set_shares(shares)
     return tier
 
 
 def host(folder: Path, shares: Shares) -> HostTier:
     tier = HostTier(HostConfig(CAPACITY, slab_bytes=256 << 10))
-    tier.share_out(shares)
+    tier.set_shares(shares)
     return tier
 
 
@@ -48,9 +61,9 @@ def of(tenant: str, numbers: range, form: Form = FORM) -> Objects:
 
 def put(tier: Any, objects: Objects) -> list[int]:
     size = objects.form.page_bytes
-    pages = np.repeat(np.array([name[-1] ^ name[0] for name in objects.names], np.uint8), size)
+    pages = np.repeat(np.array([name[-1] ^ name[0] for name in objects.block_hashes], np.uint8), size)
     transfer = tier.write(objects, Ranges(pages, np.arange(len(objects)) * size))
-    assert transfer.wait_quiet(20)
+    assert transfer.wait_released(20)
     results: list[int] = transfer.results.tolist()
     return results
 
@@ -60,13 +73,13 @@ def there(tier: Any, objects: Objects) -> int:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_tenant_keeps_no_more_than_its_share_and_loses_its_own_oldest(make: Maker, tmp_path: Path) -> None:
-    tier = make(tmp_path, {"small": Share(most=0.25)})
-    assert isinstance(tier, Sharing)
+def test_a_tenant_at_its_limit_evicts_its_own_oldest_pages(make: Maker, tmp_path: Path) -> None:
+    tier = make(tmp_path, {"small": Share(limit=0.25)})
+    assert isinstance(tier, SupportsShares)
     put(tier, of("other", range(100)))
     for first in range(0, 600, 20):
         put(tier, of("small", range(first, first + 20)))
-        assert tier.kept_for("small") <= CAPACITY // 4
+        assert tier.used_by("small") <= CAPACITY // 4
     assert there(tier, of("other", range(100))) == 100, "whoever else is there loses nothing to it"
     assert there(tier, of("small", range(580, 600))) == 20
     assert 64 <= there(tier, of("small", range(600))) <= 128
@@ -75,35 +88,35 @@ def test_a_tenant_keeps_no_more_than_its_share_and_loses_its_own_oldest(make: Ma
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_what_is_sure_to_be_a_tenants_is_not_taken_for_others(make: Maker, tmp_path: Path) -> None:
-    tier = make(tmp_path, {"sure": Share(sure=0.5), "other": Share(sure=0.25)})
+def test_guaranteed_pages_are_not_evicted_for_others(make: Maker, tmp_path: Path) -> None:
+    tier = make(tmp_path, {"sure": Share(guaranteed=0.5), "other": Share(guaranteed=0.25)})
     put(tier, of("sure", range(160)))
-    assert tier.kept_for("sure") <= CAPACITY // 2
+    assert tier.used_by("sure") <= CAPACITY // 2
     for first in range(0, 1500, 50):
         put(tier, of("other", range(first, first + 50)))
         put(tier, of("nobody", range(first, first + 20)))
     assert there(tier, of("sure", range(160))) == 160
     put(tier, of("sure", range(1000, 1600)))  # beyond its own part it takes what others have beyond theirs
     assert there(tier, of("sure", range(1000, 1600))) > 160
-    assert tier.kept_for("other") >= CAPACITY // 4 - 2 * (512 << 10)
+    assert tier.used_by("other") >= CAPACITY // 4 - 2 * (512 << 10)
     assert tier.stats().bytes <= CAPACITY
     tier.close()
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_tenants_without_a_share_have_one_account_together(make: Maker, tmp_path: Path) -> None:
-    tier = make(tmp_path, {"": Share(most=0.25), "own": Share(most=0.5)})
+def test_tenants_without_a_share_have_a_common_account(make: Maker, tmp_path: Path) -> None:
+    tier = make(tmp_path, {"": Share(limit=0.25), "own": Share(limit=0.5)})
     for tenant in ("one", "two", "three"):
         put(tier, of(tenant, range(100)))
     put(tier, of("own", range(100)))
-    assert tier.kept_for("one") == tier.kept_for("two") <= CAPACITY // 4
+    assert tier.used_by("one") == tier.used_by("two") <= CAPACITY // 4
     assert there(tier, of("own", range(100))) == 100
     tier.close()
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_share_that_holds_no_page_keeps_none_and_says_so(make: Maker, tmp_path: Path) -> None:
-    tier = make(tmp_path, {"none": Share(most=0.0), "tiny": Share(most=0.001)})
+def test_a_share_smaller_than_a_page_stores_none_and_reports_full(make: Maker, tmp_path: Path) -> None:
+    tier = make(tmp_path, {"none": Share(limit=0.0), "tiny": Share(limit=0.001)})
     for tenant in ("none", "tiny"):
         assert set(put(tier, of(tenant, range(20)))) == {Outcome.FULL}
         assert not there(tier, of(tenant, range(20)))
@@ -111,9 +124,9 @@ def test_a_share_that_holds_no_page_keeps_none_and_says_so(make: Maker, tmp_path
     tier.close()
 
 
-def test_more_owners_than_fit_the_disk_at_once_pass_no_limit(tmp_path: Path) -> None:
+def test_more_owners_than_fit_the_disk_exceed_no_limit(tmp_path: Path) -> None:
     tenants = [f"t{number}" for number in range(20)]
-    tier = disk(tmp_path, {tenant: Share(most=0.5) for tenant in tenants})
+    tier = disk(tmp_path, {tenant: Share(limit=0.5) for tenant in tenants})
     for round_ in range(6):
         for tenant in tenants:
             assert set(put(tier, of(tenant, range(round_ * 10, round_ * 10 + 10)))) == {Outcome.OK}
@@ -121,19 +134,19 @@ def test_more_owners_than_fit_the_disk_at_once_pass_no_limit(tmp_path: Path) -> 
     tier.close()
 
 
-def test_shares_hold_after_a_restart_and_lowered_ones_at_once(tmp_path: Path) -> None:
-    tier = disk(tmp_path, {"a": Share(most=0.5)})
+def test_shares_apply_after_a_restart_and_lowered_ones_immediately(tmp_path: Path) -> None:
+    tier = disk(tmp_path, {"a": Share(limit=0.5)})
     put(tier, of("a", range(160)))
     put(tier, of("b", range(50)))
-    before, kept = tier.kept_for("a"), there(tier, of("a", range(160)))
+    before, kept = tier.used_by("a"), there(tier, of("a", range(160)))
     assert kept == 160
     tier.close()
-    tier = disk(tmp_path, {"a": Share(most=0.5)})
+    tier = disk(tmp_path, {"a": Share(limit=0.5)})
     assert there(tier, of("a", range(160))) == 160
-    assert tier.kept_for("a") <= max(before, CAPACITY // 2)
+    assert tier.used_by("a") <= max(before, CAPACITY // 2)
     tier.close()
-    tier = disk(tmp_path, {"a": Share(most=0.25)})
-    assert tier.kept_for("a") <= CAPACITY // 4
+    tier = disk(tmp_path, {"a": Share(limit=0.25)})
+    assert tier.used_by("a") <= CAPACITY // 4
     assert there(tier, of("b", range(50))) == 50
     assert 0 < there(tier, of("a", range(160))) < 160
     tier.close()
@@ -147,26 +160,26 @@ def test_shares_hold_after_a_restart_and_lowered_ones_at_once(tmp_path: Path) ->
 
 def test_many_restarts_do_not_leave_a_tenant_many_files(tmp_path: Path) -> None:
     for number in range(20):
-        tier = disk(tmp_path, {"a": Share(most=0.5)})
+        tier = disk(tmp_path, {"a": Share(limit=0.5)})
         put(tier, of("a", range(number, number + 1)))
         tier.close()
     assert len(list(tmp_path.glob("*.seg"))) <= 2
-    tier = disk(tmp_path, {"a": Share(most=0.5)})
+    tier = disk(tmp_path, {"a": Share(limit=0.5)})
     assert there(tier, of("a", range(20))) == 20
     tier.close()
 
 
-def test_large_pages_widen_a_tenants_segments(tmp_path: Path) -> None:
-    tier = disk(tmp_path, {"a": Share(most=0.125)})  # 1 MiB in segments of 256 KiB
+def test_large_pages_enlarge_a_tenants_segments(tmp_path: Path) -> None:
+    tier = disk(tmp_path, {"a": Share(limit=0.125)})  # 1 MiB in segments of 256 KiB
     large = Form("bf16", "LKTHD", 300 << 10, 300 << 10)
     assert set(put(tier, of("a", range(6), large))) == {Outcome.OK}
-    assert tier.kept_for("a") <= MIB
+    assert tier.used_by("a") <= MIB
     assert there(tier, of("a", range(5, 6), large)) == 1
     assert set(put(tier, of("a", range(3), Form("bf16", "LKTHD", 400 << 10, 400 << 10)))) == {Outcome.FULL}
     tier.close()
 
 
-def test_a_storm_of_tenants_and_sizes_keeps_every_host_account_straight() -> None:
+def test_host_accounts_stay_correct_under_random_tenants_and_sizes() -> None:
     rng = random.Random(7)
     tier = host(Path(), {"a": Share(0.25, 0.1), "b": Share(1.0, 0.4), "c": Share(0.5)})
     forms = [Form("bf16", "LKTHD", size << 10, size << 10) for size in (16, 48, 256)]
@@ -178,39 +191,39 @@ def test_a_storm_of_tenants_and_sizes_keeps_every_host_account_straight() -> Non
         act = rng.random()
         if act < 0.6:
             lease = tier.reserve(some)
-            lease.release(np.array([rng.random() < 0.9 for _ in some.names]))
+            lease.release(np.array([rng.random() < 0.9 for _ in some.block_hashes]))
         elif act < 0.8:
-            leases.append(tier.hold(some))
+            leases.append(tier.acquire(some))
         elif act < 0.9:
             tier.drop(some)
         while len(leases) > 6:
             leases.pop(rng.randrange(len(leases))).release()
-        assert tier.kept_for("a") <= CAPACITY // 4
-        assert tier.kept_for("c") <= CAPACITY // 2
-        used = sum(tier.kept_for(one) for one in "abcd")
+        assert tier.used_by("a") <= CAPACITY // 4
+        assert tier.used_by("c") <= CAPACITY // 2
+        used = sum(tier.used_by(one) for one in "abcd")
         assert used == tier.stats().bytes <= CAPACITY
     for lease in leases:
         lease.release()
-    for account in tier._residents.accounts:
-        assert account.used == int(tier._slots.size[account.order.oldest(len(tier._residents.entries))].sum())
-    assert sum(len(account.order.oldest(1 << 20)) for account in tier._residents.accounts) == len(
-        tier._residents.entries
+    for account in tier.index.accounts:
+        assert account.used == int(tier._slots.size[account.order.oldest(len(tier.index.entries))].sum())
+    assert sum(len(account.order.oldest(1 << 20)) for account in tier.index.accounts) == len(
+        tier.index.entries
     )
     assert tier.stats().evicted
 
 
-def test_shares_come_from_quotas_and_weights() -> None:
+def test_shares_are_computed_from_quotas_and_weights() -> None:
     tenants = [Tenant("", None, 1), Tenant("a", 256, 1), Tenant("b", 4096, 2), Tenant("c")]
-    assert shares_of(tenants, 1024) == {"": Share(1, 0.25), "a": Share(0.25, 0.25), "b": Share(1, 0.5)}
-    assert shares_of([Tenant("a", 256), Tenant("b")], 1024) == {"a": Share(0.25)}
-    with pytest.raises(ValueError, match=r"most=1\.5 is no part of a whole"):
-        Share(most=1.5)
+    assert tenant_shares(tenants, 1024) == {"": Share(1, 0.25), "a": Share(0.25, 0.25), "b": Share(1, 0.5)}
+    assert tenant_shares([Tenant("a", 256), Tenant("b")], 1024) == {"a": Share(0.25)}
+    with pytest.raises(ValueError, match=r"limit=1\.5 is not a fraction"):
+        Share(limit=1.5)
 
 
-def test_shares_are_given_once_and_a_disk_that_refuses_is_said(tmp_path: Path) -> None:
+def test_shares_are_set_once_and_a_disk_error_is_reported(tmp_path: Path) -> None:
     tier = host(tmp_path, {"a": Share(0.5)})
     with pytest.raises(ValueError, match="once"):
-        tier.share_out({"a": Share(0.5)})
+        tier.set_shares({"a": Share(0.5)})
     first = disk(tmp_path, {"a": Share(1.0)})
     put(first, of("a", range(300)))
     first.close()
@@ -227,23 +240,23 @@ def test_shares_are_given_once_and_a_disk_that_refuses_is_said(tmp_path: Path) -
 
     again = DiskTier(DiskConfig(tmp_path, CAPACITY, segment_bytes=512 << 10), files)
     faults.failing = True
-    with pytest.raises(TierError, match="cannot make room"):
-        again.share_out({"a": Share(0.1)})
+    with pytest.raises(TierError, match="cannot free space"):
+        again.set_shares({"a": Share(0.1)})
     again.close()
 
 
-def test_a_text_opens_a_tier_in_which_shares_hold(tmp_path: Path) -> None:
-    tier = open_place(f"disk:{tmp_path}:64MiB?write=back", {"a": Share(0.5)}).tier
+def test_a_tier_opened_by_url_enforces_shares(tmp_path: Path) -> None:
+    tier = open_with_policy(f"disk:{tmp_path}:64MiB?write=back", {"a": Share(0.5)}).tier
     assert isinstance(tier, DiskTier)
     put(tier, of("a", range(10)))
-    assert 0 < tier.kept_for("a") < tier.capacity // 2
-    assert not tier.kept_for("b")
+    assert 0 < tier.used_by("a") < tier.capacity // 2
+    assert not tier.used_by("b")
     tier.close()
 
 
-def test_room_that_was_made_is_used_by_whom_it_was_made_for() -> None:
+def test_space_freed_for_a_tenant_is_used_by_that_tenant() -> None:
     tier = HostTier(HostConfig(8192, slab_bytes=4096))
-    tier.share_out({"large": Share(1.0, 0.0), "small": Share(1.0, 0.3), "other": Share(1.0, 0.3)})
+    tier.set_shares({"large": Share(1.0, 0.0), "small": Share(1.0, 0.3), "other": Share(1.0, 0.3)})
     small, large = (Form("bf16", "LKTHD", size, size) for size in (1536, 4096))
     assert put(tier, of("large", range(1), large)) == [Outcome.OK]
     assert put(tier, of("other", range(1), small)) == [Outcome.OK]

@@ -11,34 +11,42 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Objects, Outcome, TierError
-from kvloom.tiers.disk.files import aligned, aligned_bytes
+from kvloom.tiers import DiskConfig, DiskTier, Objects, Outcome, TierError, aligned_bytes, open_tier
+from kvloom.tiers.aligned_memory import aligned
 from kvloom.tiers.disk.segment import Frame
-from kvloom.tiers.encoding.checksums import checksum
-from kvloom.tiers.encoding.codec import OLD_CIPHER, Head, make_codec, parse_head, seal, unseal
-from kvloom.tiers.encoding.encryption import SALT_BYTES, Keyring, Protect
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote.redis_protocol import Resp
-from kvloom.tiers.remote.remote_tier import RemoteTier
+from kvloom.tiers.encoding import (
+    LEGACY_CIPHER,
+    Head,
+    Keyring,
+    Protect,
+    checksum,
+    make_codec,
+    parse_head,
+    seal,
+    unseal,
+)
+from kvloom.tiers.encoding.encryption import SALT_BYTES
+from kvloom.tiers.remote import RemoteTier
+from kvloom.tiers.remote.redis_protocol import RespConnection
 from kvloom.tiers.remote.store_tier import PREFIX
-
-from .conformance import (
+from kvloom.tiers.testing.conformance import (
     FORM,
     PAGE,
     RUN,
     Harness,
     TierConformance,
+    block_hash,
+    check_bytes,
     filled,
     get,
     memory,
-    name,
-    never_wrong,
     objects,
     page,
     put,
 )
+
 from .servers import redis_server
-from .test_disk import DiskHarness
+from .test_disk_tier import DiskHarness
 
 pytest.importorskip("cryptography", reason="pip install cryptography")
 MIB = 1 << 20
@@ -67,9 +75,9 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 @contextmanager
-def redis(port: int, options: str = "") -> Iterator[tuple[RemoteTier, Resp]]:
-    client = Resp(("127.0.0.1", port), 5, most=4 * MIB)
-    client.ask("FLUSHALL")
+def redis(port: int, options: str = "") -> Iterator[tuple[RemoteTier, RespConnection]]:
+    client = RespConnection(("127.0.0.1", port), 5, limit=4 * MIB)
+    client.call("FLUSHALL")
     tier = open_tier(f"redis://127.0.0.1:{port}/0?capacity=16MiB{options}")
     assert isinstance(tier, RemoteTier)
     yield tier, client
@@ -96,8 +104,8 @@ def test_a_plain_page_in_redis_is_refused_counted_and_replaced(
 ) -> None:
     with redis(port, f"&keys={keys_file(tmp_path)}&protect={protect}") as (tier, client):
         assert put(tier, PAGES).ok.all()
-        for key in client.ask("KEYS", PREFIX + b"*"):
-            client.ask("SET", key, forged(client.ask("GET", key)))
+        for key in client.call("KEYS", PREFIX + b"*"):
+            client.call("SET", key, forged(client.call("GET", key)))
         transfer = tier.read(objects(PAGES), memory(6), part)
         assert transfer.wait(20)
         assert (transfer.results == Outcome.UNTRUSTED).all()
@@ -113,7 +121,7 @@ def test_a_plain_page_on_the_disk_is_refused_counted_and_replaced(tmp_path: Path
     options = f"&keys={keys_file(tmp_path)}&protect={protect}"
     tier = disk(tmp_path, options)
     assert put(tier, PAGES).ok.all()
-    stored = tier._stored(objects(PAGES))
+    stored = tier._with_stored_keys(objects(PAGES))
     tier.close()
     attacker = disk(tmp_path)
     assert attacker.drop(stored) == 6
@@ -136,11 +144,13 @@ def test_a_codec_with_keys_opens_no_plain_page_compressed_or_not() -> None:
         body, out = memoryview(b"".join(map(bytes, pieces))), memoryview(bytearray(PAGE))
         assert unseal(head, body, 0, out, make_codec("none")) == Outcome.OK
         assert unseal(head, body, 0, out, ours) == Outcome.UNTRUSTED
-        salted = head._replace(salt=bytes(SALT_BYTES), stored=head.stored or (RUN,) * FORM.runs, cipher=3)
+        salted = head._replace(
+            salt=bytes(SALT_BYTES), stored=head.stored_lengths or (RUN,) * FORM.runs, cipher=3
+        )
         assert unseal(salted, body, 0, out, ours) != Outcome.OK, "nor one that claims to be sealed"
 
 
-def test_plain_pages_from_before_there_were_keys_are_missing_and_not_lost(tmp_path: Path) -> None:
+def test_plain_pages_written_without_keys_are_misses_and_remain(tmp_path: Path) -> None:
     tier = disk(tmp_path)
     assert put(tier, PAGES).ok.all()
     tier.close()
@@ -159,22 +169,22 @@ def test_plain_pages_from_before_there_were_keys_are_missing_and_not_lost(tmp_pa
 @pytest.mark.server
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize("protect", PROTECTS)
-def test_a_valid_page_under_another_name_or_tenant_does_not_open(
+def test_a_valid_page_under_another_key_or_tenant_does_not_open(
     port: int, tmp_path: Path, protect: Protect, compression: str
 ) -> None:
     options = f"&keys={keys_file(tmp_path)}&protect={protect}&compression={compression}"
     with redis(port, options) as (tier, client):
-        theirs = Objects([name(1)], 0, FORM, tenant="other")
+        theirs = Objects([block_hash(1)], 0, FORM, tenant="other")
         assert put(tier, range(2)).ok.all()
         assert tier.write(theirs, filled([7])).wait(20)
-        here = [*tier._stored(objects(range(2))).keys, *tier._stored(theirs).keys]
+        here = [*tier._with_stored_keys(objects(range(2))).keys, *tier._with_stored_keys(theirs).keys]
         assert len(set(here)) == 3, "tenants' names differ"
-        values = [client.ask("GET", PREFIX + key) for key in here]
+        values = [client.call("GET", PREFIX + key) for key in here]
         for source, target in ((1, 0), (2, 1)):
             parsed = parse_head(memoryview(values[source]))
             assert not isinstance(parsed, Outcome)
             head = parsed[0]._replace(key=here[target])
-            client.ask("SET", PREFIX + here[target], head.pack() + values[source][parsed[1] :])
+            client.call("SET", PREFIX + here[target], head.pack() + values[source][parsed[1] :])
         assert (get(tier, range(2)).results == Outcome.LOCKED).all()
         assert not tier.lookup(objects(range(2))).any(), "a good copy has a place again"
 
@@ -187,12 +197,12 @@ def test_every_field_of_a_sealed_page_is_bound(protect: Protect) -> None:
     body = b"".join(map(bytes, pieces))
 
     def outcome(head: Head, body: bytes) -> Outcome:
-        assert head.stored is not None
+        assert head.stored_lengths is not None
         at, sums = 0, []
-        for length in head.stored:
+        for length in head.stored_lengths:
             sums.append(checksum(body[at : at + length]))
             at += length
-        head = head._replace(checks=struct.pack(f"<{len(sums)}Q", *sums))
+        head = head._replace(checksums=struct.pack(f"<{len(sums)}Q", *sums))
         parsed = parse_head(memoryview(head.pack()))
         if isinstance(parsed, Outcome):
             return parsed
@@ -208,12 +218,18 @@ def test_every_field_of_a_sealed_page_is_bound(protect: Protect) -> None:
         {"method": 2},
         {"salt": other.salt},
         {"cipher": 5 - head.cipher},
-        {"cipher": OLD_CIPHER},
+        {"cipher": LEGACY_CIPHER},
     ):
         assert outcome(head._replace(**changed), body) != Outcome.OK, changed
-    assert head.stored is not None
+    assert head.stored_lengths is not None
     assert (
-        outcome(head._replace(stored=(head.stored[0] - 1, head.stored[1] + 1, *head.stored[2:])), body) != 1
+        outcome(
+            head._replace(
+                stored=(head.stored_lengths[0] - 1, head.stored_lengths[1] + 1, *head.stored_lengths[2:])
+            ),
+            body,
+        )
+        != 1
     )
     assert outcome(head, b"".join([*map(bytes, pieces[1:]), bytes(pieces[0])])) != Outcome.OK
 
@@ -228,7 +244,7 @@ def test_a_reader_of_a_store_cannot_confirm_a_guessed_block_hash(
 ) -> None:
     """Nothing that is stored, not even an index, has the block hash or the layout's fingerprint in it."""
     options = f"&keys={keys_file(tmp_path)}&protect={protect}"
-    guesses = [n for number in PAGES for n in (name(number), name(number).hex().encode())]
+    guesses = [n for number in PAGES for n in (block_hash(number), block_hash(number).hex().encode())]
     guesses.append(FORM.fingerprint)
     tier = disk(tmp_path, options)
     assert put(tier, PAGES).ok.all()
@@ -238,17 +254,17 @@ def test_a_reader_of_a_store_cannot_confirm_a_guessed_block_hash(
     with redis(port, options) as (remote, client):
         assert put(remote, PAGES).ok.all()
         assert remote.lookup(objects(PAGES)).all()
-        names = client.ask("KEYS", "*")
-        pages = [client.ask("GET", key) for key in names if key.startswith(PREFIX)]
+        names = client.call("KEYS", "*")
+        pages = [client.call("GET", key) for key in names if key.startswith(PREFIX)]
         assert len(pages) == 6
-        indexes = client.ask("ZRANGE", b"kvloom/1:used", 0, -1) + client.ask("HKEYS", b"kvloom/1:sizes")
+        indexes = client.call("ZRANGE", b"kvloom/1:used", 0, -1) + client.call("HKEYS", b"kvloom/1:sizes")
     for stored in (*files, *names, *pages, *indexes):
         assert not any(guess in stored for guess in guesses)
 
 
-def test_stored_names_differ_by_key_and_tenant_and_are_stable() -> None:
+def test_stored_keys_differ_by_secret_and_tenant_and_are_stable() -> None:
     def names(ring: dict[str, bytes], tenant: str) -> list[bytes]:
-        return Keyring(ring).rename(Objects([name(1)], 0, FORM, tenant)).keys
+        return Keyring(ring).with_stored_keys(Objects([block_hash(1)], 0, FORM, tenant)).keys
 
     assert names(RING, "a") == names(RING, "a")
     rings = [RING, {"*": b"c" * 32}, {"a": b"\xab" * 32, "*": b"c" * 32}, {"a": b"d" * 32, "*": b"c" * 32}]
@@ -261,7 +277,7 @@ def test_stored_names_differ_by_key_and_tenant_and_are_stable() -> None:
 # --- the older format, and the package
 
 
-def test_encrypted_pages_of_the_format_before_are_read_from_the_disk(tmp_path: Path) -> None:
+def test_encrypted_pages_of_the_legacy_format_are_read_from_disk(tmp_path: Path) -> None:
     """They lie under their plain keys, bound to them: reading goes on, writing uses the name that keys derive."""
     ring, wanted = Keyring(RING), objects([1, 2])
     tier = disk(tmp_path)
@@ -271,13 +287,13 @@ def test_encrypted_pages_of_the_format_before_are_read_from_the_disk(tmp_path: P
         context = key + b"\0" + RUN.to_bytes(4, "little")
         runs = [cipher.encrypt(at // RUN, data[at : at + RUN], context) for at in range(0, PAGE, RUN)]
         checks = struct.pack(f"<{len(runs)}Q", *map(checksum, runs))
-        head = Head(key, 0, RUN, checks, tuple(map(len, runs)), salt, OLD_CIPHER)
+        head = Head(key, 0, RUN, checks, tuple(map(len, runs)), salt, LEGACY_CIPHER)
         assert head.pack()[4:8] == b"\x02\x00\x00\x01"
         body = aligned_bytes(head.body_bytes)
         body[: head.body_bytes] = b"".join(runs)
         frame = Frame([head], [body], aligned(head.body_bytes))
-        tier._shelf.append(frame)
-        tier._shelf.publish(frame.records())
+        tier._store.append(frame)
+        tier._store.publish(frame.records())
     tier.close()
     tier = disk(tmp_path)
     assert (get(tier, [1]).results == Outcome.LOCKED).all()
@@ -286,16 +302,16 @@ def test_encrypted_pages_of_the_format_before_are_read_from_the_disk(tmp_path: P
     assert tier.lookup(wanted).all()
     transfer = tier.read(wanted, got := memory(2))
     assert transfer.wait(20)
-    assert never_wrong(transfer, [1, 2], got) == 2
+    assert check_bytes(transfer, [1, 2], got) == 2
     assert put(tier, [1]).ok.all()
-    assert tier._stored(wanted).keys[0] in tier._shelf.index
+    assert tier._with_stored_keys(wanted).keys[0] in tier._store.index
     assert get(tier, [1, 2]).ok.all()
     tier.drop(wanted)
     assert not tier.lookup(wanted).any()
     tier.close()
 
 
-def test_authentication_needs_no_package_and_encryption_names_it(
+def test_authentication_needs_no_package_and_encryption_reports_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)

@@ -18,7 +18,7 @@ def stored(lower: OffloadManager, seconds: float = 120.0) -> None:
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends:
         lower.flush()
-        if not lower.retained_bytes and not any(lane.waiting_stores for lane in lower.transfers.lanes):
+        if not lower.retained_bytes and not any(lane.pending_store_bytes for lane in lower.transfers.queues):
             return
         time.sleep(0.005)
 

@@ -22,7 +22,7 @@ from kvloom.arguments import DEVICE, THREADS, Parser, device, interpreter, numbe
 from kvloom.engine.execution.threads import use_threads
 from kvloom.models.loading import choose_device
 from kvloom.models.specs import kv_dtypes
-from kvloom.tiers.registry import check_tiers
+from kvloom.tiers import check_tiers
 
 from .engine_peers import AbsentError, HuggingFace, OneByOne, Vllm
 from .engine_report import QUOTED, Ran, Result, render, rows_of

@@ -18,7 +18,7 @@ from kvloom.core import KVCache, PoolLayout
 from kvloom.engine.offload.host_pages import Event, HostPages, Ids, form_of, open_host
 from kvloom.engine.offload.store import HostStore
 from kvloom.models.specs import model_spec
-from kvloom.tiers.transfers.transfer_manager import Mover
+from kvloom.tiers.transfers import TransferManager
 
 from .shapes import SHAPES, hf_config
 
@@ -64,7 +64,7 @@ def _keep(layout: PoolLayout, device: str, sequences: int, rounds: int, full: bo
     room = sequences * each * (1 if full else rounds + 1) + 64 * layout.slab_bytes
     host, _ = open_host(layout, room, False, buffer.device)
     forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in layout.groups}
-    pages, mover = _Pages(layout, buffer, host), Mover(host, ())
+    pages, mover = _Pages(layout, buffer, host), TransferManager(host, ())
     keeping = HostStore(cache, pages, mover, forms, forms, {"through"})
     rng = np.random.default_rng(0)
     found: dict[str, list[float]] = {"ended": [], "kept": [], "copied": []}

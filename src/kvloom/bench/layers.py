@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.tiers import DiskConfig, DiskTier, Form, Objects, Ranges
-from kvloom.tiers.disk.files import aligned_bytes
-from kvloom.tiers.host.arena import copy_pages
+from kvloom.tiers import DiskConfig, DiskTier, Form, Objects, Ranges, aligned_bytes
+from kvloom.tiers.host import copy_pages
 
 __all__ = ["by_layers"]
 

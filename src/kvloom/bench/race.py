@@ -26,11 +26,9 @@ from kvloom.core import CacheControl
 from kvloom.engine.engine import Engine
 from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import SamplingParams
-from kvloom.tiers import DiskConfig, DiskTier
-from kvloom.tiers.fault_injection import Faults, FaultyTier
-from kvloom.tiers.registry import Place
-from kvloom.tiers.transfers.tier_queue import LaneConfig
-from kvloom.tiers.transfers.transfer_manager import MoverConfig
+from kvloom.tiers import DiskConfig, DiskTier, OpenTier
+from kvloom.tiers.testing import Faults, FaultyTier
+from kvloom.tiers.transfers import TierQueueConfig, TransferConfig
 
 from .emptying import empty_host, empty_pool, stored
 from .engine import say
@@ -91,9 +89,9 @@ class Bench:
     def __init__(self, model: Any, folder: Path, seed: int) -> None:
         self.faults = Faults()
         tier = FaultyTier(DiskTier(DiskConfig(folder, 256 << 20)), self.faults)
-        lane = LaneConfig(budget=PIECES * PIECE, piece=PIECE)
-        lower = OffloadConfig(transfers=MoverConfig(lane=lane))
-        tiers: list[str | Place] = ["host:64MiB", Place(tier)]
+        lane = TierQueueConfig(max_inflight_bytes=PIECES * PIECE, batch_bytes=PIECE)
+        lower = OffloadConfig(transfers=TransferConfig(queue=lane))
+        tiers: list[str | OpenTier] = ["host:64MiB", OpenTier(tier)]
         self.engine = Engine(model, 64 << 20, tiers=tiers, lower=lower, token_budget=BUDGET, ahead=True)
         self.device = Device(self.engine)
         self._rng = np.random.default_rng(seed)

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers import Form, Objects
-from kvloom.tiers.disk.files import Files, aligned_bytes
-from kvloom.tiers.remote.sockets import Bytestream
+from kvloom.tiers import Form, Objects, aligned_bytes
+from kvloom.tiers.disk import Files
+from kvloom.tiers.remote import ByteStream
 
 __all__ = ["FILE_ROUNDS", "WAIT_SECONDS", "Memory", "Side", "address", "memcpy", "raw", "tcp"]
 
@@ -32,7 +32,7 @@ _CONNECTIONS = 2
 FILE_ROUNDS = 4  # rounds that one file holds, the tier's and the raw one
 _FAR_SIDE = """
 import socket, sys, threading
-from kvloom.tiers.remote.sockets import Bytestream
+from kvloom.tiers.remote import ByteStream
 part = int(sys.argv[1]) // int(sys.argv[2])
 def serve(stream):
     memory, verb = memoryview(bytearray(part)), memoryview(bytearray(1))
@@ -52,7 +52,7 @@ server = socket.create_server(("127.0.0.1", 0))
 print(server.getsockname()[1], flush=True)
 threads = []
 for _ in range(int(sys.argv[2])):
-    stream = Bytestream(server.accept()[0], 120.0)
+    stream = ByteStream(server.accept()[0], 120.0)
     threads.append(threading.Thread(target=serve, args=(stream,)))
     threads[-1].start()
 for thread in threads:
@@ -152,7 +152,7 @@ def tcp(memory: Memory) -> tuple[Side, Callable[[], None]]:
     assert process.stdout is not None
     port, part = int(process.stdout.readline()), memory.total // _CONNECTIONS
     streams = [
-        Bytestream(socket.create_connection(("127.0.0.1", port)), WAIT_SECONDS) for _ in range(_CONNECTIONS)
+        ByteStream(socket.create_connection(("127.0.0.1", port)), WAIT_SECONDS) for _ in range(_CONNECTIONS)
     ]
     pool = ThreadPoolExecutor(_CONNECTIONS)
 

@@ -27,12 +27,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.tiers import DiskConfig, DiskTier, HostConfig, HostTier, Ranges, Tier, TierError
-from kvloom.tiers.peer.peer_tier import open_peer
-from kvloom.tiers.remote.mooncake import MooncakeConfig, open_mooncake
-from kvloom.tiers.remote.nixl import NixlFiles, open_nixl
-from kvloom.tiers.remote.redis import RedisAddress, open_redis
-from kvloom.tiers.remote.remote_tier import RemoteConfig
-from kvloom.tiers.remote.s3 import Bucket, open_s3
+from kvloom.tiers.peer import open_peer
+from kvloom.tiers.remote import (
+    MooncakeConfig,
+    NixlFiles,
+    RedisAddress,
+    RemoteConfig,
+    S3Bucket,
+    open_mooncake,
+    open_nixl,
+    open_redis,
+    open_s3,
+)
 
 from .tiers_media import FILE_ROUNDS, WAIT_SECONDS, Memory, Side, address, memcpy, raw, tcp
 
@@ -248,7 +254,7 @@ def s3(memory: Memory, folder: Path) -> Iterator[list[Work]]:
     ):
         client: Any = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
         client.create_bucket(Bucket="bench")
-        tier = open_s3(Bucket("bench", "ours/", url), RemoteConfig(2 * memory.total, timeout=30))
+        tier = open_s3(S3Bucket("bench", "ours/", url), RemoteConfig(2 * memory.total, timeout=30))
 
         def put(number: int) -> None:
             at = number * memory.page

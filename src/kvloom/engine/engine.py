@@ -25,7 +25,7 @@ from kvloom.kernels.copy import copy_pages
 from kvloom.models.paged import ImageInputs
 from kvloom.models.specs import KVDtype
 from kvloom.models.vision import Vision
-from kvloom.tiers.registry import Place
+from kvloom.tiers import OpenTier
 
 from .execution.inflight_step import InflightStep, prompt_logprobs
 from .execution.kv_memory import allocate_kv_memory
@@ -71,7 +71,7 @@ class Engine:
         tenants: Iterable[Tenant] = (),
         kv_scales: str | os.PathLike[str] = "dynamic",
         batch_invariant: bool = False,
-        tiers: Many[str | Place] = (),
+        tiers: Many[str | OpenTier] = (),
         lower: OffloadConfig | None = None,
         grammar_limits: GrammarLimits | None = None,
         max_context: int | None = None,

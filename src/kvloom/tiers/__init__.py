@@ -1,16 +1,48 @@
-"""Places for pages below the device pool: the protocol, host memory, disk.
+"""Tiers: locations for pages below the device pool, from host memory to other machines.
 
+    tier.py             the Tier protocol: objects, forms, ranges
+    transfer.py         transfers, outcomes and counts
+    registry.py         tiers by URL; schemes of other packages by entry point
+    options.py          options of a URL
+    shares.py           tenants' shares of a tier
+    lossy_tier.py       a tier that re-encodes pages inside another tier
+    workers.py          threads that run jobs in order
+    aligned_memory.py   memory in whole blocks
+    host/ disk/ remote/ peer/    one folder per medium
+    encoding/           codec, checksums, encryption, re-encoding, formats of other systems
+    transfers/          the transfer manager: one queue per tier
+    testing/            the conformance suite and fault injection, for tests of tiers
+
+A new tier is one file with a `Tier` and a `parse_url`, and one row of `registry.SCHEMES` (or an entry point).
 See docs/tiers.md. Nothing here imports torch; the disk tier needs the package xxhash.
 """
 
-from .disk.disk_tier import DiskConfig, DiskTier
-from .encoding.codec import Compression
-from .host.host_tier import HostConfig, HostTier
-from .host.lease import Lease
-from .tier import Form, Objects, Ranges, Tier, TierError
-from .transfer import Outcome, TierStats, Transfer
+from .aligned_memory import aligned_bytes
+from .disk import DiskConfig, DiskTier
+from .encoding import CODINGS, Coding, Compression, lossy_form
+from .host import HostConfig, HostTier, Lease
+from .lossy_tier import LossyTier
+from .options import Options, redact_url, url_label
+from .registry import (
+    OpenTier,
+    WritePolicy,
+    check_tiers,
+    known_schemes,
+    open_tier,
+    open_with_policy,
+    parse_tier,
+    scheme_of,
+    short_tier_names,
+    split_write_policy,
+)
+from .shares import Share, Shares, SupportsShares, tenant_shares
+from .tier import Form, Objects, Ranges, Tier, TierError, part_range
+from .transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
+from .workers import Workers
 
 __all__ = [
+    "CODINGS",
+    "Coding",
     "Compression",
     "DiskConfig",
     "DiskTier",
@@ -18,11 +50,35 @@ __all__ = [
     "HostConfig",
     "HostTier",
     "Lease",
+    "LossyTier",
     "Objects",
+    "OpenTier",
+    "Options",
     "Outcome",
     "Ranges",
+    "Share",
+    "Shares",
+    "SupportsShares",
     "Tier",
     "TierError",
     "TierStats",
     "Transfer",
+    "TransferCounts",
+    "Workers",
+    "WritePolicy",
+    "aligned_bytes",
+    "check_tiers",
+    "failed_transfer",
+    "known_schemes",
+    "lossy_form",
+    "open_tier",
+    "open_with_policy",
+    "parse_tier",
+    "part_range",
+    "redact_url",
+    "scheme_of",
+    "short_tier_names",
+    "split_write_policy",
+    "tenant_shares",
+    "url_label",
 ]

@@ -1,112 +1,85 @@
-"""What stands after the `?` of a tier's address: `capacity=64GiB&compression=lz4&readers=4`.
+"""Options after the `?` of a tier's URL: `capacity=64GiB&compression=lz4&readers=4`.
 
-Every option is asked for once, and one that nobody asked for is an error: a misspelt word never passes for a default.
+A parser reads every option that it supports, then rejects the rest: a misspelt option never means the default.
+Does not know tiers.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
 from typing import Any, get_args
 from urllib.parse import parse_qsl
 
 from kvloom.core import parse_size
 
-from .disk.disk_tier import DiskConfig
-from .encoding.codec import Compression
-from .registry import hidden
-from .remote.remote_tier import RemoteConfig
+from .encoding import Compression
 
-__all__ = ["Options"]
+__all__ = ["Options", "redact_url", "url_label"]
+
+
+def redact_url(url: str) -> str:
+    """Returns a URL without its user and password."""
+    return re.sub(r"//[^?]*@", "//…@", url)
+
+
+def url_label(url: str) -> str:
+    """Returns a URL for logs: without options, user and password."""
+    return redact_url(url.partition("?")[0])
 
 
 class Options:
-    """`told` is the address without what is secret, for messages."""
+    """The options of one URL. `url` is redacted, for messages."""
 
-    def __init__(self, address: str, query: str) -> None:
-        self.told = hidden(address)
+    def __init__(self, url: str, query: str) -> None:
+        self.url = redact_url(url)
         try:
             pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
         except ValueError as error:
-            raise ValueError(f"{self.told}: the options are not NAME=VALUE&NAME=VALUE: {error}") from None
-        self._left = dict(pairs)
+            raise ValueError(f"{self.url}: write options as ?name=value&name=value ({error})") from None
+        self._remaining = dict(pairs)
         self._known: list[str] = []
 
-    def text(self, name: str, otherwise: str) -> str:
+    def text(self, name: str, default: str) -> str:
         self._known.append(name)
-        return self._left.pop(name, otherwise)
+        return self._remaining.pop(name, default)
 
-    def given(self, name: str) -> Any:
-        """Returns an option's text, None where it is not given."""
+    def optional_text(self, name: str) -> Any:
+        """Returns an option's text, None if it is absent."""
         self._known.append(name)
-        return self._left.pop(name, None)
+        return self._remaining.pop(name, None)
 
-    def whole(self, name: str, otherwise: int) -> int:
-        return int(self._parsed(name, otherwise, int))
+    def integer(self, name: str, default: int) -> int:
+        return int(self._parse(name, default, int))
 
-    def seconds(self, name: str, otherwise: float) -> float:
-        return float(self._parsed(name, otherwise, float))
+    def seconds(self, name: str, default: float) -> float:
+        return float(self._parse(name, default, float))
 
-    def size(self, name: str, otherwise: int | None = None) -> int:
-        """A size; without `otherwise` it must be given."""
-        if otherwise is None and name not in self._left:
-            raise ValueError(f"{self.told}: how large? Give ?{name}=64GiB")
-        return int(self._parsed(name, otherwise, parse_size))
+    def size(self, name: str, default: int | None = None) -> int:
+        """Returns a size in bytes; without `default` the option is required."""
+        if default is None and name not in self._remaining:
+            raise ValueError(f"{self.url}: {name} is missing; give ?{name}=64GiB")
+        return int(self._parse(name, default, parse_size))
 
     def compression(self) -> Compression:
-        told = self.text("compression", "none")
+        value = self.text("compression", "none")
         for known in get_args(Compression):
-            if told == known:
+            if value == known:
                 found: Compression = known
                 return found
-        raise ValueError(f"{self.told}: compression={told!r} is none of {get_args(Compression)}")
+        raise ValueError(f"{self.url}: compression={value!r} is none of {', '.join(get_args(Compression))}")
 
-    def remote(self) -> RemoteConfig:
-        """The options of a store, and no others."""
-        plain = RemoteConfig(capacity=self.size("capacity"))
-        config = replace(
-            plain,
-            compression=self.compression(),
-            keys=self.given("keys"),
-            protect=self.given("protect"),
-            readers=self.whole("readers", plain.readers),
-            writers=self.whole("writers", plain.writers),
-            timeout=self.seconds("timeout", plain.timeout),
-            pending_bytes=self.size("pending", plain.pending_bytes),
-        )
-        self.done()
-        return config
+    def reject_unknown(self) -> None:
+        """Raises ValueError if an option remains that no method has read."""
+        if self._remaining:
+            unknown, known = sorted(self._remaining), sorted([*self._known, "write"])
+            raise ValueError(f"{self.url}: unknown options {', '.join(unknown)}; known: {', '.join(known)}")
 
-    def disk(self, directory: str) -> DiskConfig:
-        """The options of a disk tier, and no others."""
-        plain = DiskConfig(directory, self.size("capacity"))
-        durable: Any = self.text("durable", plain.durable)
-        evict: Any = self.text("evict", plain.evict)
-        config = replace(
-            plain,
-            durable=durable,
-            evict=evict,
-            compression=self.compression(),
-            keys=self.given("keys"),
-            protect=self.given("protect"),
-            readers=self.whole("readers", plain.readers),
-            pending_bytes=self.size("pending", plain.pending_bytes),
-        )
-        self.done()
-        return config
-
-    def done(self) -> None:
-        """A ValueError if something was given that means nothing here."""
-        if self._left:
-            raise ValueError(
-                f"{self.told}: unknown {', '.join(sorted(self._left))}; known: {', '.join(sorted([*self._known, 'write']))}"
-            )
-
-    def _parsed(self, name: str, otherwise: Any, parse: Any) -> Any:
+    def _parse(self, name: str, default: Any, parse: Any) -> Any:
         self._known.append(name)
-        if name not in self._left:
-            return otherwise
-        value = self._left.pop(name)
+        if name not in self._remaining:
+            return default
+        value = self._remaining.pop(name)
         try:
             return parse(value)
         except ValueError as error:
-            raise ValueError(f"{self.told}: {name}={value!r}: {error}") from None
+            raise ValueError(f"{self.url}: {name}={value!r}: {error}") from None

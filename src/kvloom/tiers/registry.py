@@ -1,9 +1,10 @@
-"""Tiers from one line of text each, as a command line gives them.
+"""Tiers by URL, as a command line gives them.
 
     host:64GiB    disk:/nvme/kv:1TiB    int8:disk:/nvme/kv:1TiB    SCHEME…?option=value&option=value
 
-A scheme is one entry of SCHEMES: a function that reads the whole text, and returns another that opens the tier, so that
-texts are refused before anything is opened. What it needs is imported when it is asked for. Knows no engine; when pages are written to a tier is `Place.write`, the mover's to follow.
+A row of SCHEMES maps a URL scheme to a function that parses the URL and returns an opener. A bad URL is refused
+before any tier is opened. Other packages add schemes by entry points of the group `kvloom.tiers`; their modules are
+imported on first use. Does not know the engine.
 """
 
 from __future__ import annotations
@@ -11,250 +12,176 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
-from typing import Literal, cast, get_args
-from urllib.parse import parse_qsl
+from importlib.metadata import entry_points
+from pkgutil import resolve_name
+from typing import Literal, cast
 
-from kvloom.core import parse_size
-
-from .disk.disk_tier import DiskConfig, DiskTier
-from .encoding.codec import Compression
-from .encoding.encryption import Protect
-from .encoding.lossy import Coding, LossyTier
-from .host.host_tier import HostConfig, HostTier
-from .shares import Shares, Sharing
+from .encoding import CODINGS
+from .options import redact_url, url_label
+from .shares import Shares, SupportsShares
 from .tier import Tier, TierError
 
 __all__ = [
+    "ENTRY_POINTS",
     "SCHEMES",
-    "HostText",
-    "Place",
-    "Write",
+    "OpenTier",
+    "Opener",
+    "Parser",
+    "WritePolicy",
     "check_tiers",
-    "open_place",
+    "find_parser",
+    "known_schemes",
     "open_tier",
-    "options_of",
-    "short_names",
-    "shown",
-    "taken_write",
+    "open_with_policy",
+    "parse_tier",
+    "scheme_of",
+    "short_tier_names",
+    "split_write_policy",
 ]
 
-Write = Literal["through", "second-use", "back"]
-CODINGS = get_args(Coding)
-WRITES: tuple[Write, ...] = ("through", "second-use", "back")
+WritePolicy = Literal["through", "second-use", "back"]
+WRITE_POLICIES: tuple[WritePolicy, ...] = ("through", "second-use", "back")
 Opener = Callable[[], Tier]
-"""Opens the tier of a text that was found to make sense. TierError: it cannot be opened."""
+"""Opens the tier of a parsed URL. Raises TierError if it cannot be opened."""
+Parser = Callable[[str], Opener]
+"""Parses a URL. Raises ValueError for a bad URL; opens nothing."""
+
+ENTRY_POINTS = "kvloom.tiers"
+"""Group of entry points: the name is the URL scheme, the value `module:function` of a Parser."""
+
+SCHEMES: dict[str, str] = {
+    "host": "kvloom.tiers.host.host_url:parse_url",
+    "disk": "kvloom.tiers.disk.disk_tier:parse_url",
+    "redis": "kvloom.tiers.remote.redis:parse_url",
+    "rediss": "kvloom.tiers.remote.redis:parse_url",
+    "mooncake": "kvloom.tiers.remote.mooncake:parse_url",
+    "nixl": "kvloom.tiers.remote.nixl:parse_url",
+    "peer": "kvloom.tiers.peer.peer_tier:parse_url",
+    "s3": "kvloom.tiers.remote.s3:parse_url",
+    **dict.fromkeys(CODINGS, "kvloom.tiers.lossy_tier:parse_url"),
+}
+"""URL scheme → `module:function` of a Parser. One row per tier of this package."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A tier, and when pages are written to it: when the sequence that made them ends ("through"), when one ends
-    that used them again, or when they have to leave the place above ("back")."""
+class OpenTier:
+    """A tier, and when pages are written to it.
+
+    "through": when the sequence that computed them ends; "second-use": when a sequence that reused them ends;
+    "back": when host memory is about to evict them.
+    """
 
     tier: Tier
-    write: Write = "through"
+    write_policy: WritePolicy = "through"
 
     @property
-    def lossy(self) -> bool:
-        """Whether it re-encodes pages, and so has nothing for those who want them exact."""
-        return isinstance(self.tier, LossyTier)
+    def is_lossy(self) -> bool:
+        """Whether the tier re-encodes pages, and so never has exact ones."""
+        return self.tier.is_lossy
 
 
-def scheme_of(text: str) -> str:
-    """The scheme before the first colon; a ValueError where it is none of SCHEMES."""
-    scheme, colon, _ = text.partition(":")
-    if not colon or scheme not in SCHEMES:
+def known_schemes() -> list[str]:
+    """Returns all URL schemes: those of this package, then those of entry points. Imports no tier."""
+    return list(dict.fromkeys([*SCHEMES, *(point.name for point in entry_points(group=ENTRY_POINTS))]))
+
+
+def scheme_of(url: str) -> str:
+    """Returns the scheme before the first colon. Raises ValueError if no tier has it."""
+    scheme, colon, _ = url.partition(":")
+    known = list(SCHEMES) if scheme in SCHEMES else known_schemes()
+    if not colon or scheme not in known:
         raise ValueError(
-            f"tier {hidden(text)!r} is of no known kind; write it like host:64GiB or disk:/path:1TiB, or begin it with one of: "
-            + ", ".join(SCHEMES)
+            f"tier {redact_url(url)!r} has no known scheme; write host:64GiB or disk:/path:1TiB, or use a scheme of: "
+            + ", ".join(known)
         )
     return scheme
 
 
-def options_of(text: str, known: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """What stands before the question mark, and the options behind it; a ValueError for one that is not `known`."""
-    plain, _, query = text.partition("?")
+def find_parser(scheme: str) -> Parser:
+    """Returns the parser of a scheme and imports its module. Schemes of this package take precedence.
+
+    Raises ValueError if several packages define the scheme, or if the module of an entry point cannot be imported.
+    """
+    if scheme in SCHEMES:
+        return cast(Parser, resolve_name(SCHEMES[scheme]))
+    points = list(entry_points(group=ENTRY_POINTS, name=scheme))
+    if len(points) != 1:
+        targets = ", ".join(point.value for point in points) or "none"
+        raise ValueError(f"tier scheme {scheme!r} needs one entry point, and has: {targets}")
     try:
-        given = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
-    except ValueError:
-        raise ValueError(f"tier {text!r}: write options like ?name=value&name=value, not {query!r}") from None
-    known = tuple(known)
-    for name, _value in given:
-        if name not in known:
-            raise ValueError(
-                f"tier {text!r}: option {name!r} is not known; known: {', '.join((*known, 'write'))}"
-            )
-    return plain, dict(given)
+        return cast(Parser, points[0].load())
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"tier scheme {scheme!r}: the entry point {points[0].value!r} cannot be loaded ({error}); "
+            "reinstall its package"
+        ) from error
 
 
-def check_tiers(texts: Iterable[str]) -> None:
-    """Raise ValueError where a text makes no sense, or two of them do not go together. Nothing is opened."""
-    texts = list(texts)
-    for text in texts:
-        rest, _ = taken_write(text)
-        SCHEMES[scheme_of(rest)](rest)
-    hosts = sum(scheme_of(text) == "host" for text in texts)
+def parse_tier(url: str) -> Opener:
+    """Parses a URL and returns the opener of its tier. Raises ValueError, which names the URL without its password."""
+    parser = find_parser(scheme_of(url))
+    try:
+        return parser(url)
+    except ValueError as error:
+        if url_label(url) in str(error):
+            raise
+        raise ValueError(f"tier {redact_url(url)!r}: {error}") from None
+
+
+def check_tiers(urls: Iterable[str]) -> None:
+    """Raises ValueError for a bad URL, or for URLs that exclude each other. Opens nothing."""
+    urls = list(urls)
+    for url in urls:
+        parse_tier(split_write_policy(url)[0])
+    hosts = sum(scheme_of(url) == "host" for url in urls)
     if hosts > 1:
-        raise ValueError(f"{hosts} host tiers were asked for: there is one host memory, so give one")
+        raise ValueError(f"{hosts} host tiers were given; the limit is one: add up their sizes")
 
 
-def hidden(text: str) -> str:
-    """A text without what is secret."""
-    return re.sub(r"//[^?]*@", "//…@", text)
-
-
-def shown(text: str) -> str:
-    """A text as it may be told: without options, and without what is secret."""
-    return hidden(text.partition("?")[0])
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Tiers' names without their paths and addresses: disk, disk 2, redis."""
+def short_tier_names(names: Sequence[str]) -> list[str]:
+    """Returns tiers' names without paths and addresses: disk, disk 2, redis."""
     kinds = [name.partition(":")[0] for name in names]
     before = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
     return [f"{kind} {count + 1}" if count else kind for kind, count in zip(kinds, before, strict=True)]
 
 
-def open_tier(text: str) -> Tier:
-    """The tier that a text names, open. ValueError: the text makes no sense; TierError: the tier cannot be opened."""
-    return SCHEMES[scheme_of(text)](text)()
+def open_tier(url: str) -> Tier:
+    """Opens the tier of a URL. Raises ValueError for a bad URL, TierError if the tier cannot be opened."""
+    return parse_tier(url)()
 
 
-def open_place(text: str, shares: Shares | None = None) -> Place:
-    """`open_tier`, with the option that every scheme has: `write=through`, `second-use` or `back`. `shares` hold
-    in it where it is a tier that knows them."""
-    rest, write = taken_write(text)
+def open_with_policy(url: str, shares: Shares | None = None) -> OpenTier:
+    """`open_tier`, with the option of every scheme: `write=through`, `second-use` or `back`.
+
+    A tier that supports shares enforces `shares`.
+    """
+    rest, policy = split_write_policy(url)
     tier = open_tier(rest)
-    if shares and isinstance(tier, Sharing):
+    if shares and isinstance(tier, SupportsShares):
         try:
-            tier.share_out(shares)
+            tier.set_shares(shares)
         except TierError:
             tier.close()
             raise
-    return Place(tier, write)
+    return OpenTier(tier, policy)
 
 
-def taken_write(text: str) -> tuple[str, Write]:
-    """A text without its option `write`, and that: for host memory that nobody else reads `back` where it is not said, for
-    all else `through`."""
-    scheme = scheme_of(text)
-    if text.count("?") > 1:
+def split_write_policy(url: str) -> tuple[str, WritePolicy]:
+    """Returns a URL without its option `write`, and the policy.
+
+    The default is `back` for host memory that is not shared with other processes, else `through`.
+    """
+    scheme = scheme_of(url)
+    if url.count("?") > 1:
         raise ValueError(
-            f"tier {hidden(text)!r}: there is one question mark; write options like ?name=value&name=value"
+            f"tier {redact_url(url)!r} has several question marks; write options as ?name=value&name=value"
         )
-    found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", text)
+    found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", url)
     if found is None:
-        own = scheme == "host" and HostText.read(text).share is None
-        return text, "back" if own else "through"
-    if found[1] not in WRITES:
-        raise ValueError(f"tier {hidden(text)!r}: write={found[1]!r} is none of {', '.join(WRITES)}")
-    return (text[: found.start()] + text[found.end() :]).rstrip("?&"), cast(Write, found[1])
-
-
-@dataclass(frozen=True, slots=True)
-class HostText:
-    """What `host:SIZE?…` says: bytes, whether checksums are kept (`checked=1`), and where others may read it (`share=PORT` on
-    loopback, `share=HOST:PORT`), with the file of a `secret`."""
-
-    capacity: int
-    checked: bool = False
-    share: tuple[str, int] | None = None
-    secret: str = ""
-
-    @classmethod
-    def read(cls, text: str) -> HostText:
-        plain, options = options_of(text, ("checked", "share", "secret"))
-        checked = options.get("checked", "0")
-        if checked not in ("0", "1"):
-            raise ValueError(f"tier {text!r}: checked={checked!r} must be 0 or 1")
-        share, secret = None, options.get("secret", "")
-        if "share" in options:
-            host, _, port = options["share"].rpartition(":")
-            if not port.isdecimal() or int(port) > 65535:
-                raise ValueError(f"tier {text!r}: share={options['share']!r} is no PORT and no HOST:PORT")
-            share = (host.strip("[]") or "127.0.0.1", int(port))
-        elif secret:
-            raise ValueError(f"tier {text!r}: a secret is for those it is shared with; give share=PORT, too")
-        return cls(_size(plain.removeprefix("host:"), text), checked == "1", share, secret)
-
-
-def _size(size: str, text: str) -> int:
-    try:
-        return parse_size(size)
-    except ValueError as error:
-        raise ValueError(f"tier {text!r}: {error}") from None
-
-
-def _host(text: str) -> Opener:
-    told = HostText.read(text)
-
-    def opened() -> Tier:
-        if told.share is not None:
-            raise ValueError(
-                f"tier {text!r}: an engine shares its host tier; memory alone is shared by `kvloom share SIZE`"
-            )
-        return HostTier(HostConfig(told.capacity, checked=told.checked))
-
-    return opened
-
-
-def _disk(text: str) -> Opener:
-    plain, options = options_of(text, ("durable", "compression", "evict", "keys", "protect"))
-    path, colon, size = plain.removeprefix("disk:").rpartition(":")
-    if not colon or not path:
-        raise ValueError(f"tier {text!r}: write it like disk:/path:1TiB")
-    durable, evict = options.get("durable", "power"), options.get("evict", "least-used")
-    compression = options.get("compression", "none")
-    capacity = _size(size, text)
-    try:
-        config = DiskConfig(
-            path,
-            capacity,
-            durable=cast(Literal["power", "process"], durable),
-            compression=cast(Compression, compression),
-            keys=options.get("keys"),
-            protect=cast(Protect | None, options.get("protect")),
-            evict=cast(Literal["oldest", "least-used"], evict),
+        private = scheme == "host" and re.search(r"[?&]share=", url) is None
+        return url, "back" if private else "through"
+    if found[1] not in WRITE_POLICIES:
+        raise ValueError(
+            f"tier {redact_url(url)!r}: write={found[1]!r} is none of {', '.join(WRITE_POLICIES)}"
         )
-    except ValueError as error:
-        raise ValueError(f"tier {text!r}: {error}") from None
-    return partial(DiskTier, config)
-
-
-def _lossy(text: str) -> Opener:
-    """`int8:` or `fp8:` before any other tier's text: its pages are re-encoded on their way there."""
-    coding, _, rest = text.partition(":")
-    if scheme_of(rest) in CODINGS:
-        raise ValueError(f"tier {text!r}: pages are re-encoded once; leave {coding}: or the other out")
-    inner = SCHEMES[scheme_of(rest)](rest)
-    return lambda: LossyTier(inner(), cast(Coding, coding))
-
-
-def _from(module: str) -> Callable[[str], Opener]:
-    """A store's own way to read its text, imported when it is asked for."""
-
-    def read(text: str) -> Opener:
-        store = import_module(f"kvloom.tiers.{module}")
-        try:
-            opener: Opener = store.opener(text)
-        except ValueError as error:  # which of several, where it does not say so
-            if shown(text) in str(error):
-                raise
-            raise ValueError(f"tier {hidden(text)!r}: {error}") from None
-        return opener
-
-    return read
-
-
-SCHEMES: dict[str, Callable[[str], Opener]] = {
-    "host": _host,
-    "disk": _disk,
-    "redis": _from("remote.redis"),
-    "rediss": _from("remote.redis"),
-    "mooncake": _from("remote.mooncake"),
-    "nixl": _from("remote.nixl"),
-    "peer": _from("peer.peer_tier"),
-    "s3": _from("remote.s3"),
-    **dict.fromkeys(CODINGS, _lossy),
-}
+    return (url[: found.start()] + url[found.end() :]).rstrip("?&"), cast(WritePolicy, found[1])

@@ -1,7 +1,7 @@
-"""What of a tier is whose: a part that a tenant may keep at most, and a part that is not taken from it for others.
+"""Tenant shares of a tier: a fraction of capacity that a tenant may use, and a fraction that others cannot evict.
 
-Parts, not bytes: one set of shares suits every tier, however large. Tenants without a share have one account together.
-Knows names of tenants and bytes; which pages leave is the tier's to choose.
+Fractions, not bytes: one set of shares fits every tier. Tenants without a share have one common account.
+Knows tenant names and bytes; the tier chooses the pages to evict.
 """
 
 from __future__ import annotations
@@ -12,56 +12,58 @@ from typing import Protocol, runtime_checkable
 
 from kvloom.core import Tenant
 
-__all__ = ["Account", "Share", "Shares", "Sharing", "shares_of"]
+__all__ = ["Account", "Share", "Shares", "SupportsShares", "tenant_shares"]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Parts of a tier's capacity, 0 to 1: `most` may be kept; what is within `sure` is not taken for others."""
+    """Fractions of a tier's capacity, 0 to 1: the `limit` of use, and the `guaranteed` part that others cannot evict."""
 
-    most: float = 1.0
-    sure: float = 0.0
+    limit: float = 1.0
+    guaranteed: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("most", "sure"):
+        for field in ("limit", "guaranteed"):
             if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"{field}={getattr(self, field)} is no part of a whole: give 0 to 1")
+                raise ValueError(f"{field}={getattr(self, field)} is not a fraction: use 0 to 1")
 
 
 Shares = Mapping[str, Share]
 
 
 class Account:
-    """One tenant's bytes in one tier. Not thread-safe: its tier's lock guards it."""
+    """One tenant's bytes in one tier. Not thread-safe: the tier's lock guards it."""
 
-    __slots__ = ("most", "sure", "used")
+    __slots__ = ("guaranteed", "limit", "used")
 
     def __init__(self, share: Share, capacity: int) -> None:
-        self.most, self.sure = int(share.most * capacity), int(share.sure * capacity)
+        self.limit, self.guaranteed = int(share.limit * capacity), int(share.guaranteed * capacity)
         self.used = 0
 
     @property
-    def spares(self) -> bool:
-        """Whether others may take from it."""
-        return self.used > self.sure
+    def is_above_guarantee(self) -> bool:
+        """Whether other tenants may evict its pages."""
+        return self.used > self.guaranteed
 
 
 @runtime_checkable
-class Sharing(Protocol):
-    """A tier in which shares hold."""
+class SupportsShares(Protocol):
+    """A tier that enforces shares."""
 
-    def share_out(self, shares: Shares) -> None:
-        """From here on shares hold. Once, before anything is asked of the tier."""
+    def set_shares(self, shares: Shares) -> None:
+        """Enforces shares from now on. Call it once, before the first operation on the tier."""
         ...
 
-    def kept_for(self, tenant: str) -> int:
-        """Bytes kept for a tenant; for one without a share, what all of those have."""
+    def used_by(self, tenant: str) -> int:
+        """Returns the bytes a tenant uses; for a tenant without a share, the bytes of the common account."""
         ...
 
 
-def shares_of(tenants: Iterable[Tenant], pool_bytes: int) -> dict[str, Share]:
-    """What tenants have of a pool, as parts: a quota of a tenth of the pool is a tenth of every tier. Who has neither quota
-    nor weight has no share of its own."""
+def tenant_shares(tenants: Iterable[Tenant], pool_bytes: int) -> dict[str, Share]:
+    """Returns tenants' shares of a pool as fractions: a quota of a tenth of the pool is a tenth of every tier.
+
+    A tenant without quota and weight has no share of its own.
+    """
     tenants = list(tenants)
     weights = sum(tenant.weight for tenant in tenants)
     return {

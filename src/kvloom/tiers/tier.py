@@ -1,10 +1,10 @@
 """The Tier protocol: batched lookup, read, write and drop of objects, to and from ranges of the caller's memory.
 
-    object   name (content) + group + form (how the bytes lie)     one page, cut into equal layer runs
-    range    where a page begins in the caller's buffer            a read may ask for some runs only
+    object   block hash + group + form (byte layout)    one page, split into equal layer runs
+    range    start of a page in the caller's buffer     a read may request some of the runs only
 
-A tier sees names and bytes. It does not know kinds, tokens or devices, and of a tenant only whose key encrypts and whose
-share pays; nothing here imports torch.
+A tier handles keys and bytes. It does not know layer kinds, tokens or devices; nothing here imports torch.
+Of a tenant it knows only the encryption key and the share of capacity.
 """
 
 from __future__ import annotations
@@ -22,25 +22,34 @@ from kvloom.core import HASH_BYTES
 
 from .transfer import TierStats, Transfer
 
-__all__ = ["FORM_BYTES", "KEY_BYTES", "MOST_RUNS", "Form", "Objects", "Ranges", "Tier", "TierError", "parted"]
+__all__ = [
+    "FORM_BYTES",
+    "KEY_BYTES",
+    "MAX_RUNS",
+    "Form",
+    "Objects",
+    "Ranges",
+    "Tier",
+    "TierError",
+    "part_range",
+]
 
 FORM_BYTES = 16
 KEY_BYTES = HASH_BYTES + 4 + FORM_BYTES
-MOST_RUNS = 1 << 16
+MAX_RUNS = 1 << 16
 
 
 class TierError(RuntimeError):
-    """A tier cannot be opened as asked; the message says what to do. Verbs of an open tier never raise it."""
+    """A tier cannot be opened. The message states the remedy. Methods of an open tier never raise it."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How an object's bytes lie. Two forms that differ in anything have different fingerprints, so neither ever
-    reads the other's bytes.
+    """The byte layout of an object. Forms that differ in any field have different fingerprints and share no pages.
 
-    `run_bytes` is the size of one layer's run: checksums are per run, and a read may ask for whole runs only.
-    `shard` and `layout` are free text (a parallel rank, a page layout's own fingerprint). Lossy bytes say
-    `exact=False`.
+    `run_bytes` is the size of one layer's run. Checksums are per run, and a read may request whole runs only.
+    `shard` and `layout` are free text (a parallel rank, the fingerprint of a page layout).
+    `exact=False` marks re-encoded (lossy) bytes.
     """
 
     dtype: str
@@ -54,13 +63,17 @@ class Form:
     def __post_init__(self) -> None:
         if self.page_bytes <= 0 or self.run_bytes <= 0 or self.page_bytes % self.run_bytes:
             raise ValueError(
-                f"a page of {self.page_bytes} bytes is not a whole number of runs of {self.run_bytes}: "
-                "give run_bytes=page_bytes if its layers differ"
+                f"page_bytes={self.page_bytes} is not a multiple of run_bytes={self.run_bytes}: "
+                "use run_bytes=page_bytes if the layers differ in size"
             )
         if self.page_bytes >= 1 << 31:
-            raise ValueError(f"page_bytes={self.page_bytes} is beyond 2 GiB: cut the group into more pages")
-        if self.runs > MOST_RUNS:
-            raise ValueError(f"{self.runs} runs a page are beyond {MOST_RUNS}: give larger run_bytes")
+            raise ValueError(
+                f"page_bytes={self.page_bytes} is not below 2 GiB: split the group into more pages"
+            )
+        if self.runs > MAX_RUNS:
+            raise ValueError(
+                f"{self.runs} runs per page exceed the limit of {MAX_RUNS}: use larger run_bytes"
+            )
 
     @property
     def runs(self) -> int:
@@ -76,54 +89,55 @@ class Form:
 
 @dataclass(frozen=True)
 class Objects:
-    """A batch of objects of one group and form. Keep it and use it again: its keys are made once.
+    """A batch of objects of one group and form. Reuse it where possible: its keys are computed once.
 
-    `tenant` says whose key encrypts them, where a tier encrypts, and whose share they count for (`shares.py`). It is not part of their keys: a tenant's salt is in
-    their names already."""
+    `tenant` selects the encryption key and the share (`shares.py`). Keys do not contain it: block hashes are
+    salted by tenant already.
+    """
 
-    names: Sequence[bytes]
+    block_hashes: Sequence[bytes]
     group: int
     form: Form
     tenant: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.group < 1 << 32:
-            raise ValueError(f"group={self.group} is not an index of a group")
-        if set(map(len, self.names)) - {HASH_BYTES}:
-            wrong = next(name for name in self.names if len(name) != HASH_BYTES)
-            raise ValueError(f"name {wrong!r} has {len(wrong)} bytes; names have {HASH_BYTES}")
+            raise ValueError(f"group={self.group} is not a group index: use 0 to 2**32 - 1")
+        if set(map(len, self.block_hashes)) - {HASH_BYTES}:
+            wrong = next(name for name in self.block_hashes if len(name) != HASH_BYTES)
+            raise ValueError(f"block hash {wrong!r} has {len(wrong)} bytes; block hashes have {HASH_BYTES}")
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.block_hashes)
 
     @cached_property
     def keys(self) -> list[bytes]:
-        """One key an object: name, group, fingerprint of the form."""
+        """One key per object: block hash, group, fingerprint of the form."""
         tail = self.group.to_bytes(4, "little") + self.form.fingerprint
-        return [name + tail for name in self.names]
+        return [name + tail for name in self.block_hashes]
 
-    def stored_as(self, keys: list[bytes]) -> Objects:
-        """Returns the same objects under other `keys`, one for each."""
-        renamed = Objects(self.names, self.group, self.form, self.tenant)
+    def with_keys(self, keys: list[bytes]) -> Objects:
+        """Returns the same objects under other `keys`, one per object."""
+        renamed = Objects(self.block_hashes, self.group, self.form, self.tenant)
         vars(renamed)["keys"] = keys
         return renamed
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Where pages begin in the caller's memory: one offset an object. Makes no copy of the buffer.
+    """Starts of pages in the caller's memory, one offset per object. Does not copy the buffer.
 
-    Aligned memory (4096 bytes) lets a disk read land in place.
+    A disk tier reads directly into memory that is aligned to 4096 bytes.
     """
 
-    buffer: Any  # whatever has the buffer protocol; a row of uint8 afterwards
+    buffer: Any  # any object with the buffer protocol; a uint8 array after initialisation
     offsets: npt.ArrayLike
 
     def __post_init__(self) -> None:
         view = memoryview(self.buffer)
         if not view.c_contiguous:
             raise ValueError(
-                f"the buffer of shape {view.shape} is not contiguous: hand in the memory it views"
+                f"the buffer of shape {view.shape} is not contiguous: pass the memory that it views"
             )
         object.__setattr__(self, "buffer", np.frombuffer(view, np.uint8))
         object.__setattr__(self, "offsets", np.asarray(self.offsets, np.int64).reshape(-1))
@@ -146,25 +160,27 @@ class Ranges:
         return int(self.bytes.__array_interface__["data"][0])
 
     def check(self, objects: Objects, writable: bool) -> None:
-        """A ValueError unless every object has its page inside the buffer."""
+        """Raises ValueError unless the page of every object is inside the buffer."""
         starts, size = self.starts, objects.form.page_bytes
         if len(starts) != len(objects):
-            raise ValueError(f"{len(starts)} ranges for {len(objects)} objects: give one offset an object")
+            raise ValueError(f"{len(starts)} ranges for {len(objects)} objects: give one offset per object")
         if len(starts) and (int(starts.min()) < 0 or int(starts.max()) + size > len(self.bytes)):
             raise ValueError(
                 f"pages of {size} bytes from {int(starts.min())} to {int(starts.max()) + size} do not fit "
                 f"a buffer of {len(self.bytes)} bytes"
             )
         if writable and not self.bytes.flags.writeable:
-            raise ValueError("the buffer is read-only, and a read would write to it")
+            raise ValueError("the buffer is read-only; a read needs a writable buffer")
 
 
 class Tier(Protocol):
-    """A place for pages below the device pool.
+    """A location for pages below the device pool.
 
-    Every verb is safe from any thread, takes a batch, and raises only ValueError, for a batch that makes no
-    sense, before anything is changed. What the medium does wrong is an outcome in the Transfer. Until a
-    Transfer is `quiet` its ranges belong to the tier; after any outcome but OK a read range's bytes mean nothing.
+    Every method is thread-safe and takes a batch. It raises only ValueError, for an invalid batch, before any
+    change. A fault of the medium is an outcome in the Transfer. The ranges belong to the tier until the Transfer
+    is `released`. After any outcome but OK, the bytes of a read range are undefined.
+
+    An implementation may also support tenant shares: see `SupportsShares`.
     """
 
     @property
@@ -172,40 +188,50 @@ class Tier(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Bytes it may use, its own bookkeeping in memory not counted."""
+        """Bytes that the tier may use, without its bookkeeping in memory."""
         ...
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it re-encodes pages, and so never has exact ones."""
+        return False
+
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
-        """Which objects a read would probably find. No promise: they may leave, or prove bad."""
+        """Returns for each object whether a read would probably find it. Not a guarantee: a page may be evicted or
+        damaged.
+        """
         ...
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
-        """Bytes [start, stop) of every object to the same place in its range; `part` is on run borders. Reads
-        are served in the order of the calls, so that first layers asked for first arrive first."""
+        """Reads bytes [start, stop) of every object into the same bytes of its range.
+
+        `part` must lie on run boundaries; None is the whole page. A tier serves reads in the order of the calls,
+        so the layers requested first load first.
+        """
         ...
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Whole objects. OK means kept as the tier promises (a disk: durable). What is there already is OK."""
+        """Writes whole objects. OK means stored with the tier's guarantee (disk: durable). A stored object is OK."""
         ...
 
     def drop(self, objects: Objects) -> int:
-        """Forget them; returns how many there were."""
+        """Removes objects; returns the number removed."""
         ...
 
     def stats(self) -> TierStats: ...
 
     def close(self) -> None:
-        """Finish or fail what is under way in bounded time. Afterwards every verb misses. Twice is harmless."""
+        """Finishes or fails pending transfers in bounded time. Afterwards every method reports a miss. Idempotent."""
         ...
 
 
-def parted(form: Form, part: tuple[int, int] | None) -> tuple[int, int]:
-    """The byte range of a part, the whole page for None; a ValueError off run borders."""
+def part_range(form: Form, part: tuple[int, int] | None) -> tuple[int, int]:
+    """Returns the byte range of a part, the whole page for None. Raises ValueError off run boundaries."""
     if part is None:
         return 0, form.page_bytes
     start, stop = part
     if not 0 <= start < stop <= form.page_bytes or start % form.run_bytes or stop % form.run_bytes:
         raise ValueError(
-            f"part {part} is not made of whole runs of {form.run_bytes} bytes in a page of {form.page_bytes}"
+            f"part {part} does not consist of whole runs of {form.run_bytes} bytes in a page of {form.page_bytes}"
         )
     return start, stop

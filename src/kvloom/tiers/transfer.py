@@ -1,7 +1,7 @@
-"""A Transfer: a batch of objects on its way, with one outcome an object; and the counts a tier keeps of them.
+"""A Transfer: one batch of objects between two locations, with one outcome per object; and a tier's counts of them.
 
-A failed, late or damaged object is an outcome, never an exception: whoever asked computes it again.
-Knows no medium. Safe from any thread.
+A failed, late or damaged object is an outcome, never an exception: the caller recomputes it.
+Does not know any medium. Thread-safe.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Outcome", "Tally", "TierStats", "Transfer", "explain", "failed_transfer"]
+__all__ = ["Outcome", "TierStats", "Transfer", "TransferCounts", "describe_outcome", "failed_transfer"]
 
 
-_SHORT = 64
+_SHORT_LIST = 64
 
 
 class Outcome(IntEnum):
-    """What became of one object. Everything but OK is a miss with a reason."""
+    """The result of one object. Every value but OK is a miss with a reason."""
 
     PENDING = 0
     OK = 1
-    MISSING = 2  # not there
-    CORRUPT = 3  # bytes that are not those that were written
-    SHORT = 4  # fewer bytes than were written
+    MISSING = 2  # not stored
+    CORRUPT = 3  # the bytes differ from those written
+    SHORT = 4  # fewer bytes than written
     VERSION = 5  # written by another version of the format
     LAYOUT = 6  # written in another form
-    FULL = 7  # no room, and none can be made
-    BUSY = 8  # too much under way already
-    FAILED = 9  # the medium said no, or the tier is closed; `Transfer.reason` has its words
+    FULL = 7  # no space, and nothing can be evicted
+    BUSY = 8  # too many bytes in flight
+    FAILED = 9  # the medium reported an error, or the tier is closed; see `Transfer.reason`
     LATE = 10  # the caller stopped waiting
-    LOCKED = 11  # sealed with a key that this tier does not have, or changed since
+    LOCKED = 11  # sealed with a key that this tier lacks, or modified since
     UNTRUSTED = 12  # a plain page in a tier with keys
 
 
-_WORDS = {
-    Outcome.MISSING: "not there",
-    Outcome.CORRUPT: "bytes that are not those that were written",
-    Outcome.SHORT: "fewer bytes than were written",
+_DESCRIPTIONS = {
+    Outcome.MISSING: "not stored",
+    Outcome.CORRUPT: "the bytes differ from those written",
+    Outcome.SHORT: "fewer bytes than written",
     Outcome.VERSION: "written by another version of the format",
-    Outcome.LAYOUT: "an object's head disagrees with its form",
-    Outcome.LOCKED: "sealed with another key, or changed since, or the tenant has none here",
-    Outcome.UNTRUSTED: "a plain page in a tier with keys, which trusts sealed pages only",
+    Outcome.LAYOUT: "the stored head does not match the requested form",
+    Outcome.LOCKED: "sealed with another key, modified since, or the tenant has no key here",
+    Outcome.UNTRUSTED: "a plain page in a tier with keys, which accepts sealed pages only",
 }
 
 
-def explain(outcome: Outcome) -> str:
-    """What was wrong with an object, for a Transfer's reason."""
-    return _WORDS.get(outcome, outcome.name.lower())
+def describe_outcome(outcome: Outcome) -> str:
+    """Returns an outcome in words, for a Transfer's reason."""
+    return _DESCRIPTIONS.get(outcome, outcome.name.lower())
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """A tier at one moment. `reads` and `writes` count objects by outcome, since it was opened."""
+    """A snapshot of a tier. `reads` and `writes` count objects by outcome since the tier was opened."""
 
     objects: int
     bytes: int
@@ -70,8 +70,8 @@ class TierStats:
     notes: tuple[str, ...] = ()
 
 
-class Tally:
-    """Counts outcomes by verb. Safe from any thread."""
+class TransferCounts:
+    """Counts outcomes by operation. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,20 +107,20 @@ class Tally:
 
 
 class Transfer:
-    """One batch on its way. The caller polls, waits or cancels; the tier enters, settles and leaves.
+    """One batch in transfer. The caller polls, waits or cancels; the tier accesses the ranges and settles outcomes.
 
-    `done`: every object has its outcome. `quiet`: the tier will not touch the ranges any more. They differ only
-    after `cancel`, while the medium is still busy with memory it was given: such pages must not be reused yet.
+    `done`: every object has its outcome. `released`: the tier no longer accesses the ranges. They differ only after
+    `cancel`, while the medium still uses memory it was given: such pages must not be reused yet.
     """
 
     __slots__ = (
         "__weakref__",
+        "_accesses",
         "_cancelled",
         "_changed",
-        "_inside",
-        "_left",
         "_object_bytes",
-        "_tally",
+        "_pending",
+        "_transfer_counts",
         "_verb",
         "_view",
         "_watchers",
@@ -128,18 +128,18 @@ class Transfer:
         "results",
     )
 
-    def __init__(self, count: int, tally: Tally, verb: str, object_bytes: int) -> None:
+    def __init__(self, count: int, counts: TransferCounts, verb: str, object_bytes: int) -> None:
         self.results: npt.NDArray[np.uint8] = np.zeros(count, np.uint8)
         self._view = self.results.data
         self.reason = ""
-        self._left = count
-        self._inside = 0
+        self._pending = count
+        self._accesses = 0
         self._cancelled = False
         self._changed = threading.Condition()
-        self._tally, self._verb, self._object_bytes = tally, verb, object_bytes
+        self._transfer_counts, self._verb, self._object_bytes = counts, verb, object_bytes
         self._watchers: list[Callable[[], None]] = []
 
-    # --- the caller's side
+    # --- for the caller
 
     def __len__(self) -> int:
         return len(self.results)
@@ -149,94 +149,95 @@ class Transfer:
         return f"Transfer({self._verb}, {dict(counts)}{', ' + self.reason if self.reason else ''})"
 
     def poll(self) -> bool:
-        """Is every outcome known? Never waits."""
-        return self._left == 0
+        """Returns whether every outcome is set. Never waits."""
+        return self._pending == 0
 
     @property
     def done(self) -> bool:
-        return self._left == 0
+        return self._pending == 0
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
-        """Objects that are all right so far."""
+        """Which objects are OK so far."""
         return np.equal(self.results, Outcome.OK)
 
     @property
     def failed(self) -> bool:
-        """Has any object an outcome other than OK? `reason` has the medium's words, if it had any."""
+        """Whether any object has an outcome other than OK. `reason` has the medium's message, if any."""
         return bool((self.results > Outcome.OK).any())
 
     @property
-    def quiet(self) -> bool:
-        return self._left == 0 and self._inside == 0
+    def released(self) -> bool:
+        """Whether the tier no longer accesses the ranges."""
+        return self._pending == 0 and self._accesses == 0
 
     def wait(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds for `done`, and says whether it is."""
+        """Waits at most `timeout` seconds for `done`; returns `done`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._left == 0, timeout)
+            return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
-    def wait_quiet(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds for `quiet`, and says whether it is."""
+    def wait_released(self, timeout: float) -> bool:
+        """Waits at most `timeout` seconds for `released`; returns `released`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._left == 0 and self._inside == 0, timeout)
+            return self._changed.wait_for(lambda: self._pending == 0 and self._accesses == 0, timeout)
 
     def cancel(self) -> bool:
-        """What is still pending becomes LATE; returns `quiet`. While False, the ranges are still in use."""
+        """Sets pending objects to LATE; returns `released`. While False, the ranges are still in use."""
         with self._changed:
             self._cancelled = True
-        self.settle_rest(Outcome.LATE)
-        return self.quiet
+        self.settle_pending(Outcome.LATE)
+        return self.released
 
-    def when_quiet(self, call: Callable[[], None]) -> None:
-        """Has `call()` called once when it is `quiet`: at once, or from the tier's thread, so it must be short."""
+    def on_released(self, call: Callable[[], None]) -> None:
+        """Calls `call()` once when the transfer is `released`: immediately, or in a thread of the tier. Keep it short."""
         with self._changed:
-            if self._left or self._inside:
+            if self._pending or self._accesses:
                 self._watchers.append(call)
                 return
         call()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
-            if self._left or self._inside or not self._watchers:
+            if self._pending or self._accesses or not self._watchers:
                 return
             watchers, self._watchers = self._watchers, []
         for call in watchers:
             call()
 
-    # --- the tier's side
+    # --- for the tier
 
-    def enter(self) -> bool:
-        """The tier is about to touch ranges. False: it must not, the caller has gone, or every outcome is told already."""
+    def begin_access(self) -> bool:
+        """Called by the tier before it accesses ranges. False: it must not (cancelled, or every outcome is set)."""
         with self._changed:
-            if self._cancelled or not self._left:
+            if self._cancelled or not self._pending:
                 return False
-            self._inside += 1
+            self._accesses += 1
             return True
 
-    def leave(self) -> None:
+    def end_access(self) -> None:
         with self._changed:
-            self._inside -= 1
+            self._accesses -= 1
             self._changed.notify_all()
-        self._tell()
+        self._notify()
 
     def settle(self, which: npt.ArrayLike, outcome: Outcome, reason: str = "") -> None:
-        """Gives pending objects their outcome; those that have one keep it."""
+        """Sets the outcome of pending objects; objects with an outcome keep it."""
         with self._changed:
-            count = self._mark(which, int(outcome))
+            count = self._set_outcomes(which, int(outcome))
             if not count:
                 return
             if reason:
                 self.reason = reason
-            # Counted before anyone can see `done`, so that stats never lag behind an answer.
-            self._tally.add(self._verb, outcome, count, count * self._object_bytes)
-            self._left -= count
-            if not self._left:
+            # Counted before `done` is visible, so stats never lag behind an outcome.
+            self._transfer_counts.add(self._verb, outcome, count, count * self._object_bytes)
+            self._pending -= count
+            if not self._pending:
                 self._changed.notify_all()
-        self._tell()
+        self._notify()
 
-    def _mark(self, which: npt.ArrayLike, outcome: int) -> int:
-        """How many were pending. A short list is gone through: numpy's calls cost more, most of all between two reads."""
-        if isinstance(which, list) and len(which) <= _SHORT:
+    def _set_outcomes(self, which: npt.ArrayLike, outcome: int) -> int:
+        """Returns how many were pending. Loops over a short list, which is faster than numpy calls."""
+        if isinstance(which, list) and len(which) <= _SHORT_LIST:
             results, count = self._view, 0
             for index in which:
                 if not results[index]:
@@ -248,12 +249,12 @@ class Transfer:
         self.results[index] = outcome
         return len(index)
 
-    def settle_rest(self, outcome: Outcome, reason: str = "") -> None:
+    def settle_pending(self, outcome: Outcome, reason: str = "") -> None:
         self.settle(np.flatnonzero(self.results == Outcome.PENDING), outcome, reason)
 
 
-def failed_transfer(count: int, tally: Tally, verb: str, outcome: Outcome, reason: str) -> Transfer:
-    """A Transfer that is over before it began."""
-    transfer = Transfer(count, tally, verb, 0)
-    transfer.settle_rest(outcome, reason)
+def failed_transfer(count: int, counts: TransferCounts, verb: str, outcome: Outcome, reason: str) -> Transfer:
+    """Returns a Transfer that is done, with one outcome for all objects."""
+    transfer = Transfer(count, counts, verb, 0)
+    transfer.settle_pending(outcome, reason)
     return transfer

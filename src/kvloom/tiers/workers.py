@@ -1,6 +1,6 @@
-"""A few threads that run jobs in the order they came. Daemons: a hung medium cannot keep the process from ending.
+"""A few daemon threads that run jobs in order. A hung medium cannot keep the process from ending.
 
-A job gets its thread's own tools (scratch memory, a codec). Knows no tiers.
+A job gets the tools of its thread (scratch memory, a codec). Does not know tiers.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from .disk.files import aligned_bytes
-from .encoding.codec import Codec
+from kvloom.tiers.aligned_memory import aligned_bytes
+
+from .encoding import Codec
 
 __all__ = ["Tools", "Workers"]
 
 
 class Tools:
-    """One thread's scratch memory and codec."""
+    """Scratch memory and codec of one thread."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self._room = aligned_bytes(0)
+        self._scratch = aligned_bytes(0)
 
-    def room(self, size: int) -> memoryview:
-        """At least `size` aligned bytes, good until the next call."""
-        if len(self._room) < size:
-            self._room = aligned_bytes(size)
-        return self._room
+    def scratch(self, size: int) -> memoryview:
+        """Returns at least `size` aligned bytes, valid until the next call."""
+        if len(self._scratch) < size:
+            self._scratch = aligned_bytes(size)
+        return self._scratch
 
 
 Job = TypeVar("Job")
@@ -49,13 +50,13 @@ class Workers(Generic[Job]):
     def _loop(self, run: Callable[[Job], None]) -> None:
         while (job := self._queue.get()) is not None:
             run(job)
-            del job  # memory that a job holds must not wait for the next one
+            del job  # free the job's memory before waiting for the next
 
     def submit(self, job: Job) -> None:
         self._queue.put(job)
 
     def close(self, timeout: float) -> bool:
-        """Ends the threads after what was submitted; False if some still run after `timeout` seconds."""
+        """Ends the threads after the submitted jobs; returns False if some still run after `timeout` seconds."""
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + timeout

@@ -22,8 +22,7 @@ import torch
 from kvloom.core import PageGroup, PoolLayout
 from kvloom.kernels.copy import Copier, FinishedEvent
 from kvloom.tiers import Form, HostConfig, HostTier
-from kvloom.tiers.host.arena import copy_pages
-from kvloom.tiers.host.shared_memory import SharedMemory
+from kvloom.tiers.host import SharedMemory, copy_pages
 
 __all__ = ["Event", "HostPages", "LoadEvent", "form_of", "open_host"]
 

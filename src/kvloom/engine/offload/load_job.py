@@ -13,7 +13,7 @@ from kvloom.core import LoadPlan, Reservation
 from kvloom.engine.request import Request
 from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers import Lease, Objects
-from kvloom.tiers.transfers.transfer_manager import Fetch, Finding
+from kvloom.tiers.transfers import FetchJob, TierLookup
 
 from .host_pages import LoadEvent
 from .load_or_recompute import LoadOrRecompute
@@ -28,7 +28,7 @@ class LoadChunk:
 
     first: int
     objects: list[Objects]
-    fetches: list[Fetch]
+    fetches: list[FetchJob]
     pages_by_tier: Counter[int]
 
 
@@ -43,7 +43,7 @@ class LoadJob:
     request: Request
     is_prefetch: bool = False
     plan: LoadPlan | None = None
-    lookup: Finding | None = None
+    lookup: TierLookup | None = None
     awaited_key: bytes | None = None
     """The key of a page that is on its way from the pool to host memory, for which it waits."""
     tier_of: dict[bytes, int] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class LoadJob:
     resume: int = 0
 
     @property
-    def fetches(self) -> list[Fetch]:
+    def fetches(self) -> list[FetchJob]:
         return [fetch for strip in self.chunks for fetch in strip.fetches]
 
     def copy_seconds(self, now: float) -> float:

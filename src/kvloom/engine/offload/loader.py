@@ -20,7 +20,7 @@ import numpy as np
 from kvloom.core import KVCache, Match, MissingPages, TierQuery
 from kvloom.engine.request import Request
 from kvloom.tiers import Form, Objects
-from kvloom.tiers.transfers.transfer_manager import Fetch, Mover, MoverConfig
+from kvloom.tiers.transfers import FetchJob, TransferConfig, TransferManager
 
 from .host_pages import form_of
 from .load_job import LoadChunk, LoadJob
@@ -54,7 +54,7 @@ class OffloadConfig:
     load: Literal["auto", "always"] = "auto"
     seconds: tuple[float, float] = (0.1, 5.0)
     loss: float = 0.04
-    transfers: MoverConfig = field(default_factory=MoverConfig)
+    transfers: TransferConfig = field(default_factory=TransferConfig)
 
 
 class TierLoader:
@@ -64,7 +64,7 @@ class TierLoader:
     def __init__(
         self,
         cache: KVCache,
-        mover: Mover,
+        mover: TransferManager,
         config: OffloadConfig,
         prefill: TimeModel,
         counts: dict[str, int],
@@ -78,14 +78,14 @@ class TierLoader:
             group: [replace(form, exact=False) for form in forms] for group, forms in self.forms.items()
         }
         """The same for requests that allow for loss: their names are apart, and so are their pages."""
-        self._fetching: dict[bytes, Fetch] = {}
+        self._fetching: dict[bytes, FetchJob] = {}
 
     def forms_of(self, request: Request) -> Forms:
         return self.lossy_forms if request.control.lossy else self.forms
 
     def advance(self, trip: LoadJob, match: Match | None) -> bool:
         """Find below and bring into host memory; whether that is still under way."""
-        if not self.transfers.lanes or trip.reservation is not None:
+        if not self.transfers.queues or trip.reservation is not None:
             return False
         if not trip.is_planned:
             if trip.plan is None:
@@ -96,10 +96,12 @@ class TierLoader:
                     questions = trip.plan.next_queries()
                     if not questions:
                         break
-                    trip.lookup = self.transfers.find([self.objects_for(q, trip.request) for q in questions])
+                    trip.lookup = self.transfers.lookup(
+                        [self.objects_for(q, trip.request) for q in questions]
+                    )
                 if not trip.lookup.done:
                     return True
-                trip.tier_of.update(trip.lookup.below)
+                trip.tier_of.update(trip.lookup.queue_of)
                 trip.plan.answer(trip.lookup.found)
                 trip.lookup = None
             trip.is_planned = True
@@ -155,7 +157,7 @@ class TierLoader:
         needs = trip.plan.missing_pages()
         # What stands before the prompt's new part, and states, is needed at its end: it comes with the last block.
         places: dict[int, list[tuple[int, int]]] = {}
-        sizes = np.zeros((len(self.transfers.lanes), top + 1), np.int64)
+        sizes = np.zeros((len(self.transfers.queues), top + 1), np.int64)
         for number, need in enumerate(needs):
             for i, (b, key) in enumerate(zip(need.blocks, self._objects(need, trip)[0].keys, strict=True)):
                 if (lane := trip.tier_of.get(key)) is not None:
@@ -178,7 +180,7 @@ class TierLoader:
             self._counts["not_worth"] += 1
             return
         behind = trip.bytes_from.sum(0).tolist()
-        each, size = min(self.transfers.config.lane.piece, behind[0] // STRIPS), 0
+        each, size = min(self.transfers.config.queue.batch_bytes, behind[0] // STRIPS), 0
         some: list[tuple[int, int]] = []
         for b in range(top - 1, first // block - 1, -1):
             if some and b in places and behind[b] - size > each:
@@ -207,15 +209,15 @@ class TierLoader:
             lambda n: comes(match.resume + n * block),
         )
         if tokens - met * block < GAIN * tokens:
-            for lane in self.transfers.lanes:
-                lane.rate.doubt()
+            for lane in self.transfers.queues:
+                lane.throughput.raise_estimate()
             return point
         return match.resume + met // 2 * block
 
     def tokens_to_compute(self, trip: LoadJob, busy: float | None, now: float) -> int | None:
         """How many tokens a request computes from `front` on before what comes from below is looked at again; 0: it waits for
         that. None: nothing comes that it lacks. `busy`: seconds that the device still needs for its last step."""
-        if trip.reservation is not None or not self.transfers.lanes:
+        if trip.reservation is not None or not self.transfers.queues:
             return None
         under_way = self.advance(trip, None)
         if self.config.load == "always":
@@ -254,12 +256,18 @@ class TierLoader:
         lowest = trip.chunks[-1].first // block if trip.chunks else -(-trip.loaded_from // block)
         asked = lowest if trip.chunks else 0  # what is not will never come
         waits = []  # for each lane that has some: seconds before ours, bytes a second
-        for number, lane in enumerate(self.transfers.lanes):
+        for number, lane in enumerate(self.transfers.queues):
             if behind[number, 0]:
-                if not lane.rate.speed:
+                if not lane.throughput.bytes_per_second:
                     return None
-                others = max(0, lane.ahead(trip.deadline) - int(behind[number, lowest] - low[number]))
-                waits.append((number, lane.latency + others / lane.rate.speed, lane.rate.speed))
+                others = max(0, lane.bytes_ahead(trip.deadline) - int(behind[number, lowest] - low[number]))
+                waits.append(
+                    (
+                        number,
+                        lane.lookup_latency + others / lane.throughput.bytes_per_second,
+                        lane.throughput.bytes_per_second,
+                    )
+                )
 
         def seconds(first: int) -> float:
             at = max(0, first // block)
@@ -288,7 +296,7 @@ class TierLoader:
         """Let pages come, each the place of one in a need: a strip of the trip. What others fetch is waited for."""
         wanted: list[Objects] = []
         below: dict[bytes, int] = {}
-        fetches: list[Fetch] = []
+        fetches: list[FetchJob] = []
         lanes: Counter[int] = Counter()
         for number, need in enumerate(needs):
             at = [i for n, i in places if n == number]

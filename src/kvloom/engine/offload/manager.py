@@ -19,10 +19,9 @@ import torch
 
 from kvloom.core import KVCache, Match, PageGroup, Reservation
 from kvloom.engine.request import Request
-from kvloom.tiers import HostTier, Objects
-from kvloom.tiers.peer.server import PeerServer
-from kvloom.tiers.registry import Place, short_names
-from kvloom.tiers.transfers.transfer_manager import Mover
+from kvloom.tiers import HostTier, Objects, OpenTier, short_tier_names
+from kvloom.tiers.peer import PeerServer
+from kvloom.tiers.transfers import TransferManager
 
 from .host_pages import HostPages
 from .load_job import LoadJob
@@ -45,14 +44,14 @@ class OffloadManager:
         cache: KVCache,
         buffer: torch.Tensor,
         host: HostTier,
-        places: Many[Place],
+        places: Many[OpenTier],
         host_write: str | None,
         settle: Callable[[], None],
         config: OffloadConfig,
     ) -> None:
         self.cache, self.host = cache, host
-        self.transfers = Mover(host, places, config.transfers)
-        self.tier_names = short_names([host.name, *(lane.tier.name for lane in self.transfers.lanes)])
+        self.transfers = TransferManager(host, places, config.transfers)
+        self.tier_names = short_tier_names([host.name, *(lane.tier.name for lane in self.transfers.queues)])
         """What its tiers are called where anyone may read it: host memory first, then those below."""
         self.unavailable: list[tuple[str, str]] = []
         """Tiers that could not be opened, and why."""
@@ -72,12 +71,12 @@ class OffloadManager:
             ("trips", "landed_tokens", "landed_bytes", "failed_pages", "not_worth", "no_room", "hinted"),
             0,
         )
-        writes = {place.write for place in places} | ({host_write} if host_write else set())
+        writes = {place.write_policy for place in places} | ({host_write} if host_write else set())
         self._loader = TierLoader(
             cache, self.transfers, config, self.prefill_time, self.counts, self._jobs.values
         )
         self.forms = self._loader.forms
-        self.lossy = any(place.lossy for place in places)
+        self.lossy = any(place.is_lossy for place in places)
         """Whether a tier keeps pages that only requests may use that allow for loss."""
         self._store = HostStore(
             cache, self._pages, self.transfers, self.forms, self._loader.lossy_forms, writes
@@ -96,7 +95,7 @@ class OffloadManager:
     @property
     def can_prefetch(self) -> bool:
         """Whether a request that is queued now should be looked after before its turn."""
-        return bool(self.transfers.lanes) and len(self._jobs) < MOST_FORESEEN
+        return bool(self.transfers.queues) and len(self._jobs) < MOST_FORESEEN
 
     def prefetch(self, request: Request, match: Match, patient: bool) -> None:
         """A request was queued, behind others if `patient`: what it needs from below host memory may come there now."""
@@ -139,9 +138,9 @@ class OffloadManager:
             question = self.cache.loading.first_query(match)
             if question is not None and self._store.is_queued(question.hashes):
                 self._store.flush()  # it left for someone of this very step
-            if self.host.empty and not self.transfers.lanes:
+            if self.host.is_empty and not self.transfers.queues:
                 return False
-            if not self.transfers.lanes and self._loader.host_misses(question, request):
+            if not self.transfers.queues and self._loader.host_misses(question, request):
                 request.looked_in_tiers = match.resume
                 return False
             trip = self._jobs[request] = LoadJob(request)
@@ -297,7 +296,7 @@ class OffloadManager:
         trip.resume = match.resume
         for need in needs:  # what leaves the pool for these wants places in host memory, and might get theirs
             for form in self._loader.forms_of(trip.request)[need.group.index]:
-                trip.leases.append(self.host.hold(Objects(need.hashes, need.group.index, form)))
+                trip.leases.append(self.host.acquire(Objects(need.hashes, need.group.index, form)))
         trip.reservation = arrival = self.cache.loading.reserve(prospect)
         if arrival is None:
             self._release(trip)
@@ -318,7 +317,7 @@ class OffloadManager:
         assert trip.loaded is not None
         for run, (names, pages) in enumerate(arrival.pages(group)):
             form = self._loader.forms_of(trip.request)[group.index][run]
-            lease = self.host.hold(Objects(names, group.index, form))
+            lease = self.host.acquire(Objects(names, group.index, form))
             trip.leases.append(lease)
             here = lease.offsets >= 0
             if here.any():

@@ -13,23 +13,24 @@ from collections.abc import Callable, Sequence as Many
 import torch
 
 from kvloom.core import KVCache, PoolLayout
-from kvloom.tiers import HostTier, TierError
-from kvloom.tiers.encoding.lossy import LossyTier, lossy_form
-from kvloom.tiers.host.shared_memory import SharedMemory
-from kvloom.tiers.peer.secret import read_secret
-from kvloom.tiers.peer.server import PeerConfig, PeerServer
-from kvloom.tiers.registry import (
+from kvloom.tiers import (
     CODINGS,
-    HostText,
-    Place,
+    HostTier,
+    LossyTier,
+    OpenTier,
+    Shares,
+    TierError,
     check_tiers,
-    open_place,
+    lossy_form,
+    open_with_policy,
     scheme_of,
-    shown,
-    taken_write,
+    split_write_policy,
+    tenant_shares,
+    url_label,
 )
-from kvloom.tiers.shares import Shares, shares_of
-from kvloom.tiers.transfers.unavailable_tier import AwayTier
+from kvloom.tiers.host import HostURL, SharedMemory
+from kvloom.tiers.peer import PeerConfig, PeerServer, read_secret
+from kvloom.tiers.transfers import UnavailableTier
 
 from .host_pages import form_of, open_host
 from .manager import OffloadConfig, OffloadManager
@@ -42,7 +43,7 @@ STAGING = {False: 256 << 20, True: 4 << 30}
 
 
 def open_offload(
-    texts: Many[str | Place],
+    texts: Many[str | OpenTier],
     cache: KVCache,
     buffer: torch.Tensor,
     settle: Callable[[], None],
@@ -54,27 +55,27 @@ def open_offload(
     check_tiers(text for text in texts if isinstance(text, str))
     hosts = [text for text in texts if isinstance(text, str) and text.startswith("host:")]
     write: str | None = None
-    told = HostText(STAGING[device.type == "cuda"])
+    told = HostURL(STAGING[device.type == "cuda"])
     if hosts:
-        plain, write = taken_write(hosts[0])
-        told = HostText.read(plain)
+        plain, write = split_write_policy(hosts[0])
+        told = HostURL.parse(plain)
     offer = _offer_of(told)
     host, memory = open_host(layout, told.capacity, told.checked, device, shared=offer is not None)
     tenants = (account.tenant for account in cache.inspect.accounts.values())
-    shares = shares_of(tenants, cache.usable_slabs * layout.slab_bytes)
+    shares = tenant_shares(tenants, cache.usable_slabs * layout.slab_bytes)
     if hosts:  # what pages only pass through is shared by whoever needs it
-        host.share_out(shares)
-    places: list[Place] = []
+        host.set_shares(shares)
+    places: list[OpenTier] = []
     left_out: list[tuple[str, str]] = []
     try:
         for text in texts:
-            if isinstance(text, Place):
+            if isinstance(text, OpenTier):
                 places.append(text)
             elif text not in hosts:
                 try:
-                    places.append(_fitting(open_place(text, shares), layout))
+                    places.append(_fitting(open_with_policy(text, shares), layout))
                 except TierError as error:
-                    left_out.append((shown(text), str(error)))
+                    left_out.append((url_label(text), str(error)))
                     log.warning("tier %s is left out, serving goes on without it: %s", *left_out[-1])
                     if _may_come(text, error):
                         places.append(_away(text, shares, str(error)))
@@ -90,7 +91,7 @@ def open_offload(
     return lower
 
 
-def _offer_of(told: HostText) -> PeerConfig | None:
+def _offer_of(told: HostURL) -> PeerConfig | None:
     """Where an engine's host memory is to be read by others, if anywhere. A ValueError beyond loopback without a secret."""
     if told.share is None:
         return None
@@ -119,12 +120,12 @@ def _may_come(text: str, error: TierError) -> bool:
     return not isinstance(error.__cause__, ImportError) and scheme_of(text) not in CODINGS
 
 
-def _away(text: str, shares: Shares, why: str) -> Place:
-    _, write = taken_write(text)
-    return Place(AwayTier(shown(text), lambda: open_place(text, shares).tier, why), write)
+def _away(text: str, shares: Shares, why: str) -> OpenTier:
+    _, write = split_write_policy(text)
+    return OpenTier(UnavailableTier(url_label(text), lambda: open_with_policy(text, shares).tier, why), write)
 
 
-def _fitting(place: Place, layout: PoolLayout) -> Place:
+def _fitting(place: OpenTier, layout: PoolLayout) -> OpenTier:
     """The place, if it can take the layout's pages; else a TierError, and it is closed."""
     coding = place.tier.coding if isinstance(place.tier, LossyTier) else None
     if coding is not None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvloom.core import KVCache, OffloadBatch
 from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers import Lease, Objects, Outcome
-from kvloom.tiers.transfers.transfer_manager import Mover
+from kvloom.tiers.transfers import TransferManager
 
 from .host_pages import Event, HostPages
 from .loader import Forms
@@ -59,7 +59,7 @@ class HostStore:
         self,
         cache: KVCache,
         pages: HostPages,
-        mover: Mover,
+        mover: TransferManager,
         forms: Forms,
         near: Forms,
         writes: AbstractSet[str],
@@ -199,14 +199,14 @@ class HostStore:
         kept = len(objects) if fresh is None else int(fresh.sum())
         self.offloaded_pages += kept
         self.offloaded_bytes += kept * objects.form.page_bytes
-        if not self.transfers.lanes:
+        if not self.transfers.queues:
             return
         again = down.used and "second-use" in self._writes
         if fresh is not None and not again:  # what was in host memory before was told of before
-            names = [objects.names[i] for i in np.flatnonzero(fresh).tolist()]
+            names = [objects.block_hashes[i] for i in np.flatnonzero(fresh).tolist()]
             objects = Objects(names, objects.group, objects.form, objects.tenant)
         if len(objects):
-            self.transfers.kept(objects, down.used)
+            self.transfers.write_to_tiers(objects, down.used)
 
 
 def _joined(parcels: list[OffloadBatch]) -> OffloadBatch:

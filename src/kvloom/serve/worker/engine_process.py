@@ -182,7 +182,7 @@ def _loaded(start: Start) -> tuple[Worker, Ready]:
 
 
 def _tiers(lower: OffloadManager) -> list[tuple[str, int, int]]:
-    found = [lower.host, *(lane.tier for lane in lower.transfers.lanes if lane.tier.capacity)]
+    found = [lower.host, *(lane.tier for lane in lower.transfers.queues if lane.tier.capacity)]
     return [(tier.name, tier.capacity, tier.stats().objects) for tier in found]
 
 

@@ -76,9 +76,9 @@ def engine_stats(
 
 def _below(lower: OffloadManager) -> dict[str, Any]:
     """What is told of the tiers below the pool."""
-    lanes, names = lower.transfers.lanes, lower.tier_names
+    lanes, names = lower.transfers.queues, lower.tier_names
     called = dict(zip((lane.tier.name for lane in lanes), names[1:], strict=True))
-    faults = dict(lower.transfers.faults.counts)  # lanes' threads go on counting
+    faults = dict(lower.transfers.fault_log.counts)  # lanes' threads go on counting
     return {
         "tiers": lower_tiers(lower),
         "lower": {**lower.counts, "kept_pages": lower.offloaded_pages},
@@ -95,7 +95,7 @@ def lower_tiers(lower: OffloadManager) -> list[TierUse]:
         msgspec.structs.replace(tier_use(host, lower.host.stats()), **passed),
         *(
             tier_use(name, lane.stats(), lane.breaker.state)
-            for name, lane in zip(names, lower.transfers.lanes, strict=True)
+            for name, lane in zip(names, lower.transfers.queues, strict=True)
         ),
     ]
 

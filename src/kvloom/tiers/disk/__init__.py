@@ -1,3 +1,17 @@
-"""TODO: map of this folder."""
+"""The disk tier: pages in segment files of one directory.
 
-__all__: list[str] = []
+disk_tier.py        DiskTier and its URL
+segment.py          the file format: frames of heads and bodies
+segment_store.py    all segments, the index, eviction
+segment_owners.py   segments and limits of tenants
+segment_writer.py   threads that seal and append frames
+segment_reader.py   threads that read and verify pages
+recovery.py         contents of a directory at opening
+tombstones.py       the list of dropped objects
+files.py            system calls, locks, checks of ownership
+"""
+
+from .disk_tier import DiskConfig, DiskTier, disk_config
+from .files import Files, SystemFiles
+
+__all__ = ["DiskConfig", "DiskTier", "Files", "SystemFiles", "disk_config"]

@@ -1,10 +1,10 @@
-"""The disk tier: pages in segment files of one directory, there again after a restart or a crash.
+"""The disk tier: pages in segment files of one directory, available again after a restart or a crash.
 
-    write -> sealing thread (checksums, compression) -> appending thread (one write a frame, one sync for several) -> OK
-    read  -> reading threads, straight into aligned memory of the caller; each read is checked while others come
+    write -> sealing thread (checksums, compression) -> appending thread (one write per frame, shared syncs) -> OK
+    read  -> reading threads, directly into aligned memory of the caller; each read is verified while others run
 
-Knows objects and bytes. What is on the disk is `segment.py`; what is where, and what leaves, `shelf.py`; how pages get there and
-back, `append.py` and `fetch.py`.
+Knows objects and bytes. `segment.py` defines the format, `segment_store.py` index and eviction,
+`segment_writer.py` and `segment_reader.py` the transfers.
 """
 
 from __future__ import annotations
@@ -17,35 +17,53 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import format_bytes
-from kvloom.tiers.encoding.codec import OLD_CIPHER, Compression, make_codec, most_bytes
-from kvloom.tiers.encoding.encryption import NoKeyError, Protect, check_protect, read_keys
+from kvloom.core import format_bytes, parse_size
+from kvloom.tiers.aligned_memory import BLOCK, aligned
+from kvloom.tiers.encoding import (
+    LEGACY_CIPHER,
+    Compression,
+    NoKeyError,
+    Protect,
+    check_protect,
+    make_codec,
+    max_sealed_bytes,
+    read_keys,
+)
+from kvloom.tiers.options import Options
 from kvloom.tiers.shares import Shares
-from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, parted
-from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, explain, failed_transfer
+from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, part_range
+from kvloom.tiers.transfer import (
+    Outcome,
+    TierStats,
+    Transfer,
+    TransferCounts,
+    describe_outcome,
+    failed_transfer,
+)
 
-from .files import BLOCK, Files, SystemFiles, aligned, lock_directory
-from .reader import Fetcher
-from .segment_store import Shelf, ShelfConfig
-from .writer import Appender
+from .files import Files, SystemFiles, lock_directory
+from .segment_reader import SegmentReader
+from .segment_store import SegmentStore, SegmentStoreConfig
+from .segment_writer import SegmentWriter
 
-__all__ = ["DiskConfig", "DiskTier"]
+__all__ = ["DiskConfig", "DiskTier", "disk_config", "parse_url"]
 
 log = logging.getLogger("kvloom.tiers")
 
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
-    """A disk tier. `durable="power"`: a written page survives the loss of power (one sync for what is queued);
-    `"process"`: it survives the end of the process, however that comes.
+    """A disk tier. `durable="power"`: a stored page survives power loss (one sync for all queued pages);
+    `"process"`: it survives the end or crash of the process.
 
-    `segment_bytes=None` is a 64th of the capacity, at least 64 MiB or a quarter. `pending_bytes` bounds what may be
-    under way, each way; beyond it objects are BUSY.
+    `segment_bytes=None` is a 64th of the capacity, at least 64 MiB or a quarter. `pending_bytes` bounds bytes in
+    flight, per direction; objects beyond it are BUSY. `copy_forward` keeps pages that were read when their segment is
+    evicted.
     """
 
     directory: Path | str
@@ -54,11 +72,11 @@ class DiskConfig:
     durable: Literal["power", "process"] = "power"
     compression: Compression = "none"
     keys: Path | str | None = (
-        None  # a file of keys (keys.py): pages are sealed, and their names derived, with them
+        None  # key file (encryption.py): pages are sealed, and their stored keys derived, with its keys
     )
-    protect: Protect | None = None  # with keys: "encrypt" unless given
+    protect: Protect | None = None  # with keys: "encrypt" by default
     evict: Literal["oldest", "least-used"] = "least-used"
-    carry: bool = True
+    copy_forward: bool = True
     direct: bool = True
     readers: int = 16
     pending_bytes: int = 1 << 30
@@ -77,23 +95,24 @@ class DiskConfig:
             raise ValueError(
                 f"readers={self.readers} and pending_bytes={self.pending_bytes} must be positive"
             )
-        if self.segment < 2 * BLOCK or self.capacity < 3 * self.segment:
+        if self.effective_segment_bytes < 2 * BLOCK or self.capacity < 3 * self.effective_segment_bytes:
             raise ValueError(
-                f"capacity={self.capacity} bytes does not hold three segments of {max(self.segment, 2 * BLOCK)}: one to "
-                "write, one to come, one to read. Give more"
+                f"capacity={self.capacity} bytes does not fit three segments of {max(self.effective_segment_bytes, 2 * BLOCK)}: one to "
+                "write, the next, one to read. Use a larger capacity"
                 + (", or smaller segment_bytes" if self.segment_bytes else "")
             )
 
     @property
-    def segment(self) -> int:
+    def effective_segment_bytes(self) -> int:
+        """The segment size in use, in whole blocks."""
         chosen = self.segment_bytes or max(self.capacity // 64, min(64 << 20, self.capacity // 4))
         return chosen // BLOCK * BLOCK
 
 
 class DiskTier(Tier):
-    """Safe from any thread. Opening takes the directory's lock and reads the heads of everything there.
+    """Thread-safe. Opening locks the directory and reads the heads of all stored pages.
 
-    Raises TierError when the directory cannot be used: a wrong permission, another process. Afterwards nothing raises:
+    Raises TierError if the directory cannot be used: a wrong permission, another process. Afterwards nothing raises:
     a full disk, a lost mount, a damaged file are outcomes.
     """
 
@@ -101,38 +120,44 @@ class DiskTier(Tier):
         self._config = config
         self._keys = read_keys(config.keys, config.protect)
         self._make_codec = partial(make_codec, config.compression, self._keys)
-        self._make_codec()  # a missing package is said now
+        self._make_codec()  # reports a missing package now
         self._path = Path(config.directory)
         self._directory, self._lock_file = lock_directory(self._path)
         try:
             self._files = files(self._directory)
-            self._shelf = Shelf(
+            self._store = SegmentStore(
                 self._files,
-                ShelfConfig(config.capacity, config.segment, config.direct, config.evict, config.carry),
+                SegmentStoreConfig(
+                    config.capacity,
+                    config.effective_segment_bytes,
+                    config.direct,
+                    config.evict,
+                    config.copy_forward,
+                ),
             )
         except BaseException as error:
             self._unlock()
             if not isinstance(error, OSError):
                 raise
             raise TierError(f"the disk tier cannot read {self._path}: {error.strerror or error}") from error
-        self._warn_of_room()
-        self._tally = Tally()
+        self._warn_if_disk_is_small()
+        self._transfer_counts = TransferCounts()
         self._closed = False
-        self._counts = threading.Lock()
-        self._open: weakref.WeakSet[Transfer] = weakref.WeakSet()
-        self._appender = Appender(self._shelf, self._make_codec(), config.durable == "power")
-        self._fetcher = Fetcher(self.name, self._files, self._shelf, self._make_codec, config.readers)
+        self._state_lock = threading.Lock()
+        self._open_transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._writer = SegmentWriter(self._store, self._make_codec(), config.durable == "power")
+        self._reader = SegmentReader(self.name, self._files, self._store, self._make_codec, config.readers)
 
-    def _warn_of_room(self) -> None:
-        """Said now, not when it is full: pages are refused then."""
+    def _warn_if_disk_is_small(self) -> None:
+        """Logs at opening that the disk is smaller than the capacity: a full disk refuses pages later."""
         disk = os.fstatvfs(self._directory)
-        room = disk.f_bavail * disk.f_frsize + self._shelf.file_bytes
-        if room < self._config.capacity:
+        space = disk.f_bavail * disk.f_frsize + self._store.file_bytes
+        if space < self._config.capacity:
             log.warning(
-                "tier %s may take %s, and its file system has room for %s: it will be full before",
+                "tier %s has a capacity of %s, but its file system has space for %s only",
                 self.name,
                 format_bytes(self._config.capacity),
-                format_bytes(room),
+                format_bytes(space),
             )
 
     @property
@@ -147,160 +172,193 @@ class DiskTier(Tier):
     def closed(self) -> bool:
         return self._closed
 
-    def share_out(self, shares: Shares) -> None:
-        """Raises TierError where the disk does not let files go that a share has no room for."""
+    def set_shares(self, shares: Shares) -> None:
+        """Raises TierError if files above a share cannot be removed."""
         try:
-            self._shelf.share_out(shares)
+            self._store.set_shares(shares)
         except OSError as error:
             raise TierError(
-                f"the disk tier cannot make room in {self._path}: {error.strerror or error}"
+                f"the disk tier cannot free space in {self._path}: {error.strerror or error}"
             ) from error
 
-    def kept_for(self, tenant: str) -> int:
-        return self._shelf.kept_for(tenant)
+    def used_by(self, tenant: str) -> int:
+        return self._store.used_by(tenant)
 
-    def _stored(self, objects: Objects, old: bool = False) -> Objects:
-        """Returns objects under the keys that are on the disk; with `old`, an encrypted page of version 2 under its plain key.
-        NoKeyError: their tenant has no key."""
+    def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
+        """Returns objects under their keys on disk; with `legacy`, an encrypted page of version 2 under its plain key.
+
+        Raises NoKeyError if the tenant has no key.
+        """
         if self._keys is None:
             return objects
-        stored = self._keys.rename(objects)
-        if old:
-            index = self._shelf.index
+        stored = self._keys.with_stored_keys(objects)
+        if legacy:
+            index = self._store.index
             for at, (plain, key) in enumerate(zip(objects.keys, stored.keys, strict=True)):
                 record = index.get(plain)
-                if record is not None and record.head.cipher == OLD_CIPHER and key not in index:
+                if record is not None and record.head.cipher == LEGACY_CIPHER and key not in index:
                     stored.keys[at] = plain
         return stored
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         try:
-            objects = self._stored(objects, old=True)
+            objects = self._with_stored_keys(objects, legacy=True)
         except NoKeyError:
             return np.zeros(len(objects), np.bool_)
-        with self._shelf.lock:
-            index = self._shelf.index
+        with self._store.lock:
+            index = self._store.index
             return np.array([key in index for key in objects.keys], np.bool_)
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
-        start, stop = parted(objects.form, part)
+        start, stop = part_range(objects.form, part)
         if self.closed:
             return failed_transfer(
-                len(objects), self._tally, "read", Outcome.FAILED, "the disk tier is closed"
+                len(objects), self._transfer_counts, "read", Outcome.FAILED, "the disk tier is closed"
             )
         try:
-            objects = self._stored(objects, old=True)
+            objects = self._with_stored_keys(objects, legacy=True)
         except NoKeyError as error:
-            return failed_transfer(len(objects), self._tally, "read", Outcome.LOCKED, f"{self.name}: {error}")
-        transfer = Transfer(len(objects), self._tally, "read", stop - start)
-        with self._counts:
-            self._open.add(transfer)
+            return failed_transfer(
+                len(objects), self._transfer_counts, "read", Outcome.LOCKED, f"{self.name}: {error}"
+            )
+        transfer = Transfer(len(objects), self._transfer_counts, "read", stop - start)
+        with self._state_lock:
+            self._open_transfers.add(transfer)
         missing, wrong, plain, busy, found = [], [], [], [], []
-        shelf, size = self._shelf, stop - start
+        store, size = self._store, stop - start
         checks, run_bytes = 8 * objects.form.runs, objects.form.run_bytes
-        room = max(0, self._config.pending_bytes - self._fetcher.pending)
-        with shelf.lock:
-            get = shelf.index.get
+        space = max(0, self._config.pending_bytes - self._reader.pending)
+        with store.lock:
+            get = store.index.get
             for index, key in enumerate(objects.keys):
                 record = get(key)
                 if record is None:
                     missing.append(index)
-                elif record.head.run_bytes != run_bytes or len(record.head.checks) != checks:
+                elif record.head.run_bytes != run_bytes or len(record.head.checksums) != checks:
                     wrong.append(index)
                 elif self._keys is not None and not record.head.cipher:
                     plain.append((index, record))
-                elif room > 0:
-                    room -= size
+                elif space > 0:
+                    space -= size
                     found.append((index, record))
                 else:
                     busy.append(index)
-            shelf.touch([record for _, record in found])
+            store.begin_reads([record for _, record in found])
         transfer.settle(missing, Outcome.MISSING)
-        transfer.settle(wrong, Outcome.LAYOUT, "an object's head disagrees with its form")
+        transfer.settle(wrong, Outcome.LAYOUT, "the stored head does not match the requested form")
         for index, record in plain:
-            shelf.forget(record.head.key, record)
-            transfer.settle(index, Outcome.UNTRUSTED, f"{self.name}: {explain(Outcome.UNTRUSTED)}")
-        transfer.settle(busy, Outcome.BUSY, "too many reads are under way")
-        with self._counts:  # close() ends the threads after what was submitted under this lock
+            store.remove(record.head.key, record)
+            transfer.settle(index, Outcome.UNTRUSTED, f"{self.name}: {describe_outcome(Outcome.UNTRUSTED)}")
+        transfer.settle(busy, Outcome.BUSY, "too many reads are in flight")
+        with self._state_lock:  # close() ends the threads after the jobs submitted under this lock
             if not (closed := self._closed):
-                self._fetcher.submit(transfer, found, into, (start, stop), objects.tenant)
+                self._reader.submit(transfer, found, into, (start, stop), objects.tenant)
         if closed:
             for _, record in found:
-                shelf.let_go(record.segment, 1)
-            transfer.settle_rest(Outcome.FAILED, "the disk tier is closed")
+                store.release_readers(record.segment, 1)
+            transfer.settle_pending(Outcome.FAILED, "the disk tier is closed")
         return transfer
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         source.check(objects, writable=False)
         size = objects.form.page_bytes
-        if aligned(most_bytes(objects.form)) + 2 * BLOCK > self._config.segment:
+        if aligned(max_sealed_bytes(objects.form)) + 2 * BLOCK > self._config.effective_segment_bytes:
             raise ValueError(
-                f"a page of {size} bytes does not fit a segment of {self._config.segment}: raise segment_bytes"
+                f"a page of {size} bytes does not fit a segment of {self._config.effective_segment_bytes} bytes: raise segment_bytes"
             )
         if self.closed:
             return failed_transfer(
-                len(objects), self._tally, "write", Outcome.FAILED, "the disk tier is closed"
+                len(objects), self._transfer_counts, "write", Outcome.FAILED, "the disk tier is closed"
             )
         try:
-            objects = self._stored(objects)
+            objects = self._with_stored_keys(objects)
         except NoKeyError as error:
             reason = f"{self.name}: not stored in the clear: {error}"
-            return failed_transfer(len(objects), self._tally, "write", Outcome.FAILED, reason)
-        transfer = Transfer(len(objects), self._tally, "write", size)
-        with self._shelf.lock:
-            get = self._shelf.index.get
-            here = np.array([(record := get(key)) is not None and record.sure for key in objects.keys], bool)
+            return failed_transfer(len(objects), self._transfer_counts, "write", Outcome.FAILED, reason)
+        transfer = Transfer(len(objects), self._transfer_counts, "write", size)
+        with self._store.lock:
+            get = self._store.index.get
+            here = np.array(
+                [(record := get(key)) is not None and record.is_verified for key in objects.keys], bool
+            )
         transfer.settle(np.flatnonzero(here), Outcome.OK)
         wanted = np.flatnonzero(~here)
-        room = max(0, self._config.pending_bytes - self._appender.pending) // size
-        if len(wanted) > room:
-            transfer.settle(wanted[room:], Outcome.BUSY, "too many writes are under way")
-            wanted = wanted[:room]
+        space = max(0, self._config.pending_bytes - self._writer.pending) // size
+        if len(wanted) > space:
+            transfer.settle(wanted[space:], Outcome.BUSY, "too many writes are in flight")
+            wanted = wanted[:space]
         if len(wanted):
-            with self._counts:
+            with self._state_lock:
                 if not self._closed:
-                    self._open.add(transfer)
-                    self._appender.submit(transfer, objects, wanted, source)
+                    self._open_transfers.add(transfer)
+                    self._writer.submit(transfer, objects, wanted, source)
                     return transfer
-            transfer.settle_rest(Outcome.FAILED, "the disk tier is closed")
+            transfer.settle_pending(Outcome.FAILED, "the disk tier is closed")
         return transfer
 
     def drop(self, objects: Objects) -> int:
-        """Forgotten at once; on the disk in the order of the writes."""
+        """Removes objects from the index immediately, and on disk in the order of writes. Returns the number removed."""
         try:
-            stored = self._stored(objects)
+            stored = self._with_stored_keys(objects)
         except NoKeyError:
             return 0
-        old = objects.keys if self._keys is not None else []  # of version 2, or from before there were keys
-        gone = self._shelf.take(stored.keys)
-        gone += self._shelf.take([key for key in old if key in self._shelf.index])
-        if gone:
-            self._appender.submit_dropped(gone)
-        return len(gone)
+        legacy = objects.keys if self._keys is not None else []  # of version 2, or written without keys
+        dropped = self._store.remove_keys(stored.keys)
+        dropped += self._store.remove_keys([key for key in legacy if key in self._store.index])
+        if dropped:
+            self._writer.submit_tombstones(dropped)
+        return len(dropped)
 
     def stats(self) -> TierStats:
-        """`bytes` is what its files take; `notes` say what a person should know."""
-        with self._shelf.lock:
-            objects, size = len(self._shelf.index), self._shelf.file_bytes
-        notes = tuple(self._shelf.notes)
-        return self._tally.stats(objects, size, self.capacity, self._shelf.evicted, notes)
+        """Returns stats: `bytes` is the size of the files, `notes` are messages for the operator."""
+        with self._store.lock:
+            objects, size = len(self._store.index), self._store.file_bytes
+        notes = tuple(self._store.notes)
+        return self._transfer_counts.stats(objects, size, self.capacity, self._store.evicted, notes)
 
     def close(self) -> None:
-        with self._counts:
+        with self._state_lock:
             if self._closed:
                 return
             self._closed = True
-        quiet = self._appender.close(self._config.close_seconds)
-        quiet = self._fetcher.close(self._config.close_seconds if quiet else 0.1) and quiet
-        with self._counts:
-            left = list(self._open)
+        quiet = self._writer.close(self._config.close_seconds)
+        quiet = self._reader.close(self._config.close_seconds if quiet else 0.1) and quiet
+        with self._state_lock:
+            left = list(self._open_transfers)
         for transfer in left:
-            transfer.settle_rest(Outcome.FAILED, "the disk tier was closed")
-        if quiet:  # else a call hangs in a thread that uses them: they go with the process
-            self._shelf.close()
+            transfer.settle_pending(Outcome.FAILED, "the disk tier was closed")
+        if quiet:  # else a hung thread still uses the files: they close with the process
+            self._store.close()
             self._unlock()
 
     def _unlock(self) -> None:
         os.close(self._lock_file)
         os.close(self._directory)
+
+
+def disk_config(options: Options, directory: str, capacity: int) -> DiskConfig:
+    """Reads the options of a disk tier from a URL. Raises ValueError."""
+    durable: Any = options.text("durable", "power")
+    evict: Any = options.text("evict", "least-used")
+    return DiskConfig(
+        directory,
+        capacity,
+        durable=durable,
+        compression=options.compression(),
+        keys=options.optional_text("keys"),
+        protect=options.optional_text("protect"),
+        evict=evict,
+    )
+
+
+def parse_url(url: str) -> Callable[[], DiskTier]:
+    """Parses `disk:/path:1TiB?durable=power&compression=lz4&…`; returns the opener."""
+    plain, _, query = url.partition("?")
+    path, colon, size = plain.removeprefix("disk:").rpartition(":")
+    if not colon or not path:
+        raise ValueError("path or size is missing; write disk:/path:1TiB")
+    options = Options(url, query)
+    config = disk_config(options, path, parse_size(size))
+    options.reject_unknown()
+    return partial(DiskTier, config)

@@ -1,7 +1,7 @@
-"""The calls a disk tier makes to the operating system, in one place, so that tests can make any of them go wrong.
+"""The system calls of a disk tier, in one place, so tests can make any of them fail.
 
-O_DIRECT where the file system has it: no second copy in the page cache, and reads at the device's own speed.
-Knows no formats.
+Uses O_DIRECT where the file system supports it: no second copy in the page cache, reads at device speed.
+Does not know formats.
 """
 
 from __future__ import annotations
@@ -10,48 +10,44 @@ import contextlib
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvloom.tiers.encoding.checksums import checksums, read_checked, read_step
+from kvloom.tiers.encoding import read_checked, read_step, run_checksums
 from kvloom.tiers.tier import TierError
 
-__all__ = ["BLOCK", "Files", "NotOursError", "SystemFiles", "aligned", "aligned_bytes", "lock_directory"]
+__all__ = [
+    "Files",
+    "SystemFiles",
+    "UntrustedFileError",
+    "lock_directory",
+]
 
 log = logging.getLogger("kvloom.tiers")
-BLOCK = 4096
-_MOST_PIECES = 1024  # Linux's IOV_MAX
-_LOCK_BYTES = 32  # a lock holds one process id
-
-
-def aligned(size: int) -> int:
-    return -(-size // BLOCK) * BLOCK
-
-
-def aligned_bytes(size: int) -> memoryview:
-    """Whole blocks of zeroed memory that O_DIRECT takes."""
-    return memoryview(mmap.mmap(-1, max(BLOCK, aligned(size))))
+_MAX_PIECES = 1024  # Linux's IOV_MAX
+_LOCK_BYTES = 32  # the lock file contains one process id
 
 
 class Files:
-    """Files of one directory, held open: if something else is mounted over its path, nothing is written there."""
+    """Files of one directory, by its open descriptor: a mount over its path does not redirect writes."""
 
     def __init__(self, directory: int) -> None:
         self.directory = directory
 
-    def names(self) -> list[str]:
-        return os.listdir(self.directory)  # noqa: PTH208  of the directory held open, not of a path
+    def list_names(self) -> list[str]:
+        return os.listdir(self.directory)  # noqa: PTH208  of the open descriptor, not of a path
 
     def size_of(self, name: str) -> int:
         return os.stat(name, dir_fd=self.directory, follow_symlinks=False).st_size
 
     def open(self, name: str, create: bool, direct: bool) -> int:
-        """Opens a regular file of this user; `create` makes a new one with mode 0600. Follows no symbolic link. NotOursError, and
-        the file keeps its bytes, where it is of another kind or owner."""
+        """Opens a regular file of this user; `create` makes a new one with mode 0600. Follows no symbolic link.
+
+        Raises UntrustedFileError, with the file unchanged, for another file type or owner.
+        """
         flags = os.O_CREAT | os.O_EXCL if create else 0
         flags |= getattr(os, "O_DIRECT", 0) if direct else 0
         return _open_own(name, flags, self.directory)
@@ -66,7 +62,7 @@ class Files:
         return os.fstat(fd).st_size
 
     def allocate(self, fd: int, size: int) -> None:
-        """Room on the disk now, so that a full one is known before anything is written."""
+        """Allocates disk space now, so a full disk is detected before any write."""
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
@@ -77,10 +73,10 @@ class Files:
         os.ftruncate(fd, size)
 
     def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
-        """Fills the pieces in order; fewer bytes at the end of the file."""
+        """Fills the pieces in order; returns the bytes read, fewer at the end of the file."""
         done = 0
-        for at in range(0, len(into), _MOST_PIECES):
-            pieces = into[at : at + _MOST_PIECES]
+        for at in range(0, len(into), _MAX_PIECES):
+            pieces = into[at : at + _MAX_PIECES]
             got = os.preadv(fd, pieces, offset + done)
             done += got
             if got < sum(map(len, pieces)):
@@ -88,22 +84,24 @@ class Files:
         return done
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
-        """Fills one piece of whole runs, some at a time; how many bytes came, and the checksums of the runs. Those of runs
-        that did not come mean nothing."""
+        """Fills one piece of whole runs step by step; returns the bytes read and the checksums of the runs.
+
+        Checksums of runs that were not read are undefined.
+        """
         step, done = read_step(run_bytes), 0
         sums = []
         for at in range(0, len(into), step):
             piece = into[at : at + step]
             got = self.read(fd, [piece], offset + at) if done == at else 0
-            sums.append(checksums(piece, run_bytes))
+            sums.append(run_checksums(piece, run_bytes))
             done += got
         return done, b"".join(sums)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        """All of it, or an OSError."""
+        """Writes all pieces, or raises OSError."""
         done = 0
-        for at in range(0, len(pieces), _MOST_PIECES):
-            some = pieces[at : at + _MOST_PIECES]
+        for at in range(0, len(pieces), _MAX_PIECES):
+            some = pieces[at : at + _MAX_PIECES]
             size = sum(map(len, some))
             put = os.pwritev(fd, some, offset + done)
             if put < size:
@@ -118,21 +116,21 @@ class Files:
 
 
 class SystemFiles(Files):
-    """Files whose pages are read and checked in one call, where there is one."""
+    """Files that read and check pages in one native call where available."""
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
         return read_checked(fd, into, offset, run_bytes) or super().read_checked(fd, into, offset, run_bytes)
 
 
-class NotOursError(OSError):
-    """A file in a tier's directory that this user did not create as a plain file. The tier neither reads nor changes it."""
+class UntrustedFileError(OSError):
+    """A file in a tier's directory that is not a plain file of this user. The tier neither reads nor changes it."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(errno.EPERM, f"{name!r} {why}")
 
 
 def _owners_of(directory: int) -> frozenset[int]:
-    """Users whose files a tier accepts in a directory: this user; for root the directory's owner, too."""
+    """Returns the users whose files a tier accepts in a directory: this user; for root also the directory's owner."""
     us = os.geteuid()
     return frozenset((us,) if us else (us, os.fstat(directory).st_uid))
 
@@ -144,20 +142,24 @@ def _open_own(name: str, flags: int, directory: int) -> int:
         fd = os.open(name, flags, 0o600, dir_fd=directory)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise NotOursError(name, "is a symbolic link: remove it, or give another directory") from None
+            raise UntrustedFileError(
+                name, "is a symbolic link: remove it, or use another directory"
+            ) from None
         if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV):
-            raise NotOursError(name, "is no regular file: remove it, or give another directory") from None
+            raise UntrustedFileError(
+                name, "is not a regular file: remove it, or use another directory"
+            ) from None
         raise
     found, why = os.fstat(fd), ""
     if not stat.S_ISREG(found.st_mode):
-        why = "is no regular file"
+        why = "is not a regular file"
     elif found.st_uid not in _owners_of(directory):
         why = f"belongs to user {found.st_uid}, not to user {os.geteuid()}"
     elif found.st_nlink > 1:
-        why = f"has {found.st_nlink} hard links, and a tier's file has one"
+        why = f"has {found.st_nlink} hard links instead of one"
     if why:
         os.close(fd)
-        raise NotOursError(name, f"{why}: remove it, or give another directory")
+        raise UntrustedFileError(name, f"{why}: remove it, or use another directory")
     os.set_blocking(fd, True)
     return fd
 
@@ -170,42 +172,44 @@ def _make_directory(path: Path) -> None:
             break
         missing.append(parent)
     for parent in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another process was faster
+        with contextlib.suppress(FileExistsError):  # created by another process
             parent.mkdir(mode=0o700)
     if not path.is_dir():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
 def _check_directory(path: Path, directory: int) -> None:
-    """Raises TierError where another user can exchange the tier's files; logs a warning where one might."""
+    """Raises TierError if another user can replace the tier's files; logs a warning if one might."""
     us, link, found = os.geteuid(), path.lstat(), os.fstat(directory)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (us, 0):
         raise TierError(
-            f"the disk tier does not use {path}: user {link.st_uid} made this symbolic link, not user {us}. "
-            "Give the directory itself"
+            f"the disk tier refuses {path}: user {link.st_uid} created this symbolic link, not user {us}. "
+            "Use the directory itself"
         )
     others = bool(found.st_mode & stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
     if others and found.st_uid != us:
         raise TierError(
-            f"the disk tier does not use {path}: it belongs to user {found.st_uid}, and every user may exchange its files "
-            f"(mode {stat.S_IMODE(found.st_mode):o}). Give a directory inside it, like {path / 'kv'}: kvloom creates that for this user"
+            f"the disk tier refuses {path}: it belongs to user {found.st_uid}, and every user may replace its files "
+            f"(mode {stat.S_IMODE(found.st_mode):o}). Use a directory inside it, like {path / 'kv'}: kvloom creates it for this user"
         )
     if others:
-        log.warning("every user may exchange files of the disk tier %s: run chmod 700 %s", path, path)
+        log.warning("every user may replace files of the disk tier %s: run chmod 700 %s", path, path)
     elif found.st_uid not in (us, 0):
         log.warning("the disk tier's directory %s belongs to user %d, not to user %d", path, found.st_uid, us)
 
 
 def lock_directory(path: Path) -> tuple[int, int]:
-    """Makes and locks a directory for one process: its descriptor, and the lock's. The lock goes with the process,
-    however that ends."""
+    """Creates and locks a directory for one process; returns its descriptor and the lock's.
+
+    The lock ends with the process, even after a crash.
+    """
     try:
         _make_directory(path)
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        why = "it is no directory" if isinstance(error, FileExistsError) else error.strerror
+        why = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror
         raise TierError(
-            f"the disk tier cannot use {path}: {why}. Give a directory that this user may write"
+            f"the disk tier cannot use {path}: {why}. Use a directory that this user may write to"
         ) from error
     try:
         return directory, _lock(path, directory)
@@ -219,11 +223,11 @@ def _lock(path: Path, directory: int) -> int:
     _check_directory(path, directory)
     try:
         lock = _open_own("lock", os.O_CREAT, directory)
-    except NotOursError as error:
-        raise TierError(f"the disk tier does not use {path}: {error.strerror}") from error
+    except UntrustedFileError as error:
+        raise TierError(f"the disk tier refuses {path}: {error.strerror}") from error
     except OSError as error:
         raise TierError(
-            f"the disk tier cannot write in {path}: {error.strerror}. Give a directory that this user may write"
+            f"the disk tier cannot write to {path}: {error.strerror}. Use a directory that this user may write to"
         ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,17 +235,17 @@ def _lock(path: Path, directory: int) -> int:
         owner = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(lock)
         raise TierError(
-            f"{path} is in use by process {owner}: a disk tier's directory has one process. Give another directory"
+            f"{path} is in use by process {owner}: one process may use a disk tier's directory. Use another directory"
         ) from error
     before = os.pread(lock, _LOCK_BYTES + 1, 0)
     if len(before) > _LOCK_BYTES or before.strip(b"0123456789\n\0"):
         os.close(lock)
         raise TierError(
-            f"the disk tier does not use {path}: its file 'lock' is no lock of a disk tier. Give another directory"
+            f"the disk tier refuses {path}: its file 'lock' is not the lock of a disk tier. Use another directory"
         )
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     except OSError:
-        pass  # a full disk: the lock holds, only its owner is not written down
+        pass  # the disk is full: the lock holds, but does not name its process
     return lock

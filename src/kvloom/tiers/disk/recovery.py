@@ -1,8 +1,8 @@
-"""What a disk tier's directory has when it is opened: its segments, and their records in the order of writing.
+"""The contents of a disk tier's directory at opening: its segments, and their records in order of writing.
 
-A process that was killed may have left pages half written: in a segment that was never sealed, and, where power went, in the one
-before it. Those records are not `sure`: they give way to an older copy, and count as here only for who reads. Knows no owners' shares
-and no index.
+A killed process may leave partly written pages: in an unsealed segment and, after power loss, in the one before it.
+Their records are not `is_verified`: an older copy is preferred, and a write stores the page again.
+Does not know shares or the index.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from dataclasses import dataclass, field
 
 from kvloom.tiers.transfer import Outcome
 
-from .files import Files, NotOursError
+from .files import Files, UntrustedFileError
 from .segment import Record, Segment
 
-__all__ = ["Found", "recover"]
+__all__ = ["RecoveredSegments", "recover"]
 
 
 @dataclass(slots=True)
-class Found:
-    """`foreign` are files of other versions, or that cannot be read, and their sizes; of the segments `unread` nobody knows all
-    that they have; `still` was dropped, and is on the disk all the same."""
+class RecoveredSegments:
+    """`foreign` are files of other versions or unreadable files, with sizes. `unread` segments were read in part only.
+    `still_stored` keys were dropped, but their bytes are still on disk.
+    """
 
     numbers: list[int]
     records: list[Record] = field(default_factory=list)
     foreign: dict[int, int] = field(default_factory=dict)
     unread: set[int] = field(default_factory=set)
-    still: set[bytes] = field(default_factory=set)
+    still_stored: set[bytes] = field(default_factory=set)
 
 
 def recover(
@@ -36,44 +37,49 @@ def recover(
     dead: Mapping[bytes, tuple[int, int]],
     segments: dict[int, Segment],
     notes: dict[str, None],
-) -> Found:
-    """Opens every segment, into `segments`, and reads its heads; `dead` are the places up to which keys were dropped. OSError: the
-    directory cannot be read."""
-    stems = [name[:-4] for name in files.names() if name.endswith(".seg")]
+) -> RecoveredSegments:
+    """Opens every segment, into `segments`, and reads its heads. `dead` has the last dropped position of each key.
+
+    Raises OSError if the directory cannot be read.
+    """
+    stems = [name[:-4] for name in files.list_names() if name.endswith(".seg")]
     numbers = sorted(
         int(s) for s in stems if s.isascii() and s.isdigit() and Segment.file_name(int(s)) == f"{s}.seg"
     )
-    found = Found(numbers)
-    last: dict[bytes, list[Record]] = {}  # an owner's newest segment so far
+    recovered = RecoveredSegments(numbers)
+    last: dict[bytes, list[Record]] = {}  # records of each owner's newest segment so far
     for number in numbers:
-        why = "segments of another version are there: not read, the first to leave"
+        why = "segments of another version exist: they are not read and are evicted first"
         try:
             segment: Segment | Outcome = Segment.open(files, number, direct)
-        except NotOursError as error:  # neither read nor removed
-            notes[f"a segment is left alone: {error.strerror}"] = None
+        except UntrustedFileError as error:  # neither read nor remove it
+            notes[f"a file was ignored: {error.strerror}"] = None
             continue
         except OSError as error:
             segment, why = Outcome.VERSION, f"segments cannot be read: {error.strerror}"
         if segment is Outcome.VERSION:
             notes[why] = None
-            found.foreign[number] = files.size_of(Segment.file_name(number))
-        elif isinstance(segment, Outcome):  # begun, and never finished; or damaged
+            recovered.foreign[number] = files.size_of(Segment.file_name(number))
+        elif isinstance(segment, Outcome):  # incomplete or damaged
             files.remove(Segment.file_name(number))
         else:
             segments[number] = segment
-            records = _records(segment, dead, found, notes)
+            records = _records(segment, dead, recovered, notes)
             if segment.end < segment.size:
                 for record in (*last.get(segment.owner, ()), *records):
-                    record.sure = False
+                    record.is_verified = False
             last[segment.owner] = records
-            found.records += records
-    return found
+            recovered.records += records
+    return recovered
 
 
 def _records(
-    segment: Segment, dead: Mapping[bytes, tuple[int, int]], found: Found, notes: dict[str, None]
+    segment: Segment,
+    dead: Mapping[bytes, tuple[int, int]],
+    recovered: RecoveredSegments,
+    notes: dict[str, None],
 ) -> list[Record]:
-    """Those of one segment that were not dropped."""
+    """Returns the records of one segment that were not dropped."""
     records = []
     try:
         for record in segment.records():
@@ -81,9 +87,9 @@ def _records(
             if (segment.number, record.offset) > dead.get(key, (-1, -1)):
                 records.append(record)
             else:
-                found.still.add(key)
-    except OSError as error:  # a bad spot: what came before it is served, and nothing is cut off
+                recovered.still_stored.add(key)
+    except OSError as error:  # a bad sector: serve the records before it, truncate nothing
         notes[f"a segment can be read in part only: {error.strerror}"] = None
         segment.end = segment.size
-        found.unread.add(segment.number)
+        recovered.unread.add(segment.number)
     return records

@@ -1,12 +1,12 @@
-"""A disk tier's file: a header, then frames, each with the heads of some objects and their bodies. Only appended to.
+"""A disk tier's file: a header, then frames, each with the heads of some objects and their bodies. Append-only.
 
-    block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16  checksum u64   (0: everybody's)
+    block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16  checksum u64   (0: shared)
     frame     "KVLF"  version u16  0 u16  id 16  offset u64  records u32  heads u32  bodies u64
               heads (see codec)  checksum u64              of the frame's header and heads; heads take 32 MiB at most
               … from the next block on: bodies, each beginning on a block of 4096 bytes
 
-The frames are the index: opening a segment reads their heads. A frame that was not finished has a wrong checksum, or
-its objects have. The id is random and in every frame, so no page's content is ever taken for one. Knows no tiers.
+The frames are the index: opening a segment reads their heads. An unfinished frame has a wrong checksum, or its
+objects have. The id is random and in every frame, so page content is never taken for a frame. Does not know tiers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from kvloom.tiers.encoding.checksums import checksum
-from kvloom.tiers.encoding.codec import Head, parse_head
+from kvloom.tiers.aligned_memory import BLOCK, aligned, aligned_bytes
+from kvloom.tiers.encoding import Head, checksum, parse_head
 from kvloom.tiers.transfer import Outcome
 
-from .files import BLOCK, Files, aligned, aligned_bytes
+from .files import Files
 
-__all__ = ["MOST_HEADS", "NOBODY", "SEGMENT_VERSION", "Frame", "Record", "Segment", "owner_of"]
+__all__ = ["MAX_HEAD_BYTES", "SEGMENT_VERSION", "SHARED_OWNER", "Frame", "Record", "Segment", "tenant_owner"]
 
 SEGMENT_VERSION = 1
 _MAGIC, _FRAME_MAGIC = b"KVLSEG", b"KVLF"
@@ -33,27 +33,29 @@ _HEADER = struct.Struct("<6sH16sQ")
 _FRAME = struct.Struct("<4sHH16sQIIQ")
 _CHECK = struct.Struct("<Q")
 _SCAN_BYTES = 1 << 20
-MOST_HEADS = 32 << 20
-"""Bytes of heads in one frame. A reader sets no more memory aside, whatever a frame says."""
-NOBODY = bytes(16)
-"""The owner of segments that hold everybody's pages."""
+MAX_HEAD_BYTES = 32 << 20
+"""Bytes of heads in one frame. A reader allocates no more, whatever a frame states."""
+SHARED_OWNER = bytes(16)
+"""The owner id of segments with pages of several tenants."""
 _OWNER_AT = _HEADER.size + _CHECK.size
 
 
-def owner_of(tenant: str) -> bytes:
-    """What a segment says of the tenant whose pages it holds."""
-    return blake2b(tenant.encode(), digest_size=16, person=b"kvloom.owner").digest() if tenant else NOBODY
+def tenant_owner(tenant: str) -> bytes:
+    """Returns the owner id of a tenant's segments."""
+    return (
+        blake2b(tenant.encode(), digest_size=16, person=b"kvloom.owner").digest() if tenant else SHARED_OWNER
+    )
 
 
 class Record:
-    """One object on the disk: its head is in memory, its body at `offset` of its segment."""
+    """One object on disk: its head is in memory, its body at `offset` of its segment."""
 
-    __slots__ = ("head", "offset", "segment", "sure", "used")
+    __slots__ = ("head", "is_verified", "offset", "reads", "segment")
 
     def __init__(self, segment: Segment, offset: int, head: Head) -> None:
         self.segment, self.offset, self.head = segment, offset, head
-        self.used = 0  # reads since it was written here
-        self.sure = True  # else a process may have ended while it was written
+        self.reads = 0  # since it was written here
+        self.is_verified = True  # False: a process may have crashed during its write
 
     @property
     def span(self) -> int:
@@ -61,8 +63,10 @@ class Record:
 
 
 class Frame:
-    """Heads and their bodies, which take `size` bytes, each padded to whole blocks. Made before its place is known, so that whoever
-    writes it has little left to do; its records are made afterwards, for the same reason."""
+    """Heads and their bodies, of `size` bytes, each padded to whole blocks.
+
+    Built before its position is known, and its records afterwards, so the writing thread has little to do.
+    """
 
     __slots__ = ("_heads", "_offset", "_segment", "_used", "block", "bodies", "size")
 
@@ -77,19 +81,19 @@ class Frame:
 
     @property
     def span(self) -> int:
-        """What it takes on the disk."""
+        """Bytes on disk."""
         return len(self.block) + self.size
 
     def place(self, segment: Segment, offset: int) -> None:
-        """Its header says where it goes."""
+        """Writes the position into the frame's header."""
         end = self._used - _CHECK.size
-        told = (_FRAME_MAGIC, SEGMENT_VERSION, 0, segment.id, offset)
-        _FRAME.pack_into(self.block, 0, *told, len(self._heads), end - _FRAME.size, self.size)
+        stated = (_FRAME_MAGIC, SEGMENT_VERSION, 0, segment.id, offset)
+        _FRAME.pack_into(self.block, 0, *stated, len(self._heads), end - _FRAME.size, self.size)
         _CHECK.pack_into(self.block, end, checksum(self.block[:end]))
         self._segment, self._offset = segment, offset
 
     def records(self) -> list[Record]:
-        """Of a frame that was written."""
+        """Returns the records of a written frame."""
         assert self._segment is not None
         records, at = [], self._offset + len(self.block)
         for head in self._heads:
@@ -99,7 +103,7 @@ class Frame:
 
 
 class Segment:
-    """One open file. `end` is where the next frame goes. Reads of a removed segment go on: see `retire`."""
+    """One open file. `end` is the position of the next frame. Reads of a removed segment continue until it is closed."""
 
     def __init__(
         self,
@@ -109,14 +113,14 @@ class Segment:
         identity: bytes,
         direct: bool,
         size: int,
-        owner: bytes = NOBODY,
+        owner: bytes = SHARED_OWNER,
     ) -> None:
         self._files = files
         self.number, self.fd, self.id, self.direct, self.size = number, fd, identity, direct, size
         self.owner = owner
         self.end = BLOCK
         self.last_used = number
-        self.keys: set[bytes] = set()  # of records whose newest copy is here
+        self.keys: set[bytes] = set()  # keys whose newest copy is in this segment
         self.readers = 0
         self.removed = False
 
@@ -125,22 +129,24 @@ class Segment:
         return f"{number:012d}.seg"
 
     @classmethod
-    def create(cls, files: Files, number: int, size: int, direct: bool, owner: bytes = NOBODY) -> Segment:
-        """A new file with room for `size` bytes; buffered where O_DIRECT is refused. OSError: nothing is left."""
+    def create(
+        cls, files: Files, number: int, size: int, direct: bool, owner: bytes = SHARED_OWNER
+    ) -> Segment:
+        """Creates a file of `size` bytes; buffered if O_DIRECT is refused. After an OSError no file remains."""
         name = cls.file_name(number)
         try:
             fd = files.open(name, create=True, direct=direct)
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
-            return cls._refused(files, number, size, owner)
+            return cls._create_buffered(files, number, size, owner)
         try:
             files.allocate(fd, size)
             identity = os.urandom(16)
             block = aligned_bytes(BLOCK)
             header = _HEADER.pack(_MAGIC, SEGMENT_VERSION, identity, number)
             header += _CHECK.pack(checksum(header))
-            if owner != NOBODY:
+            if owner != SHARED_OWNER:
                 header += owner + _CHECK.pack(checksum(owner))
             block[: len(header)] = header
             files.write(fd, [block], 0)
@@ -148,19 +154,19 @@ class Segment:
             files.close(fd)
             files.remove(name)
             if direct and error.errno == errno.EINVAL:
-                return cls._refused(files, number, size, owner)
+                return cls._create_buffered(files, number, size, owner)
             raise
         return cls(files, number, fd, identity, direct, size, owner)
 
     @classmethod
-    def _refused(cls, files: Files, number: int, size: int, owner: bytes) -> Segment:
+    def _create_buffered(cls, files: Files, number: int, size: int, owner: bytes) -> Segment:
         with contextlib.suppress(FileNotFoundError):
-            files.remove(cls.file_name(number))  # some systems make the file, then refuse
+            files.remove(cls.file_name(number))  # some systems create the file before they refuse
         return cls.create(files, number, size, False, owner)
 
     @classmethod
     def open(cls, files: Files, number: int, direct: bool) -> Segment | Outcome:
-        """A segment that is there, or what is wrong with its header. OSError: it cannot be read."""
+        """Opens a segment; returns it, or what is wrong with its header. Raises OSError if it cannot be read."""
         try:
             fd = files.open(cls.file_name(number), create=False, direct=direct)
         except OSError as error:
@@ -171,16 +177,16 @@ class Segment:
             block = aligned_bytes(BLOCK)
             outcome = Outcome.SHORT
             if files.read(fd, [block], 0) == BLOCK:
-                magic, version, identity, told = _HEADER.unpack_from(block)
+                magic, version, identity, stated = _HEADER.unpack_from(block)
                 (check,) = _CHECK.unpack_from(block, _HEADER.size)
                 if magic == _MAGIC and version != SEGMENT_VERSION:
                     outcome = Outcome.VERSION
-                elif magic != _MAGIC or told != number or check != checksum(block[: _HEADER.size]):
+                elif magic != _MAGIC or stated != number or check != checksum(block[: _HEADER.size]):
                     outcome = Outcome.CORRUPT
                 else:
-                    owner = bytes(block[_OWNER_AT : _OWNER_AT + len(NOBODY)])
+                    owner = bytes(block[_OWNER_AT : _OWNER_AT + len(SHARED_OWNER)])
                     (check,) = _CHECK.unpack_from(block, _OWNER_AT + len(owner))
-                    owner = owner if check == checksum(owner) else NOBODY
+                    owner = owner if check == checksum(owner) else SHARED_OWNER
                     return cls(files, number, fd, identity, direct, files.size(fd), owner)
         except OSError:
             files.close(fd)
@@ -189,10 +195,9 @@ class Segment:
         return outcome
 
     def records(self) -> Iterator[Record]:
-        """Every record that a frame names, in the order of writing; leaves `end` after the last frame.
+        """Yields every record in order of writing; leaves `end` after the last frame.
 
-        Costs a read of the heads. After a frame that is damaged (not: nothing was written there) it looks on for
-        the next one, which costs a read of what lies between.
+        Costs a read of the heads. After a damaged frame it searches for the next, which costs a read of the bytes between.
         """
         at = BLOCK
         while at < self.size:
@@ -208,21 +213,21 @@ class Segment:
             self.end = min(stop, aligned(self.size))
 
     def _frame(self, at: int) -> tuple[list[Head], int, int] | None:
-        """The heads of the frame at `at`, where its bodies begin, where it stops; None: there is no whole one."""
-        room = aligned_bytes(BLOCK)
-        if self._files.read(self.fd, [room], at) < BLOCK:
+        """Returns the heads of the frame at `at`, the start of its bodies and its end; None without a complete frame."""
+        buffer = aligned_bytes(BLOCK)
+        if self._files.read(self.fd, [buffer], at) < BLOCK:
             return None
-        magic, version, _, identity, told, count, heads_bytes, bodies = _FRAME.unpack_from(room)
-        if (magic, version, identity, told) != (_FRAME_MAGIC, SEGMENT_VERSION, self.id, at):
+        magic, version, _, identity, stated, count, heads_bytes, bodies = _FRAME.unpack_from(buffer)
+        if (magic, version, identity, stated) != (_FRAME_MAGIC, SEGMENT_VERSION, self.id, at):
             return None
         used = _FRAME.size + heads_bytes + _CHECK.size
-        if heads_bytes > MOST_HEADS or at + used > aligned(self.size):
+        if heads_bytes > MAX_HEAD_BYTES or at + used > aligned(self.size):
             return None
         if used > BLOCK:
-            room = aligned_bytes(used)
-            if self._files.read(self.fd, [room[: aligned(used)]], at) < aligned(used):
+            buffer = aligned_bytes(used)
+            if self._files.read(self.fd, [buffer[: aligned(used)]], at) < aligned(used):
                 return None
-        data = room[:used]
+        data = buffer[:used]
         if _CHECK.unpack_from(data, used - _CHECK.size)[0] != checksum(data[: -_CHECK.size]):
             return None
         heads, place = [], _FRAME.size
@@ -235,22 +240,22 @@ class Segment:
         return heads, at + aligned(used), at + aligned(used) + bodies
 
     def _next_frame(self, at: int) -> int:
-        """The next block after `at` that looks like a frame of this segment, or the file's end."""
-        room = aligned_bytes(_SCAN_BYTES)
+        """Returns the next block after `at` that looks like a frame of this segment, or the end of the file."""
+        buffer = aligned_bytes(_SCAN_BYTES)
         mark = _FRAME_MAGIC + struct.pack("<HH", SEGMENT_VERSION, 0) + self.id
         at += BLOCK
         while at < self.size:
-            got = self._files.read(self.fd, [room], at)
-            if got <= 0 or bytes(room[:got]).count(0) == got:  # a megabyte of nothing: never written
+            got = self._files.read(self.fd, [buffer], at)
+            if got <= 0 or bytes(buffer[:got]).count(0) == got:  # a megabyte of zeros: never written
                 break
             for step in range(0, got - BLOCK + 1, BLOCK):
-                if bytes(room[step : step + len(mark)]) == mark:
+                if bytes(buffer[step : step + len(mark)]) == mark:
                     return at + step
             at += max(BLOCK, got // BLOCK * BLOCK)
         return self.size
 
     def append(self, frame: Frame) -> None:
-        """Writes a whole frame. OSError: what follows must go to another segment."""
+        """Writes a whole frame. After an OSError, later frames must go to another segment."""
         frame.place(self, self.end)
         self._files.write(self.fd, [frame.block, *frame.bodies], self.end)
         self.end += frame.span
@@ -259,7 +264,7 @@ class Segment:
         return self.end + frame.span <= self.size
 
     def reopen(self, size: int) -> None:
-        """Room for more frames after those that are there, and nothing else in it."""
+        """Extends the file for frames after the existing ones."""
         self._files.truncate(self.fd, self.end)
         self._files.allocate(self.fd, size)
         self.size = size
@@ -268,18 +273,20 @@ class Segment:
         self._files.sync(self.fd)
 
     def seal(self) -> None:
-        """Gives back the room it did not use."""
+        """Truncates the file to its frames."""
         if self.end < self.size:
             self._files.truncate(self.fd, self.end)
             self.size = self.end
 
     def remove(self) -> None:
-        """The file leaves the directory; the descriptor stays for who is reading."""
+        """Removes the file from the directory; the descriptor stays open for readers."""
         self._files.remove(self.file_name(self.number))
 
-    def retire(self) -> int:
-        """The descriptor to close, once the segment is `removed` and nobody reads it; else -1. Under the tier's
-        lock; the closing, which may take long where it frees a file, is not."""
+    def take_closable_fd(self) -> int:
+        """Returns the descriptor to close if the segment is `removed` and has no readers, else -1.
+
+        The caller holds the store's lock, but must close the descriptor without it: freeing a file may take long.
+        """
         fd = self.fd if self.removed and not self.readers else -1
         if fd >= 0:
             self.fd = -1

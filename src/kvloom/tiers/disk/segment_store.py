@@ -1,8 +1,8 @@
-"""A disk tier's segments and the index over them: what is where, what comes back after a crash, what leaves.
+"""A disk tier's segments and the index over them: positions, recovery after a crash, eviction.
 
-One thread appends (frames, new segments, eviction); any thread looks up. Room for the next segment is made as soon
-as one is begun, so the capacity is never passed. A tenant with a share has segments of its own, so that what leaves for its
-pages is its own, or nobody's sure part. Knows no transfers and no callers.
+One thread appends (frames, new segments, eviction); any thread looks up. Space for the next segment is freed when
+one is started, so files never exceed the capacity. A tenant with a share has its own segments.
+Does not know transfers or callers.
 """
 
 from __future__ import annotations
@@ -15,47 +15,53 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvloom.tiers.aligned_memory import BLOCK, aligned_bytes
 from kvloom.tiers.shares import Shares
 
-from .files import BLOCK, Files, aligned_bytes
-from .owners import Owner, Owners
+from .files import Files
 from .recovery import recover
 from .segment import Frame, Record, Segment
-from .tombstones import Dropped, Gone
+from .segment_owners import SegmentOwner, SegmentOwners
+from .tombstones import DroppedRecords, Tombstones
 
-__all__ = ["Shelf", "ShelfConfig"]
+__all__ = ["SegmentStore", "SegmentStoreConfig"]
 
 
 @dataclass(frozen=True, slots=True)
-class ShelfConfig:
-    """`evict` chooses the segment that leaves; `carry` lets its pages that were read since they were written move on,
-    up to half a segment."""
+class SegmentStoreConfig:
+    """`evict` selects the segment to evict. `copy_forward` moves its pages that were read since they were written to a
+    new segment, up to half a segment.
+    """
 
     capacity: int
     segment_bytes: int
     direct: bool = True
     evict: Literal["oldest", "least-used"] = "least-used"
-    carry: bool = True
+    copy_forward: bool = True
 
 
-class Shelf:
-    """`lock` guards the index and the segments' counts. Opening reads every head there is."""
+class SegmentStore:
+    """`lock` guards the index and the segments' counts. Opening reads every head."""
 
-    def __init__(self, files: Files, config: ShelfConfig) -> None:
+    def __init__(self, files: Files, config: SegmentStoreConfig) -> None:
         self._files, self._config = files, config
         self.lock = threading.Lock()
         self.index: dict[bytes, Record] = {}
         self.evicted = 0
-        self.notes: dict[str, None] = {}  # what a person should know, each once
+        self.notes: dict[str, None] = {}  # messages for the operator, each once
         self._segments: dict[int, Segment] = {}
-        self._owners = Owners(self._segments, config.capacity, config.segment_bytes)
-        self._foreign: dict[int, int] = {}  # other versions' files: never read, the first to leave
-        self._dropped = Dropped(files)
+        self._owners = SegmentOwners(self._segments, config.capacity, config.segment_bytes)
+        self._foreign: dict[int, int] = {}  # files of other versions: never read, evicted first
+        self._tombstones = Tombstones(files)
         self._dirty: set[Segment] = set()
-        self._unsure: OSError | None = None  # a sync that failed while carrying: the next caller is told
-        self._gave_way = False  # a segment left because the disk was full, and no new one could be made since
-        self._ticks = 0
-        self._next = 0
+        self._sync_error: OSError | None = (
+            None  # a sync that failed while copying pages forward; the next `sync` raises it
+        )
+        self._evicted_for_space = (
+            False  # a segment was evicted for a full disk, and no new one was created since
+        )
+        self._clock = 0
+        self._next_number = 0
         try:
             self._recover()
         except BaseException:
@@ -70,54 +76,54 @@ class Shelf:
 
     @property
     def file_bytes(self) -> int:
-        """What the files take."""
+        """Bytes of all files."""
         return sum(segment.size for segment in self._segments.values()) + sum(self._foreign.values())
 
     def segment_bytes_for(self, tenant: str) -> int:
-        """How large a segment is that a tenant's pages go to."""
+        """Returns the segment size for a tenant's pages."""
         return self._owners.of_tenant(tenant).segment_bytes
 
-    def kept_for(self, tenant: str) -> int:
-        """What the files of a tenant's pages take."""
+    def used_by(self, tenant: str) -> int:
+        """Returns the bytes of the files with a tenant's pages."""
         with self.lock:
-            return self._owners.used(self._owners.of_tenant(tenant))
+            return self._owners.used_bytes(self._owners.of_tenant(tenant))
 
-    def touch(self, records: Sequence[Record]) -> None:
-        """Reads of them begin. The caller holds the lock, and lets go of the segments afterwards."""
-        self._ticks += 1
+    def begin_reads(self, records: Sequence[Record]) -> None:
+        """Counts readers of records. The caller holds the lock, and calls `release_readers` afterwards."""
+        self._clock += 1
         for record in records:
-            record.used += 1
+            record.reads += 1
         for segment, readers in Counter([record.segment for record in records]).items():
-            segment.last_used = self._ticks
+            segment.last_used = self._clock
             segment.readers += readers
 
-    def let_go(self, segment: Segment, readers: int) -> None:
+    def release_readers(self, segment: Segment, readers: int) -> None:
         with self.lock:
             segment.readers -= readers
-            fd = segment.retire()
+            fd = segment.take_closable_fd()
         if fd >= 0:
             self._files.close(fd)
 
-    def forget(self, key: bytes, record: Record) -> None:
-        """This copy is not to be served any more."""
+    def remove(self, key: bytes, record: Record) -> None:
+        """Removes this copy from the index."""
         with self.lock:
             if self.index.get(key) is record:
                 del self.index[key]
                 record.segment.keys.discard(key)
 
-    def take(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
-        """Forgets keys; returns where they were, for `write_dropped`."""
-        gone = []
+    def remove_keys(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
+        """Removes keys; returns their positions, for `write_tombstones`."""
+        dropped = []
         with self.lock:
             for key in keys:
                 record = self.index.pop(key, None)
                 if record is not None:
                     record.segment.keys.discard(key)
-                    gone.append((key, record.segment.number, record.offset))
-        return gone
+                    dropped.append((key, record.segment.number, record.offset))
+        return dropped
 
     def publish(self, records: Iterable[Record]) -> None:
-        """From here on they are found, unless their segment has left already."""
+        """Adds records to the index, unless their segment was evicted already."""
         with self.lock:
             for record in records:
                 if record.segment.removed:
@@ -127,47 +133,50 @@ class Shelf:
                 before = self.index.get(key)
                 if before is not None:
                     before.segment.keys.discard(key)
-                    record.used += before.used
+                    record.reads += before.reads
                 self.index[key] = record
                 record.segment.keys.add(key)
 
     # --- the appending thread
 
-    def share_out(self, shares: Shares) -> None:
-        """Who has a share has segments of its own from here on, and those that were its own before. Before the first frame."""
-        self._owners.share_out(shares)
+    def set_shares(self, shares: Shares) -> None:
+        """Gives every tenant with a share its own segments, including earlier ones. Call it before the first frame."""
+        self._owners.set_shares(shares)
         for owner in self._owners:
             if owner.current is None:
                 self._reopen_last(owner)
-            self._make_room(owner, carry=False)
+            self._free_space(owner, copy_forward=False)
 
     def append(self, frame: Frame, tenant: str = "") -> None:
-        """Writes a frame. Its records are not found before `publish`. OSError: nothing was kept."""
+        """Writes a frame. Its records are found after `publish`. After an OSError nothing was stored."""
         need = frame.span
         if need > self._config.segment_bytes - BLOCK:
-            raise OSError(errno.EFBIG, f"{need} bytes do not fit a segment of {self._config.segment_bytes}")
+            raise OSError(
+                errno.EFBIG,
+                f"a frame of {need} bytes does not fit a segment of {self._config.segment_bytes} bytes",
+            )
         owner = self._owners.of_tenant(tenant)
         if owner.current is None or not owner.current.fits(frame):
-            self._widen(owner, need + BLOCK)
-            self._roll(owner)
+            self._grow_segments(owner, need + BLOCK)
+            self._start_segment(owner)
         segment = owner.current
         if segment is None:
-            raise OSError(errno.EIO, "the new segment failed while pages were carried over to it")
+            raise OSError(errno.EIO, "the new segment failed while pages were copied forward to it")
         self._append(owner, segment, frame)
 
-    def _append(self, owner: Owner, segment: Segment, frame: Frame) -> None:
+    def _append(self, owner: SegmentOwner, segment: Segment, frame: Frame) -> None:
         try:
             segment.append(frame)
         except OSError:
             owner.current = None
             with contextlib.suppress(OSError):
-                segment.seal()  # what the failed write left there is no frame
+                segment.seal()  # the failed write left no valid frame
             raise
         self._dirty.add(segment)
 
     def sync(self) -> None:
-        """Everything appended so far survives a loss of power. OSError: something since the last call may not."""
-        error, self._unsure = self._unsure or self._sync(), None
+        """Makes all appended frames survive power loss. After an OSError, frames since the last call may not."""
+        error, self._sync_error = self._sync_error or self._sync(), None
         if error is not None:
             raise error
 
@@ -183,9 +192,9 @@ class Shelf:
             return error
         return None
 
-    def write_dropped(self, gone: Gone) -> None:
-        """Keeps dropped objects from coming back with the next opening."""
-        self._dropped.add(gone)
+    def write_tombstones(self, dropped: DroppedRecords) -> None:
+        """Keeps dropped objects from returning at the next opening."""
+        self._tombstones.add(dropped)
 
     def close(self) -> None:
         """Seals and closes every file."""
@@ -195,58 +204,60 @@ class Shelf:
             try:
                 segment.seal()
             except OSError as error:
-                self.notes[f"a segment could not be cut to its length: {error.strerror}"] = None
+                self.notes[f"a segment could not be truncated to its length: {error.strerror}"] = None
         self._close_files()
 
     def _close_files(self) -> None:
         for segment in self._segments.values():
-            segment.removed = True  # from this process: who still reads closes it
-            self.let_go(segment, 0)
+            segment.removed = True  # for this process: the last reader closes it
+            self.release_readers(segment, 0)
 
-    # --- making room
+    # --- freeing space
 
-    def _widen(self, owner: Owner, need: int) -> None:
-        """An owner's segments take its largest page. OSError: its share does not hold three such."""
+    def _grow_segments(self, owner: SegmentOwner, need: int) -> None:
+        """Enlarges an owner's segments for its largest page. Raises OSError if the share does not fit three."""
         if need > owner.segment_bytes:
-            owner.require(need)
+            owner.check_limit(need)
             owner.segment_bytes = need
-            self._make_room(owner, carry=False)
+            self._free_space(owner, copy_forward=False)
 
-    def _roll(self, owner: Owner) -> None:
-        """A new current segment, and room for the one after it."""
-        owner.require(owner.segment_bytes)
+    def _start_segment(self, owner: SegmentOwner) -> None:
+        """Starts a new current segment and frees space for the one after it."""
+        owner.check_limit(owner.segment_bytes)
         before, owner.current = owner.current, None
         if before is not None:
-            before.last_used = max(before.last_used, self._ticks)  # being written to is use, too
+            before.last_used = max(before.last_used, self._clock)  # a write counts as use
             before.seal()
         try:
             segment = self._create(owner)
         except OSError as error:
-            # Someone else filled the disk: with one segment less of ours it may do, but they do not all go for it.
+            # Another program filled the disk: evict one segment for the new one, but not all of them.
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not full or self._gave_way or not self._evict_one(owner, carry=False):
+            if not full or self._evicted_for_space or not self._evict_segment(owner, copy_forward=False):
                 raise
-            self._gave_way = True
+            self._evicted_for_space = True
             segment = self._create(owner)
-        self._gave_way = False
+        self._evicted_for_space = False
         if segment.direct != self._config.direct:
-            self.notes["the file system has no O_DIRECT: reads and writes go through the page cache"] = None
+            self.notes["the file system does not support O_DIRECT: reads and writes use the page cache"] = (
+                None
+            )
         with self.lock:
             self._segments[segment.number] = segment
         owner.current = segment
-        self._make_room(owner, self._config.carry)
+        self._free_space(owner, self._config.copy_forward)
 
-    def _make_room(self, owner: Owner, carry: bool) -> None:
-        """Room for the next segment, so that beginning it passes neither the capacity nor the owner's share."""
-        most = self._config.capacity - self._config.segment_bytes
-        while self.file_bytes > most and self._evict_one(owner, carry):
+    def _free_space(self, owner: SegmentOwner, copy_forward: bool) -> None:
+        """Evicts until the next segment fits both the capacity and the owner's share."""
+        limit = self._config.capacity - self._config.segment_bytes
+        while self.file_bytes > limit and self._evict_segment(owner, copy_forward):
             pass
-        most = owner.most - owner.segment_bytes
-        while self._owners.used(owner) > most and self._evict_one(owner, carry, own=True):
+        limit = owner.limit - owner.segment_bytes
+        while self._owners.used_bytes(owner) > limit and self._evict_segment(owner, copy_forward, own=True):
             pass
 
-    def _create(self, owner: Owner) -> Segment:
-        number, self._next = self._next, self._next + 1
+    def _create(self, owner: SegmentOwner) -> Segment:
+        number, self._next_number = self._next_number, self._next_number + 1
         segment = Segment.create(self._files, number, owner.segment_bytes, self._config.direct, owner.name)
         try:
             self._files.sync_directory()
@@ -256,8 +267,8 @@ class Shelf:
             raise
         return segment
 
-    def _evict_one(self, owner: Owner, carry: bool, own: bool = False) -> bool:
-        """One file leaves, of the owner's `own` or of anybody's who spares it; False if there is none that may."""
+    def _evict_segment(self, owner: SegmentOwner, copy_forward: bool, own: bool = False) -> bool:
+        """Evicts one file, the owner's `own` or that of an owner above its guarantee; returns False if there is none."""
         if self._foreign and not own:
             number = min(self._foreign)
             with self.lock:
@@ -267,11 +278,11 @@ class Shelf:
         victim = self._owners.victim(owner, own, self._config.evict == "oldest")
         if victim is None:
             return False
-        whose = self._owners.of(victim)
-        if victim is whose.current:
-            whose.current = None
-        elif carry:
-            self._carry(victim, whose)
+        loser = self._owners.owner_of(victim)
+        if victim is loser.current:
+            loser.current = None
+        elif copy_forward:
+            self._copy_forward(victim, loser)
         with self.lock:
             for key in victim.keys:
                 del self.index[key]
@@ -284,87 +295,89 @@ class Shelf:
         return True
 
     def _remove(self, segment: Segment) -> None:
-        """The file of a segment that is in no index any more."""
+        """Removes the file of a segment without index entries."""
         try:
             segment.remove()
         finally:
             segment.removed = True
-            self.let_go(segment, 0)
+            self.release_readers(segment, 0)
 
-    def _carry(self, victim: Segment, whose: Owner) -> None:
-        """Moves what was used to its owner's current segment, most used first. A page that cannot move is left to go."""
+    def _copy_forward(self, victim: Segment, loser: SegmentOwner) -> None:
+        """Copies pages that were read to their owner's current segment, most read first. Other pages are evicted."""
         with self.lock:
-            used = [record for key in victim.keys if (record := self.index[key]).used]
-        used.sort(key=lambda record: -record.used)
-        left = whose.segment_bytes // 2
+            used = [record for key in victim.keys if (record := self.index[key]).reads]
+        used.sort(key=lambda record: -record.reads)
+        left = loser.segment_bytes // 2
         moved: list[tuple[Record, Record]] = []
         try:
             for record in used:
                 left -= record.span
-                current = whose.current
+                current = loser.current
                 frame = Frame([record.head], [aligned_bytes(record.span)], record.span)
                 if left < 0 or current is None or not current.fits(frame):
                     break
                 if self._files.read(victim.fd, frame.bodies, record.offset) == record.span:
-                    self._append(whose, current, frame)
+                    self._append(loser, current, frame)
                     moved += zip([record], frame.records(), strict=True)
-            self._unsure = self._sync()  # before the file goes that has them now
-            if self._unsure is not None:
-                raise self._unsure
-            self._moved(moved)
+            self._sync_error = self._sync()  # before the file with the old copies is removed
+            if self._sync_error is not None:
+                raise self._sync_error
+            self._publish_copies(moved)
         except OSError as error:
-            self.notes[f"pages could not be carried over: {error.strerror}"] = None
+            self.notes[f"pages could not be copied forward: {error.strerror}"] = None
 
-    def _moved(self, moved: Sequence[tuple[Record, Record]]) -> None:
-        """Each is found where it is now. What was dropped while it was carried stays dropped."""
-        gone = []
+    def _publish_copies(self, moved: Sequence[tuple[Record, Record]]) -> None:
+        """Points the index to the new copies. An object dropped during the copy stays dropped."""
+        dropped = []
         with self.lock:
             for before, now in moved:
                 key, found = now.head.key, self.index.get(now.head.key)
                 if found is before:
                     before.segment.keys.discard(key)
-                    now.sure = before.sure
-                    self.index[key] = now  # used 0 times: again, to be carried again
+                    now.is_verified = before.is_verified
+                    self.index[key] = now  # 0 reads: it must be read again to be copied again
                     now.segment.keys.add(key)
                 elif found is None:
-                    gone.append((key, now.segment.number, now.offset))
-        if gone:
-            self._dropped.add(gone)
+                    dropped.append((key, now.segment.number, now.offset))
+        if dropped:
+            self._tombstones.add(dropped)
 
     # --- opening
 
     def _recover(self) -> None:
-        dead = self._dropped.read()
+        dead = self._tombstones.read()
         found = recover(self._files, self._config.direct, dead, self._segments, self.notes)
         self._foreign = found.foreign
-        # No number twice, nor one that the list of what was dropped still names: what is written there would count as dropped.
-        self._next = self._ticks = 1 + max([-1, *found.numbers, *(number for number, _ in dead.values())])
+        # Never reuse a number, not even of a tombstone: a record written there would count as dropped.
+        self._next_number = self._clock = 1 + max(
+            [-1, *found.numbers, *(number for number, _ in dead.values())]
+        )
         for record in found.records:
-            if record.sure or record.head.key not in self.index:
+            if record.is_verified or record.head.key not in self.index:
                 self.publish([record])
-        everybody = self._owners.everybody
-        self._reopen_last(everybody)
+        shared = self._owners.shared
+        self._reopen_last(shared)
         for number, segment in list(self._segments.items()):
-            if segment is everybody.current:
+            if segment is shared.current:
                 continue
             if not segment.keys and number not in found.unread:
                 del self._segments[number]
                 self._remove(segment)
             else:
                 segment.seal()
-        alive = {key: place for key, place in dead.items() if key in found.still}
+        alive = {key: place for key, place in dead.items() if key in found.still_stored}
         if len(alive) < len(dead) and not found.unread and not self._foreign:
-            self._dropped.rewrite(alive)
-        self._make_room(everybody, carry=False)
+            self._tombstones.rewrite(alive)
+        self._free_space(shared, copy_forward=False)
 
-    def _reopen_last(self, owner: Owner) -> None:
-        """An owner goes on in the last of its segments, if half of that is free."""
-        last = self._owners.last_of(owner)
+    def _reopen_last(self, owner: SegmentOwner) -> None:
+        """Continues an owner's newest segment if at least half of it is free."""
+        last = self._owners.newest_segment(owner)
         if last is None or last.end >= owner.segment_bytes // 2:
             return
         try:
             last.reopen(owner.segment_bytes)
         except OSError:
-            last.seal()  # a full disk: it can still be read
+            last.seal()  # the disk is full: the segment stays readable
         else:
             owner.current = last

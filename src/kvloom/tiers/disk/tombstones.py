@@ -1,7 +1,7 @@
-"""A disk tier's list of what was dropped: it keeps objects whose bytes are still in a segment from coming back.
+"""A disk tier's list of dropped objects: it keeps objects whose bytes are still in a segment from returning.
 
-Lines of key, segment and offset, each with a checksum: copies of the key up to that place do not count. Only appended to, and
-written anew when a tier opens and some of them have left the disk. Knows no segments.
+Lines of key, segment and offset, each with a checksum: copies of the key up to that position are dead. Append-only;
+rewritten at opening when some of them are no longer on disk. Does not know segments.
 """
 
 from __future__ import annotations
@@ -9,48 +9,48 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from kvloom.tiers.encoding.checksums import checksum
+from kvloom.tiers.encoding import checksum
 from kvloom.tiers.tier import KEY_BYTES
 
 from .files import Files
 
-__all__ = ["Dropped", "Gone"]
+__all__ = ["DroppedRecords", "Tombstones"]
 
-Gone = Sequence[tuple[bytes, int, int]]
-"""Keys, and the segment and offset where each was."""
+DroppedRecords = Sequence[tuple[bytes, int, int]]
+"""Keys, and the segment and offset of each."""
 _LINE = struct.Struct(f"<{KEY_BYTES}sQQQ")
 _NAME = "dropped"
-_READ_LINES = 16384  # in memory at once
+_READ_LINES = 16384  # read at once
 
 
-class Dropped:
-    """The file of one directory. Every call opens it; OSError: the disk's words."""
+class Tombstones:
+    """The file of one directory. Every call opens it and may raise OSError."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    def add(self, gone: Gone) -> None:
-        """These do not come back with the next opening, and the disk has heard of it."""
+    def add(self, dropped: DroppedRecords) -> None:
+        """Appends and syncs tombstones."""
         lines = []
-        for key, number, offset in gone:
+        for key, number, offset in dropped:
             line = _LINE.pack(key, number, offset, 0)[:-8]
             lines.append(line + checksum(line).to_bytes(8, "little"))
         fd = self._open()
         try:
-            whole = self._files.size(fd) // _LINE.size * _LINE.size  # not after a line cut short
+            whole = self._files.size(fd) // _LINE.size * _LINE.size  # not after an incomplete line
             self._files.write(fd, [b"".join(lines)], whole)
             self._files.sync(fd)
         finally:
             self._files.close(fd)
 
     def read(self) -> dict[bytes, tuple[int, int]]:
-        """key → the last place at which it was dropped."""
+        """Returns key → the last position at which it was dropped."""
         dead: dict[bytes, tuple[int, int]] = {}
         data, start = bytearray(_READ_LINES * _LINE.size), 0
         fd = self._open()
         try:
             while got := self._files.read(fd, [data], start):
-                if data.count(0, 0, got) == got:  # never written: a file may say any size
+                if data.count(0, 0, got) == got:  # never written: a sparse file may have any size
                     break
                 for at in range(0, got - _LINE.size + 1, _LINE.size):
                     key, number, offset, check = _LINE.unpack_from(data, at)
@@ -62,10 +62,10 @@ class Dropped:
         return dead
 
     def rewrite(self, dead: dict[bytes, tuple[int, int]]) -> None:
-        """Forgets all others."""
+        """Replaces all tombstones."""
         fd = self._open()
         try:
-            # Cut first: losing this in a crash lets a dropped page come back, never a wrong one.
+            # Truncate first: a crash here lets a dropped page return, never a wrong one.
             self._files.truncate(fd, 0)
         finally:
             self._files.close(fd)

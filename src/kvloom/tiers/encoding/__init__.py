@@ -1,3 +1,75 @@
-"""TODO: map of this folder."""
+"""Encodings of pages outside the pool. Does not know media.
 
-__all__: list[str] = []
+codec.py          the stored format: head, checksums, compression
+checksums.py      xxh3 per run, also during copies and I/O
+encryption.py     keys of tenants: encrypt or authenticate
+quantisation.py   re-encoding to int8 or fp8
+formats.py        memory formats of other systems
+"""
+
+from .checksums import (
+    checksum,
+    copy_checked,
+    read_checked,
+    read_step,
+    receive_checked,
+    receive_step,
+    run_checksums,
+    send_checked,
+    send_step,
+)
+from .codec import (
+    LEGACY_CIPHER,
+    Codec,
+    Compression,
+    Head,
+    make_codec,
+    max_head_bytes,
+    max_sealed_bytes,
+    parse_head,
+    plain_head_bytes,
+    plain_heads,
+    seal,
+    unseal,
+)
+from .encryption import Keyring, NoKeyError, Protect, check_protect, read_keys
+from .formats import Format, PageShape, from_format, to_format
+from .quantisation import CODINGS, Coding, decode, encode, lossy_form
+
+__all__ = [
+    "CODINGS",
+    "LEGACY_CIPHER",
+    "Codec",
+    "Coding",
+    "Compression",
+    "Format",
+    "Head",
+    "Keyring",
+    "NoKeyError",
+    "PageShape",
+    "Protect",
+    "check_protect",
+    "checksum",
+    "copy_checked",
+    "decode",
+    "encode",
+    "from_format",
+    "lossy_form",
+    "make_codec",
+    "max_head_bytes",
+    "max_sealed_bytes",
+    "parse_head",
+    "plain_head_bytes",
+    "plain_heads",
+    "read_checked",
+    "read_keys",
+    "read_step",
+    "receive_checked",
+    "receive_step",
+    "run_checksums",
+    "seal",
+    "send_checked",
+    "send_step",
+    "to_format",
+    "unseal",
+]

@@ -1,18 +1,18 @@
-"""Bytes that leave the process: a head that says what they are, a checksum a layer run, perhaps compressed or encrypted.
+"""The stored format of a page: a head, a checksum per layer run, optional compression and encryption.
 
-    head   "KVLP"  version u16  method u8  cipher u8       little endian; version 1 plain, 3 sealed with a key, 2 sealed before
-           name 16  group u32  form 16
+    head   "KVLP"  version u16  method u8  cipher u8       little endian; version 1 plain, 3 sealed with a key, 2 legacy sealed
+           block hash 16  group u32  form 16
            runs u32  run_bytes u32  0 u32
-           runs x checksum u64                             xxh3 of the run as the engine knows it; sealed: as stored
-           runs x stored length u32                        only where compressed or sealed
-           salt 16                                         only where sealed
+           runs x checksum u64                             xxh3 of the run as in the pool; sealed: as stored
+           runs x stored length u32                        only if compressed or sealed
+           salt 16                                         only if sealed
            checksum u64                                    xxh3 of the head up to here
-    body   the runs, one after the other: compressed unless that saved nothing, then sealed (16 bytes more)
+    body   the runs, one after the other: compressed unless that saves nothing, then sealed (16 bytes more)
 
-The cipher is 0 (plain), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM of version 2, under the object's
-plain key: pages like that are read, and no longer written. A codec with keys opens no plain page.
+The cipher is 0 (plain), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM of version 2,
+under the object's plain key: such pages are read and no longer written. A codec with keys opens no plain page.
 
-What does not check out is an Outcome, never an exception and never bytes. Knows no files and no stores.
+A page that fails verification is an Outcome, never an exception and never bytes. Does not know files or stores.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from importlib import import_module
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from kvloom.tiers.tier import KEY_BYTES, MOST_RUNS, Form, TierError
+from kvloom.tiers.tier import KEY_BYTES, MAX_RUNS, Form, TierError
 from kvloom.tiers.transfer import Outcome
 
-from .checksums import checksum, checksums, copy_checked
+from .checksums import checksum, copy_checked, run_checksums
 from .encryption import SALT_BYTES, TAG_BYTES, Keyring, NoKeyError, Protect
 
 __all__ = [
-    "OLD_CIPHER",
+    "LEGACY_CIPHER",
     "VERSION",
     "Codec",
     "Compression",
     "Head",
     "make_codec",
-    "most_bytes",
-    "most_head_bytes",
+    "max_head_bytes",
+    "max_sealed_bytes",
     "parse_head",
     "plain_head_bytes",
     "plain_heads",
@@ -47,74 +47,80 @@ __all__ = [
 ]
 
 VERSION = 1
-OLD_CIPHER = 1
+LEGACY_CIPHER = 1
 """The cipher of version 2, whose pages are stored under their plain keys."""
-_MOST_PAGE_BYTES = 1 << 31
+_MAX_PAGE_BYTES = 1 << 31
 _PROTECTS: dict[Protect, int] = {"encrypt": 2, "authenticate": 3}
-_VERSIONS = {0: VERSION, OLD_CIPHER: 2, **dict.fromkeys(_PROTECTS.values(), 3)}  # by cipher
+_VERSIONS = {0: VERSION, LEGACY_CIPHER: 2, **dict.fromkeys(_PROTECTS.values(), 3)}  # by cipher
 _MAGIC = b"KVLP"
 _FIXED = struct.Struct(f"<4sHBB{KEY_BYTES}sIII")
 _CHECK = struct.Struct("<Q")
 Compression = Literal["none", "lz4", "zstd"]
 _METHODS: tuple[Compression, ...] = ("none", "lz4", "zstd")
-_LEAST_WINDOW = 1 << 10  # zstd has no smaller one
+_MIN_WINDOW = 1 << 10  # the smallest window of zstd
 Bytes = memoryview | bytes
 
 
 class Head(NamedTuple):
-    """What a head says. `stored` is the length of each run's bytes in the body, None where they are as they were;
-    `salt` is there where they are sealed, by the `cipher` of that number."""
+    """A parsed head. `stored_lengths` are the lengths of the runs in the body, None if they are unchanged.
+
+    `salt` and `cipher` are set if the runs are sealed.
+    """
 
     key: bytes
     method: int
     run_bytes: int
-    checks: bytes
-    stored: tuple[int, ...] | None = None
+    checksums: bytes
+    stored_lengths: tuple[int, ...] | None = None
     salt: bytes = b""
     cipher: int = 0
 
     @property
     def runs(self) -> int:
-        return len(self.checks) // 8
+        return len(self.checksums) // 8
 
     @property
     def body_bytes(self) -> int:
-        return len(self.checks) // 8 * self.run_bytes if self.stored is None else sum(self.stored)
+        return (
+            len(self.checksums) // 8 * self.run_bytes
+            if self.stored_lengths is None
+            else sum(self.stored_lengths)
+        )
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """Where runs [first, last) lie in the body."""
-        if self.stored is None:
+        """Returns the byte range of runs [first, last) in the body."""
+        if self.stored_lengths is None:
             return first * self.run_bytes, last * self.run_bytes
-        edges = [0, *accumulate(self.stored)]
+        edges = [0, *accumulate(self.stored_lengths)]
         return edges[first], edges[last]
 
     def pack(self) -> bytes:
-        version, runs = _VERSIONS[self.cipher], len(self.checks) // 8
+        version, runs = _VERSIONS[self.cipher], len(self.checksums) // 8
         fixed = _FIXED.pack(_MAGIC, version, self.method, self.cipher, self.key, runs, self.run_bytes, 0)
-        head = fixed + self.checks
-        if self.stored is not None:
-            head += struct.pack(f"<{len(self.stored)}I", *self.stored) + self.salt
+        head = fixed + self.checksums
+        if self.stored_lengths is not None:
+            head += struct.pack(f"<{len(self.stored_lengths)}I", *self.stored_lengths) + self.salt
         return head + _CHECK.pack(checksum(head))
 
 
 def plain_head_bytes(form: Form) -> int:
-    """The length of a head whose runs are as they were."""
+    """Returns the length of a head of unchanged runs."""
     return _FIXED.size + 8 * form.runs + _CHECK.size
 
 
-def most_head_bytes(form: Form) -> int:
-    """The length of the longest head that a page of this form has."""
+def max_head_bytes(form: Form) -> int:
+    """Returns the length of the longest head of a page of this form."""
     return _FIXED.size + 12 * form.runs + SALT_BYTES + _CHECK.size
 
 
-def most_bytes(form: Form) -> int:
-    """What a sealed page takes at most, its head included."""
-    # A run that compression does not shrink stays as it was.
-    return most_head_bytes(form) + TAG_BYTES * form.runs + form.page_bytes
+def max_sealed_bytes(form: Form) -> int:
+    """Returns the largest size of a sealed page, head included."""
+    # A run that compression does not shrink is stored unchanged.
+    return max_head_bytes(form) + TAG_BYTES * form.runs + form.page_bytes
 
 
 def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
-    """The head at the beginning of `data` and its length, or what is wrong with it."""
+    """Returns the head at the beginning of `data` and its length, or the outcome that states what is wrong."""
     if len(data) < _FIXED.size:
         return Outcome.SHORT
     magic, version, method, cipher, key, runs, run_bytes, _ = _FIXED.unpack_from(data)
@@ -122,9 +128,9 @@ def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
         return Outcome.CORRUPT
     if version not in _VERSIONS.values():
         return Outcome.VERSION
-    if not 0 < runs <= MOST_RUNS or method >= len(_METHODS) or _VERSIONS.get(cipher) != version:
+    if not 0 < runs <= MAX_RUNS or method >= len(_METHODS) or _VERSIONS.get(cipher) != version:
         return Outcome.CORRUPT
-    if not 0 < runs * run_bytes < _MOST_PAGE_BYTES:
+    if not 0 < runs * run_bytes < _MAX_PAGE_BYTES:
         return Outcome.CORRUPT
     lengths = _FIXED.size + runs * 8
     salted = lengths + (runs * 4 if method or cipher else 0)
@@ -136,14 +142,15 @@ def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
     checks = bytes(data[_FIXED.size : lengths])
     stored = struct.unpack_from(f"<{runs}I", data, lengths) if salted > lengths else None
     if stored is not None and max(stored) > run_bytes + (TAG_BYTES if cipher else 0):
-        return Outcome.CORRUPT  # no writer makes a run longer: memory is not set aside for it
+        return Outcome.CORRUPT  # no writer stores a longer run: do not allocate memory for it
     return Head(key, method, run_bytes, checks, stored, bytes(data[salted:end]), cipher), end + _CHECK.size
 
 
 class Codec:
-    """Packs and unpacks single runs. One instance a thread: the libraries' contexts are not shared.
+    """Compresses and decompresses single runs. One instance per thread: the libraries' contexts are not thread-safe.
 
-    With `keys` every page is sealed with them, and no plain page opens."""
+    With `keys` every page is sealed, and no plain page opens.
+    """
 
     def __init__(self, method: int, keys: Keyring | None = None) -> None:
         self.method, self.keys = method, keys
@@ -151,12 +158,12 @@ class Codec:
         self._zstd_in: Any = None
 
     @property
-    def plain(self) -> bool:
-        """Are bodies the pages' very bytes?"""
+    def is_plain(self) -> bool:
+        """Whether bodies are the unchanged bytes of pages."""
         return self.method == 0 and self.keys is None
 
     def pack(self, run: memoryview) -> Bytes:
-        """The run compressed, or as it was when that saves nothing."""
+        """Returns the compressed run, or the run itself if that saves nothing."""
         if self.method == 0:
             return run
         if self.method == 1:
@@ -168,7 +175,7 @@ class Codec:
         return packed if len(packed) < len(run) else run
 
     def unpack(self, method: int, packed: memoryview, into: memoryview) -> bool:
-        """Exactly `into`'s bytes, or False. Never more: a length in damaged bytes is not believed."""
+        """Decompresses exactly the bytes of `into`; returns False otherwise. Does not trust lengths in damaged bytes."""
         try:
             if method == 1:
                 plain = _library("lz4.block").decompress(packed, uncompressed_size=len(into))
@@ -178,10 +185,10 @@ class Codec:
                 return True
             zstd = _library("zstandard")
             frame = zstd.get_frame_parameters(packed)
-            if frame.content_size != len(into) or frame.window_size > max(len(into), _LEAST_WINDOW):
-                return False  # its window would be memory that a run of this size does not need
+            if frame.content_size != len(into) or frame.window_size > max(len(into), _MIN_WINDOW):
+                return False  # its window needs more memory than a run of this size
             if self._zstd_in is None:
-                self._zstd_in = zstd.ZstdDecompressor(max_window_size=_MOST_PAGE_BYTES)
+                self._zstd_in = zstd.ZstdDecompressor(max_window_size=_MAX_PAGE_BYTES)
             with self._zstd_in.stream_reader(packed) as reader:
                 done = 0
                 while done < len(into):
@@ -192,21 +199,24 @@ class Codec:
                 return True
         except TierError:
             raise
-        except Exception:  # noqa: BLE001  each library has its own; whatever it says, the bytes are bad
+        except Exception:  # noqa: BLE001  any library error means damaged bytes
             return False
 
 
 def _library(module: str) -> Any:
-    """Packages are looked for when they are needed: a tier without compression needs none for it."""
+    """Imports a package when needed: a tier without compression needs none."""
     try:
         return import_module(module)
     except ImportError as error:
-        raise TierError(f"the package of {module!r} is missing: pip install 'kvloom[tiers]'") from error
+        raise TierError(
+            f"the package with the module {module!r} is missing: pip install 'kvloom[tiers]'"
+        ) from error
 
 
 def make_codec(compression: Compression = "none", keys: Keyring | None = None) -> Codec:
-    """A codec that writes with `compression` and reads any; with `keys`, sealed. A TierError where the package is
-    missing."""
+    """Returns a codec that writes with `compression` and reads any; with `keys`, sealed. Raises TierError if a package
+    is missing.
+    """
     if compression not in _METHODS:
         raise ValueError(f"compression={compression!r} is none of {_METHODS}")
     checksum(b"")
@@ -216,8 +226,8 @@ def make_codec(compression: Compression = "none", keys: Keyring | None = None) -
 
 
 def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[Head]:
-    """The heads of plain pages that lie one after the other: `seal` of each, in one go."""
-    sums, each = checksums(pages, form.run_bytes), 8 * form.runs
+    """Returns the heads of consecutive plain pages: `seal` of each, in one call."""
+    sums, each = run_checksums(pages, form.run_bytes), 8 * form.runs
     return [
         Head(key, 0, form.run_bytes, sums[number * each : (number + 1) * each])
         for number, key in enumerate(keys)
@@ -227,15 +237,16 @@ def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[He
 def seal(
     key: bytes, form: Form, page: memoryview, codec: Codec, tenant: str = ""
 ) -> tuple[Head, list[Bytes]]:
-    """The head of a page and its body in pieces; of a plain codec the one piece is the caller's memory.
+    """Returns the head of a page and its body in pieces. The piece of a plain codec is the caller's memory.
 
-    NoKeyError where it is to be sealed and the tenant has no key."""
+    Raises NoKeyError if the codec seals and the tenant has no key.
+    """
     step = form.run_bytes
-    if codec.plain:
-        return Head(key, 0, step, checksums(page, step)), [page]
+    if codec.is_plain:
+        return Head(key, 0, step, run_checksums(page, step)), [page]
     pieces = [codec.pack(page[at : at + step]) for at in range(0, form.page_bytes, step)]
     if codec.keys is None:
-        return Head(key, codec.method, step, checksums(page, step), tuple(map(len, pieces))), pieces
+        return Head(key, codec.method, step, run_checksums(page, step), tuple(map(len, pieces))), pieces
     salt = os.urandom(SALT_BYTES)
     kind, number = codec.keys.protect, _PROTECTS[codec.keys.protect]
     cipher = codec.keys.page_cipher(tenant, salt, kind)
@@ -246,17 +257,22 @@ def seal(
 
 
 def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) -> bytes:
-    """Returns what a sealed run is bound to, beside its number and its page's salt. The key has the block hash and the layout's
-    fingerprint in it."""
+    """Returns the bytes that a sealed run is bound to, besides its number and its page's salt.
+
+    The key contains the block hash and the layout's fingerprint.
+    """
     bound = key + bytes([method]) + run_bytes.to_bytes(4, "little")
-    return bound if cipher == OLD_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
+    return bound if cipher == LEGACY_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
 
 
 def unseal(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str = ""
 ) -> Outcome:
-    """Runs from `first` on, as many as `into` holds, from `body`, which begins with them. `body` may be `into`
-    itself where nothing is compressed. Anything but OK: `into` means nothing. A plain page is UNTRUSTED where the codec has keys."""
+    """Verifies and decodes runs from `first` on, as many as fit `into`. `body` begins with the first of them.
+
+    `body` may be `into` itself if nothing is compressed. After any outcome but OK, `into` is undefined.
+    A plain page is UNTRUSTED if the codec has keys.
+    """
     step = head.run_bytes
     last = first + len(into) // step
     low, high = head.span(first, last)
@@ -265,18 +281,20 @@ def unseal(
     if codec.keys is not None and not head.cipher:
         return Outcome.UNTRUSTED
     if head.cipher:
-        return _unlock(head, body, first, into, codec, tenant)
-    if head.stored is None and body is not into:
-        sums = copy_checked(into, body[: high - low], step, arrived=True)
-        return Outcome.OK if sums == head.checks[first * 8 : last * 8] else Outcome.CORRUPT
-    if head.stored is not None:
+        return _unseal_protected(head, body, first, into, codec, tenant)
+    if head.stored_lengths is None and body is not into:
+        sums = copy_checked(into, body[: high - low], step, of_target=True)
+        return Outcome.OK if sums == head.checksums[first * 8 : last * 8] else Outcome.CORRUPT
+    if head.stored_lengths is not None:
         at = 0
-        for number, length in enumerate(head.stored[first:last]):
+        for number, length in enumerate(head.stored_lengths[first:last]):
             run = into[number * step : (number + 1) * step]
             if not _unpack(head, body[at : at + length], run, codec):
                 return Outcome.CORRUPT
             at += length
-    return Outcome.OK if checksums(into, step) == head.checks[first * 8 : last * 8] else Outcome.CORRUPT
+    return (
+        Outcome.OK if run_checksums(into, step) == head.checksums[first * 8 : last * 8] else Outcome.CORRUPT
+    )
 
 
 def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bool:
@@ -286,9 +304,11 @@ def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bo
     return codec.unpack(head.method, packed, run)
 
 
-def _unlock(head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str) -> Outcome:
-    """`unseal` of sealed runs. Damage is told from a wrong key: the checksums are of the bytes as stored."""
-    assert head.stored is not None
+def _unseal_protected(
+    head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str
+) -> Outcome:
+    """`unseal` of sealed runs. Checksums cover the stored bytes, so damage (CORRUPT) differs from a wrong key (LOCKED)."""
+    assert head.stored_lengths is not None
     if codec.keys is None:
         return Outcome.LOCKED
     try:
@@ -297,13 +317,13 @@ def _unlock(head: Head, body: memoryview, first: int, into: memoryview, codec: C
     except NoKeyError:
         return Outcome.LOCKED
     except TierError:
-        return Outcome.VERSION  # a good page, for a process that has the package
+        return Outcome.VERSION  # an intact page, readable with the package installed
     context = _context(head.key, head.method, head.runs, head.run_bytes, head.cipher)
     at, step = 0, head.run_bytes
     for number in range(first, first + len(into) // step):
-        length = head.stored[number]
+        length = head.stored_lengths[number]
         sealed = body[at : at + length]
-        if checksum(sealed) != int.from_bytes(head.checks[number * 8 : number * 8 + 8], "little"):
+        if checksum(sealed) != int.from_bytes(head.checksums[number * 8 : number * 8 + 8], "little"):
             return Outcome.CORRUPT
         packed = cipher.decrypt(number, sealed, context)
         if packed is None:

@@ -1,11 +1,12 @@
-"""Keys of a tier: encryption or authentication of single runs, and the names under which pages are stored.
+"""Keys of a tier: encryption or authentication of single runs, and the keys under which pages are stored.
 
-    the file   {"acme": "64 hex digits", "*": "64 hex digits"}     "*": every other tenant's key is made from this one
-    a page     key = BLAKE2b(tenant's key, salt of the page)       nonce = number of the run, so none is used twice
-    a name     BLAKE2b(tenant's key, the object's key)             only a holder of the key can derive it
+    the file     {"acme": "64 hex digits", "*": "64 hex digits"}     "*": derives the key of every other tenant
+    a page       key = BLAKE2b(tenant's key, salt of the page)       nonce = number of the run, never reused
+    stored key   BLAKE2b(tenant's key, the object's key)             only a holder of the key can derive it
 
-`protect="encrypt"` is AES-256-GCM. `protect="authenticate"` leaves the bytes readable and adds HMAC-SHA-256 of 16 bytes.
-A run under another key, at another position or under another name does not open. Knows no formats and no tiers.
+`protect="encrypt"` is AES-256-GCM. `protect="authenticate"` leaves the bytes readable and adds 16 bytes of
+HMAC-SHA-256. A run under another key, at another position or under another object key does not open.
+Does not know formats or tiers.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _PERSON, _PERSON_MAC, _PERSON_NAME = b"kvloom.key", b"kvloom.mac", b"kvloom.name
 
 
 class NoKeyError(LookupError):
-    """A tenant has no key: nothing of it may be stored in the clear, and nothing can be opened."""
+    """A tenant has no key: its pages must not be stored in the clear, and none can be opened."""
 
 
 class PageCipher(Protocol):
-    """Seals the runs of one page. `context` must be the same to open a run."""
+    """Seals the runs of one page. Opening a run needs the same `context`."""
 
     def encrypt(self, number: int, run: memoryview | bytes, context: bytes) -> bytes:
         """Returns the run and its tag of TAG_BYTES."""
@@ -57,7 +58,7 @@ class PageCipher(Protocol):
 
 
 class _Aes(PageCipher):
-    """AES-256-GCM. A page's key is used for that page only, so a run's number is its nonce."""
+    """AES-256-GCM. Each page has its own key, so the run number is the nonce."""
 
     def __init__(self, cipher: Any, invalid: type[Exception]) -> None:
         self._cipher, self._invalid = cipher, invalid
@@ -74,7 +75,7 @@ class _Aes(PageCipher):
 
 
 class _Mac(PageCipher):
-    """The run as it is, and HMAC-SHA-256 of context, number and run, cut to 16 bytes."""
+    """The unchanged run, and 16 bytes of HMAC-SHA-256 over context, number and run."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -94,12 +95,14 @@ class _Mac(PageCipher):
 
 
 class Keyring:
-    """Keys by tenant. Safe from any thread."""
+    """Keys by tenant. Thread-safe."""
 
     def __init__(self, keys: dict[str, bytes], protect: Protect = "encrypt") -> None:
         wrong = [tenant for tenant, key in keys.items() if len(key) != _KEY_BYTES]
         if wrong or not keys:
-            raise ValueError(f"keys have {_KEY_BYTES} bytes, and there is one at least; wrong for {wrong}")
+            raise ValueError(
+                f"a keyring needs at least one key, and keys of {_KEY_BYTES} bytes; wrong length for {wrong}"
+            )
         self._keys, self.protect = dict(keys), protect
         self._aes: Any = None
         self._invalid: type[Exception] = ValueError
@@ -110,40 +113,40 @@ class Keyring:
             if protect == "encrypt":
                 raise TierError(
                     "the package 'cryptography' is missing: pip install 'kvloom[encryption]', "
-                    "or give protect=authenticate"
+                    "or use protect=authenticate"
                 ) from error
 
     @classmethod
     def read(cls, path: Path | str, protect: Protect = "encrypt") -> Keyring:
-        """Keys from a file that its owner alone may read. A TierError says what is wrong with it, never what is in it."""
+        """Reads keys from a file that only its owner may read. The TierError never contains the file's content."""
         path = Path(path)
         try:
             with path.open("rb") as file:
                 mode = os.fstat(file.fileno()).st_mode
                 text = file.read()
         except OSError as error:
-            raise TierError(f"the keys of {path} cannot be read: {error.strerror}") from error
+            raise TierError(f"the key file {path} cannot be read: {error.strerror}") from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise TierError(f"others may read {path}: chmod 600 it, and consider its keys known")
+            raise TierError(f"other users may read {path}: run chmod 600 on it and replace its keys")
         try:
-            told = json.loads(text)
-            return cls({str(tenant): bytes.fromhex(key) for tenant, key in told.items()}, protect)
+            content = json.loads(text)
+            return cls({str(tenant): bytes.fromhex(key) for tenant, key in content.items()}, protect)
         except (ValueError, TypeError, AttributeError):
             raise TierError(
-                f'{path} has no keys: write {{"TENANT": "{2 * _KEY_BYTES} hex digits", "*": "…"}}'
+                f'{path} is not a key file: write {{"TENANT": "{2 * _KEY_BYTES} hex digits", "*": "…"}}'
             ) from None
 
     def page_cipher(self, tenant: str, salt: bytes, protect: Protect = "encrypt") -> PageCipher:
-        """Returns the cipher of one page. NoKeyError: the tenant has no key. TierError: the package for it is missing."""
+        """Returns the cipher of one page. Raises NoKeyError without a key, TierError if its package is missing."""
         key = self._tenant_key(tenant)
         if protect == "authenticate":
-            return _Mac(_derived(salt, key, _PERSON_MAC))
+            return _Mac(_derive(salt, key, _PERSON_MAC))
         if self._aes is None:
             raise TierError("the package 'cryptography' is missing: pip install 'kvloom[encryption]'")
-        return _Aes(self._aes(_derived(salt, key, _PERSON)), self._invalid)
+        return _Aes(self._aes(_derive(salt, key, _PERSON)), self._invalid)
 
-    def rename(self, objects: Objects) -> Objects:
-        """Returns the same objects under the keys that a tier stores. NoKeyError: the tenant has no key."""
+    def with_stored_keys(self, objects: Objects) -> Objects:
+        """Returns the same objects under the keys that a tier stores. Raises NoKeyError if the tenant has no key."""
         key = self._tenant_key(objects.tenant)
         keyed = blake2b(digest_size=KEY_BYTES, key=key, person=_PERSON_NAME)
         stored = []
@@ -151,7 +154,7 @@ class Keyring:
             each = keyed.copy()
             each.update(plain)
             stored.append(each.digest())
-        return objects.stored_as(stored)
+        return objects.with_keys(stored)
 
     def _tenant_key(self, tenant: str) -> bytes:
         key = self._keys.get(tenant) if tenant != _OTHERS else None
@@ -159,23 +162,23 @@ class Keyring:
             others = self._keys.get(_OTHERS)
             if others is None:
                 raise NoKeyError(f"tenant {tenant!r} has no key")
-            key = _derived(tenant.encode(), others, _PERSON)
+            key = _derive(tenant.encode(), others, _PERSON)
         return key
 
 
-def _derived(text: bytes, key: bytes, person: bytes) -> bytes:
+def _derive(text: bytes, key: bytes, person: bytes) -> bytes:
     return blake2b(text, digest_size=_KEY_BYTES, key=key, person=person).digest()
 
 
 def read_keys(path: Path | str | None, protect: Protect | None) -> Keyring | None:
-    """Returns the keys of a tier's settings, None where it has none. TierError: the file is of no use."""
+    """Returns the keys of a tier's settings, None without keys. Raises TierError if the file is unusable."""
     return None if path is None else Keyring.read(path, protect or "encrypt")
 
 
 def check_protect(path: Path | str | None, protect: str | None) -> None:
-    """Raises ValueError for a setting that would leave pages without the protection that was asked for."""
+    """Raises ValueError for settings that would leave pages without the requested protection."""
     if path is not None and not str(path):
-        raise ValueError("keys= names no file: give keys=FILE, or leave it out to store pages in the clear")
+        raise ValueError("keys= has no file name: give keys=FILE, or omit it to store pages in the clear")
     if protect is not None and protect not in get_args(Protect):
         raise ValueError(f"protect={protect!r} is none of {', '.join(get_args(Protect))}")
     if protect is not None and path is None:

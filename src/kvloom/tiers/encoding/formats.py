@@ -1,18 +1,18 @@
-"""Pages to and from the memory formats of other systems, byte for byte. numpy only; every conversion is a copy of views.
+"""Conversion of pages to and from the memory formats of other systems, byte for byte. numpy only.
 
-    a page of ours      [layer][field: keys, values, …][heads, tokens, dims]    order HND
+    a page of kvloom    [layer][field: keys, values, …][heads, tokens, dims]    order HND
                         [layer][field: keys, values, …][tokens, heads, dims]    order NHD
 
-| format | one block of theirs                 | who                                                    |
+| format | one block                           | used by                                                |
 |--------|-------------------------------------|--------------------------------------------------------|
 | 2LTD   | [2, layers, tokens, heads·dims]     | LMCache's chunks (KV_2LTD)                             |
-| T2D    | [layers, tokens, 2, heads·dims]     | a layer at a time, keys beside values (KV_T2D)         |
-| 2TD    | [layers, 2, tokens, heads·dims]     | a layer at a time (KV_2TD)                             |
-| NHD    | [layers, 2, tokens, heads, dims]    | FlashInfer and vLLM: tokens whole                      |
-| HND    | [layers, 2, heads, tokens, dims]    | FlashInfer and vLLM: heads whole                       |
-| MLA    | [layers, tokens, dims]              | one latent a token, not keys and values apart (KV_MLA) |
+| T2D    | [layers, tokens, 2, heads·dims]     | layer by layer, keys beside values (KV_T2D)            |
+| 2TD    | [layers, 2, tokens, heads·dims]     | layer by layer (KV_2TD)                                |
+| NHD    | [layers, 2, tokens, heads, dims]    | FlashInfer and vLLM, token-major                       |
+| HND    | [layers, 2, heads, tokens, dims]    | FlashInfer and vLLM, head-major                        |
+| MLA    | [layers, tokens, dims]              | one latent per token (KV_MLA)                          |
 
-Values are moved, never converted: any element type of 1, 2, 4 or 8 bytes does. Knows no tiers and no names.
+Values are copied, never converted: every element type of 1, 2, 4 or 8 bytes works. Does not know tiers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ELEMENTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """A page of ours. `fields` is 2 for keys and values, 1 for a latent (MLA)."""
+    """Shape of a page of kvloom. `fields` is 2 for keys and values, 1 for a latent (MLA)."""
 
     layers: int
     tokens: int
@@ -60,16 +60,16 @@ class PageShape:
         return self.layers * self.fields * self.tokens * self.heads * self.dims * self.element_bytes
 
     def view(self, page: Any) -> npt.NDArray[Any]:
-        """The page as [layers, fields, tokens, heads, dims], whatever its order; a view."""
+        """Returns a view of the page as [layers, fields, tokens, heads, dims], independent of its order."""
         data = np.frombuffer(memoryview(page).cast("B"), np.uint8)
         if len(data) != self.page_bytes:
-            raise ValueError(f"a page of {len(data)} bytes is none of {self.page_bytes}: {self}")
+            raise ValueError(f"the page has {len(data)} bytes; {self} has {self.page_bytes}")
         inner = (self.tokens, self.heads) if self.order == "NHD" else (self.heads, self.tokens)
         shaped = data.view(_ELEMENTS[self.element_bytes]).reshape(self.layers, self.fields, *inner, self.dims)
         return shaped if self.order == "NHD" else shaped.swapaxes(2, 3)
 
 
-# The axes (layers, fields, tokens, heads, dims) in the order in which each format lays them down.
+# The order of the axes (layers, fields, tokens, heads, dims) in each format.
 _AXES: dict[Format, tuple[int, ...]] = {
     "2LTD": (1, 0, 2, 3, 4),
     "T2D": (0, 2, 1, 3, 4),
@@ -80,8 +80,8 @@ _AXES: dict[Format, tuple[int, ...]] = {
 }
 
 
-def _theirs(shape: PageShape, kind: Format) -> tuple[int, ...]:
-    """The shape of a block in that format."""
+def _block_shape(shape: PageShape, kind: Format) -> tuple[int, ...]:
+    """Returns the shape of a block in a format."""
     layers, tokens, width = shape.layers, shape.tokens, shape.heads * shape.dims
     return {
         "2LTD": (2, layers, tokens, width),
@@ -99,27 +99,27 @@ def _check(shape: PageShape, kind: Format) -> None:
     if (kind == "MLA") != (shape.fields == 1):
         raise ValueError(
             f"format {kind} has {1 if kind == 'MLA' else 2} fields, this page {shape.fields}: "
-            "MLA is for latents, the others for keys and values"
+            "use MLA for latents, the others for keys and values"
         )
 
 
 def to_format(page: Any, shape: PageShape, kind: Format) -> npt.NDArray[Any]:
-    """A page in another format: a new array of unsigned elements, to be viewed as the type they are."""
+    """Returns a page in another format: a new array of unsigned elements, to be viewed as their type."""
     _check(shape, kind)
-    return np.ascontiguousarray(shape.view(page).transpose(_AXES[kind])).reshape(_theirs(shape, kind))
+    return np.ascontiguousarray(shape.view(page).transpose(_AXES[kind])).reshape(_block_shape(shape, kind))
 
 
 def from_format(block: npt.NDArray[Any], shape: PageShape, kind: Format, page: Any) -> None:
-    """Fills a page from a block of another format. A ValueError, before anything is written, if they do not fit."""
+    """Fills a page from a block of another format. Raises ValueError, before any write, if they do not match."""
     _check(shape, kind)
-    if block.shape != _theirs(shape, kind) or block.dtype.itemsize != shape.element_bytes:
+    if block.shape != _block_shape(shape, kind) or block.dtype.itemsize != shape.element_bytes:
         raise ValueError(
-            f"a block of shape {block.shape} and {block.dtype.itemsize} bytes an element is no {kind} of "
-            f"{_theirs(shape, kind)} and {shape.element_bytes}"
+            f"a block of shape {block.shape} with elements of {block.dtype.itemsize} bytes is not {kind} of "
+            f"{_block_shape(shape, kind)} and {shape.element_bytes}"
         )
     ours = shape.view(page)
     if not ours.flags.writeable:
-        raise ValueError("the page is read-only")
+        raise ValueError("the page is read-only: pass a writable buffer")
     axes = _AXES[kind]
     plain = np.ascontiguousarray(block).view(_ELEMENTS[shape.element_bytes])
     laid = plain.reshape([ours.shape[axis] for axis in axes])

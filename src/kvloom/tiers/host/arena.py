@@ -1,9 +1,9 @@
-"""Memory in slabs, each lent to one page size and cut into its pages. Page-granular: a page never moves.
+"""Host memory in slabs, each cut into pages of one size. A page never moves.
 
     |slab 0: 64 KiB pages|slab 1: 2 MiB pages|slab 2: free|…
 
-Pages come out in ascending order while the arena fills, so that a batch is a few long runs. Knows no objects and no
-eviction: who is to leave is the tier's choice. Not thread-safe: its owner holds a lock.
+While the arena fills, pages are allocated in ascending order, so a batch is a few long runs.
+Does not know objects or eviction. Not thread-safe: the host tier's lock guards it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ import numpy.typing as npt
 
 __all__ = ["Arena", "copy_pages"]
 
-_SHARED_BYTES = 4 << 20  # below it a second thread is not worth waking
+_MIN_SHARED_BYTES = 4 << 20  # smaller batches do not pay for a second thread
 _PIECE_BYTES = 1 << 20
-_PATIENCE, _REST_SECONDS = 0.25, 2.0
+_MAX_WAIT_RATIO, _PAUSE_SECONDS = 0.25, 2.0
 
 
 class Arena:
-    """`buffer` is memory that the caller brings (pinned, say); without one it is mapped here, and comes with use."""
+    """`buffer` is memory of the caller (pinned, for example). Without one the arena maps memory, which the system
+    commits on first use.
+    """
 
     def __init__(self, capacity: int, slab_bytes: int, buffer: Any = None) -> None:
         if slab_bytes <= 0 or slab_bytes % mmap.PAGESIZE:
@@ -46,26 +48,26 @@ class Arena:
                 buffer = mmap.mmap(-1, size)
             except OSError as error:
                 raise ValueError(
-                    f"the system does not give {size:,} bytes of host memory ({error.strerror}): ask for less"
+                    f"the system cannot map {size:,} bytes of host memory ({error.strerror}): use a smaller capacity"
                 ) from error
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a kernel without them: smaller pages do
+                with contextlib.suppress(OSError):  # the kernel has no huge pages
                     buffer.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(buffer).cast("B")
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.view, np.uint8)
         if len(self.bytes) < size or not self.bytes.flags.writeable:
-            raise ValueError(f"the buffer must be writable and hold {size} bytes; it has {len(self.bytes)}")
-        self._free_slabs = list(range(self.slabs))  # a heap: the lowest first, so that runs are long
-        self._partial: dict[int, dict[int, None]] = {}  # page size -> slabs lent to it that have free pages
-        self._free: list[list[int]] = [[] for _ in range(self.slabs)]  # a slab's free pages
-        self._size = [0] * self.slabs  # the page size a slab is lent to, 0 for none
-        self._used = [0] * self.slabs  # its pages in use
+            raise ValueError(f"the buffer must be writable and have {size} bytes; it has {len(self.bytes)}")
+        self._free_slabs = list(range(self.slabs))  # a heap: the lowest first, for long runs
+        self._partial: dict[int, dict[int, None]] = {}  # page size -> its slabs with free pages
+        self._free_pages: list[list[int]] = [[] for _ in range(self.slabs)]  # free pages by slab
+        self._size = [0] * self.slabs  # page size by slab, 0 for a free slab
+        self._used = [0] * self.slabs  # pages in use by slab
 
     def fits(self, page_bytes: int) -> bool:
         return page_bytes <= self.slab_bytes
 
-    def take(self, page_bytes: int, count: int) -> list[int]:
-        """The offsets of up to `count` free pages; fewer when there are no more."""
+    def allocate(self, page_bytes: int, count: int) -> list[int]:
+        """Returns the offsets of up to `count` free pages; fewer if there are no more."""
         partial = self._partial.setdefault(page_bytes, {})
         taken: list[int] = []
         while len(taken) < count:
@@ -75,15 +77,15 @@ class Arena:
                 slab = heapq.heappop(self._free_slabs)
                 self._size[slab] = page_bytes
                 base = slab * self.slab_bytes
-                places = range(base, base + self.slab_bytes - page_bytes + 1, page_bytes)
-                if len(places) <= count - len(taken):  # all of it at once
-                    self._used[slab] = len(places)
-                    taken += places
+                pages = range(base, base + self.slab_bytes - page_bytes + 1, page_bytes)
+                if len(pages) <= count - len(taken):  # the whole slab at once
+                    self._used[slab] = len(pages)
+                    taken += pages
                     continue
-                self._free[slab] = list(reversed(places))
+                self._free_pages[slab] = list(reversed(pages))
                 partial[slab] = None
             slab = next(iter(partial))
-            free = self._free[slab]
+            free = self._free_pages[slab]
             some = free[: -(count - len(taken)) - 1 : -1]
             del free[len(free) - len(some) :]
             if not free:
@@ -92,21 +94,21 @@ class Arena:
             taken += some
         return taken
 
-    def give(self, page_bytes: int, offset: int) -> None:
-        """A page comes back. A slab whose last page comes back can be lent to any size again."""
+    def free(self, page_bytes: int, offset: int) -> None:
+        """Frees a page. A slab whose last page is freed can be cut into any page size again."""
         slab = offset // self.slab_bytes
         self._used[slab] -= 1
         if self._used[slab]:
-            self._free[slab].append(offset)
+            self._free_pages[slab].append(offset)
             self._partial[page_bytes][slab] = None
         else:
             self._partial[page_bytes].pop(slab, None)
-            self._free[slab] = []
+            self._free_pages[slab] = []
             self._size[slab] = 0
             heapq.heappush(self._free_slabs, slab)
 
-    def beside(self, offset: int) -> range:
-        """All places of the slab that a lent place is in."""
+    def slab_pages(self, offset: int) -> range:
+        """Returns the offsets of all pages in the slab of an allocated page."""
         slab = offset // self.slab_bytes
         base, size = slab * self.slab_bytes, self._size[slab]
         return range(base, base + self.slab_bytes - size + 1, size)
@@ -122,24 +124,26 @@ def copy_pages(
     at: npt.NDArray[np.int64],
     size: int,
 ) -> None:
-    """Copies `size` bytes from each of `at` to each of `to`: one copy for every run that is contiguous in both. A second thread
-    takes half of a large batch, where there is a core for it: one core alone does not use all of the memory's speed."""
+    """Copies `size` bytes from each of `at` to each of `to`: one copy per run that is contiguous in both.
+
+    A second thread takes half of a large batch if a core is free: one core does not saturate memory bandwidth.
+    """
     if not len(to):
         return
     breaks = np.flatnonzero((np.diff(to) != size) | (np.diff(at) != size)) + 1
     edges = [0, *breaks.tolist(), len(to)]
     to_list, at_list = to.tolist(), at.tolist()
     runs = [(to_list[first], at_list[first], (last - first) * size) for first, last in pairwise(edges)]
-    shared = len(to) * size >= _SHARED_BYTES and _cores() > 1
-    pieces = deque(_pieces(runs) if shared else runs)
-    with _helper.lent(target, source, pieces) if shared else contextlib.nullcontext():
+    shared = len(to) * size >= _MIN_SHARED_BYTES and _cores() > 1
+    pieces = deque(_split(runs) if shared else runs)
+    with _helper.sharing(target, source, pieces) if shared else contextlib.nullcontext():
         _copy(target, source, pieces.popleft, pieces)
 
 
-_Piece = tuple[int, int, int]  # to, at, bytes
+_CopyRange = tuple[int, int, int]  # to, at, bytes
 
 
-def _pieces(runs: list[_Piece]) -> Iterator[_Piece]:
+def _split(runs: list[_CopyRange]) -> Iterator[_CopyRange]:
     for start, begin, length in runs:
         for at in range(0, length, _PIECE_BYTES):
             yield start + at, begin + at, min(_PIECE_BYTES, length - at)
@@ -148,31 +152,34 @@ def _pieces(runs: list[_Piece]) -> Iterator[_Piece]:
 def _copy(
     target: npt.NDArray[np.uint8],
     source: npt.NDArray[np.uint8],
-    take: Callable[[], _Piece],
-    pieces: deque[_Piece],
+    take: Callable[[], _CopyRange],
+    pieces: deque[_CopyRange],
 ) -> None:
-    """Copies pieces until there are none. Another thread may take some meanwhile."""
+    """Copies ranges until none is left. Another thread may take some concurrently."""
     with contextlib.suppress(IndexError):
         while pieces:
             start, begin, length = take()
             target[start : start + length] = source[begin : begin + length]
 
 
-class _Helper:
-    """One thread that takes pieces from the other end; who finds it busy copies alone. It is never waited for, but for the piece
-    that it has in its hands: where that took long, because no core was free, everyone copies alone for a while."""
+class _CopyHelper:
+    """One thread that copies ranges from the other end. A caller that finds it busy copies alone.
+
+    A caller waits only for the range the helper is copying. If that took long because no core was free, callers
+    copy alone for a while.
+    """
 
     def __init__(self) -> None:
-        self._free = threading.Lock()
-        self._resting = 0.0  # until then
+        self._available = threading.Lock()
+        self._paused_until = 0.0  # monotonic seconds
         self._thread: ThreadPoolExecutor | None = None
 
     @contextlib.contextmanager
-    def lent(
-        self, target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], pieces: deque[_Piece]
+    def sharing(
+        self, target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], pieces: deque[_CopyRange]
     ) -> Iterator[None]:
         began = time.monotonic()
-        if began < self._resting or not self._free.acquire(blocking=False):
+        if began < self._paused_until or not self._available.acquire(blocking=False):
             yield
             return
         try:
@@ -180,7 +187,7 @@ class _Helper:
                 self._thread = ThreadPoolExecutor(1, "kvloom-copy")
             try:
                 other = self._thread.submit(_copy, target, source, pieces.pop, pieces)
-            except RuntimeError:  # the process is ending
+            except RuntimeError:  # the interpreter is shutting down
                 yield
                 return
             try:
@@ -188,24 +195,24 @@ class _Helper:
             finally:
                 ended = time.monotonic()
                 if not other.cancel():
-                    other.result()  # it has left the caller's memory before the caller goes on
+                    other.result()  # the helper must not access the caller's memory afterwards
                 now = time.monotonic()
-                if now - ended > _PATIENCE * (ended - began):
-                    self._resting = now + _REST_SECONDS
+                if now - ended > _MAX_WAIT_RATIO * (ended - began):
+                    self._paused_until = now + _PAUSE_SECONDS
         finally:
-            self._free.release()
+            self._available.release()
 
 
 def _cores() -> int:
-    """Those this process may use."""
+    """Returns the number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _new_helper() -> None:
-    global _helper  # noqa: PLW0603  a forked process has no other threads
-    _helper = _Helper()
+    global _helper  # noqa: PLW0603  a forked process does not inherit the helper thread
+    _helper = _CopyHelper()
 
 
-_helper = _Helper()
+_helper = _CopyHelper()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_helper)

@@ -1,8 +1,8 @@
-"""The host tier: pages in this process's memory, least recently used first to leave, of those whose share allows it.
+"""The host tier: pages in this process's memory, evicted least recently used first, within tenants' shares.
 
-A read or write copies in the calling thread, a large one with a second beside it, and is done when it returns. A
-device copies by itself: `hold` and `reserve` lend the places in the arena for as long as its copies run.
-Knows no devices: pinned memory is handed in as the arena's buffer.
+Reads and writes copy in the calling thread (large ones with a second thread) and are done on return.
+A device copies by itself: `acquire` and `reserve` lease arena pages for as long as its copies run.
+Does not know devices: pinned memory is passed in as the arena's buffer.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.encoding.checksums import checksums
-from kvloom.tiers.encoding.codec import Head, make_codec, unseal
+from kvloom.tiers.encoding import Head, make_codec, run_checksums, unseal
 from kvloom.tiers.shares import Shares
-from kvloom.tiers.tier import Objects, Ranges, Tier, parted
-from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
+from kvloom.tiers.tier import Objects, Ranges, Tier, part_range
+from kvloom.tiers.transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
 
 from .arena import Arena, copy_pages
+from .host_index import HostIndex
 from .lease import Lease
-from .residents import Residents
 from .slots import Index
 
 __all__ = ["HostConfig", "HostTier"]
@@ -33,14 +32,16 @@ _OK, _MISSING, _PENDING, _LAYOUT = (
     int(Outcome.MISSING),
     int(Outcome.PENDING),
     int(Outcome.LAYOUT),
-)  # numpy takes ints faster
+)  # numpy handles ints faster
 _ONE = np.int32(1)
 
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """`slab_bytes` is at least the largest page: take the layout's. `checked` keeps and compares checksums, for
-    memory that is not trusted; it costs about as much as the copy."""
+    """`slab_bytes` is at least the largest page: use the pool layout's value.
+
+    `checked` stores and verifies checksums, for memory that is not trusted. It costs about as much as the copy.
+    """
 
     capacity: int
     slab_bytes: int = 8 << 20
@@ -48,16 +49,16 @@ class HostConfig:
 
 
 class HostTier(Tier):
-    """Safe from any thread; the lock is held for bookkeeping only, never for a copy."""
+    """Thread-safe. The lock guards bookkeeping only and is never held during a copy."""
 
     def __init__(self, config: HostConfig, buffer: Any = None) -> None:
         self._config = config
         self._arena = Arena(config.capacity, config.slab_bytes, buffer)
         self._codec = make_codec() if config.checked else None
         self._lock = threading.Lock()
-        self._residents = Residents(self._arena)
-        self._slots = self._residents.slots
-        self._tally = Tally()
+        self.index = HostIndex(self._arena)
+        self._slots = self.index.slots
+        self._transfer_counts = TransferCounts()
         self._closed = False
 
     @property
@@ -70,65 +71,69 @@ class HostTier(Tier):
 
     @property
     def arena(self) -> npt.NDArray[np.uint8]:
-        """All its memory; a Lease's offsets are into it."""
+        """All of its memory; offsets of a Lease point into it."""
         return self._arena.bytes
 
     @property
     def slab_bytes(self) -> int:
-        """The largest page it takes."""
+        """The largest page size it accepts."""
         return self._arena.slab_bytes
 
     @property
-    def empty(self) -> bool:
-        """Whether it has nothing, and nothing is on its way there."""
-        return not self._residents.entries
+    def is_empty(self) -> bool:
+        """Whether it has no pages, loading ones included."""
+        return not self.index.entries
 
-    def share_out(self, shares: Shares) -> None:
+    def set_shares(self, shares: Shares) -> None:
         with self._lock:
-            self._residents.share_out(shares)
+            self.index.set_shares(shares)
 
-    def kept_for(self, tenant: str) -> int:
+    def used_by(self, tenant: str) -> int:
         with self._lock:
-            return self._residents.kept_for(tenant)
+            return self.index.used_by(tenant)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether an object is there, or on its way there."""
-        return key in self._residents.entries
+        """Whether an object is stored or loading."""
+        return key in self.index.entries
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         with self._lock:
-            slots = self._residents.find(objects.keys)
+            slots = self.index.find(objects.keys)
             there: npt.NDArray[np.bool_] = (slots >= 0) & self._slots.ready[slots]
             return there
 
-    def hold(self, objects: Objects) -> Lease:
-        """The places of objects that are there, held. Release it when the last copy from them has passed. LAYOUT: the stored page has
-        another size than the form says."""
+    def acquire(self, objects: Objects) -> Lease:
+        """Leases the pages of stored objects for reading. Release the lease when the last copy is done.
+
+        The result is MISSING for an object that is not stored, LAYOUT for one with another page size.
+        """
         form = objects.form
         with self._lock:
-            slots, noted = self._residents.find(objects.keys), self._slots
-            found = (slots >= 0) & noted.ready[slots]
-            there = found & (noted.size[slots] == form.page_bytes) & (noted.run[slots] == form.run_bytes)
+            slots, table = self.index.find(objects.keys), self._slots
+            found = (slots >= 0) & table.ready[slots]
+            there = found & (table.size[slots] == form.page_bytes) & (table.run[slots] == form.run_bytes)
             slots[~there] = -1
             held = slots if there.all() else slots[there]
-            self._residents.use(held)
-            np.add.at(self._slots.held, held, _ONE)  # an object may be in the batch twice
+            self.index.touch(held)
+            np.add.at(self._slots.refs, held, _ONE)  # a batch may contain an object twice
             offsets = self._slots.offset[slots]
         offsets[~there] = -1
         results = np.where(there, _OK, np.where(found, _LAYOUT, _MISSING)).astype(np.uint8)
         return Lease(self, objects, slots, offsets, results)
 
     def reserve(self, objects: Objects, writer: int = 0) -> Lease:
-        """Places for objects that are not there, evicting as needed: fill those whose result is PENDING, then
-        release. OK: it is there already, or on its way. FULL: all that may leave for them is held, or came with them.
-        `writer` is the peer that may drop them."""
+        """Leases pages for new objects, evicting as needed: fill those whose result is PENDING, then release.
+
+        OK: the object is stored or loading. FULL: every evictable page is in use or in this batch.
+        `writer` is the peer that may drop the objects.
+        """
         size, keys = objects.form.page_bytes, objects.keys
         if not self._arena.fits(size):
             raise ValueError(
-                f"a page of {size} bytes does not fit a slab of {self._arena.slab_bytes}: raise HostConfig.slab_bytes"
+                f"a page of {size} bytes does not fit a slab of {self._arena.slab_bytes} bytes: raise HostConfig.slab_bytes"
             )
         with self._lock:
-            slots = self._residents.admit(keys, size, objects.tenant, 0 if self._closed else None)
+            slots = self.index.reserve(keys, size, objects.tenant, 0 if self._closed else None)
             held = slots >= 0
             fresh = slots if held.all() else slots[held]
             self._slots.run[fresh], self._slots.writer[fresh] = objects.form.run_bytes, writer
@@ -138,26 +143,26 @@ class HostTier(Tier):
                 offsets[~held] = -1
                 none = int(Outcome.FAILED if self._closed else Outcome.FULL)
                 others = np.flatnonzero(~held)
-                there = self._residents.entries
+                there = self.index.entries
                 results[others] = [_OK if keys[i] in there else none for i in others.tolist()]
         return Lease(self, objects, slots, offsets, results)
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
-        start, stop = parted(objects.form, part)
+        start, stop = part_range(objects.form, part)
         if self._closed:
             return failed_transfer(
-                len(objects), self._tally, "read", Outcome.FAILED, "the host tier is closed"
+                len(objects), self._transfer_counts, "read", Outcome.FAILED, "the host tier is closed"
             )
-        transfer = Transfer(len(objects), self._tally, "read", stop - start)
-        lease = self.hold(objects)
+        transfer = Transfer(len(objects), self._transfer_counts, "read", stop - start)
+        lease = self.acquire(objects)
         try:
             found = np.flatnonzero(lease.offsets >= 0)
             copy_pages(
                 into.bytes, into.starts[found] + start, self.arena, lease.offsets[found] + start, stop - start
             )
             if self._codec is not None:
-                self._compare(lease, objects, into, start, stop)
+                self._verify(lease, objects, into, start, stop)
         finally:
             lease.release()
         for outcome in np.unique(lease.results).tolist():
@@ -166,7 +171,7 @@ class HostTier(Tier):
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         source.check(objects, writable=False)
-        transfer = Transfer(len(objects), self._tally, "write", objects.form.page_bytes)
+        transfer = Transfer(len(objects), self._transfer_counts, "write", objects.form.page_bytes)
         lease = self.reserve(objects)
         written = False
         try:
@@ -179,7 +184,7 @@ class HostTier(Tier):
             lease.release(written)
         for outcome in np.unique(lease.results).tolist():
             why = {
-                Outcome.FULL: "every page that could leave the host tier is held, or the tenant's share holds none",
+                Outcome.FULL: "every evictable page of the host tier is in use, or the tenant's share is full",
                 Outcome.FAILED: "the host tier is closed",
             }
             transfer.settle(
@@ -188,111 +193,124 @@ class HostTier(Tier):
         return transfer
 
     def drop(self, objects: Objects, writer: int | None = None) -> int:
-        """Drops objects; with `writer` only those that this peer wrote."""
+        """Removes objects; with `writer` only those that this peer wrote. Returns the number removed."""
         with self._lock:
-            dropped, noted = 0, self._slots
+            dropped, table = 0, self._slots
             for key in objects.keys:
-                slot = self._residents.entries.get(key)
-                if slot is not None and noted.ready[slot] and writer in (None, int(noted.writer[slot])):
-                    self._residents.forget(key, slot)
+                slot = self.index.entries.get(key)
+                if slot is not None and table.ready[slot] and writer in (None, int(table.writer[slot])):
+                    self.index.remove(key, slot)
                     dropped += 1
             return dropped
 
-    def drop_damaged(self, keys: Iterable[bytes], most_bytes: int) -> int:
-        """Drops objects whose bytes differ from their checksums; returns how many. Reads `most_bytes` at most, and at least one
-        page. A page without checksums stays."""
+    def drop_damaged(self, keys: Iterable[bytes], max_bytes: int) -> int:
+        """Removes objects whose bytes do not match their checksums; returns the number removed.
+
+        Reads at most `max_bytes`, but at least one page. A page without checksums stays.
+        """
         dropped = 0
         for key in keys:
             with self._lock:
-                slot = self._residents.entries.get(key, -1)
-                checks = self._slots.checks.get(slot)
-                if most_bytes <= 0 or checks is None or not self._slots.ready[slot]:
+                slot = self.index.entries.get(key, -1)
+                checks = self._slots.checksums.get(slot)
+                if max_bytes <= 0 or checks is None or not self._slots.ready[slot]:
                     continue
-                self._slots.held[slot] += _ONE
+                self._slots.refs[slot] += _ONE
                 at, size = int(self._slots.offset[slot]), int(self._slots.size[slot])
                 run = int(self._slots.run[slot])
-            most_bytes -= size
-            damaged = checksums(self._arena.view[at : at + size], run) != checks
+            max_bytes -= size
+            damaged = run_checksums(self._arena.view[at : at + size], run) != checks
             with self._lock:
-                self._slots.held[slot] -= _ONE
-                if damaged and self._residents.entries.get(key) == slot:
-                    self._residents.forget(key, slot)
+                self._slots.refs[slot] -= _ONE
+                if damaged and self.index.entries.get(key) == slot:
+                    self.index.remove(key, slot)
                     dropped += 1
-                elif self._slots.gone[slot] and not self._slots.held[slot]:
-                    self._residents.free(slot)
+                elif self._slots.dropped[slot] and not self._slots.refs[slot]:
+                    self.index.free(slot)
         return dropped
 
     def stats(self) -> TierStats:
         with self._lock:
-            ready = len(self._residents.entries) - self._residents.coming
-            return self._tally.stats(ready, self._arena.used_bytes(), self.capacity, self._residents.evicted)
+            ready = len(self.index.entries) - self.index.loading
+            return self._transfer_counts.stats(
+                ready, self._arena.used_bytes(), self.capacity, self.index.evicted
+            )
 
     def close(self) -> None:
-        """What is held stays readable by its holders until they let go; the memory goes with the last view."""
+        """Removes all pages. Leased pages stay readable until released; the memory is freed with the last view."""
         with self._lock:
             self._closed = True
-            for key, slot in list(self._residents.entries.items()):
+            for key, slot in list(self.index.entries.items()):
                 if self._slots.ready[slot]:
-                    self._residents.forget(key, slot)
+                    self.index.remove(key, slot)
 
-    def _release(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
-        if not len(slots):  # it was released before
+    def ready_checksums(self, slots: Index) -> list[bytes]:
+        return [self._page_checksums(slot) for slot in slots[self._slots.ready[slots]].tolist()]
+
+    def set_checksums(self, slots: Index, data: bytes, size: int) -> None:
+        fresh = slots[~self._slots.ready[slots]].tolist()
+        if len(data) != len(fresh) * size:
+            raise ValueError(f"{len(data)} bytes of checksums for {len(fresh)} pages of {size} bytes each")
+        for number, slot in enumerate(fresh):
+            self._slots.checksums[slot] = data[number * size : (number + 1) * size]
+
+    def release_slots(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
+        if not len(slots):  # released before
             return
         at = np.flatnonzero(slots >= 0)
         held = slots if len(at) == len(slots) else slots[at]
-        if written is True and self._codec is None and self._came(held):
+        if written is True and self._codec is None and self._finish_reserved(held):
             return
         came = np.broadcast_to(np.asarray(written), len(slots))[at]
         if self._codec is not None:
-            for slot in held[came & ~self._slots.ready[held]].tolist():  # ours alone until then
-                self._checks(slot)
+            for slot in held[came & ~self._slots.ready[held]].tolist():  # no other thread has them yet
+                self._page_checksums(slot)
         with self._lock:
-            noted = self._slots
-            np.subtract.at(noted.held, held, _ONE)
-            coming = ~noted.ready[held]
-            if coming.any():  # of a `reserve`, then: none is there twice
-                self._residents.coming -= int(coming.sum())
-                noted.ready[held] |= came
+            table = self._slots
+            np.subtract.at(table.refs, held, _ONE)
+            coming = ~table.ready[held]
+            if coming.any():  # a lease of `reserve`, which has no duplicates
+                self.index.loading -= int(coming.sum())
+                table.ready[held] |= came
                 lost = coming & (~came | self._closed)
                 for i in np.flatnonzero(lost).tolist():
-                    self._residents.forget(objects.keys[at[i]], int(held[i]))
+                    self.index.remove(objects.keys[at[i]], int(held[i]))
                 held = held[~lost]
-            for slot in set(held[noted.gone[held] & (noted.held[held] == 0)].tolist()):
-                self._residents.free(slot)
+            for slot in set(held[table.dropped[held] & (table.refs[held] == 0)].tolist()):
+                self.index.free(slot)
 
-    def _came(self, held: Index) -> bool:
-        """The bytes of all that a `reserve` gave are there: the usual end of one, done if it is that. Nobody else has them yet, and
-        none is there twice."""
+    def _finish_reserved(self, held: Index) -> bool:
+        """Marks all pages of a `reserve` as ready: the common case of its release. Returns False if it is not that case."""
         with self._lock:
-            noted = self._slots
-            if self._closed or noted.ready[held].any():
+            table = self._slots
+            if self._closed or table.ready[held].any():
                 return False
-            noted.held[held], noted.ready[held] = 0, True
-            self._residents.coming -= len(held)
+            table.refs[held], table.ready[held] = 0, True
+            self.index.loading -= len(held)
             return True
 
-    def _checks(self, slot: int) -> bytes:
-        """Of a page that is held, and ready or its filler's. Two threads may both make them: they are the same."""
-        noted = self._slots
-        checks = noted.checks.get(slot)
+    def _page_checksums(self, slot: int) -> bytes:
+        """Returns the checksums of a leased page that is ready or owned by its writer. Idempotent across threads."""
+        table = self._slots
+        checks = table.checksums.get(slot)
         if checks is None:
-            offset, size = int(noted.offset[slot]), int(noted.size[slot])
-            checks = checksums(self._arena.view[offset : offset + size], int(noted.run[slot]))
-            self._slots.checks[slot] = checks
+            offset, size = int(table.offset[slot]), int(table.size[slot])
+            checks = run_checksums(self._arena.view[offset : offset + size], int(table.run[slot]))
+            self._slots.checksums[slot] = checks
         return checks
 
-    def _compare(self, lease: Lease, objects: Objects, into: Ranges, start: int, stop: int) -> None:
-        """Compares what was read with the checksums kept; what differs is corrupt, and dropped."""
+    def _verify(self, lease: Lease, objects: Objects, into: Ranges, start: int, stop: int) -> None:
+        """Compares the bytes read with the stored checksums; a page that differs is CORRUPT and removed."""
         assert self._codec is not None
         form, pages = objects.form, into.view
-        for index, (at, slot) in enumerate(zip(into.starts.tolist(), lease._slots.tolist(), strict=True)):
+        for index, (at, slot) in enumerate(zip(into.starts.tolist(), lease.slots.tolist(), strict=True)):
             if slot < 0:
                 continue
             got = pages[at + start : at + stop]
-            head = Head(objects.keys[index], 0, form.run_bytes, self._checks(slot))
+            head = Head(objects.keys[index], 0, form.run_bytes, self._page_checksums(slot))
             outcome = unseal(head, got, start // form.run_bytes, got, self._codec)
             if outcome != Outcome.OK:
                 lease.results[index] = outcome
                 with self._lock:
-                    if self._residents.entries.get(objects.keys[index]) == slot:
-                        self._residents.forget(objects.keys[index], slot)
+                    if self.index.entries.get(objects.keys[index]) == slot:
+                        self.index.remove(objects.keys[index], slot)

@@ -1,11 +1,11 @@
-"""Places in the host tier's arena, lent to whoever copies to or from them, until the copies are made.
+"""Leases of arena pages, for the caller that copies to or from them.
 
-Knows slots; what a place holds and who else may have it is the tier's.
+Knows slots. The owner decides what a page contains and which other leases it has.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,49 +14,64 @@ from kvloom.tiers.tier import Objects
 
 from .slots import Index
 
-if TYPE_CHECKING:
-    from .host_tier import HostTier
+__all__ = ["Lease", "LeaseOwner"]
 
-__all__ = ["Lease"]
+
+class LeaseOwner(Protocol):
+    """The tier that leases its pages. Thread-safe."""
+
+    def release_slots(
+        self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]
+    ) -> None: ...
+
+    def ready_checksums(self, slots: Index) -> list[bytes]:
+        """Returns the checksums of the ready pages among leased slots, in order."""
+        ...
+
+    def set_checksums(self, slots: Index, data: bytes, size: int) -> None:
+        """Stores `size` bytes of checksums for each page that is being filled. ValueError for a wrong length."""
+        ...
 
 
 class Lease:
-    """Places in the arena, held until `release`. `offsets` is -1 where there is none; `results` says why."""
+    """Arena pages, in use until `release`. An offset is -1 without a page; `results` has the reason."""
 
-    __slots__ = ("_objects", "_slots", "_tier", "offsets", "results")
+    __slots__ = ("_objects", "_owner", "offsets", "results", "slots")
 
     def __init__(
-        self, tier: HostTier, objects: Objects, slots: Index, offsets: Index, results: npt.NDArray[np.uint8]
+        self,
+        owner: LeaseOwner,
+        objects: Objects,
+        slots: Index,
+        offsets: Index,
+        results: npt.NDArray[np.uint8],
     ) -> None:
-        self._tier, self._objects = tier, objects
-        self._slots = slots  # -1 where it holds none
+        self._owner, self._objects = owner, objects
+        self.slots = slots  # -1 without a page
         self.offsets, self.results = offsets, results
 
     def release(self, written: bool | npt.NDArray[np.bool_] = True) -> None:
-        """Lets go. After `reserve`, `written` says that the bytes are there, of all or of each; without them the places
-        are free again. Twice is harmless."""
-        slots, self._slots = self._slots, self._slots[:0]
-        self._tier._release(self._objects, slots, written)
+        """Ends the lease. Idempotent.
+
+        After `reserve`, `written` states whether the bytes are complete, for all pages or per page; pages without
+        them are freed.
+        """
+        slots, self.slots = self.slots, self.slots[:0]
+        self._owner.release_slots(self._objects, slots, written)
 
     @property
-    def check_bytes(self) -> int:
-        """Bytes of the checksums of all its pages."""
-        return int((self._slots >= 0).sum()) * 8 * self._objects.form.runs
+    def checksum_bytes(self) -> int:
+        """Bytes of the checksums of all leased pages."""
+        return int((self.slots >= 0).sum()) * 8 * self._objects.form.runs
 
-    def checks(self) -> list[bytes]:
-        """The checksums of the held pages that are ready, in order; made now where the tier has none. For whoever
-        copies them to where bytes may be damaged."""
-        held = self._slots[self._slots >= 0]
-        ready = held[self._tier._slots.ready[held]].tolist()
-        return [self._tier._checks(slot) for slot in ready]
+    def page_checksums(self) -> list[bytes]:
+        """Returns the checksums of the leased pages that are ready, in order. Computes missing ones."""
+        return self._owner.ready_checksums(self.slots[self.slots >= 0])
 
-    def keep_checks(self, data: bytes) -> None:
-        """After `reserve`: the checksums of the pages that are being filled, one page after the other, from whoever
-        fills them. A ValueError if they are not as many as there are pages."""
-        held = self._slots[self._slots >= 0]
-        fresh = held[~self._tier._slots.ready[held]].tolist()
+    def set_checksums(self, data: bytes) -> None:
+        """After `reserve`: stores the writer's checksums of the pages being filled, page after page.
+
+        Raises ValueError if their number does not match.
+        """
         size = 8 * self._objects.form.runs
-        if len(data) != len(fresh) * size:
-            raise ValueError(f"{len(data)} bytes of checksums for {len(fresh)} pages of {size}")
-        for number, slot in enumerate(fresh):
-            self._tier._slots.checks[slot] = data[number * size : (number + 1) * size]
+        self._owner.set_checksums(self.slots[self.slots >= 0], data, size)

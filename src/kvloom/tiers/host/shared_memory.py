@@ -1,7 +1,6 @@
-"""Memory that another process of this user on this host can map: a host tier's arena that peers read without a copy in
-between.
+"""Memory that another process of this user on this host can map: peers read a host tier's arena without a copy.
 
-It has no name in any directory, so nothing is left behind however a process ends. Linux; elsewhere peers use TCP.
+It has no name in any directory, so nothing remains when a process ends. Linux only; elsewhere peers use TCP.
 """
 
 from __future__ import annotations
@@ -19,32 +18,34 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SharedMemory", "map_shared"]
+__all__ = ["SharedMemory", "map_shared_memory"]
 
-_SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for
+_SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python does not define
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRINK") else 0
 
 
 class SharedMemory:
-    """`buffer` goes to a HostTier, the whole to a PeerServer. With `read_only` the system lets nobody else write to it.
-    OSError or AttributeError: this system has none."""
+    """`buffer` goes to a HostTier, the object to a PeerServer. With `read_only` other processes cannot write to it.
+
+    Raises OSError or AttributeError where the system does not support it.
+    """
 
     def __init__(self, size: int, read_only: bool = False) -> None:
         self.token = secrets.token_hex(16)
         self.size = size
         self._fd = os.memfd_create(f"kvloom-{self.token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, self._fd)  # open, it would keep the memory, whoever let go of that
+        weakref.finalize(self, os.close, self._fd)  # an open descriptor keeps the memory allocated
         os.ftruncate(self._fd, size)
         self.buffer = mmap.mmap(self._fd, size)
-        # A peer that could cut it short would end every process that has it mapped.
+        # A peer that could truncate it would crash every process that maps it.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _FIXED)
-        if read_only:  # what is mapped stays as it is
+        if read_only:  # existing mappings stay writable
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
     @property
     def path(self) -> str:
-        """Where another process finds it while this one lives."""
+        """The path for other processes while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
 
@@ -52,9 +53,10 @@ _mapped: weakref.WeakValueDictionary[str, np.ndarray[Any, Any]] = weakref.WeakVa
 _lock = threading.Lock()
 
 
-def map_shared(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
-    """Another process's shared memory, mapped once for all who ask; None where it cannot be reached from here (another
-    host, user or container)."""
+def map_shared_memory(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
+    """Maps another process's shared memory, once per process. Returns None if it is unreachable (another host, user or
+    container).
+    """
     with _lock:
         found = _mapped.get(token)
         if found is None:
@@ -76,7 +78,7 @@ def _map(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
                 return None
             try:
                 mapped = mmap.mmap(fd, size)
-            except PermissionError:  # its owner lets others read alone
+            except PermissionError:  # its owner allows reading only
                 mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
             return np.frombuffer(mapped, np.uint8)
         finally:

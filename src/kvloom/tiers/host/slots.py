@@ -1,7 +1,7 @@
-"""What the host tier notes of each page it has, in arrays: one slot a page, so that a batch costs a few array operations.
+"""Per-page state of the host tier in arrays, one slot per page, so a batch costs a few array operations.
 
-A slot stands for a place in the arena from when the place is taken until it is given back; an object that takes over
-another's place takes over its slot. `Recent` orders slots by their last use. Knows no names. Not thread-safe: its owner holds a lock.
+A slot represents an arena page from allocation until it is freed. An object that replaces another takes over its
+slot. `LruOrder` orders slots by last use. Does not know keys' meaning. Not thread-safe: the host tier's lock guards it.
 """
 
 from __future__ import annotations
@@ -13,45 +13,45 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Index", "Recent", "Slots"]
+__all__ = ["Index", "LruOrder", "Slots"]
 
 Index = npt.NDArray[np.int64]
-_FIRST = 1024
-_SPARE = 4096
-"""Uses that may be remembered in vain before they are looked through."""
-_PART = 256
-"""Slots of a batch that are looked at together: one that leaves by itself costs a look at so many."""
+_INITIAL_SLOTS = 1024
+_STALE_LIMIT = 4096
+"""Stale uses that may accumulate before they are removed."""
+_PART_SLOTS = 256
+"""Slots of a batch that are checked together: removing one costs a check of this many."""
 
 
 class Slots:
-    """Arrays indexed by slot; those of a slot that nobody has mean nothing."""
+    """Arrays indexed by slot. Values of an unallocated slot are undefined."""
 
     def __init__(self) -> None:
-        self.offset: Index = np.zeros(_FIRST, np.int64)
-        self.size: Index = np.zeros(_FIRST, np.int64)
-        self.run: Index = np.zeros(_FIRST, np.int64)
-        """Bytes of one layer run, as its writer gave them."""
-        self.writer: Index = np.zeros(_FIRST, np.int64)
-        """Which peer wrote it; 0 is this process."""
-        self.tick: Index = np.zeros(_FIRST, np.int64)
-        """When it was used last; -1 of one that nobody can find any more."""
-        self.account: npt.NDArray[np.int32] = np.zeros(_FIRST, np.int32)
-        self.held: npt.NDArray[np.int32] = np.zeros(_FIRST, np.int32)
-        """Transfers under way: it can neither be evicted nor its place lent."""
-        self.ready: npt.NDArray[np.bool_] = np.zeros(_FIRST, np.bool_)
-        """Its bytes have come."""
-        self.gone: npt.NDArray[np.bool_] = np.zeros(_FIRST, np.bool_)
-        """Dropped while held: its place comes back with the last hold."""
-        self.keys: list[bytes] = [b""] * _FIRST
-        """Whose it is, or was last."""
-        self.at: dict[int, int] = {}
-        """Place in the arena → slot."""
-        self.checks: dict[int, bytes] = {}
-        """Checksums of its page, of the slots that have any."""
-        self._free = list(range(_FIRST - 1, -1, -1))
+        self.offset: Index = np.zeros(_INITIAL_SLOTS, np.int64)
+        self.size: Index = np.zeros(_INITIAL_SLOTS, np.int64)
+        self.run: Index = np.zeros(_INITIAL_SLOTS, np.int64)
+        """Bytes of one layer run, as given by the writer."""
+        self.writer: Index = np.zeros(_INITIAL_SLOTS, np.int64)
+        """Which peer wrote the page; 0 is this process."""
+        self.tick: Index = np.zeros(_INITIAL_SLOTS, np.int64)
+        """Time of last use; -1 for a removed page."""
+        self.account: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
+        self.refs: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
+        """Reference count of leases: a page with references can be neither evicted nor reused."""
+        self.ready: npt.NDArray[np.bool_] = np.zeros(_INITIAL_SLOTS, np.bool_)
+        """The page's bytes are loaded."""
+        self.dropped: npt.NDArray[np.bool_] = np.zeros(_INITIAL_SLOTS, np.bool_)
+        """Removed while in use: the last release frees the page."""
+        self.keys: list[bytes] = [b""] * _INITIAL_SLOTS
+        """The current, or last, object of the slot."""
+        self.slot_at: dict[int, int] = {}
+        """Arena offset → slot."""
+        self.checksums: dict[int, bytes] = {}
+        """Checksums of the page, for slots that have them."""
+        self._free = list(range(_INITIAL_SLOTS - 1, -1, -1))
 
-    def take(self, offsets: list[int], size: int) -> list[int]:
-        """A slot for each of these places."""
+    def allocate(self, offsets: list[int], size: int) -> list[int]:
+        """Returns a slot for each of these arena offsets."""
         count = len(offsets)
         if not count:
             return []
@@ -60,64 +60,65 @@ class Slots:
         slots = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
         self.offset[slots], self.size[slots] = offsets, size
-        self.at.update(zip(offsets, slots, strict=True))
+        self.slot_at.update(zip(offsets, slots, strict=True))
         return slots
 
-    def begin(self, slots: Index, keys: Iterable[bytes], account: int) -> None:
-        """Each is of a new object from now on: held once, by whoever fills it."""
+    def assign(self, slots: Index, keys: Iterable[bytes], account: int) -> None:
+        """Assigns each slot to a new object, with one reference for the lease that fills it."""
         noted = self.keys
         for slot, key in zip(slots.tolist(), keys, strict=True):
             noted[slot] = key
-        self.account[slots], self.held[slots] = account, 1
-        self.ready[slots] = self.gone[slots] = False
-        if self.checks:
+        self.account[slots], self.refs[slots] = account, 1
+        self.ready[slots] = self.dropped[slots] = False
+        if self.checksums:
             for slot in slots.tolist():
-                self.checks.pop(slot, None)
+                self.checksums.pop(slot, None)
 
-    def give(self, slot: int) -> None:
-        del self.at[int(self.offset[slot])]
+    def free(self, slot: int) -> None:
+        del self.slot_at[int(self.offset[slot])]
         self._free.append(slot)
 
     def _grow(self) -> None:
         before = len(self.offset)
-        for name in ("offset", "size", "run", "writer", "tick", "account", "held", "ready", "gone"):
+        for name in ("offset", "size", "run", "writer", "tick", "account", "refs", "ready", "dropped"):
             old: npt.NDArray[Any] = getattr(self, name)
-            # A new array: who reads a held slot without the lock may go on reading the old one.
+            # A new array: a thread that reads a leased slot without the lock may still use the old one.
             setattr(self, name, np.concatenate((old, np.zeros_like(old))))
         self.keys += [b""] * before
         self._free[:0] = range(2 * before - 1, before - 1, -1)
 
 
-class Recent:
-    """Slots by their last use, longest ago first: batches of them as they were used. A slot that was used again since, or
-    left, is passed over: its tick is another one. A batch costs one append; looking costs O(1) a slot, in the long run."""
+class LruOrder:
+    """Slots by last use, least recent first, stored as batches. A slot that was used again or removed has another tick
+    and is skipped. A batch costs one append; a lookup costs O(1) per slot, amortised.
+    """
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._batches: deque[tuple[int, Index]] = deque()
-        self._queued, self._limit = 0, _SPARE
+        self._queued, self._limit = 0, _STALE_LIMIT
 
-    def used(self, slots: Index, tick: int) -> None:
-        """These (each once) are used now; no other call ever had this tick."""
+    def touch(self, slots: Index, tick: int) -> None:
+        """Marks slots (each once) as used now. Every call needs a new tick."""
         if not slots.size:
             return
         self._slots.tick[slots] = tick
-        for at in range(0, len(slots), _PART):
-            self._batches.append((tick, slots[at : at + _PART]))
+        for at in range(0, len(slots), _PART_SLOTS):
+            self._batches.append((tick, slots[at : at + _PART_SLOTS]))
         self._queued += len(slots)
         if self._queued > self._limit:
             self._batches = deque((tick, live) for tick, live in self._live() if live.size)
             self._queued = sum(len(live) for _, live in self._batches)
-            self._limit = 2 * self._queued + _SPARE
+            self._limit = 2 * self._queued + _STALE_LIMIT
 
     def _live(self) -> Iterator[tuple[int, Index]]:
         for tick, slots in self._batches:
             yield tick, slots[self._slots.tick[slots] == tick]
 
-    def first(self) -> int | None:
-        """The slot whose last use was longest ago."""
+    def least_recent(self) -> int | None:
+        """Returns the least recently used slot, or None."""
         while self._batches:
             tick, slots = self._batches[0]
             if slots.size and self._slots.tick[slots[0]] == tick:
@@ -129,15 +130,15 @@ class Recent:
                 self._batches.appendleft((tick, live))
         return None
 
-    def oldest(self, most: int) -> Index:
-        """Up to `most` slots, that whose last use was longest ago first."""
+    def oldest(self, limit: int) -> Index:
+        """Returns up to `limit` slots, least recently used first."""
         found, count = list[Index](), 0
-        self.first()  # what is at the front and has gone is not looked at twice
+        self.least_recent()  # removes stale slots at the front
         for _, live in self._live():
             found.append(live)
             count += len(live)
-            if count >= most:
+            if count >= limit:
                 break
         if len(found) == 1:
-            return found[0][:most]
-        return np.concatenate(found)[:most] if found else np.zeros(0, np.int64)
+            return found[0][:limit]
+        return np.concatenate(found)[:limit] if found else np.zeros(0, np.int64)

@@ -1,3 +1,28 @@
-"""TODO: map of this folder."""
+"""Host memory of another process, on this host or another.
 
-__all__: list[str] = []
+peer_tier.py       the client: a tier over a PeerServer
+server.py          PeerServer: serves a host tier
+protocol.py        messages, handshake, authentication
+connections.py     admission and limits of connections
+unix_socket.py     Unix sockets between users of one host
+secret.py          the shared secret and its file
+nixl_arena.py      access to the arena by NIXL
+share_command.py   `kvloom share`
+"""
+
+from .nixl_arena import NixlArena
+from .peer_tier import PeerConnection, TransferMethod, open_peer
+from .secret import read_secret
+from .server import PeerConfig, PeerServer
+from .unix_socket import UnixAddress
+
+__all__ = [
+    "NixlArena",
+    "PeerConfig",
+    "PeerConnection",
+    "PeerServer",
+    "TransferMethod",
+    "UnixAddress",
+    "open_peer",
+    "read_secret",
+]

@@ -1,9 +1,9 @@
-"""The connections of a PeerServer: who may stay, for how long, and what all of them together may borrow.
+"""The connections of a PeerServer: admission, deadlines, and the bytes that all leases together may use.
 
-    arrives -> pending (a hello has `handshake_seconds`) -> admitted (at most `connections`, half of them of one origin)
+    connected -> pending (a hello has `handshake_seconds`) -> admitted (at most `max_connections`, half per origin)
 
-An origin is a user on this host or an address. Where too many are pending, the oldest of the origin with the most ends: a
-stranger ends its own connections first, and never takes a place of an admitted one. Knows no tiers.
+An origin is a user on this host or an address. With too many pending, the oldest of the origin with the most is
+closed: a stranger closes its own connections first, and never an admitted one. Does not know tiers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterable
 
 from .protocol import Channel
 
-__all__ = ["Budget", "Guest", "Guests"]
+__all__ = ["LeaseBudget", "PeerClient", "PeerClients"]
 
 
-class Guest:
+class PeerClient:
     """One connection. The server ends it after `deadline`, in monotonic seconds."""
 
     def __init__(self, channel: Channel, origin: str, deadline: float) -> None:
@@ -27,38 +27,38 @@ class Guest:
         self.busy = False
 
 
-class Guests:
-    """Safe from any thread. Closes no connection: returns those to close."""
+class PeerClients:
+    """The table of connections. Thread-safe. Closes no connection: returns those to close."""
 
     def __init__(self, pending: int, admitted: int, idle_seconds: float) -> None:
-        self._most_pending, self._most_admitted, self._idle = pending, admitted, idle_seconds
-        self._most_of_one = max(1, admitted // 2)
+        self._max_pending, self._max_admitted, self._idle = pending, admitted, idle_seconds
+        self._max_per_origin = max(1, admitted // 2)
         self._lock = threading.Lock()
-        self._pending: dict[Guest, None] = {}
-        self._admitted: dict[Guest, None] = {}
+        self._pending: dict[PeerClient, None] = {}
+        self._admitted: dict[PeerClient, None] = {}
         self._ended = False
 
-    def arrive(self, guest: Guest) -> list[Guest]:
-        """Enters a connection that has proved nothing yet."""
+    def add(self, client: PeerClient) -> list[PeerClient]:
+        """Adds a connection before its handshake; returns connections to close."""
         with self._lock:
             if self._ended:
-                return [guest]
-            self._pending[guest] = None
-            if len(self._pending) <= self._most_pending:
+                return [client]
+            self._pending[client] = None
+            if len(self._pending) <= self._max_pending:
                 return []
             oldest = _oldest(self._pending)
             del self._pending[oldest]
             return [oldest]
 
-    def admit(self, guest: Guest) -> tuple[bool, list[Guest]]:
-        """Whether a connection that proved itself may stay, and an idle one that ends for it."""
+    def admit(self, client: PeerClient) -> tuple[bool, list[PeerClient]]:
+        """Returns whether an authenticated connection is admitted, and an idle connection to close for it."""
         with self._lock:
-            if guest not in self._pending:
+            if client not in self._pending:
                 return False, []
-            of_one = [other for other in self._admitted if other.origin == guest.origin]
+            same_origin = [other for other in self._admitted if other.origin == client.origin]
             ended = []
-            if len(self._admitted) >= self._most_admitted or len(of_one) >= self._most_of_one:
-                full = of_one if len(of_one) >= self._most_of_one else self._admitted
+            if len(self._admitted) >= self._max_admitted or len(same_origin) >= self._max_per_origin:
+                full = same_origin if len(same_origin) >= self._max_per_origin else self._admitted
                 idle = min(
                     (other for other in full if not other.busy), key=lambda other: other.used, default=None
                 )
@@ -66,39 +66,39 @@ class Guests:
                     return False, []
                 del self._admitted[idle]
                 ended = [idle]
-            del self._pending[guest]
-            self._admitted[guest] = None
-            guest.used = time.monotonic()
+            del self._pending[client]
+            self._admitted[client] = None
+            client.used = time.monotonic()
             return True, ended
 
-    def leave(self, guest: Guest) -> None:
+    def remove(self, client: PeerClient) -> None:
         with self._lock:
-            self._pending.pop(guest, None)
-            self._admitted.pop(guest, None)
+            self._pending.pop(client, None)
+            self._admitted.pop(client, None)
 
-    def overdue(self) -> list[Guest]:
-        """Connections whose deadline has passed."""
+    def overdue(self) -> list[PeerClient]:
+        """Returns connections whose deadline has passed."""
         now = time.monotonic()
         with self._lock:
-            return [guest for guest in (*self._pending, *self._admitted) if guest.deadline < now]
+            return [client for client in (*self._pending, *self._admitted) if client.deadline < now]
 
-    def end(self) -> list[Guest]:
-        """All connections; none is entered from now on."""
+    def end(self) -> list[PeerClient]:
+        """Returns all connections; none is added from now on."""
         with self._lock:
             self._ended = True
             return [*self._pending, *self._admitted]
 
 
-def _oldest(pending: Iterable[Guest]) -> Guest:
-    """The oldest connection of the origin that has the most."""
+def _oldest(pending: Iterable[PeerClient]) -> PeerClient:
+    """Returns the oldest connection of the origin that has the most."""
     pending = list(pending)
-    counts = Counter(guest.origin for guest in pending)
+    counts = Counter(client.origin for client in pending)
     most = max(counts.values())
-    return next(guest for guest in pending if counts[guest.origin] == most)
+    return next(client for client in pending if counts[client.origin] == most)
 
 
-class Budget:
-    """Bytes that connections may borrow together. Safe from any thread."""
+class LeaseBudget:
+    """Bytes that leases of all connections may use together. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._left = most
@@ -111,6 +111,6 @@ class Budget:
             self._left -= taken * size
             return taken
 
-    def give(self, size: int) -> None:
+    def release(self, size: int) -> None:
         with self._lock:
             self._left += size

@@ -1,7 +1,7 @@
-"""A peer's arena by NIXL: RDMA between hosts where UCX finds it, shared memory or TCP where not.
+"""NIXL access to a peer's arena: RDMA between hosts if UCX finds it, otherwise shared memory or TCP.
 
-The server only registers its arena and says where it is; the client reads and writes by itself, through a registered buffer,
-between `HOLD` and `RELEASE` (or `RESERVE` and `COMMIT`). What is a lease, and what is in it, `peer.py` knows.
+The server registers its arena and publishes its address. The client reads and writes by itself, through a registered
+buffer, between `ACQUIRE` and `RELEASE` (or `RESERVE` and `COMMIT`). `peer_tier.py` manages leases.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.disk.files import aligned_bytes
-from kvloom.tiers.remote.nixl import make_agent
+from kvloom.tiers.aligned_memory import address_of, aligned_bytes
+from kvloom.tiers.remote import make_agent
 
-__all__ = ["NixlArena", "NixlReach"]
+__all__ = ["NixlArena", "NixlClient"]
 
 _BUFFER_BYTES = 8 << 20
 _BUSY_SECONDS, _IDLE_SECONDS = 50e-6, 0.02
-_LOST: list[memoryview] = []  # buffers that a transfer which was given up may still write to
+_ABANDONED: list[memoryview] = []  # buffers that an abandoned transfer may still write to
 
 
 class NixlArena:
-    """The server's side. Keeps the arena registered until `close`. Where there is no RDMA a transfer needs this side, too: a
-    thread of ours lets it go on, often while anyone has pages of the arena and now and then while nobody has."""
+    """The server's side: keeps the arena registered until `close`.
+
+    Without RDMA a transfer needs progress on this side: a thread polls the agent, often during leases, rarely otherwise.
+    """
 
     def __init__(self, arena: npt.NDArray[np.uint8]) -> None:
-        agent, address = make_agent("UCX"), _address(arena)
+        agent, address = make_agent("UCX"), address_of(arena)
         registered = agent.register_memory([(address, len(arena), 0, "")], "DRAM")
         metadata = base64.b64encode(agent.get_agent_metadata()).decode()
         self.about = {"nixl": metadata, "base": address}
@@ -38,26 +40,26 @@ class NixlArena:
         self._leases, self._ended = 0, False
         self._changed = threading.Condition()
         self._thread = threading.Thread(
-            target=self._go_on, args=(agent, registered), name="kvloom-nixl", daemon=True
+            target=self._progress, args=(agent, registered), name="kvloom-nixl", daemon=True
         )
         self._thread.start()
 
-    def count(self, change: int) -> None:
-        """So many more leases of pages are out, or fewer."""
+    def change_leases(self, change: int) -> None:
+        """Adds `change` to the number of active leases."""
         with self._changed:
             self._leases += change
             self._changed.notify()
 
     def close(self) -> None:
-        """Transfers under way fail."""
+        """Ends NIXL access; transfers in flight fail."""
         with self._changed:
             self._ended = True
             self._changed.notify()
         self._thread.join()
 
-    def _go_on(self, agent: Any, registered: Any) -> None:
+    def _progress(self, agent: Any, registered: Any) -> None:
         while not self._ended:
-            agent.get_new_notifs()  # nobody sends any: it is the call by which an agent works
+            agent.get_new_notifs()  # there are none: this call makes the agent progress
             if self._leases:
                 time.sleep(_BUSY_SECONDS)
                 continue
@@ -66,8 +68,8 @@ class NixlArena:
         agent.deregister_memory(registered)
 
 
-class NixlReach:
-    """The client's side: one for each connection. Whatever it raises means that the connection is gone."""
+class NixlClient:
+    """The client's side, one per connection. After any exception the connection is unusable."""
 
     def __init__(self, about: dict[str, Any], timeout: float) -> None:
         self._agent, self._base, self._timeout = make_agent("UCX"), int(about["base"]), timeout
@@ -75,22 +77,22 @@ class NixlReach:
         self._buffer = aligned_bytes(0)
         self._registered: Any = None
 
-    def room(self, page_bytes: int) -> int:
-        """How many pages go at once; at least one."""
+    def prepare_buffer(self, page_bytes: int) -> int:
+        """Registers a buffer for pages of this size; returns how many pages fit, at least one."""
         if len(self._buffer) < max(page_bytes, _BUFFER_BYTES):
             self._deregister()
             self._buffer = aligned_bytes(max(page_bytes, _BUFFER_BYTES))
-            memory = [(_address(np.frombuffer(self._buffer, np.uint8)), len(self._buffer), 0, "")]
+            memory = [(address_of(np.frombuffer(self._buffer, np.uint8)), len(self._buffer), 0, "")]
             self._registered = self._agent.register_memory(memory, "DRAM")
         return len(self._buffer) // page_bytes
 
-    def page(self, number: int, page_bytes: int) -> memoryview:
-        """A place in the buffer."""
+    def buffer_page(self, number: int, page_bytes: int) -> memoryview:
+        """Returns one page of the buffer."""
         return self._buffer[number * page_bytes : (number + 1) * page_bytes]
 
-    def move(self, verb: str, offsets: Sequence[int], page_bytes: int, start: int, stop: int) -> None:
-        """READ or WRITE of bytes [start, stop) of pages of the arena, to or from the same bytes of the buffer's pages."""
-        base, size = _address(np.frombuffer(self._buffer, np.uint8)), stop - start
+    def transfer(self, verb: str, offsets: Sequence[int], page_bytes: int, start: int, stop: int) -> None:
+        """Reads or writes (READ, WRITE) bytes [start, stop) of arena pages, to or from the same bytes of the buffer's pages."""
+        base, size = address_of(np.frombuffer(self._buffer, np.uint8)), stop - start
         ours = [(base + number * page_bytes + start, size, 0) for number in range(len(offsets))]
         theirs = [(self._base + offset + start, size, 0) for offset in offsets]
         agent = self._agent
@@ -101,8 +103,8 @@ class NixlReach:
         state = agent.transfer(handle)
         while state not in ("DONE", "ERR"):
             if time.monotonic() > deadline:
-                _LOST.append(self._buffer)
-                raise TimeoutError(f"NIXL: no end within {self._timeout} s")
+                _ABANDONED.append(self._buffer)
+                raise TimeoutError(f"NIXL: the transfer did not end within {self._timeout} s")
             time.sleep(pause)
             pause = min(2 * pause, 200e-6)
             state = agent.check_xfer_state(handle)
@@ -118,7 +120,3 @@ class NixlReach:
         registered, self._registered = self._registered, None
         if registered is not None:
             self._agent.deregister_memory(registered)
-
-
-def _address(array: npt.NDArray[np.uint8]) -> int:
-    return int(array.__array_interface__["data"][0])

@@ -1,8 +1,9 @@
-"""The secret that peers share, and this user's private directories: where it lies when no file is given.
+"""The secret shared by peers, and this user's private directories, which hold the default one.
 
     $XDG_STATE_HOME/kvloom/peer-secret    or ~/.local/state/kvloom/peer-secret; mode 0600 in a directory of mode 0700
 
-`kvloom share` creates the default secret once; all processes of this user on this host find it. Knows no protocols.
+`kvloom share` creates the default secret once; all processes of this user on this host use it.
+Does not know protocols.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ import secrets
 import stat
 from pathlib import Path
 
-__all__ = ["LEAST_SECRET", "default_secret", "open_private", "private_directories", "read_secret"]
+__all__ = [
+    "MIN_SECRET_BYTES",
+    "default_secret",
+    "open_private_directory",
+    "private_directories",
+    "read_secret",
+]
 
-LEAST_SECRET = 16
-_MOST_SECRET = 4096
+MIN_SECRET_BYTES = 16
+_MAX_SECRET_BYTES = 4096
 _NAME = "peer-secret"
 
 
 def private_directories() -> list[Path]:
-    """This user's directories for kvloom: the state directory first, then the runtime directory where there is one."""
+    """Returns this user's directories for kvloom: the state directory, then the runtime directory if it exists."""
     state = os.environ.get("XDG_STATE_HOME", "")
     found = []
-    with contextlib.suppress(RuntimeError):  # a user without a home
+    with contextlib.suppress(RuntimeError):  # the user has no home directory
         found.append((Path(state) if state.startswith("/") else Path.home() / ".local" / "state") / "kvloom")
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime.startswith("/"):
@@ -32,9 +39,11 @@ def private_directories() -> list[Path]:
     return found
 
 
-def open_private(path: Path, create: bool = False) -> int:
-    """Opens a directory that this user alone may enter; returns its descriptor. OSError where there is none, or where another
-    user owns it."""
+def open_private_directory(path: Path, create: bool = False) -> int:
+    """Opens a directory that only this user may enter; returns its descriptor.
+
+    Raises OSError if it does not exist or another user owns it.
+    """
     if create:
         for parent in (*reversed(path.parents), path):
             if not parent.exists():
@@ -54,33 +63,33 @@ def open_private(path: Path, create: bool = False) -> int:
 
 
 def read_secret(path: Path | str) -> bytes:
-    """The secret in a file. ValueError where it cannot be read, is too short, or where every user may read it."""
+    """Returns the secret in a file. Raises ValueError if it is unreadable, too short or readable by every user."""
     path = Path(path)
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
-            secret = file.read(_MOST_SECRET + 1).strip()
+            secret = file.read(_MAX_SECRET_BYTES + 1).strip()
     except OSError as error:
-        raise ValueError(f"the secret cannot be read: {path}: {error.strerror}") from error
+        raise ValueError(f"the secret file {path} cannot be read: {error.strerror}") from error
     if stat.S_ISREG(found.st_mode):
         if found.st_uid not in (os.geteuid(), 0):
             raise ValueError(
-                f"the secret {path} belongs to user {found.st_uid}: use a file of user {os.geteuid()}, or of root"
+                f"the secret file {path} belongs to user {found.st_uid}: use a file of user {os.geteuid()}, or of root"
             )
         if found.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
             raise ValueError(
-                f"the secret {path} has mode {stat.S_IMODE(found.st_mode):o}, so other users may know it: "
-                "write a new one, and chmod 600 it"
+                f"the secret file {path} has mode {stat.S_IMODE(found.st_mode):o}, so other users may have read it: "
+                "write a new secret, and run chmod 600 on it"
             )
-    if not LEAST_SECRET <= len(secret) <= _MOST_SECRET:
+    if not MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
         raise ValueError(
-            f"the secret {path} has {len(secret)} bytes: give {LEAST_SECRET} or more, {_MOST_SECRET} at most"
+            f"the secret file {path} has {len(secret)} bytes: use {MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES}"
         )
     return secret
 
 
 def default_secret(create: bool = False) -> bytes:
-    """This user's own secret; `create` makes it where there is none. ValueError says what to do where that fails."""
+    """Returns this user's own secret; `create` writes it if missing. The ValueError states what to do."""
     folders = private_directories()
     if not folders:
         raise ValueError(
@@ -88,12 +97,12 @@ def default_secret(create: bool = False) -> bytes:
         )
     path = folders[0] / _NAME
     try:
-        directory = open_private(folders[0], create)
+        directory = open_private_directory(folders[0], create)
     except OSError as error:
         if not create and isinstance(error, FileNotFoundError):
             raise ValueError(_absent(path)) from error
         raise ValueError(
-            f"the directory {folders[0]} cannot hold a secret: {error.strerror}; give a secret file, or set XDG_STATE_HOME"
+            f"the directory {folders[0]} cannot store a secret: {error.strerror}; give a secret file, or set XDG_STATE_HOME"
         ) from error
     try:
         if create:
@@ -106,11 +115,11 @@ def default_secret(create: bool = False) -> bytes:
 
 
 def _absent(path: Path) -> str:
-    return f"there is no secret {path}: start `kvloom share` as this user first, or give ?secret=FILE"
+    return f"the secret file {path} does not exist: start `kvloom share` as this user first, or give ?secret=FILE"
 
 
 def _create(directory: int) -> None:
-    """Writes a new secret unless there is one. Other processes see all of it or nothing."""
+    """Writes a new secret unless one exists. Other processes see the complete file or none."""
     try:
         os.stat(_NAME, dir_fd=directory)
         return
@@ -121,7 +130,7 @@ def _create(directory: int) -> None:
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(secrets.token_hex(32).encode() + b"\n")
-        with contextlib.suppress(FileExistsError):  # another process was faster
+        with contextlib.suppress(FileExistsError):  # created by another process
             os.link(made, _NAME, src_dir_fd=directory, dst_dir_fd=directory)
     finally:
         os.unlink(made, dir_fd=directory)

@@ -1,8 +1,8 @@
-"""Serves a host tier to other processes: a thread for every connection, and leases that end with it, or after a deadline.
+"""Serves a host tier to other processes: one thread per connection, and leases that end with it or at a deadline.
 
-On one host a peer maps the arena and copies by itself, between `HOLD` and `RELEASE` (or `RESERVE` and `COMMIT`); elsewhere
-pages travel on the connection. Checksums are made where a page is written and compared where it is read. Nothing here is
-ever unpickled. A stored page is never overwritten, and only its writer drops it. Knows no engines and no names beyond their bytes.
+On one host a client maps the arena and copies by itself, between `ACQUIRE` and `RELEASE` (or `RESERVE` and
+`COMMIT`); otherwise pages move on the connection. The writer computes checksums, the reader compares them. Nothing
+is ever unpickled. A stored page is never overwritten, and only its writer drops it. Does not know engines.
 """
 
 from __future__ import annotations
@@ -24,76 +24,76 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.tiers.host.host_tier import HostTier
-from kvloom.tiers.host.lease import Lease
-from kvloom.tiers.host.shared_memory import SharedMemory
-from kvloom.tiers.peer.connections import Budget, Guest, Guests
-from kvloom.tiers.peer.local_socket import LocalListener, listen_local, listen_near, user_of
-from kvloom.tiers.peer.secret import LEAST_SECRET, default_secret
+from kvloom.tiers.host import HostTier, Lease, SharedMemory
 from kvloom.tiers.tier import KEY_BYTES, Form, Objects
 from kvloom.tiers.transfer import Outcome
 
+from .connections import LeaseBudget, PeerClient, PeerClients
 from .nixl_arena import NixlArena
-from .protocol import Channel, Message, PeerError, Verb, Verdict, welcome
+from .protocol import Channel, Message, PeerError, Verb, Verdict, server_handshake
+from .secret import MIN_SECRET_BYTES, default_secret
+from .unix_socket import UnixListener, listen_loopback, listen_unix, peer_uid
 
-__all__ = ["PeerConfig", "PeerServer", "keyed"]
+__all__ = ["PeerConfig", "PeerServer", "objects_from_keys"]
 
-_NAME_BYTES = 16
-_MOST_LEASES, _MOST_LEASED = (
+_HASH_BYTES = 16
+_MAX_LEASES, _MAX_LEASED = (
     4,
     8192,
-)  # of one connection, and their objects; a client has one lease of 4096 at most
-_MOST_LEASE_BYTES = 64 << 20
-_LEAST_PAGE, _LEAST_RUN = 512, 64  # smaller ones cost more bookkeeping than bytes
+)  # per connection, and their objects; our client has one lease of 4096 at most
+_MAX_LEASE_BYTES = 64 << 20
+_MIN_PAGE, _MIN_RUN = 512, 64  # smaller ones cost more in bookkeeping than in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """Where to listen, and what clients may use.
+    """Where to listen, and limits of clients.
 
-    `port` 0 is any free one. An empty `secret` is this user's own (secret.py), on loopback alone; beyond it give one of 16 bytes or
-    more. On loopback clients of this user connect by a Unix socket, too. `local` is another path of such a socket; `users` may use it
-    beside this user and root. `read_only`: clients read and change nothing.
+    `port` 0 is any free one. An empty `secret` selects this user's own (secret.py), on loopback only; otherwise give 16
+    bytes or more. Clients of this user on loopback connect by a Unix socket, too. `unix_socket` is another path of one;
+    `allowed_uids` may use it besides this user and root. `read_only`: clients cannot change anything.
 
-    A hello has `handshake_seconds`, a lease `lease_seconds`; then the connection ends. Of `connections` half may come from one user or
-    address; beyond that one that was idle for `idle_seconds` ends for a new one.
+    A hello has `handshake_seconds`, a lease `lease_seconds`; then the connection ends. One user or address may have half
+    of `max_connections`; beyond the limit a new connection replaces one that was idle for `idle_seconds`.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     secret: bytes = b""
     read_only: bool = False
-    connections: int = 256
+    max_connections: int = 256
     timeout: float = 30.0
-    local: Path | None = None
-    users: tuple[int, ...] = ()
+    unix_socket: Path | None = None
+    allowed_uids: tuple[int, ...] = ()
     handshake_seconds: float = 5.0
     lease_seconds: float = 60.0
     idle_seconds: float = 60.0
-    pending: int = 64
+    max_handshakes: int = 64
 
     def __post_init__(self) -> None:
-        if len(self.secret) < LEAST_SECRET and not _loopback(self.host):
+        if len(self.secret) < MIN_SECRET_BYTES and not _loopback(self.host):
             raise ValueError(
-                f"host={self.host!r} can be reached from elsewhere: give a secret of {LEAST_SECRET} bytes or more "
+                f"host={self.host!r} is reachable from other hosts: give a secret of {MIN_SECRET_BYTES} bytes or more "
                 f"(this has {len(self.secret)}), or listen on 127.0.0.1"
             )
-        if 0 < len(self.secret) < LEAST_SECRET:
+        if 0 < len(self.secret) < MIN_SECRET_BYTES:
             raise ValueError(
-                f"a secret of {len(self.secret)} bytes is too short: give {LEAST_SECRET} or more"
+                f"a secret of {len(self.secret)} bytes is too short: use {MIN_SECRET_BYTES} or more"
             )
         for field in (
-            "connections",
+            "max_connections",
             "timeout",
             "handshake_seconds",
             "lease_seconds",
             "idle_seconds",
-            "pending",
+            "max_handshakes",
         ):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be positive")
-        if self.users and self.local is None:
-            raise ValueError("other users need a socket that they can reach: give its path, too")
+        if self.allowed_uids and self.unix_socket is None:
+            raise ValueError(
+                "allowed_uids needs unix_socket: give the path of a socket that these users can reach"
+            )
 
 
 def _loopback(host: str) -> bool:
@@ -103,22 +103,24 @@ def _loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def keyed(keys: list[bytes], page_bytes: int, run_bytes: int) -> Objects:
-    """Objects of which only the keys are known. A ValueError for keys of several groups or forms."""
-    tail = keys[0][_NAME_BYTES:] if keys else bytes(KEY_BYTES - _NAME_BYTES)
-    if any(key[_NAME_BYTES:] != tail for key in keys):
-        raise ValueError("keys of several groups or forms in one message")
+def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int) -> Objects:
+    """Returns objects of which only the keys are known. Raises ValueError for keys of several groups or forms."""
+    tail = keys[0][_HASH_BYTES:] if keys else bytes(KEY_BYTES - _HASH_BYTES)
+    if any(key[_HASH_BYTES:] != tail for key in keys):
+        raise ValueError("a message contains keys of several groups or forms: send one message per form")
     form = Form("", "", page_bytes, run_bytes)
-    form.__dict__["fingerprint"] = tail[4:]  # as its owner made it
+    form.__dict__["fingerprint"] = tail[4:]  # as the client computed it
     group = int.from_bytes(tail[:4], "little")
-    objects = Objects([key[:_NAME_BYTES] for key in keys], group, form)
-    objects.__dict__["keys"] = keys  # known, too
+    objects = Objects([key[:_HASH_BYTES] for key in keys], group, form)
+    objects.__dict__["keys"] = keys  # computed already
     return objects
 
 
 class PeerServer:
-    """Runs until `close`. The tier stays its owner's; OSError where the address cannot be had, ValueError where there is no secret.
-    `memory` is its arena if others on this host may map it, `nixl` if NIXL may reach it."""
+    """Serves until `close`; does not own the tier. Raises OSError if the address is unavailable, ValueError without a secret.
+
+    `memory` is the arena if processes on this host may map it, `nixl` if NIXL may access it.
+    """
 
     def __init__(
         self,
@@ -129,32 +131,34 @@ class PeerServer:
     ) -> None:
         self._tier, self._config = tier, config
         self._secret = config.secret or default_secret(create=True)
-        self._lends = _Lends(tier, config)
+        self._limits = _LeaseLimits(tier, config)
         self._about: dict[str, Any] = dict(nixl.about) if nixl is not None else {}
-        self._about["lease_bytes"] = self._lends.each
+        self._about["lease_bytes"] = self._limits.each
         if memory is not None:
             self._about |= {"path": memory.path, "token": memory.token, "size": memory.size}
-        self._memory, self._nixl = memory, nixl  # while guests may use them
+        self._memory, self._nixl = memory, nixl  # referenced while clients may use them
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._socket = socket.create_server((config.host, config.port), family=family, backlog=128)
-        self._locals: list[LocalListener] = []
+        self._unix_listeners: list[UnixListener] = []
         try:
-            if config.local is not None:
-                self._locals.append(listen_local(config.local, 0o666 if config.users else 0o600))
+            if config.unix_socket is not None:
+                self._unix_listeners.append(
+                    listen_unix(config.unix_socket, 0o666 if config.allowed_uids else 0o600)
+                )
         except BaseException:
             self._socket.close()
             raise
-        near = listen_near(config.host, self.address[1])
-        if near is not None:
-            self._locals.append(near)
-        self._users = frozenset((os.geteuid(), 0, *config.users))
-        self._guests = Guests(config.pending, config.connections, config.idle_seconds)
+        loopback = listen_loopback(config.host, self.address[1])
+        if loopback is not None:
+            self._unix_listeners.append(loopback)
+        self._uids = frozenset((os.geteuid(), 0, *config.allowed_uids))
+        self._clients = PeerClients(config.max_handshakes, config.max_connections, config.idle_seconds)
         self._ended = threading.Event()
         self._count = threading.Lock()
         self.refused = 0
         self._start(self._accept, self._socket, False)
-        for local in self._locals:
-            self._start(self._accept, local.socket, True)
+        for is_unix in self._unix_listeners:
+            self._start(self._accept, is_unix.socket, True)
         self._start(self._end_overdue)
 
     @staticmethod
@@ -167,148 +171,152 @@ class PeerServer:
         return str(host), int(port)
 
     def close(self) -> None:
-        """Ends every connection; who reads from the arena gets an error and computes again."""
+        """Ends every connection. A client that reads from the arena gets an error and recomputes."""
         self._ended.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        for local in self._locals:
-            local.close()
-        for guest in self._guests.end():
-            guest.channel.close()
+        for is_unix in self._unix_listeners:
+            is_unix.close()
+        for client in self._clients.end():
+            client.channel.close()
         if self._nixl is not None:
             self._nixl.close()
 
-    def _accept(self, listening: socket.socket, local: bool) -> None:
+    def _accept(self, listening: socket.socket, is_unix: bool) -> None:
         while not self._ended.is_set():
             try:
                 connected, where = listening.accept()
             except OSError:
-                # Closed; or out of descriptors, say: then the others go on.
+                # Closed, or out of descriptors: other connections continue.
                 self._ended.wait(0.05)
                 continue
             try:
-                user = user_of(connected) if local else -1
+                user = peer_uid(connected) if is_unix else -1
                 channel = Channel(connected, self._config.timeout)
-            except OSError:  # it has gone already
+            except OSError:  # disconnected already
                 connected.close()
                 continue
-            origin = f"user {user}" if local else str(where[0])
-            guest = Guest(channel, origin, time.monotonic() + self._config.handshake_seconds)
-            for ended in self._guests.arrive(guest):
+            origin = f"user {user}" if is_unix else str(where[0])
+            client = PeerClient(channel, origin, time.monotonic() + self._config.handshake_seconds)
+            for ended in self._clients.add(client):
                 self._refuse(ended)
             try:
-                self._start(self._serve, guest, local, user)
-            except RuntimeError:  # the system gives no more threads
-                self._guests.leave(guest)
-                self._refuse(guest)
+                self._start(self._serve, client, is_unix, user)
+            except RuntimeError:  # the system's limit of threads
+                self._clients.remove(client)
+                self._refuse(client)
 
-    def _refuse(self, guest: Guest) -> None:
+    def _refuse(self, client: PeerClient) -> None:
         with self._count:
             self.refused += 1
-        guest.channel.close()
+        client.channel.close()
 
     def _end_overdue(self) -> None:
-        """Ends connections whose hello or lease takes too long."""
+        """Ends connections whose hello or lease exceeds its deadline."""
         period = min(1.0, self._config.handshake_seconds / 4, self._config.lease_seconds / 4)
         while not self._ended.wait(period):
-            for guest in self._guests.overdue():
-                self._refuse(guest)
-                self._guests.leave(guest)
+            for client in self._clients.overdue():
+                self._refuse(client)
+                self._clients.remove(client)
 
-    def _admit(self, guest: Guest, allowed: bool) -> Verdict:
-        """What becomes of a connection that has the secret, or came by a Unix socket."""
+    def _admit(self, client: PeerClient, allowed: bool) -> Verdict:
+        """Returns the verdict on a connection with the secret or by a Unix socket."""
         if not allowed:
             return Verdict.WRONG_USER
-        admitted, idle = self._guests.admit(guest)
+        admitted, idle = self._clients.admit(client)
         for other in idle:
             other.channel.close()
         if not admitted:
-            return Verdict.TOO_MANY
-        guest.deadline = math.inf
-        return Verdict.WELCOME
+            return Verdict.TOO_MANY_CONNECTIONS
+        client.deadline = math.inf
+        return Verdict.ACCEPTED
 
-    def _serve(self, guest: Guest, local: bool, user: int) -> None:
-        channel = guest.channel
-        maps = self._nixl is not None or (local and user in (os.geteuid(), 0))
-        requests = _Requests(
-            self._tier, guest, self._about, self._config.read_only, self._nixl, self._lends, maps
+    def _serve(self, client: PeerClient, is_unix: bool, user: int) -> None:
+        channel = client.channel
+        maps = self._nixl is not None or (is_unix and user in (os.geteuid(), 0))
+        requests = _RequestHandler(
+            self._tier, client, self._about, self._config.read_only, self._nixl, self._limits, maps
         )
         try:
-            allowed = not local or user in self._users
-            # By a Unix socket the system says who it is: there the hello proves nothing.
+            allowed = not is_unix or user in self._uids
+            # On a Unix socket the kernel identifies the user: the hello proves nothing.
             if (
-                welcome(channel, b"" if local else self._secret, lambda: self._admit(guest, allowed))
-                != Verdict.WELCOME
+                server_handshake(
+                    channel, b"" if is_unix else self._secret, lambda: self._admit(client, allowed)
+                )
+                != Verdict.ACCEPTED
             ):
                 with self._count:
                     self.refused += 1
                 return
             while True:
-                message = channel.receive(patient=True, most=requests.most_payload)
-                guest.busy = True
+                message = channel.receive(wait=True, max_payload=requests.max_payload)
+                client.busy = True
                 requests.answer(message)
-                guest.busy, guest.used = bool(requests.leases), time.monotonic()
+                client.busy, client.used = bool(requests.leases), time.monotonic()
         except OSError:
-            pass  # it has gone
+            pass  # disconnected
         except (PeerError, ValueError, struct.error) as error:
             with contextlib.suppress(OSError):
                 channel.send(Message(Verb.ABOUT, payload=str(error).encode(), status=1))
         finally:
-            requests.leave()
+            requests.release_leases()
             channel.close()
-            self._guests.leave(guest)
+            self._clients.remove(client)
 
 
-class _Lends:
-    """What connections may borrow of a tier: each of them, and all together for reading and for writing. So neither pages that are
-    held nor places that are never filled push out all others."""
+class _LeaseLimits:
+    """Limits of leases: per connection, and for all together, separately for reads and writes.
+
+    So neither leased pages nor reserved pages that are never filled evict all others.
+    """
 
     def __init__(self, tier: HostTier, config: PeerConfig) -> None:
         self.seconds = config.lease_seconds
-        self.each = max(tier.slab_bytes, min(_MOST_LEASE_BYTES, tier.capacity // 8))
-        self.least_page = min(_LEAST_PAGE, tier.slab_bytes)
-        self.held, self.reserved = (Budget(max(tier.capacity // 2, tier.slab_bytes)) for _ in range(2))
+        self.each = max(tier.slab_bytes, min(_MAX_LEASE_BYTES, tier.capacity // 8))
+        self.min_page = min(_MIN_PAGE, tier.slab_bytes)
+        self.held, self.reserved = (LeaseBudget(max(tier.capacity // 2, tier.slab_bytes)) for _ in range(2))
         self._key = os.urandom(32)
 
     def writer(self, token: bytes) -> int:
-        """The number of a client, which others cannot guess; never 0."""
+        """Returns a client's number, never 0, which other clients cannot guess."""
         return int.from_bytes(blake2b(token, digest_size=8, key=self._key).digest(), "little") >> 2 | 1
 
 
 @dataclass(slots=True)
-class _Lent:
-    """A lease of a connection: its bytes, of which budget, and when it ends at the latest."""
+class _ActiveLease:
+    """A lease of a connection: its bytes, its budget, and its deadline."""
 
     lease: Lease
-    budget: Budget
+    budget: LeaseBudget
     size: int
     deadline: float
 
 
-class _Requests:
+class _RequestHandler:
     """One connection's requests and leases."""
 
     def __init__(
         self,
         tier: HostTier,
-        guest: Guest,
+        client: PeerClient,
         about: dict[str, Any],
         read_only: bool,
         nixl: NixlArena | None,
-        lends: _Lends,
+        limits: _LeaseLimits,
         maps: bool,
     ) -> None:
-        """`maps`: this client may read all of the arena anyway."""
-        self._tier, self._guest, self._channel, self._where = tier, guest, guest.channel, about
-        self._read_only, self._nixl, self._lends, self._maps = read_only, nixl, lends, maps
-        self._writer = lends.writer(os.urandom(16))
-        self.leases: dict[int, _Lent] = {}
+        """`maps`: this client can read the whole arena anyway."""
+        self._tier, self._client, self._channel, self._published = tier, client, client.channel, about
+        self._read_only, self._nixl, self._limits, self._maps = read_only, nixl, limits, maps
+        self._writer = limits.writer(os.urandom(16))
+        self.leases: dict[int, _ActiveLease] = {}
         self._next = 1
         self._verbs: dict[Verb, Callable[[Message], None]] = {
             Verb.ABOUT: self._about,
             Verb.LOOKUP: self._lookup,
-            Verb.HOLD: self._hold,
+            Verb.ACQUIRE: self._hold,
             Verb.RELEASE: self._release,
             Verb.RESERVE: self._reserve,
             Verb.COMMIT: self._commit,
@@ -321,79 +329,87 @@ class _Requests:
     def answer(self, message: Message) -> None:
         self._verbs[message.verb](message)
 
-    def leave(self) -> None:
-        """What it was about to write is not there; what it read may leave."""
+    def release_leases(self) -> None:
+        """Releases all leases: reserved pages are removed, read pages become evictable."""
         for number in list(self.leases):
-            self._taken(number).release(written=False)
+            self._remove_lease(number).release(written=False)
 
-    def most_payload(self, verb: Verb, count: int) -> int:
-        """The largest payload of a request: keys, checksums of a lease, or the token of a client."""
+    def max_payload(self, verb: Verb, count: int) -> int:
+        """Returns the largest payload of a request: keys, checksums of a lease, or the token of a client."""
         if verb == Verb.COMMIT:
-            return max((lent.lease.check_bytes for lent in self.leases.values()), default=0)
-        return {Verb.ABOUT: _NAME_BYTES, Verb.USAGE: 0, Verb.RELEASE: 0}.get(verb, count * KEY_BYTES)
+            return max((active.lease.checksum_bytes for active in self.leases.values()), default=0)
+        return {Verb.ABOUT: _HASH_BYTES, Verb.USAGE: 0, Verb.RELEASE: 0}.get(verb, count * KEY_BYTES)
 
     @staticmethod
     def _keys(message: Message) -> list[bytes]:
         if len(message.payload) != message.count * KEY_BYTES:
-            raise ValueError(f"{len(message.payload)} bytes are not {message.count} keys of {KEY_BYTES}")
+            raise ValueError(
+                f"a payload of {len(message.payload)} bytes is not {message.count} keys of {KEY_BYTES} bytes"
+            )
         data = message.payload
         return [data[at : at + KEY_BYTES] for at in range(0, message.count * KEY_BYTES, KEY_BYTES)]
 
     def _objects(self, message: Message) -> Objects:
-        """The objects whose keys are the payload."""
-        return keyed(self._keys(message), message.page_bytes, message.run_bytes)
+        """Returns the objects whose keys are the payload."""
+        return objects_from_keys(self._keys(message), message.page_bytes, message.run_bytes)
 
-    def _lend(
-        self, message: Message, budget: Budget, take: Callable[[Objects], Lease]
+    def _make_lease(
+        self, message: Message, budget: LeaseBudget, take: Callable[[Objects], Lease]
     ) -> tuple[int, Lease, list[int]]:
-        """A lease of as many objects as the limits allow: its number, the lease, results of the others (BUSY)."""
-        objects = message.count + sum(len(lent.lease.offsets) for lent in self.leases.values())
-        if objects > _MOST_LEASED:
-            raise ValueError(f"{objects} objects in leases of one connection: the limit is {_MOST_LEASED}")
-        if len(self.leases) >= _MOST_LEASES:
+        """Leases as many objects as the limits allow; returns its number, the lease, and BUSY results of the others."""
+        objects = message.count + sum(len(active.lease.offsets) for active in self.leases.values())
+        if objects > _MAX_LEASED:
             raise ValueError(
-                f"{len(self.leases)} leases of one connection: release some, the limit is {_MOST_LEASES}"
+                f"{objects} objects in leases of one connection exceed the limit of {_MAX_LEASED}: release some"
+            )
+        if len(self.leases) >= _MAX_LEASES:
+            raise ValueError(
+                f"the connection has {len(self.leases)} leases, the limit is {_MAX_LEASES}: release some"
             )
         keys, size = self._keys(message), message.page_bytes
-        every = keyed(keys, size, message.run_bytes)
+        every = objects_from_keys(keys, size, message.run_bytes)
         if size > self._tier.slab_bytes:
-            raise ValueError(f"a page of {size} bytes does not fit a slab of {self._tier.slab_bytes}")
-        left = self._lends.each - sum(lent.size for lent in self.leases.values())
+            raise ValueError(f"a page of {size} bytes does not fit a slab of {self._tier.slab_bytes} bytes")
+        left = self._limits.each - sum(active.size for active in self.leases.values())
         count = budget.take(size, min(len(keys), max(0, left) // size))
         try:
-            lease = take(every if count == len(keys) else keyed(keys[:count], size, message.run_bytes))
+            lease = take(
+                every if count == len(keys) else objects_from_keys(keys[:count], size, message.run_bytes)
+            )
         except BaseException:
-            budget.give(count * size)
+            budget.release(count * size)
             raise
-        lent = int((lease.offsets >= 0).sum())
-        budget.give((count - lent) * size)  # what is not there is not borrowed
+        active = int((lease.offsets >= 0).sum())
+        budget.release((count - active) * size)  # misses are not leased
         number, self._next = self._next, self._next + 1
-        self.leases[number] = _Lent(lease, budget, lent * size, time.monotonic() + self._lends.seconds)
+        self.leases[number] = _ActiveLease(
+            lease, budget, active * size, time.monotonic() + self._limits.seconds
+        )
         self._set_deadline()
         if self._nixl is not None:
-            self._nixl.count(1)
+            self._nixl.change_leases(1)
         return number, lease, [Outcome.BUSY] * (len(keys) - count)
 
-    def _taken(self, number: int) -> Lease:
-        """A lease, no longer kept."""
-        lent = self.leases.pop(number, None)
-        if lent is None:
-            raise ValueError(f"there is no lease {number}")
-        lent.budget.give(lent.size)
+    def _remove_lease(self, number: int) -> Lease:
+        """Removes a lease from the connection and returns it."""
+        active = self.leases.pop(number, None)
+        if active is None:
+            raise ValueError(f"lease {number} does not exist")
+        active.budget.release(active.size)
         self._set_deadline()
         if self._nixl is not None:
-            self._nixl.count(-1)
-        return lent.lease
+            self._nixl.change_leases(-1)
+        return active.lease
 
     def _set_deadline(self) -> None:
-        self._guest.deadline = min((lent.deadline for lent in self.leases.values()), default=math.inf)
+        self._client.deadline = min((active.deadline for active in self.leases.values()), default=math.inf)
 
     def _about(self, message: Message) -> None:
-        if len(message.payload) == _NAME_BYTES:
-            self._writer = self._lends.writer(message.payload)
+        if len(message.payload) == _HASH_BYTES:
+            self._writer = self._limits.writer(message.payload)
         slab = self._tier.slab_bytes
         self._channel.send(
-            Message(Verb.ABOUT, a=slab, b=self._tier.capacity, payload=json.dumps(self._where).encode())
+            Message(Verb.ABOUT, a=slab, b=self._tier.capacity, payload=json.dumps(self._published).encode())
         )
 
     def _lookup(self, message: Message) -> None:
@@ -401,41 +417,41 @@ class _Requests:
         self._channel.send(Message(Verb.LOOKUP, message.count, payload=found.tobytes()))
 
     def _hold(self, message: Message) -> None:
-        number, lease, busy = self._lend(message, self._lends.held, self._tier.hold)
-        payload = _results(lease, busy) + _offsets(lease, busy) + b"".join(lease.checks())
-        self._channel.send(Message(Verb.HOLD, message.count, a=number, payload=payload))
+        number, lease, busy = self._make_lease(message, self._limits.held, self._tier.acquire)
+        payload = _results(lease, busy) + _offsets(lease, busy) + b"".join(lease.page_checksums())
+        self._channel.send(Message(Verb.ACQUIRE, message.count, a=number, payload=payload))
 
     def _release(self, message: Message) -> None:
         if message.a in self.leases:
-            self._taken(message.a).release(written=False)
+            self._remove_lease(message.a).release(written=False)
 
-    def _places(self, objects: Objects) -> Lease:
-        """Places for a guest's pages; none where it may only read."""
+    def _reserve_pages(self, objects: Objects) -> Lease:
+        """Reserves pages for a client; none if it may only read."""
         form = objects.form
         if self._read_only:
             none = np.full(len(objects), -1, np.int64)
             return Lease(self._tier, objects, none, none, np.full(len(objects), Outcome.FULL, np.uint8))
-        if form.page_bytes < self._lends.least_page or (form.runs > 1 and form.run_bytes < _LEAST_RUN):
+        if form.page_bytes < self._limits.min_page or (form.runs > 1 and form.run_bytes < _MIN_RUN):
             raise ValueError(
-                f"pages of {form.page_bytes} bytes in runs of {form.run_bytes} are too small to be stored by a peer: "
-                f"the limits are {self._lends.least_page} and {_LEAST_RUN}"
+                f"pages of {form.page_bytes} bytes in runs of {form.run_bytes} are too small for a peer: "
+                f"the minimum is {self._limits.min_page} and {_MIN_RUN}"
             )
         return self._tier.reserve(objects, self._writer)
 
     def _reserve(self, message: Message) -> None:
-        number, lease, busy = self._lend(message, self._lends.reserved, self._places)
-        if not self._maps:  # else a client that writes nothing would read what an evicted page left there
-            for at, stop in _joined(lease.offsets[lease.offsets >= 0].tolist(), message.page_bytes):
+        number, lease, busy = self._make_lease(message, self._limits.reserved, self._reserve_pages)
+        if not self._maps:  # else a client that writes nothing could read bytes of an evicted page
+            for at, stop in _merge_neighbours(lease.offsets[lease.offsets >= 0].tolist(), message.page_bytes):
                 self._tier.arena[at:stop] = 0
         payload = _results(lease, busy) + _offsets(lease, busy)
         self._channel.send(Message(Verb.RESERVE, message.count, a=number, payload=payload))
 
     def _commit(self, message: Message) -> None:
-        lease = self._taken(message.a)
+        lease = self._remove_lease(message.a)
         written = bool(message.b)
         try:
             if written:
-                lease.keep_checks(message.payload)
+                lease.set_checksums(message.payload)
         except ValueError:
             written = False
             raise
@@ -445,10 +461,12 @@ class _Requests:
 
     def _read(self, message: Message) -> None:
         if not 0 <= message.a < message.b <= message.page_bytes:
-            raise ValueError(f"part {message.a} to {message.b} of a page of {message.page_bytes}")
-        number, lease, busy = self._lend(message, self._lends.held, self._tier.hold)
+            raise ValueError(
+                f"part {message.a} to {message.b} is not inside a page of {message.page_bytes} bytes"
+            )
+        number, lease, busy = self._make_lease(message, self._limits.held, self._tier.acquire)
         try:
-            payload = _results(lease, busy) + b"".join(lease.checks())
+            payload = _results(lease, busy) + b"".join(lease.page_checksums())
             pieces = [
                 self._tier.arena[at + message.a : at + message.b].data
                 for at in lease.offsets.tolist()
@@ -457,37 +475,36 @@ class _Requests:
             self._channel.begin(len(pieces) * (message.b - message.a))
             self._channel.send(Message(Verb.READ, message.count, payload=payload), pieces)
         finally:
-            self._taken(number).release(written=False)
+            self._remove_lease(number).release(written=False)
 
     def _write(self, message: Message) -> None:
-        """Says which pages are wanted, and takes those: a page is long, a question short. Their checksums come last, so that
-        they are made while pages travel."""
+        """Reports which pages are wanted, then receives those. Checksums follow, so they are computed during the transfer."""
         size = message.page_bytes
-        number, lease, busy = self._lend(message, self._lends.reserved, self._places)
+        number, lease, busy = self._make_lease(message, self._limits.reserved, self._reserve_pages)
         written = False
         try:
             self._channel.send(Message(Verb.WRITE, message.count, payload=_results(lease, busy)))
             places = lease.offsets[lease.offsets >= 0].tolist()
             if not places:
                 return
-            for at, stop in _joined(places, size):
+            for at, stop in _merge_neighbours(places, size):
                 self._channel.begin(stop - at)
-                self._channel.fill(self._tier.arena[at:stop].data)
-            checks = self._channel.receive(most=lambda verb, count: lease.check_bytes)
+                self._channel.receive_into(self._tier.arena[at:stop].data)
+            checks = self._channel.receive(max_payload=lambda verb, count: lease.checksum_bytes)
             if checks.verb != Verb.WRITE:
-                raise ValueError(f"{checks.verb.name} came in place of the pages' checksums")
-            lease.keep_checks(checks.payload)
+                raise ValueError(f"received {checks.verb.name} instead of the pages' checksums")
+            lease.set_checksums(checks.payload)
             written = True
         finally:
-            self._taken(number).release(written)
+            self._remove_lease(number).release(written)
         self._channel.send(Message(Verb.WRITE))
 
     def _drop(self, message: Message) -> None:
-        """Drops what this client wrote, and what is damaged, whoever wrote it."""
+        """Drops pages that this client wrote, and damaged pages of any client."""
         dropped, objects = 0, self._objects(message)
         if not self._read_only:
             dropped = self._tier.drop(objects, self._writer)
-            dropped += self._tier.drop_damaged(objects.keys, self._lends.each)
+            dropped += self._tier.drop_damaged(objects.keys, self._limits.each)
         self._channel.send(Message(Verb.DROP, a=dropped))
 
     def _usage(self, message: Message) -> None:
@@ -504,8 +521,8 @@ def _offsets(lease: Lease, busy: list[int]) -> bytes:
     return lease.offsets.tobytes() + np.full(len(busy), -1, np.int64).tobytes()
 
 
-def _joined(offsets: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """Where pages of `size` bytes lie, in that order, neighbours as one."""
+def _merge_neighbours(offsets: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """Returns the byte ranges of pages of `size` bytes, in that order, with adjacent ones merged."""
     spans: list[tuple[int, int]] = []
     for at in offsets:
         if spans and spans[-1][1] == at:

@@ -1,3 +1,50 @@
-"""TODO: map of this folder."""
+"""Tiers behind a connection: key-value stores, and disk by NIXL.
 
-__all__: list[str] = []
+    remote_tier.py       RemoteTier: threads, timeouts, reconnection
+    store_tier.py        pages as values of a key-value store
+    redis.py             Redis or Valkey
+    redis_protocol.py    RESP on one socket
+    mooncake.py          Mooncake Store
+    mooncake_client.py   its client library, once per tier
+    s3.py                an S3 bucket
+    nixl.py              a disk tier with NIXL as transport
+    bounded_calls.py     timeouts for libraries without them
+    byte_stream.py       bytes over a socket, with checksums
+
+A store's client library is imported when the tier is opened.
+"""
+
+from .byte_stream import ByteStream
+from .mooncake import open_mooncake
+from .mooncake_client import MooncakeConfig
+from .nixl import NixlFiles, make_agent, open_nixl
+from .redis import RedisAddress, open_redis
+from .remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage, remote_config
+from .s3 import S3Bucket, open_s3
+from .store_tier import CapacityTracker, Destination, Store, ValueRange, store_tier
+
+__all__ = [
+    "ByteStream",
+    "CapacityTracker",
+    "Connection",
+    "Destination",
+    "Job",
+    "Link",
+    "MooncakeConfig",
+    "NixlFiles",
+    "RedisAddress",
+    "RemoteConfig",
+    "RemoteTier",
+    "S3Bucket",
+    "Store",
+    "StoreError",
+    "Usage",
+    "ValueRange",
+    "make_agent",
+    "open_mooncake",
+    "open_nixl",
+    "open_redis",
+    "open_s3",
+    "remote_config",
+    "store_tier",
+]

@@ -1,6 +1,7 @@
-"""Calls into a client that has no timeouts: they run in a thread of their own, and who waits gives up in time.
+"""Timeouts for a client library that has none: calls run in a thread of their own, and the caller stops waiting.
 
-A call that was given up goes on in its thread, with what it was lent: `StillRunningError` says when that ends. Knows no stores.
+An abandoned call continues in its thread, with the memory it was given: `StillRunningError` reports its end.
+Does not know stores.
 """
 
 from __future__ import annotations
@@ -10,88 +11,94 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Bounded", "StillRunningError"]
+__all__ = ["BoundedCalls", "StillRunningError"]
 
-_MOST_STUCK = 16
+_MAX_STUCK = 16
 
 
 class StillRunningError(TimeoutError):
-    """A call was given up and goes on. If it was `lent` a caller's memory, that is the call's until it is over."""
+    """A call was abandoned and still runs. With `uses_caller_memory` it may access the caller's memory until it ends."""
 
-    def __init__(self, text: str, answer: _Answer, lent: bool) -> None:
+    def __init__(self, text: str, pending: _PendingCall, lent: bool) -> None:
         super().__init__(text)
-        self._answer, self.lent = answer, lent
+        self._pending, self.uses_caller_memory = pending, lent
 
-    def when_over(self, call: Callable[[], None]) -> None:
-        """Has `call()` called once when it is over: at once, or from the call's thread."""
-        with Bounded._lock:
-            if not self._answer.come.is_set():
-                self._answer.watchers.append(call)
+    def on_finished(self, call: Callable[[], None]) -> None:
+        """Calls `call()` once when the abandoned call ends: immediately, or in its thread."""
+        with BoundedCalls._lock:
+            if not self._pending.finished.is_set():
+                self._pending.watchers.append(call)
                 return
         call()
 
 
-class Bounded:
-    """One thread for the calls of one connection. After a TimeoutError it is of no further use."""
+class BoundedCalls:
+    """One thread for the calls of one connection. Unusable after a TimeoutError."""
 
-    _stuck = 0  # threads of this process that wait for a call that was given up
+    _stuck = 0  # threads of this process inside an abandoned call
     _lock = threading.Lock()
 
     def __init__(self, timeout: float, what: str) -> None:
-        if Bounded._stuck >= _MOST_STUCK:
-            raise TimeoutError(f"{Bounded._stuck} calls to {what} hang")
+        if BoundedCalls._stuck >= _MAX_STUCK:
+            raise TimeoutError(f"{BoundedCalls._stuck} calls to {what} hang; the limit is {_MAX_STUCK}")
         self._timeout, self._what = timeout, what
         self._ended = False
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], _Answer] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], _PendingCall] | None] = queue.SimpleQueue()
         threading.Thread(target=self._loop, name="kvloom-bounded", daemon=True).start()
 
-    def call(self, function: Callable[[], Any], timeout: float | None = None, lent: bool = False) -> Any:
-        """What `function` returns or raises; StillRunningError when it takes too long. `lent` says that it was lent a caller's
-        memory."""
+    def call(
+        self, function: Callable[[], Any], timeout: float | None = None, uses_caller_memory: bool = False
+    ) -> Any:
+        """Returns or raises the result of `function`; raises StillRunningError after the timeout.
+
+        `uses_caller_memory`: the function accesses memory of the caller.
+        """
         if self._ended:
-            raise TimeoutError(f"{self._what} did not answer before")
-        answer = _Answer()
-        self._calls.put((function, answer))
+            raise TimeoutError(f"{self._what} did not answer an earlier call")
+        pending = _PendingCall()
+        self._calls.put((function, pending))
         limit = self._timeout if timeout is None else timeout
-        if not answer.come.wait(limit):
-            with Bounded._lock:
-                given_up = answer.give_up()
-                Bounded._stuck += given_up
-            if given_up:
+        if not pending.finished.wait(limit):
+            with BoundedCalls._lock:
+                abandoned = pending.abandon()
+                BoundedCalls._stuck += abandoned
+            if abandoned:
                 self.close()
-                raise StillRunningError(f"{self._what} did not answer within {limit} s", answer, lent)
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
+                raise StillRunningError(
+                    f"{self._what} did not answer within {limit} s", pending, uses_caller_memory
+                )
+        if pending.error is not None:
+            raise pending.error
+        return pending.value
 
     def close(self) -> None:
         self._ended = True
         self._calls.put(None)
 
     def _loop(self) -> None:
-        while (asked := self._calls.get()) is not None:
-            function, answer = asked
+        while (item := self._calls.get()) is not None:
+            function, pending = item
             try:
-                answer.value = function()
-            except BaseException as error:  # noqa: BLE001  told to who asked
-                answer.error = error
-            with Bounded._lock:
-                answer.come.set()
-                Bounded._stuck -= answer.given_up
-                watchers, answer.watchers = answer.watchers, []
+                pending.value = function()
+            except BaseException as error:  # noqa: BLE001  raised in the caller's thread
+                pending.error = error
+            with BoundedCalls._lock:
+                pending.finished.set()
+                BoundedCalls._stuck -= pending.abandoned
+                watchers, pending.watchers = pending.watchers, []
             for call in watchers:
                 call()
-            del asked, function, answer, watchers
+            del item, function, pending, watchers
 
 
-class _Answer:
+class _PendingCall:
     def __init__(self) -> None:
-        self.come = threading.Event()
-        self.given_up = False
+        self.finished = threading.Event()
+        self.abandoned = False
         self.value: Any = None
         self.error: BaseException | None = None
         self.watchers: list[Callable[[], None]] = []
 
-    def give_up(self) -> bool:
-        self.given_up = not self.come.is_set()
-        return self.given_up
+    def abandon(self) -> bool:
+        self.abandoned = not self.finished.is_set()
+        return self.abandoned

@@ -1,9 +1,9 @@
 """Mooncake Store as a tier: `mooncake://master:50051?capacity=64GiB&segment=16GiB`.
 
-One client for a tier (mooncake_client.py). Pages go straight between their memory, which is registered, and the store; heads, and
-what is short, compressed or encrypted, pass through a registered buffer that every thread has. The store neither counts for us nor
-tells what it evicted, so `capacity` bounds what this process put there. An empty or negative answer is a miss, and a length is never
-believed.
+One client per tier (mooncake_client.py). Pages move directly between registered memory and the store. Heads, and
+short, compressed or encrypted values, pass through a registered buffer per thread. The store neither counts nor
+reports evictions, so `capacity` bounds the values of this process. An empty or negative reply is a miss; lengths
+are never trusted.
 """
 
 from __future__ import annotations
@@ -18,76 +18,86 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.disk.files import aligned, aligned_bytes
+from kvloom.tiers.aligned_memory import address_of, aligned, aligned_bytes
 from kvloom.tiers.options import Options
 from kvloom.tiers.transfer import Outcome
 
-from .bounded_calls import Bounded
-from .mooncake_client import LOST, Client, MooncakeConfig, address_of, library
-from .remote_tier import RemoteConfig, RemoteTier, StoreError, Usage
-from .store_tier import Counted, Place, Store, Want, store_tier
+from .bounded_calls import BoundedCalls
+from .mooncake_client import ABANDONED_MEMORY, MooncakeClient, MooncakeConfig, load_library
+from .remote_tier import RemoteConfig, RemoteTier, StoreError, Usage, remote_config
+from .store_tier import CapacityTracker, Destination, Store, ValueRange, store_tier
 
-__all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "opener"]
+__all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "parse_url"]
 
-_NO_ROOM, _TOO_LONG, _ABSENT = -200, -600, -704
-_BATCH_BYTES = 16 << 20  # a tenth faster than half of it, and no slower than twice
-_LEAST_PIECE = 256 << 10  # a value in two places is two requests: what is shorter is sooner copied
+_NO_SPACE, _TOO_LONG, _ABSENT = -200, -600, -704
+_BATCH_BYTES = 16 << 20  # a tenth faster than 8 MiB, and as fast as 32 MiB
+_MIN_PIECE = 256 << 10  # a value in two regions is two requests: copying shorter pieces is faster
 
 
 class MooncakeStore(Store):
-    """One thread's way to the store: calls that are bounded in time, and a buffer that is registered."""
+    """One thread's connection to the store: calls with a timeout, and a registered buffer."""
 
-    def __init__(self, client: Client, counted: Counted, timeout: float, what: str) -> None:
-        self._shared, self._client, self._counted = client, client.get(), counted
-        self._bounded = Bounded(timeout, what)
-        self._room = aligned_bytes(0)
+    def __init__(self, client: MooncakeClient, capacity: CapacityTracker, timeout: float, what: str) -> None:
+        self._mooncake, self._client, self._capacity = client, client.get(), capacity
+        self._bounded = BoundedCalls(timeout, what)
+        self._buffer = aligned_bytes(0)
         self._address = 0
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         names = [key.hex() for key in keys]
         found = self._call(lambda: self._client.batch_is_exist(names))
-        self._checked(found, len(keys))
+        self._check_count(found, len(keys))
         if any(code < 0 for code in found):
             raise StoreError(f"the master does not answer: code {min(found)}")
         return [code == 1 for code in found]
 
-    def lend(self, memory: npt.NDArray[np.uint8]) -> None:
-        if self._shared.wants(memory):
-            self._call(lambda: self._shared.lend(self._client, memory))
+    def register_memory(self, memory: npt.NDArray[np.uint8]) -> None:
+        if self._mooncake.should_register(memory):
+            self._call(lambda: self._mooncake.register_memory(self._client, memory))
 
-    def get(self, wants: Sequence[Want], place: Place) -> list[int]:
-        """A key that is in a batch twice is asked for once: the client would fill one of its places only."""
-        self._counted.touch(list(dict.fromkeys(want.key for want in wants)))
-        lengths = self._straight(wants, place) if len(set(wants)) == len(wants) else [0] * len(wants)
+    def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
+        """Reads a key that a batch contains twice only once: the library would fill one of its destinations only."""
+        self._capacity.touch(list(dict.fromkeys(want.key for want in ranges)))
+        lengths = (
+            self._get_direct(ranges, destination) if len(set(ranges)) == len(ranges) else [0] * len(ranges)
+        )
         left = [number for number, length in enumerate(lengths) if not length]
         if not left:
             return lengths
-        places = {want: number for number, want in enumerate(dict.fromkeys(wants[n] for n in left))}
+        places = {want: number for number, want in enumerate(dict.fromkeys(ranges[n] for n in left))}
         distinct = list(places)
-        sizes = [want.stop - want.start if want.stop else want.most for want in distinct]
+        sizes = [want.stop - want.start if want.stop else want.max_bytes for want in distinct]
         begins = [0, *accumulate(aligned(size) for size in sizes)]
-        self._stage(begins[-1])
+        self._reserve_buffer(begins[-1])
         got = self._fetch(distinct, begins, sizes)
         for number in left:
-            want = wants[number]
+            want = ranges[number]
             at, length = begins[places[want]], got[places[want]]
             lengths[number] = length if length > 0 else -1
-            for piece in (place(number, length) or ()) if length > 0 else ():
-                piece[:] = self._room[at : at + len(piece)]
+            for piece in (destination(number, length) or ()) if length > 0 else ():
+                piece[:] = self._buffer[at : at + len(piece)]
                 at += len(piece)
         return lengths
 
-    def _straight(self, wants: Sequence[Want], place: Place) -> list[int]:
-        """Values of the likely length straight to where they go: their lengths, -1 for what is not there, 0 for what must be
-        fetched through the buffer."""
-        lengths = [0] * len(wants)
-        pieces = {n: place(n, want.likely) or () for n, want in enumerate(wants) if want.likely}
-        targets = {number: self._laid(here) for number, here in pieces.items()}
-        direct = [number for number, laid in targets.items() if any(address for address, _ in laid)]
+    def _get_direct(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
+        """Reads values of the expected length directly to their destination.
+
+        Returns their lengths, -1 for a miss, 0 for a value to be read through the buffer.
+        """
+        lengths = [0] * len(ranges)
+        pieces = {
+            n: destination(n, want.expected_bytes) or ()
+            for n, want in enumerate(ranges)
+            if want.expected_bytes
+        }
+        targets = {number: self._addresses(here) for number, here in pieces.items()}
+        direct = [number for number, addresses in targets.items() if any(address for address, _ in addresses)]
         if not direct:
             return lengths
-        self._stage(sum(aligned(size) for n in direct for address, size in targets[n] if not address))
-        at, small = 0, []  # what is not lent comes through the buffer
+        self._reserve_buffer(
+            sum(aligned(size) for n in direct for address, size in targets[n] if not address)
+        )
+        at, small = 0, []  # unregistered pieces are read through the buffer
         buffers: list[list[int]] = []
         for number in direct:
             buffers.append([])
@@ -97,131 +107,136 @@ class MooncakeStore(Store):
                     small.append((number, piece, at))
                     at += aligned(size)
                 buffers[-1].append(address)
-        names = [wants[number].key.hex() for number in direct]
-        rooms = [[size for _, size in targets[number]] for number in direct]
+        names = [ranges[number].key.hex() for number in direct]
+        spans = [[size for _, size in targets[number]] for number in direct]
 
         def fetch() -> Any:
-            with self._shared.in_turn("get"):
-                return self._client.batch_get_into_multi_buffers(names, buffers, rooms)
+            with self._mooncake.one_at_a_time("get"):
+                return self._client.batch_get_into_multi_buffers(names, buffers, spans)
 
         got = self._call(fetch, lent=True)
-        self._checked(got, len(direct))
+        self._check_count(got, len(direct))
         for number, length in zip(direct, got, strict=True):
-            likely = wants[number].likely
-            lengths[number] = -1 if length == _ABSENT else likely if length == likely else 0
+            expected = ranges[number].expected_bytes
+            lengths[number] = -1 if length == _ABSENT else expected if length == expected else 0
         for number, piece, begin in small:
             if lengths[number] > 0:
-                piece[:] = self._room[begin : begin + len(piece)]
+                piece[:] = self._buffer[begin : begin + len(piece)]
         return lengths
 
-    def _laid(self, pieces: Sequence[Any]) -> list[tuple[int, int]]:
-        """Address and length of each piece; address 0 where it is not lent."""
+    def _addresses(self, pieces: Sequence[Any]) -> list[tuple[int, int]]:
+        """Returns address and length of each piece; address 0 if its memory is not registered."""
         views = [memoryview(piece) for piece in pieces]
-        return [(self._shared.address(view) if len(view) >= _LEAST_PIECE else 0, len(view)) for view in views]
+        return [
+            (self._mooncake.registered_address(view) if len(view) >= _MIN_PIECE else 0, len(view))
+            for view in views
+        ]
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
         values = dict(items)
-        laid = {key: self._laid(pieces) for key, pieces in items}
-        sizes = {key: sum(size for _, size in parts) for key, parts in laid.items()}
-        self._evict(self._counted.reserve(sizes))
-        self._stage(sum(aligned(s) for parts in laid.values() for address, s in parts if not address))
+        addresses = {key: self._addresses(pieces) for key, pieces in items}
+        sizes = {key: sum(size for _, size in parts) for key, parts in addresses.items()}
+        self._evict(self._capacity.reserve(sizes))
+        self._reserve_buffer(
+            sum(aligned(s) for parts in addresses.values() for address, s in parts if not address)
+        )
         at, buffers, lengths = 0, [], []
-        for key, parts in laid.items():
+        for key, parts in addresses.items():
             pointers: list[int] = []
-            rooms: list[int] = []
+            spans: list[int] = []
             for piece, (address, size) in zip(values[key], parts, strict=True):
                 if address:
                     pointers.append(address)
-                    rooms.append(size)
+                    spans.append(size)
                     continue
-                self._room[at : at + size] = memoryview(piece)
-                if pointers and pointers[-1] + rooms[-1] == self._address + at:
-                    rooms[-1] += size
+                self._buffer[at : at + size] = memoryview(piece)
+                if pointers and pointers[-1] + spans[-1] == self._address + at:
+                    spans[-1] += size
                 else:
                     pointers.append(self._address + at)
-                    rooms.append(size)
+                    spans.append(size)
                 at += size
             at = aligned(at)
             buffers.append(pointers)
-            lengths.append(rooms)
-        names, lent = [key.hex() for key in laid], any(len(each) > 1 for each in buffers)
+            lengths.append(spans)
+        names, lent = [key.hex() for key in addresses], any(len(each) > 1 for each in buffers)
 
         def send() -> Any:
-            with self._shared.in_turn("put"):
+            with self._mooncake.one_at_a_time("put"):
                 return self._client.batch_put_from_multi_buffers(names, buffers, lengths)
 
         codes = self._call(send, lent=lent)
-        self._checked(codes, len(names))
-        self._counted.forget([key for key, code in zip(laid, codes, strict=True) if code])
+        self._check_count(codes, len(names))
+        self._capacity.remove([key for key, code in zip(addresses, codes, strict=True) if code])
         outcome = {
-            key: Outcome.OK if code == 0 else Outcome.FULL if code == _NO_ROOM else Outcome.FAILED
-            for key, code in zip(laid, codes, strict=True)
+            key: Outcome.OK if code == 0 else Outcome.FULL if code == _NO_SPACE else Outcome.FAILED
+            for key, code in zip(addresses, codes, strict=True)
         }
         return [outcome[key] for key, _ in items]
 
     def remove(self, keys: Sequence[bytes]) -> int:
         names = [key.hex() for key in dict.fromkeys(keys)]
         codes = self._call(lambda: self._client.batch_remove(names, True))
-        self._checked(codes, len(names))
-        self._counted.forget(keys)
+        self._check_count(codes, len(names))
+        self._capacity.remove(keys)
         return sum(code == 0 for code in codes)
 
     def usage(self) -> Usage:
-        return self._counted.usage()
+        return self._capacity.usage()
 
     def close(self) -> None:
         if self._address:
             try:
                 self._call(lambda: self._client.unregister_buffer(self._address))
             except TimeoutError:
-                LOST.append(self._room)  # a call that hangs may still write there
+                ABANDONED_MEMORY.append(self._buffer)  # a hung call may still write there
         self._address = 0
         self._bounded.close()
 
     # --- inside
 
     def _call(self, function: Any, lent: bool = False) -> Any:
-        return self._bounded.call(partial(self._shared.run, function), lent=lent)
+        return self._bounded.call(partial(self._mooncake.run, function), uses_caller_memory=lent)
 
     @staticmethod
-    def _checked(answers: Any, count: int) -> None:
+    def _check_count(answers: Any, count: int) -> None:
         if len(answers) != count:
-            raise StoreError(f"{len(answers)} answers for {count} keys")
+            raise StoreError(f"the store returned {len(answers)} results for {count} keys")
 
-    def _evict(self, gone: list[bytes]) -> None:
-        if gone:
-            names = [key.hex() for key in gone]
+    def _evict(self, evicted: list[bytes]) -> None:
+        if evicted:
+            names = [key.hex() for key in evicted]
             self._call(lambda: self._client.batch_remove(names, True))
 
-    def _stage(self, size: int) -> None:
-        """A registered buffer of that size. One that was given up to a hung call is never used again: its connection is."""
-        if size <= len(self._room) and self._address:
+    def _reserve_buffer(self, size: int) -> None:
+        """Registers a buffer of at least `size` bytes. A buffer of a hung call is never reused: its connection is closed."""
+        if size <= len(self._buffer) and self._address:
             return
-        room = aligned_bytes(max(size, 1 << 20))
-        address = address_of(np.frombuffer(room, np.uint8))
+        buffer = aligned_bytes(max(size, 1 << 20))
+        address = address_of(np.frombuffer(buffer, np.uint8))
         old = self._address
-        if self._call(lambda: self._client.register_buffer(address, len(room))):
-            raise StoreError(f"a buffer of {len(room)} bytes could not be registered")
+        if self._call(lambda: self._client.register_buffer(address, len(buffer))):
+            raise StoreError(f"a buffer of {len(buffer)} bytes could not be registered")
         if old:
             self._call(lambda: self._client.unregister_buffer(old))
-        self._room, self._address = room, address
+        self._buffer, self._address = buffer, address
 
-    def _fetch(self, wants: Sequence[Want], begins: list[int], sizes: list[int]) -> list[int]:
-        """The length of each want in its place of the buffer; what is not there is not positive."""
-        lengths = [-1] * len(wants)
-        whole = [number for number, want in enumerate(wants) if not want.stop]
-        parts = [number for number, want in enumerate(wants) if want.stop]
+    def _fetch(self, ranges: Sequence[ValueRange], begins: list[int], sizes: list[int]) -> list[int]:
+        """Reads each range into its position of the buffer; returns lengths, not positive for a miss."""
+        lengths = [-1] * len(ranges)
+        whole = [number for number, want in enumerate(ranges) if not want.stop]
+        parts = [number for number, want in enumerate(ranges) if want.stop]
         if whole:
-            names = [wants[number].key.hex() for number in whole]
+            names = [ranges[number].key.hex() for number in whole]
             pointers = [self._address + begins[number] for number in whole]
-            rooms = [sizes[number] for number in whole]
-            got = self._call(lambda: self._client.batch_get_into(names, pointers, rooms))
-            self._checked(got, len(whole))
-            for number, room, length in zip(whole, rooms, got, strict=True):
-                # Longer than any value of ours: damaged, and told as such.
-                lengths[number] = room + 1 if length == _TOO_LONG else min(length, room + 1)
+            spans = [sizes[number] for number in whole]
+            got = self._call(lambda: self._client.batch_get_into(names, pointers, spans))
+            self._check_count(got, len(whole))
+            for number, buffer, length in zip(whole, spans, got, strict=True):
+                # Longer than any valid value: reported as damaged.
+                lengths[number] = buffer + 1 if length == _TOO_LONG else min(length, buffer + 1)
         for number in parts:
-            want, size = wants[number], sizes[number]
+            want, size = ranges[number], sizes[number]
             name = want.key.hex()
             length = self._range(name, begins[number], want.start, size)
             if length == _TOO_LONG:
@@ -241,34 +256,34 @@ class MooncakeStore(Store):
 
 
 def open_mooncake(mooncake: MooncakeConfig, config: RemoteConfig) -> RemoteTier:
-    """A TierError when the package is missing, or the master cannot be reached."""
-    library()
+    """Opens the tier. Raises TierError if the package is missing or the master cannot be reached."""
+    load_library()
     config = replace(config, batch_bytes=max(config.batch_bytes, _BATCH_BYTES))
-    client, counted = Client(mooncake, config.timeout), Counted(config.capacity)
+    client, capacity = MooncakeClient(mooncake, config.timeout), CapacityTracker(config.capacity)
     return store_tier(
         str(mooncake),
         config,
-        lambda: MooncakeStore(client, counted, config.timeout, str(mooncake)),
+        lambda: MooncakeStore(client, capacity, config.timeout, str(mooncake)),
         client.close,
     )
 
 
-def opener(text: str) -> Callable[[], RemoteTier]:
-    """`mooncake://master:port?capacity=64GiB&segment=16GiB&local=10.0.0.7&protocol=rdma&devices=mlx5_0`."""
-    url = urlsplit(text)
-    options = Options(text, url.query)
+def parse_url(url: str) -> Callable[[], RemoteTier]:
+    """Parses `mooncake://master:port?capacity=64GiB&segment=16GiB&local=10.0.0.7&protocol=rdma&devices=mlx5_0`."""
+    parts = urlsplit(url)
+    options = Options(url, parts.query)
     try:
-        port = url.port or 50051
+        port = parts.port or 50051
     except ValueError as error:
-        raise ValueError(f"{options.told}: {error}") from None
-    if url.hostname is None:
-        raise ValueError(f"{options.told}: where is its master? Write mooncake://host:port?capacity=64GiB")
+        raise ValueError(f"{options.url}: {error}") from None
+    if parts.hostname is None:
+        raise ValueError(f"{options.url}: the master is missing; write mooncake://host:port?capacity=64GiB")
     mooncake = MooncakeConfig(
-        master=f"{url.hostname}:{port}",
+        master=f"{parts.hostname}:{port}",
         segment=options.size("segment", 0),
         local=options.text("local", "127.0.0.1"),
         metadata=options.text("metadata", "P2PHANDSHAKE"),
         protocol=options.text("protocol", "tcp"),
         devices=options.text("devices", ""),
     )
-    return partial(open_mooncake, mooncake, options.remote())
+    return partial(open_mooncake, mooncake, remote_config(options))

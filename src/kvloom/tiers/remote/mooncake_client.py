@@ -1,6 +1,6 @@
-"""Mooncake Store's own client, made once for a tier: its set-up, its end, and the callers' memory that is registered with it.
+"""The client of Mooncake Store, one per tier: set-up, end, and the registered memory of callers.
 
-Nothing is asked of a client whose set-up failed: that would end the process. Knows no values and no heads.
+A client whose set-up failed is never called: that would crash the process. Does not know values or heads.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.tiers.aligned_memory import address_of
 from kvloom.tiers.tier import TierError
 
-from .bounded_calls import Bounded
+from .bounded_calls import BoundedCalls
 from .remote_tier import StoreError
 
-__all__ = ["LOST", "Client", "MooncakeConfig", "address_of", "library"]
+__all__ = ["ABANDONED_MEMORY", "MooncakeClient", "MooncakeConfig", "load_library"]
 
-LOST: list[Any] = []  # memory that must outlive who lent it: a call that hangs may still use it
-_FAILED: list[
+ABANDONED_MEMORY: list[Any] = []  # memory that a hung call may still access
+_ABANDONED_CLIENTS: list[
     Any
-] = []  # clients that were never set up, or that a call hangs in: their end would crash the process
-_SETUP_SECONDS, _LAST_SECONDS = 20.0, 5.0
-_LEAST_LENT = 1 << 20
-_MOST_LENT = 8  # regions of callers' memory that stay registered; what lies elsewhere passes through a buffer
+] = []  # clients without set-up or with a hung call: ending them would crash the process
+_SETUP_SECONDS, _CLOSE_SECONDS = 20.0, 5.0
+_MIN_REGISTERED_BYTES = 1 << 20
+_MAX_REGISTERED = 8  # registered regions of callers' memory; other memory is copied through a buffer
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeConfig:
-    """`segment` is the memory this process gives to the store, 0 for none; `local` is this host's address, as other clients
-    reach it; `protocol` tcp or rdma."""
+    """`segment` is the memory this process contributes to the store, 0 for none. `local` is this host's address for other
+    clients; `protocol` is tcp or rdma.
+    """
 
     master: str
     segment: int = 0
@@ -49,66 +51,68 @@ class MooncakeConfig:
         return f"mooncake://{self.master}"
 
 
-class Client:
-    """The library's client, made once. It finds a restarted master by itself."""
+class MooncakeClient:
+    """The library's client, created once. It reconnects to a restarted master by itself."""
 
     def __init__(self, config: MooncakeConfig, timeout: float) -> None:
         self._config, self._timeout = config, timeout
-        self._lock, self._lending = threading.Lock(), threading.Lock()
+        self._lock, self._register_lock = threading.Lock(), threading.Lock()
         self._ready: Any = None
         self._calls, self._ended = 0, False
-        self._over = threading.Condition()  # a call is
-        self._turn = {"get": threading.Lock(), "put": threading.Lock()}
-        # Registered (address, bytes) -> the memory, which stays while it is.
-        self._lent: dict[tuple[int, int], Any] = {}
+        self._idle = threading.Condition()  # notified when a call ends
+        self._turns = {"get": threading.Lock(), "put": threading.Lock()}
+        # Registered (address, bytes) -> the memory, referenced while registered.
+        self._registered: dict[tuple[int, int], Any] = {}
 
-    def wants(self, memory: npt.NDArray[np.uint8]) -> bool:
-        """Is it worth lending, and not lent yet?"""
+    def should_register(self, memory: npt.NDArray[np.uint8]) -> bool:
+        """Whether memory is large enough to register, and not registered yet."""
         region = (address_of(memory), len(memory))
         return (
-            region[1] >= _LEAST_LENT
-            and len(self._lent) < _MOST_LENT
-            and not any(_overlap(region, other) for other in self._lent)
+            region[1] >= _MIN_REGISTERED_BYTES
+            and len(self._registered) < _MAX_REGISTERED
+            and not any(_overlap(region, other) for other in self._registered)
         )
 
-    def lend(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
-        """Registers memory once, until the tier is closed. May take long, and may be refused: then it is not lent."""
-        with self._lending:
-            if self.wants(memory) and client.register_buffer(address_of(memory), len(memory)) == 0:
-                self._lent = {**self._lent, (address_of(memory), len(memory)): memory}
+    def register_memory(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
+        """Registers memory once, until the tier is closed. May take long; the library may refuse it."""
+        with self._register_lock:
+            if self.should_register(memory) and client.register_buffer(address_of(memory), len(memory)) == 0:
+                self._registered = {**self._registered, (address_of(memory), len(memory)): memory}
 
     @contextmanager
-    def in_turn(self, verb: str) -> Iterator[None]:
-        """Two batches at once are slower than one after the other: one is checked while the other travels. A TimeoutError for who
-        has waited for as long as anyone waits for it: it must not begin any more."""
-        if not self._turn[verb].acquire(timeout=self._timeout):
+    def one_at_a_time(self, verb: str) -> Iterator[None]:
+        """Serialises batches: one is verified while the next is in transfer, which is faster than two at once.
+
+        Raises TimeoutError after the timeout: the caller has stopped waiting by then.
+        """
+        if not self._turns[verb].acquire(timeout=self._timeout):
             raise TimeoutError(f"{self._config}: another call did not end within {self._timeout} s")
         try:
             yield
         finally:
-            self._turn[verb].release()
+            self._turns[verb].release()
 
-    def address(self, piece: memoryview) -> int:
-        """Where a piece lies, if it is in memory that was lent; else 0."""
+    def registered_address(self, piece: memoryview) -> int:
+        """Returns the address of a piece in registered memory, else 0."""
         at = address_of(np.frombuffer(piece, np.uint8))
-        here = any(low <= at and at + len(piece) <= low + size for low, size in self._lent)
+        here = any(low <= at and at + len(piece) <= low + size for low, size in self._registered)
         return at if here else 0
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """`call()`, which uses the client: while that is there, for one that was ended would end the process."""
-        with self._over:
+        """Runs `call()` while the client is open: a call on an ended client would crash the process."""
+        with self._idle:
             if self._ended:
                 raise StoreError(f"{self._config} is closed")
             self._calls += 1
         try:
             return call()
         finally:
-            with self._over:
+            with self._idle:
                 self._calls -= 1
-                self._over.notify_all()
+                self._idle.notify_all()
 
     def get(self) -> Any:
-        """A StoreError while the master cannot be reached."""
+        """Returns the library's client. Raises StoreError while the master cannot be reached."""
         with self._lock:
             if self._ready is None:
                 self._ready = self._make()
@@ -117,12 +121,12 @@ class Client:
     def _make(self) -> Any:
         host, _, port = self._config.master.rpartition(":")
         try:
-            # Asked first: without a master the set-up hangs.
+            # Checked first: without a master the set-up hangs.
             socket.create_connection((host, int(port)), self._timeout).close()
         except OSError as error:
             raise StoreError(f"the master of {self._config} cannot be reached: {error}") from error
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", self._config.local)
-        client = library().MooncakeDistributedStore()
+        client = load_library().MooncakeDistributedStore()
         config = self._config
         buffers = 16 << 20
 
@@ -139,58 +143,56 @@ class Client:
                 )
             )
 
-        bounded = Bounded(_SETUP_SECONDS, str(config))
+        bounded = BoundedCalls(_SETUP_SECONDS, str(config))
         try:
             code = bounded.call(set_up)
         except BaseException:
-            _FAILED.append(client)
+            _ABANDONED_CLIENTS.append(client)
             raise
         finally:
             bounded.close()
         if code:
-            _FAILED.append(client)
+            _ABANDONED_CLIENTS.append(client)
             raise StoreError(f"{config} could not be set up: code {code}")
         return client
 
     def close(self) -> None:
-        """Gives back the segment, and with it what lies there. A TimeoutError where a call hangs: then all stays as it is."""
-        with self._over:
+        """Releases the segment and the values in it. Raises TimeoutError if a call hangs: then everything stays allocated."""
+        with self._idle:
             self._ended = True
-            over = self._over.wait_for(lambda: not self._calls, max(self._timeout, _LAST_SECONDS))
+            idle = self._idle.wait_for(lambda: not self._calls, max(self._timeout, _CLOSE_SECONDS))
         with self._lock:
             client, self._ready = self._ready, None
-            lent, self._lent = self._lent, {}
-        if not over:
-            _FAILED.append(client)
-            LOST.extend(lent.values())
-            raise TimeoutError(f"{self._config}: a call hangs, so it is left as it is")
+            registered, self._registered = self._registered, {}
+        if not idle:
+            _ABANDONED_CLIENTS.append(client)
+            ABANDONED_MEMORY.extend(registered.values())
+            raise TimeoutError(
+                f"{self._config}: a call hangs, so the client stays open until the process ends"
+            )
 
         def end() -> None:
-            for address, _ in lent:
+            for address, _ in registered:
                 client.unregister_buffer(address)
             client.close()
 
         if client is not None:
-            bounded = Bounded(_SETUP_SECONDS, str(self._config))
+            bounded = BoundedCalls(_SETUP_SECONDS, str(self._config))
             try:
                 bounded.call(end)
             except TimeoutError:
-                LOST.extend(lent.values())  # a call that hangs may still use it
+                ABANDONED_MEMORY.extend(registered.values())  # a hung call may still access it
                 raise
             bounded.close()
-
-
-def address_of(array: npt.NDArray[np.uint8]) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
 
 
-def library() -> Any:
+def load_library() -> Any:
     for variable, level in (("GLOG_minloglevel", "2"), ("MC_LOG_LEVEL", "ERROR")):
-        os.environ.setdefault(variable, level)  # it tells every step otherwise
+        os.environ.setdefault(variable, level)  # otherwise the library logs every step
     try:
         return import_module("mooncake.store")
     except ImportError as error:

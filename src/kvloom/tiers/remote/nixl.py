@@ -1,7 +1,7 @@
-"""NIXL as a disk tier's way to its files: `nixl:///nvme/kv?capacity=1TiB&backend=POSIX`.
+"""NIXL as the transport of a disk tier: `nixl:///nvme/kv?capacity=1TiB&backend=POSIX`.
 
-The tier is the disk tier: the same segments, index, checksums and crash safety. Only pages travel by NIXL (POSIX, or GDS and
-GDS_MT where those plug-ins load); headers and everything at a file's end go by plain calls. Knows no formats.
+The tier is the disk tier: the same segments, index, checksums and crash safety. Only pages move by NIXL (POSIX, or
+GDS and GDS_MT if those plug-ins load); headers and the end of a file use plain calls. Does not know formats.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import count
@@ -20,63 +21,65 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from kvloom.tiers.disk.disk_tier import DiskConfig, DiskTier
-from kvloom.tiers.disk.files import Files
-from kvloom.tiers.encoding.checksums import checksums
+from kvloom.tiers.aligned_memory import address_of
+from kvloom.tiers.disk import DiskConfig, DiskTier, Files, disk_config
+from kvloom.tiers.encoding import run_checksums
 from kvloom.tiers.options import Options
 from kvloom.tiers.tier import TierError
 
-__all__ = ["Backend", "NixlFiles", "finish_each", "make_agent", "open_nixl", "opener"]
+__all__ = ["Backend", "NixlFiles", "make_agent", "open_nixl", "parse_url", "wait_each"]
 
 Backend = Literal["POSIX", "GDS", "GDS_MT"]
-_LEAST_BYTES = 64 << 10  # below that a plain call is sooner done than described
+_MIN_BYTES = 64 << 10  # a plain call is faster below this size
 _numbers = count()
 
 
 def make_agent(backend: str, parameters: dict[str, str] | None = None) -> Any:
-    """An agent with one backend; for one thread at a time. A TierError where NIXL or the plug-in is missing. It has no
-    thread of NIXL's own, which would keep a core busy for as long as it lives: transfers go on while they are asked about."""
-    os.environ.setdefault("UCX_MODULES", "^ib")  # with it loaded and unused, the process crashes at its end
+    """Returns an agent with one backend, for one thread at a time. Raises TierError if NIXL or the plug-in is missing.
+
+    The agent has no progress thread, which would keep a core busy: transfers progress when they are polled.
+    """
+    os.environ.setdefault("UCX_MODULES", "^ib")  # loaded but unused, it crashes the process at exit
     logging.getLogger("nixl").setLevel(logging.ERROR)
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     try:
         api = import_module("nixl._api")
     except ImportError as error:
         raise TierError(
-            f"NIXL cannot be loaded ({error}): pip install --no-deps nixl nixl-cu12 (a plain install brings CUDA along)"
+            f"NIXL cannot be loaded ({error}): pip install --no-deps nixl nixl-cu12 (a plain install also installs CUDA)"
         ) from error
     try:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         agent = api.nixl_agent(f"kvloom-{os.getpid()}-{next(_numbers)}", config)
         agent.create_backend(backend, parameters or {})
     except Exception as error:
-        raise TierError(f"NIXL's plug-in {backend} does not load here: {error!r}") from error
+        raise TierError(f"the NIXL plug-in {backend} cannot be loaded: {error!r}") from error
     return agent
 
 
 class NixlFiles(Files):
-    """File calls of which the long ones go by NIXL. Every thread has an agent of its own."""
+    """File calls that use NIXL for long transfers. Every thread has its own agent."""
 
     def __init__(self, directory: int, backend: Backend = "POSIX") -> None:
         super().__init__(directory)
         self._backend = backend
         self._local = threading.local()
-        self.moved = 0  # bytes that went by NIXL
-        self._agent()  # what is missing is said now
+        self.moved = 0  # bytes transferred by NIXL
+        self._agent()  # reports a missing package now
 
     def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
         size = sum(map(len, into))
-        if size < _LEAST_BYTES or offset + size > os.fstat(fd).st_size:
+        if size < _MIN_BYTES or offset + size > os.fstat(fd).st_size:
             return super().read(fd, into, offset)
         self._move("READ", fd, into, offset)
         return size
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
-        """In one call: a NIXL transfer costs more to describe than its bytes gain by being checked early."""
-        return self.read(fd, [into], offset), checksums(into, run_bytes)
+        """Reads in one call: describing several NIXL transfers costs more than early checks save."""
+        return self.read(fd, [into], offset), run_checksums(into, run_bytes)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        if sum(map(len, pieces)) < _LEAST_BYTES:
+        if sum(map(len, pieces)) < _MIN_BYTES:
             super().write(fd, pieces, offset)
         else:
             self._move("WRITE", fd, pieces, offset)
@@ -87,12 +90,12 @@ class NixlFiles(Files):
         return self._local.agent
 
     def _move(self, verb: str, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        """All of it, or an OSError."""
+        """Transfers all pieces, or raises OSError."""
         agent = self._agent()
         memory, places, registered = [], [], []
         at = offset
         for piece in pieces:
-            address = int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0])
+            address = address_of(np.frombuffer(piece, np.uint8))
             memory.append((address, len(piece), 0))
             places.append((at, len(piece), fd))
             at += len(piece)
@@ -120,19 +123,21 @@ class NixlFiles(Files):
 
 
 def _finish(agent: Any, handle: Any) -> None:
-    """Waits for a transfer; an OSError if it fails."""
-    if not all(finish_each(agent, [handle])):
+    """Waits for a transfer; raises OSError if it fails."""
+    if not all(wait_each(agent, [handle])):
         raise OSError(errno.EIO, "NIXL: the transfer failed")
 
 
-def finish_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
-    """Waits until every one of some transfers is over; which did not fail. (Of one transfer in many parts a backend may tell that
-    a part failed while it still moves others.)"""
+def wait_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
+    """Waits until every transfer ends; returns which succeeded.
+
+    A backend may report failure of one part of a transfer while it still moves other parts.
+    """
 
     def state(verb: Callable[[Any], str], handle: Any) -> str:
         try:
             return verb(handle)
-        except Exception:  # noqa: BLE001  told as what it is: it is over
+        except Exception:  # noqa: BLE001  the transfer has ended
             return "ERR"
 
     states = [state(agent.transfer, handle) for handle in handles]
@@ -146,21 +151,27 @@ def finish_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
 
 
 def open_nixl(config: DiskConfig, backend: Backend = "POSIX") -> DiskTier:
-    """A disk tier whose pages travel by NIXL. A TierError where it is missing."""
+    """Opens a disk tier that transfers pages by NIXL. Raises TierError if NIXL is missing."""
     _check(backend)
     make_agent(backend)
     return DiskTier(config, lambda directory: NixlFiles(directory, backend))
 
 
-def opener(text: str) -> Callable[[], DiskTier]:
-    """`nixl:///path?capacity=1TiB&backend=POSIX&durable=process&compression=lz4&readers=4`."""
-    url = urlsplit(text)
-    options = Options(text, url.query)
-    path = unquote(url.path)
-    if not path.startswith("/") or url.netloc:
-        raise ValueError(f"{options.told}: write nixl:///directory?capacity=1TiB")
+def parse_url(url: str) -> Callable[[], DiskTier]:
+    """Parses `nixl:///path?capacity=1TiB&backend=POSIX&durable=process&compression=lz4&readers=4`; returns the opener."""
+    parts = urlsplit(url)
+    options = Options(url, parts.query)
+    path = unquote(parts.path)
+    if not path.startswith("/") or parts.netloc:
+        raise ValueError(f"{options.url}: write nixl:///directory?capacity=1TiB")
     backend: Any = options.text("backend", "POSIX")
-    config = options.disk(path)
+    config = disk_config(options, path, options.size("capacity"))
+    config = replace(
+        config,
+        readers=options.integer("readers", config.readers),
+        pending_bytes=options.size("pending", config.pending_bytes),
+    )
+    options.reject_unknown()
     _check(backend)
     return partial(open_nixl, config, backend)
 

@@ -3,8 +3,8 @@
     kvloom/1/KEY     the page: head and body                     kvloom/1:used    keys by last use (a sorted set)
     kvloom/1:sizes   bytes by key                                kvloom/1:counts  bytes, evicted, a clock of uses
 
-Everyone who shares the database shares the capacity: a write first makes an empty value and room for it, in one step on the
-server, and fills it only if it is still there. So nothing is ever outside the count. Knows no pages.
+All clients of the database share the capacity. A write first creates an empty value and evicts for it, in one step
+on the server, and fills it only if it still exists. So every value is counted. Does not know pages.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from urllib.parse import unquote, urlsplit
 from kvloom.tiers.options import Options
 from kvloom.tiers.transfer import Outcome
 
-from .redis_protocol import RefusedError, Resp
-from .remote_tier import RemoteConfig, RemoteTier, StoreError, Usage
-from .store_tier import Place, Store, Want, store_tier
+from .redis_protocol import RedisReplyError, RespConnection
+from .remote_tier import RemoteConfig, RemoteTier, StoreError, Usage, remote_config
+from .store_tier import Destination, Store, ValueRange, store_tier
 
-__all__ = ["RedisAddress", "RedisStore", "open_redis", "opener"]
+__all__ = ["RedisAddress", "RedisStore", "open_redis", "parse_url"]
 
 _INDEX, _SIZES, _COUNTS = b"kvloom/1:used", b"kvloom/1:sizes", b"kvloom/1:counts"
-_BATCH_BYTES = 2 << 20  # what a processor's cache holds: 8 MiB at once are up to twice slower
-_MOST_COUNT = (1 << 63) - 1
+_BATCH_BYTES = 2 << 20  # fits the processor's cache: 8 MiB are up to twice slower
+_MAX_COUNT = (1 << 63) - 1
 _INDEXES = (3, _INDEX, _SIZES, _COUNTS)
 
 _RESERVE = """
@@ -80,7 +80,7 @@ return there
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """Where a server is, and who asks. `socket` is a path, instead of host and port."""
+    """Address and credentials of a server. `socket` is a path, instead of host and port."""
 
     host: str = "127.0.0.1"
     port: int = 6379
@@ -91,7 +91,7 @@ class RedisAddress:
     socket: str = ""
 
     def __str__(self) -> str:
-        """For logs: no password."""
+        """Returns the address for logs, without the password."""
         return f"{'rediss' if self.tls else 'redis'}://{self.socket or f'{self.host}:{self.port}'}/{self.database}"
 
 
@@ -102,104 +102,106 @@ class RedisStore(Store):
         self._capacity = capacity
         tls = ssl.create_default_context() if address.tls else None
         try:
-            self._resp = Resp(address.socket or (address.host, address.port), timeout, tls)
+            self._connection = RespConnection(address.socket or (address.host, address.port), timeout, tls)
         except OSError as error:
             raise StoreError(f"{address} cannot be reached: {error}") from error
         try:
             if address.password:
-                self._resp.ask("AUTH", *filter(None, (address.user, address.password)))
+                self._connection.call("AUTH", *filter(None, (address.user, address.password)))
             if address.database:
-                self._resp.ask("SELECT", address.database)
+                self._connection.call("SELECT", address.database)
             self._reserve, self._touch, self._remove = (
-                self._resp.ask("SCRIPT", "LOAD", script) for script in (_RESERVE, _TOUCH, _REMOVE)
+                self._connection.call("SCRIPT", "LOAD", script) for script in (_RESERVE, _TOUCH, _REMOVE)
             )
         except BaseException:
-            self._resp.close()
+            self._connection.close()
             raise
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        self._resp.send([("STRLEN", key) for key in keys])
-        return [bool(length) for length in self._answers(len(keys))]
+        self._connection.send([("STRLEN", key) for key in keys])
+        return [bool(length) for length in self._replies(len(keys))]
 
-    def get(self, wants: Sequence[Want], place: Place) -> list[int]:
+    def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
         commands: list[tuple[Any, ...]] = [
-            ("GETRANGE", want.key, want.start, want.stop - 1) if want.stop else ("GET", want.key)
-            for want in wants
+            ("GETRANGE", wanted.key, wanted.start, wanted.stop - 1) if wanted.stop else ("GET", wanted.key)
+            for wanted in ranges
         ]
-        keys = list(dict.fromkeys(want.key for want in wants))
-        self._resp.send([*commands, ("EVALSHA", self._touch, *_INDEXES, *keys)])
+        keys = list(dict.fromkeys(wanted.key for wanted in ranges))
+        self._connection.send([*commands, ("EVALSHA", self._touch, *_INDEXES, *keys)])
         lengths = []
-        for number in range(len(wants)):
+        for number in range(len(ranges)):
 
-            def here(length: int, number: int = number) -> Sequence[memoryview] | None:
-                return place(number, length) if length else ()
+            def destination_of(length: int, number: int = number) -> Sequence[memoryview] | None:
+                return destination(number, length) if length else ()
 
-            # An empty string: nothing there, or a value that has yet to come.
-            lengths.append(self._resp.long_answer(here) or -1)
-        self._answers(1)
+            # An empty string is a miss, or a value that is not filled yet.
+            lengths.append(self._connection.read_value_into(destination_of) or -1)
+        self._replies(1)
         return lengths
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
         sizes = [value for key, pieces in items for value in (key, sum(map(len, pieces)))]
         reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *sizes)
-        self._resp.send([reserve, *(("SET", key, list(pieces), "XX") for key, pieces in items)])
+        self._connection.send([reserve, *(("SET", key, list(pieces), "XX") for key, pieces in items)])
         outcomes = []
-        reserved = self._resp.answer()
+        reserved = self._connection.read_reply()
         for _ in items:
-            answer = self._resp.answer()
-            full = isinstance(answer, RefusedError) and answer.args[0].startswith("OOM")
-            # None: someone pushed it out before it was filled.
+            answer = self._connection.read_reply()
+            full = isinstance(answer, RedisReplyError) and answer.args[0].startswith("OOM")
+            # None: evicted by another client before it was filled.
             outcomes.append(
                 Outcome.OK if answer == b"OK" else Outcome.FULL if full or answer is None else Outcome.FAILED
             )
-        if isinstance(reserved, RefusedError):
+        if isinstance(reserved, RedisReplyError):
             if not reserved.args[0].startswith("OOM"):
                 raise reserved
             return [Outcome.FULL] * len(items)
         return outcomes
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        return int(self._resp.ask("EVALSHA", self._remove, *_INDEXES, *keys))
+        return int(self._connection.call("EVALSHA", self._remove, *_INDEXES, *keys))
 
     def usage(self) -> Usage:
-        self._resp.send([("HLEN", _SIZES), ("HMGET", _COUNTS, "bytes", "evicted")])
-        objects, counts = self._answers(2)
-        # A server may say anything: counts stay within what metrics take.
-        return Usage(*(max(0, min(int(count or 0), _MOST_COUNT)) for count in (objects, *counts[:2])))
+        self._connection.send([("HLEN", _SIZES), ("HMGET", _COUNTS, "bytes", "evicted")])
+        objects, counts = self._replies(2)
+        # The server is not trusted: counts stay within the range of metrics.
+        return Usage(*(max(0, min(int(count or 0), _MAX_COUNT)) for count in (objects, *counts[:2])))
 
     def close(self) -> None:
-        self._resp.close()
+        self._connection.close()
 
-    def _answers(self, count: int) -> list[Any]:
-        answers = [self._resp.answer() for _ in range(count)]
+    def _replies(self, count: int) -> list[Any]:
+        answers = [self._connection.read_reply() for _ in range(count)]
         for answer in answers:
-            if isinstance(answer, RefusedError):
+            if isinstance(answer, RedisReplyError):
                 raise answer
         return answers
 
 
 def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
-    """A TierError when the server cannot be reached, or will not have us."""
+    """Opens the tier. Raises TierError if the server cannot be reached or refuses the connection."""
     config = replace(config, batch_bytes=min(config.batch_bytes, _BATCH_BYTES))
     return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout))
 
 
-def opener(text: str) -> Callable[[], RemoteTier]:
-    """`redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`; `rediss://` with TLS; a socket:
-    `redis:///path/of/socket?capacity=…&db=0`. The options are those of RemoteConfig."""
-    url = urlsplit(text)
-    options = Options(text, url.query)
-    path = unquote(url.path)
-    address = RedisAddress(tls=url.scheme == "rediss", user=unquote(url.username or ""))
+def parse_url(url: str) -> Callable[[], RemoteTier]:
+    """Parses `redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`; returns the opener.
+
+    `rediss://` uses TLS; `redis:///path/of/socket?capacity=…&db=0` a Unix socket. Options are those of RemoteConfig.
+    """
+    parts = urlsplit(url)
+    options = Options(url, parts.query)
+    path = unquote(parts.path)
+    address = RedisAddress(tls=parts.scheme == "rediss", user=unquote(parts.username or ""))
     try:
-        address = replace(address, password=unquote(url.password or ""))
-        if url.hostname is None:
-            address = replace(address, socket=path, database=options.whole("db", 0))
+        address = replace(address, password=unquote(parts.password or ""))
+        if parts.hostname is None:
+            address = replace(address, socket=path, database=options.integer("db", 0))
         else:
             database = path.strip("/") or "0"
             if not database.isdecimal():
-                raise ValueError(f"{database!r} is no number of a database")
-            address = replace(address, host=url.hostname, port=url.port or 6379, database=int(database))
+                raise ValueError(f"{database!r} is not a database number")
+            address = replace(address, host=parts.hostname, port=parts.port or 6379, database=int(database))
     except ValueError as error:
-        raise ValueError(f"{options.told}: {error}; write redis://host:port/db?capacity=64GiB") from None
-    return partial(open_redis, address, options.remote())
+        raise ValueError(f"{options.url}: {error}; write redis://host:port/db?capacity=64GiB") from None
+    return partial(open_redis, address, remote_config(options))

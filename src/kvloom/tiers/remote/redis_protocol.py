@@ -1,7 +1,7 @@
-"""Redis's protocol on one socket: commands out in one go, long answers straight into the caller's memory.
+"""The Redis protocol (RESP) on one socket: commands in one batch, long replies directly into the caller's memory.
 
-A client library would hold every page twice more on its way: here 2 MiB pages go four to seven times faster than through
-redis-py with hiredis. Knows commands and answers, no pages.
+A client library would copy every page twice more: this one moves 2 MiB pages four to seven times faster than
+redis-py with hiredis. Knows commands and replies; does not know pages.
 """
 
 from __future__ import annotations
@@ -11,36 +11,38 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .sockets import Bytestream
+from .byte_stream import ByteStream
 
-__all__ = ["RefusedError", "Resp"]
+__all__ = ["RedisReplyError", "RespConnection"]
 
 _END = b"\r\n"
-_MOST_LINE = 1 << 16
-_RECEIVE_BYTES = 1 << 20  # the server has one thread, and goes on with the next answer meanwhile
-_MOST_SHORT = 64 << 10  # bytes of an answer without a place of its own: digests, counts
-_MOST_ITEMS, _MOST_DEPTH = 1024, 4  # of an array; arrays in arrays
-_MOST_VALUE = 512 << 20  # Redis itself takes no longer one
-_AHEAD = 4096  # bytes read beyond a line: what they are of a long answer is copied, the rest is not
+_MAX_LINE = 1 << 16
+_RECEIVE_BYTES = 1 << 20  # the single-threaded server continues with the next reply meanwhile
+_MAX_SHORT = 64 << 10  # bytes of a reply without a destination: digests, counts
+_MAX_ITEMS, _MAX_DEPTH = 1024, 4  # of an array; nested arrays
+_MAX_VALUE = 512 << 20  # the limit of Redis itself
+_READ_AHEAD = 4096  # bytes read beyond a line; only these of a long reply are copied
 
 
-class RefusedError(RuntimeError):
-    """The server's error answer to one command; the connection is all right."""
+class RedisReplyError(RuntimeError):
+    """The server's error reply to one command. The connection stays usable."""
 
 
-class Resp:
-    """One connection; for one thread at a time. `timeout` bounds every exchange. OSError, TimeoutError, ValueError: it is
-    of no further use."""
+class RespConnection:
+    """One connection; for one thread at a time. `timeout` bounds every exchange.
+
+    Unusable after OSError, TimeoutError or ValueError.
+    """
 
     def __init__(
         self,
         address: tuple[str, int] | str,
         timeout: float,
         tls: ssl.SSLContext | None = None,
-        most: int = _MOST_SHORT,
+        limit: int = _MAX_SHORT,
     ) -> None:
-        """`most` bounds the bytes of an answer that has no place of its own."""
-        self._most = most
+        """`limit` bounds the bytes of a reply without a destination."""
+        self._limit = limit
         if isinstance(address, str):
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connected.settimeout(timeout)
@@ -49,24 +51,26 @@ class Resp:
             connected = socket.create_connection(address, timeout)
             if tls is not None:
                 connected = tls.wrap_socket(connected, server_hostname=address[0])
-        self._stream = Bytestream(connected, timeout, _RECEIVE_BYTES)
-        self._buffer = memoryview(bytearray(_AHEAD))
+        self._stream = ByteStream(connected, timeout, _RECEIVE_BYTES)
+        self._buffer = memoryview(bytearray(_READ_AHEAD))
         self._at = self._end = 0
 
     def close(self) -> None:
         self._stream.close()
 
-    def ask(self, *command: Any) -> Any:
-        """One command and its answer; raises RefusedError."""
+    def call(self, *command: Any) -> Any:
+        """Sends one command and returns its reply; raises RedisReplyError."""
         self.send([command])
-        answer = self.answer()
-        if isinstance(answer, RefusedError):
+        answer = self.read_reply()
+        if isinstance(answer, RedisReplyError):
             raise answer
         return answer
 
     def send(self, commands: Sequence[Sequence[Any]]) -> None:
-        """Commands, without waiting for answers. An argument is bytes, text, a number, or a list of pieces that are sent
-        from where they are. The time for the whole exchange begins here."""
+        """Sends commands without waiting for replies. Starts the timeout of the whole exchange.
+
+        An argument is bytes, text, a number, or a list of pieces that are sent from their memory.
+        """
         self._stream.begin()
         pieces: list[Any] = []
         for command in commands:
@@ -82,11 +86,13 @@ class Resp:
             pieces.append(b"".join(short))
         self._stream.send(pieces)
 
-    # --- answers
+    # --- replies
 
-    def answer(self, depth: int = 0) -> Any:
-        """The next answer: bytes, a number, None, a list, or a RefusedError (not raised: it is one command's). ValueError: it is longer
-        than any short answer, so no memory is set aside for it."""
+    def read_reply(self, depth: int = 0) -> Any:
+        """Returns the next reply: bytes, a number, None, a list, or a RedisReplyError (returned: it belongs to one command).
+
+        Raises ValueError if it is longer than the limit, before any allocation.
+        """
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -94,9 +100,9 @@ class Resp:
         if kind == b":":
             return int(rest)
         if kind == b"-":
-            return RefusedError(rest.decode(errors="replace"))
+            return RedisReplyError(rest.decode(errors="replace"))
         if kind == b"$":
-            length = _bounded("a string of bytes", int(rest), self._most)
+            length = _bounded("a string of bytes", int(rest), self._limit)
             if length < 0:
                 return None
             data = bytearray(length)
@@ -104,27 +110,30 @@ class Resp:
             self._skip(2)
             return bytes(data)
         if kind == b"*":
-            items = _bounded("an array of items", int(rest), _MOST_ITEMS)
-            _bounded("arrays in arrays", depth + 1, _MOST_DEPTH)
-            return None if items < 0 else [self.answer(depth + 1) for _ in range(items)]
-        raise ValueError(f"not an answer of Redis: {line[:40]!r}")
+            items = _bounded("an array of items", int(rest), _MAX_ITEMS)
+            _bounded("arrays in arrays", depth + 1, _MAX_DEPTH)
+            return None if items < 0 else [self.read_reply(depth + 1) for _ in range(items)]
+        raise ValueError(f"not a Redis reply: {line[:40]!r}; is it a Redis server?")
 
-    def long_answer(self, place: Callable[[int], Sequence[memoryview] | None]) -> int:
-        """A string's length, -1 for none; its bytes go where `place(length)` says. RefusedError is raised."""
+    def read_value_into(self, destination: Callable[[int], Sequence[memoryview] | None]) -> int:
+        """Reads a string into the memory that `destination(length)` returns; returns its length, -1 for none.
+
+        Raises RedisReplyError.
+        """
         line = self._line()
         if line[:1] == b"-":
-            raise RefusedError(line[1:].decode(errors="replace"))
+            raise RedisReplyError(line[1:].decode(errors="replace"))
         if line[:1] != b"$":
-            raise ValueError(f"not a string of Redis: {line[:40]!r}")
-        length = _bounded("a value of bytes", int(line[1:]), _MOST_VALUE)
+            raise ValueError(f"not a Redis string: {line[:40]!r}; is it a Redis server?")
+        length = _bounded("a value of bytes", int(line[1:]), _MAX_VALUE)
         if length < 0:
             return -1
-        pieces = place(length)
+        pieces = destination(length)
         if pieces is None:
             self._skip(length + 2)
             return length
         if sum(map(len, pieces)) != length:
-            raise ValueError(f"a place of {sum(map(len, pieces))} bytes for {length}")
+            raise ValueError(f"the destination has {sum(map(len, pieces))} bytes for a value of {length}")
         for piece in pieces:
             self._fill(piece)
         self._skip(2)
@@ -139,8 +148,8 @@ class Resp:
                 self._at += found + 1
                 return (line + ahead[:found]).rstrip(b"\r")
             line += ahead
-            if len(line) > _MOST_LINE:
-                raise ValueError("a line without an end")
+            if len(line) > _MAX_LINE:
+                raise ValueError(f"a line exceeds {_MAX_LINE} bytes; is it a Redis server?")
             self._at, self._end = 0, self._stream.receive_some(self._buffer)
 
     def _fill(self, into: memoryview) -> None:
@@ -158,8 +167,8 @@ class Resp:
             count -= step
 
 
-def _bounded(what: str, length: int, most: int) -> int:
-    """Returns a length that the server named. ValueError: it is above `most`."""
-    if length > most:
-        raise ValueError(f"Redis announced {what}: {length}, the limit is {most}; is it a Redis server?")
+def _bounded(what: str, length: int, limit: int) -> int:
+    """Returns a length that the server announced. Raises ValueError above the limit."""
+    if length > limit:
+        raise ValueError(f"Redis announced {what}: {length}, the limit is {limit}; is it a Redis server?")
     return length

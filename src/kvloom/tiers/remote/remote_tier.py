@@ -1,10 +1,10 @@
-"""What every tier behind a connection has: threads with a connection each, batches, bounded waits, a way back after faults.
+"""Base of all tiers behind a connection: threads with one connection each, batches, timeouts, reconnection.
 
     write -> writing threads \\                          lookup, drop, stats -> the caller's thread,
-    read  -> reading threads  > one job a batch                               with a connection of their own
+    read  -> reading threads  > one job per batch                             with a separate connection
 
-What a job does with its connection is its own file's matter: `values.py` for stores of keys and values, `peer.py` for
-another process's host memory.
+A subclass of Job defines the transfer: `store_tier.py` for key-value stores, `peer_tier.py` for another process's
+host memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,22 +23,29 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.encoding.codec import Compression, make_codec
-from kvloom.tiers.encoding.encryption import NoKeyError, Protect, check_protect, read_keys
-from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, parted
-from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, explain, failed_transfer
+from kvloom.tiers.encoding import Compression, NoKeyError, Protect, check_protect, make_codec, read_keys
+from kvloom.tiers.options import Options
+from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, part_range
+from kvloom.tiers.transfer import (
+    Outcome,
+    TierStats,
+    Transfer,
+    TransferCounts,
+    describe_outcome,
+    failed_transfer,
+)
 from kvloom.tiers.workers import Tools, Workers
 
 from .bounded_calls import StillRunningError
 
-__all__ = ["Connection", "Job", "Link", "RemoteConfig", "RemoteTier", "StoreError", "Usage"]
+__all__ = ["Connection", "Job", "Link", "RemoteConfig", "RemoteTier", "StoreError", "Usage", "remote_config"]
 
-_MOST_BACKOFF, _MOST_TIMEOUT = 10.0, 86400
-_MOST_OBJECTS = 4096  # of one call
+_MAX_BACKOFF, _MAX_TIMEOUT = 10.0, 86400
+_MAX_OBJECTS = 4096  # per call
 
 
 class StoreError(RuntimeError):
-    """The store said no, or said nothing; its connection is not used again."""
+    """The store reported an error or did not answer. Its connection is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +56,12 @@ class Usage:
 
 
 class Connection(Protocol):
-    """Used by one thread at a time. Every call is bounded in time; whatever it raises means that the connection is gone."""
+    """Used by one thread at a time. Every call has a timeout; after any exception the connection is unusable."""
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]: ...
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Returns how many there were."""
+        """Removes keys; returns the number removed."""
         ...
 
     def usage(self) -> Usage: ...
@@ -64,11 +71,11 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """`capacity` is what all who share the store may keep there, or this process alone where the store cannot count.
+    """`capacity` bounds all clients of the store, or this process only if the store does not count.
 
-    `timeout` bounds each call to the store; `lookup`, `drop` and `stats` wait no longer. After a failure nobody asks the
-    store for a moment, which doubles to 10 s. `keys` is a file of keys (keys.py): pages are sealed with them, by default encrypted
-    (`protect`), and their names are derived with them.
+    `timeout` bounds each call to the store, so `lookup`, `drop` and `stats` wait no longer. After a failure no call is
+    made for a pause that doubles up to 10 s. `keys` is a key file (encryption.py): pages are sealed with its keys, by
+    default encrypted (`protect`), and their stored keys are derived with them.
     """
 
     capacity: int
@@ -85,62 +92,83 @@ class RemoteConfig:
         for field in ("capacity", "readers", "writers", "timeout", "batch_bytes", "pending_bytes"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be positive")
-        if not self.timeout <= _MOST_TIMEOUT:
-            raise ValueError(f"timeout={self.timeout} is no number of seconds up to {_MOST_TIMEOUT}")
+        if not self.timeout <= _MAX_TIMEOUT:
+            raise ValueError(f"timeout={self.timeout} is not a number of seconds up to {_MAX_TIMEOUT}")
         check_protect(self.keys, self.protect)
 
     @property
-    def batch(self) -> int:
-        """Bytes of one call: all batches that may be under way fit the store at once."""
+    def effective_batch_bytes(self) -> int:
+        """Bytes per call: all batches in flight fit the store together."""
         return min(self.batch_bytes, self.capacity // (2 * self.writers))
 
 
+def remote_config(options: Options) -> RemoteConfig:
+    """Reads the options of a store from a URL and rejects all others. Raises ValueError."""
+    defaults = RemoteConfig(capacity=options.size("capacity"))
+    config = replace(
+        defaults,
+        compression=options.compression(),
+        keys=options.optional_text("keys"),
+        protect=options.optional_text("protect"),
+        readers=options.integer("readers", defaults.readers),
+        writers=options.integer("writers", defaults.writers),
+        timeout=options.seconds("timeout", defaults.timeout),
+        pending_bytes=options.size("pending", defaults.pending_bytes),
+    )
+    options.reject_unknown()
+    return config
+
+
 class Link:
-    """A connection that is made when needed, and made again after it broke; a pause between, so that a store that is
-    gone costs little. Used by one thread at a time."""
+    """A connection that opens when needed and reopens after a failure, with a pause between attempts.
+
+    Used by one thread at a time.
+    """
 
     def __init__(self, connect: Callable[[], Connection]) -> None:
         self._connect = connect
         self._store: Connection | None = None
         self._closed = False
-        self._until = self._pause = 0.0
-        self._why = ""
+        self._retry_at = self._pause = 0.0
+        self._reason = ""
 
     def call(self, verb: Callable[[Any], Any]) -> Any:
-        """A StoreError for whatever goes wrong, with the store's words."""
+        """Calls `verb(connection)`. Raises StoreError, with the store's message, for any failure."""
         if self._closed:
             raise StoreError("the tier is closed")
-        if self._store is None and time.monotonic() < self._until:
-            raise StoreError(f"{self._why} (trying again in {self._until - time.monotonic():.1f} s)")
+        if self._store is None and time.monotonic() < self._retry_at:
+            raise StoreError(f"{self._reason} (retry in {self._retry_at - time.monotonic():.1f} s)")
         try:
             if self._store is None:
                 self._store = self._connect()
             answer = verb(self._store)
         except Exception as error:
-            self._why = str(error) or type(error).__name__
-            self.drop()
-            self._pause = min(_MOST_BACKOFF, max(0.1, 2 * self._pause))
-            self._until = time.monotonic() + self._pause
-            raise StoreError(self._why) from error
+            self._reason = str(error) or type(error).__name__
+            self.disconnect()
+            self._pause = min(_MAX_BACKOFF, max(0.1, 2 * self._pause))
+            self._retry_at = time.monotonic() + self._pause
+            raise StoreError(self._reason) from error
         self._pause = 0.0
         return answer
 
-    def drop(self) -> None:
+    def disconnect(self) -> None:
         store, self._store = self._store, None
         if store is not None:
             try:
                 store.close()
             except Exception as error:  # noqa: BLE001
-                self._why = str(error)
+                self._reason = str(error)
 
     def close(self) -> None:
         self._closed = True
-        self.drop()
+        self.disconnect()
 
 
 class RemoteTier(Tier):
-    """Safe from any thread. Raises TierError when the other side cannot be reached at the start; afterwards nothing
-    raises. `jobs` are what reads and writes do; `largest` is the largest page, head included."""
+    """Thread-safe. Raises TierError if the store cannot be reached at opening; afterwards nothing raises.
+
+    `jobs` are the job types of reads and writes; `max_page_bytes` includes the head.
+    """
 
     def __init__(
         self,
@@ -148,15 +176,15 @@ class RemoteTier(Tier):
         config: RemoteConfig,
         connect: Callable[[], Connection],
         jobs: tuple[type[Job], type[Job]],
-        largest: int | None = None,
-        at_end: Callable[[], None] | None = None,
+        max_page_bytes: int | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
-        self._name, self._config, self._at_end = name, config, at_end
+        self._name, self._config, self._on_close = name, config, on_close
         self._read_job, self._write_job = jobs
-        self._largest = largest or config.capacity // (2 * config.writers)
+        self._max_page_bytes = max_page_bytes or config.capacity // (2 * config.writers)
         self._keys = read_keys(config.keys, config.protect)
         self._make_codec = partial(make_codec, config.compression, self._keys)
-        self._make_codec()  # a missing package is said now
+        self._make_codec()  # reports a missing package now
         self._connect = connect
         self._control, self._control_lock = Link(connect), threading.Lock()
         try:
@@ -165,12 +193,12 @@ class RemoteTier(Tier):
             self._control.close()
             raise TierError(f"the tier {name} cannot be opened: {error}") from error
         self._evicted_before = self._usage.evicted
-        self._tally = Tally()
+        self._transfer_counts = TransferCounts()
         self._lock = threading.Lock()
         self._closed = False
         self._links: list[Link] = []
-        self._under_way = {"read": 0, "write": 0}
-        self._open: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._inflight_bytes = {"read": 0, "write": 0}
+        self._open_transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._readers: Workers[Job] = Workers(config.readers, "kvloom-remote-read", self._worker)
         self._writers: Workers[Job] = Workers(config.writers, "kvloom-remote-write", self._worker)
 
@@ -182,56 +210,58 @@ class RemoteTier(Tier):
     def capacity(self) -> int:
         return self._config.capacity
 
-    def _stored(self, objects: Objects) -> Objects:
-        """Returns objects under the keys that the store sees. NoKeyError: their tenant has no key."""
-        return objects if self._keys is None else self._keys.rename(objects)
+    def _with_stored_keys(self, objects: Objects) -> Objects:
+        """Returns objects under their keys in the store. Raises NoKeyError if the tenant has no key."""
+        return objects if self._keys is None else self._keys.with_stored_keys(objects)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         nothing = [False] * len(objects)
         try:
-            keys = self._stored(objects).keys
+            keys = self._with_stored_keys(objects).keys
         except NoKeyError:
             return np.array(nothing, np.bool_)
-        found = self._ask(lambda store: store.exists(keys), nothing) if keys else nothing
+        found = self._call_control(lambda store: store.exists(keys), nothing) if keys else nothing
         return np.array(found, np.bool_)
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
-        start, stop = parted(objects.form, part)
+        start, stop = part_range(objects.form, part)
         try:
-            objects = self._stored(objects)
+            objects = self._with_stored_keys(objects)
         except NoKeyError as error:
-            return failed_transfer(len(objects), self._tally, "read", Outcome.LOCKED, f"{self.name}: {error}")
-        transfer = Transfer(len(objects), self._tally, "read", stop - start)
+            return failed_transfer(
+                len(objects), self._transfer_counts, "read", Outcome.LOCKED, f"{self.name}: {error}"
+            )
+        transfer = Transfer(len(objects), self._transfer_counts, "read", stop - start)
         return self._submit("read", transfer, objects, into, (start, stop))
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         source.check(objects, writable=False)
         size = objects.form.page_bytes
-        if size > self._largest:
+        if size > self._max_page_bytes:
             raise ValueError(
-                f"a page of {size} bytes does not fit {self.name}, which takes {self._largest}: raise its capacity"
+                f"a page of {size} bytes does not fit {self.name}, which accepts {self._max_page_bytes} bytes: raise its capacity"
             )
         try:
-            objects = self._stored(objects)
+            objects = self._with_stored_keys(objects)
         except NoKeyError as error:
             reason = f"{self.name}: not stored in the clear: {error}"
-            return failed_transfer(len(objects), self._tally, "write", Outcome.FAILED, reason)
-        transfer = Transfer(len(objects), self._tally, "write", size)
+            return failed_transfer(len(objects), self._transfer_counts, "write", Outcome.FAILED, reason)
+        transfer = Transfer(len(objects), self._transfer_counts, "write", size)
         return self._submit("write", transfer, objects, source, (0, size))
 
     def drop(self, objects: Objects) -> int:
         try:
-            keys = self._stored(objects).keys
+            keys = self._with_stored_keys(objects).keys
         except NoKeyError:
             return 0
-        return int(self._ask(lambda store: store.remove(keys), 0)) if keys else 0
+        return int(self._call_control(lambda store: store.remove(keys), 0)) if keys else 0
 
     def stats(self) -> TierStats:
-        """The store's own count; the last one known while it does not answer."""
-        self._usage = usage = self._ask(lambda store: store.usage(), self._usage)
+        """Returns the store's own counts; the last known ones while it does not answer."""
+        self._usage = usage = self._call_control(lambda store: store.usage(), self._usage)
         evicted = max(0, usage.evicted - self._evicted_before)
-        return self._tally.stats(usage.objects, usage.bytes, self.capacity, evicted)
+        return self._transfer_counts.stats(usage.objects, usage.bytes, self.capacity, evicted)
 
     def close(self) -> None:
         with self._lock:
@@ -242,27 +272,27 @@ class RemoteTier(Tier):
         for workers in (self._writers, self._readers):
             workers.close(max(0.1, deadline - time.monotonic()))
         with self._lock:
-            left = list(self._open)
+            left = list(self._open_transfers)
         for transfer in left:
-            transfer.settle_rest(Outcome.FAILED, f"{self.name} was closed")
+            transfer.settle_pending(Outcome.FAILED, f"{self.name} was closed")
         for link in (self._control, *self._links):
             link.close()
-        if self._at_end is not None:
+        if self._on_close is not None:
             try:
-                self._at_end()
-            except Exception as error:  # noqa: BLE001  it goes with the process
-                logging.getLogger(__name__).warning("%s did not end well: %s", self.name, error)
+                self._on_close()
+            except Exception as error:  # noqa: BLE001  the process releases it
+                logging.getLogger(__name__).warning("%s could not be closed cleanly: %s", self.name, error)
 
     # --- inside
 
-    def _ask(self, verb: Callable[[Any], Any], otherwise: Any) -> Any:
-        """A short question in the caller's thread. A store that does not answer costs its timeout, once in a while."""
+    def _call_control(self, verb: Callable[[Any], Any], default: Any) -> Any:
+        """Makes a short call in the caller's thread. Returns `default` if the store does not answer in time."""
         if self._closed or not self._control_lock.acquire(timeout=self._config.timeout):
-            return otherwise
+            return default
         try:
             return self._control.call(verb)
         except StoreError:
-            return otherwise
+            return default
         finally:
             self._control_lock.release()
 
@@ -282,45 +312,49 @@ class RemoteTier(Tier):
         )
         with self._lock:
             if not self._closed:
-                room = max(0, config.pending_bytes - self._under_way[verb]) // size
+                room = max(0, config.pending_bytes - self._inflight_bytes[verb]) // size
                 taken = min(len(objects), room)
-                self._open.add(transfer)
-                self._under_way[verb] += taken * size
-                # A small batch is shared by all threads, too.
-                step = max(1, min(config.batch // size, _MOST_OBJECTS, -(-taken // threads)))
+                self._open_transfers.add(transfer)
+                self._inflight_bytes[verb] += taken * size
+                # All threads share a small batch, too.
+                step = max(1, min(config.effective_batch_bytes // size, _MAX_OBJECTS, -(-taken // threads)))
                 for at in range(0, taken, step):
                     which = list(range(at, min(at + step, taken)))
                     workers.submit(kind(self.name, verb, transfer, objects, ranges, part, which))
                 transfer.settle(
-                    np.arange(taken, len(objects)), Outcome.BUSY, f"too many {verb}s are under way"
+                    np.arange(taken, len(objects)), Outcome.BUSY, f"too many {verb}s are in flight"
                 )
                 return transfer
-        return failed_transfer(len(objects), self._tally, verb, Outcome.FAILED, f"{self.name} is closed")
+        return failed_transfer(
+            len(objects), self._transfer_counts, verb, Outcome.FAILED, f"{self.name} is closed"
+        )
 
     def _worker(self) -> Callable[[Job], None]:
         tools, link = Tools(self._make_codec()), Link(self._connect)
         self._links.append(link)
 
         def run(job: Job) -> None:
-            if job.transfer.enter():
-                leave = job.transfer.leave
+            if job.transfer.begin_access():
+                leave = job.transfer.end_access
                 try:
                     job.run(link, tools)
-                except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without these pages
+                except Exception as error:  # noqa: BLE001  on any error the request continues without these pages
                     job.transfer.settle(job.which, Outcome.FAILED, f"{self.name}: {error}")
                     hung = error.__cause__
-                    if isinstance(hung, StillRunningError) and hung.lent:  # it has these pages until it ends
-                        leave = partial(hung.when_over, leave)
+                    if (
+                        isinstance(hung, StillRunningError) and hung.uses_caller_memory
+                    ):  # the hung call still accesses these pages
+                        leave = partial(hung.on_finished, leave)
                 leave()
             with self._lock:
-                self._under_way[job.verb] -= len(job.which) * (job.part[1] - job.part[0])
+                self._inflight_bytes[job.verb] -= len(job.which) * (job.part[1] - job.part[0])
 
         return run
 
 
 @dataclass(slots=True)
 class Job(ABC):
-    """What one batch is for: objects `which` of a transfer, bytes `part` of each."""
+    """One batch: objects `which` of a transfer, bytes `part` of each."""
 
     tier: str
     verb: str
@@ -332,19 +366,19 @@ class Job(ABC):
 
     @abstractmethod
     def run(self, link: Link, tools: Tools) -> None:
-        """Does it, and settles every object. What it raises fails those that are left."""
+        """Runs the batch and settles every object. An exception fails the objects that are still pending."""
 
     def keys(self) -> list[bytes]:
         keys = self.objects.keys
         return [keys[index] for index in self.which]
 
     def target(self, index: int) -> memoryview:
-        """Where the part of an object is, or goes."""
+        """Returns the memory of an object's part."""
         at = int(self.ranges.starts[index])
         return self.ranges.view[at + self.part[0] : at + self.part[1]]
 
     def spans(self, which: Sequence[int]) -> list[memoryview]:
-        """Where the parts of objects are, or go, in that order: neighbours in memory as one."""
+        """Returns the memory of objects' parts, in that order, with adjacent parts merged."""
         low, high = self.part
         starts = self.ranges.starts[np.asarray(which, np.int64)].tolist()
         edges: list[list[int]] = []
@@ -357,8 +391,8 @@ class Job(ABC):
         return [view[first:last] for first, last in edges]
 
     def settle(self, outcomes: dict[int, Outcome]) -> None:
-        """`outcomes` by object."""
+        """Settles objects by `outcomes`."""
         for outcome in set(outcomes.values()):
             which = [index for index, got in outcomes.items() if got == outcome]
             quiet = outcome in (Outcome.OK, Outcome.MISSING)
-            self.transfer.settle(which, outcome, "" if quiet else f"{self.tier}: {explain(outcome)}")
+            self.transfer.settle(which, outcome, "" if quiet else f"{self.tier}: {describe_outcome(outcome)}")

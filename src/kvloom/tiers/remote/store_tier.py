@@ -1,10 +1,10 @@
-"""Pages as values of a key-value store: a head and a body (codec.py) under the object's key.
+"""A tier over a key-value store: the value of an object's key is a head and a body (codec.py).
 
-    write -> seal (checksums, compression, encryption) -> one `put` for a batch
-    read  -> one `get` for a batch, straight into the caller's memory where bodies are plain -> checksums
+    write -> seal (checksums, compression, encryption) -> one `put` per batch
+    read  -> one `get` per batch, directly into the caller's memory if bodies are plain -> checksums
 
-A key in the store begins with the format's version, so that versions never meet. What a store is, and how it keeps to its
-capacity, is its own file's matter.
+A key in the store begins with the format's version, so versions never mix. Each store's own file implements
+its connection and its capacity.
 """
 
 from __future__ import annotations
@@ -15,56 +15,61 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
 
-from kvloom.tiers.encoding.codec import most_bytes, parse_head, plain_head_bytes, seal, unseal
-from kvloom.tiers.encoding.encryption import NoKeyError
+from kvloom.tiers.encoding import NoKeyError, max_sealed_bytes, parse_head, plain_head_bytes, seal, unseal
 from kvloom.tiers.transfer import Outcome
 from kvloom.tiers.workers import Tools
 
 from .remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, Usage
 
-__all__ = ["PREFIX", "Counted", "Place", "Store", "Want", "store_tier"]
+__all__ = ["PREFIX", "CapacityTracker", "Destination", "Store", "ValueRange", "store_tier"]
 
 PREFIX = b"kvloom/1/"
-_FORGET = (Outcome.CORRUPT, Outcome.SHORT)  # it will not get better: room for a good copy
+_FORGET = (Outcome.CORRUPT, Outcome.SHORT)  # a retry cannot succeed; frees space for a good copy
 _FORGET_KEYED = (*_FORGET, Outcome.LAYOUT, Outcome.LOCKED, Outcome.UNTRUSTED)
-"""With keys a stored name is derived from tenant, block hash and layout: a page that does not fit them is good for no reader."""
+"""With keys a stored key is derived from tenant, block hash and layout: a mismatching page is useless to every reader."""
 
-Place = Callable[[int, int], Sequence[memoryview] | None]
-"""(which, length) -> where that many bytes go, in order; None: they are not wanted."""
+Destination = Callable[[int, int], Sequence[memoryview] | None]
+"""(index, length) -> memory for that many bytes, in order; None: not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """Bytes [start, stop) of a value; `stop` 0 is all of it, `most` bytes if it is one of ours, and `likely` so many. Fewer come
-    where the value is shorter."""
+class ValueRange:
+    """Bytes [start, stop) of a value; `stop` 0 is the whole value. A shorter value yields fewer bytes.
+
+    A whole value has at most `max_bytes`, and probably `expected_bytes`.
+    """
 
     key: bytes
     start: int = 0
     stop: int = 0
-    most: int = 0
-    likely: int = 0
+    max_bytes: int = 0
+    expected_bytes: int = 0
 
 
 class Store(Connection, Protocol):
     """A connection to a key-value store."""
 
-    def lend(self, memory: Any) -> None:
-        """Pages come from this memory, or go there: a store that moves them by itself gets ready for it. Most need nothing."""
+    def register_memory(self, memory: Any) -> None:
+        """Announces memory of pages, so a store that accesses it directly can register it. Most stores need nothing."""
         return
 
-    def get(self, wants: Sequence[Want], place: Place) -> list[int]:
-        """The length of what came for each, -1 where there is nothing; the bytes are where `place` said. It may ask for the
-        likely length first, and again when another came."""
+    def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
+        """Reads values into the memory that `destination` returns. Returns the length of each, -1 for a miss.
+
+        It may request the expected length first, and again if the length differs.
+        """
         ...
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
-        """Values in pieces. OK, FULL or FAILED for each; what is there already is OK."""
+        """Stores values given in pieces. Returns OK, FULL or FAILED for each; a stored value is OK."""
         ...
 
 
-class Counted:
-    """What this process has put into a store that does not count by itself: sizes, least recently used first. Safe from
-    any thread, and shared by all connections of a tier."""
+class CapacityTracker:
+    """Sizes of the values this process put into a store that does not count, least recently used first.
+
+    Thread-safe; shared by all connections of a tier.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -73,18 +78,18 @@ class Counted:
         self._bytes = self._evicted = 0
 
     def reserve(self, sizes: dict[bytes, int]) -> list[bytes]:
-        """Counts values that are about to be put; returns those that must leave for them."""
+        """Counts values that are about to be put; returns the keys to evict for them."""
         with self._lock:
             for key, size in sizes.items():
                 self._bytes += size - self._sizes.pop(key, 0)
                 self._sizes[key] = size
-            gone = []
+            evicted = []
             while self._bytes > self._capacity:
                 key, size = self._sizes.popitem(last=False)
                 self._bytes -= size
-                gone.append(key)
-            self._evicted += len(gone)
-            return gone
+                evicted.append(key)
+            self._evicted += len(evicted)
+            return evicted
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:
@@ -92,7 +97,7 @@ class Counted:
                 if key in self._sizes:
                     self._sizes.move_to_end(key)
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def remove(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             for key in keys:
                 self._bytes -= self._sizes.pop(key, 0)
@@ -103,14 +108,14 @@ class Counted:
 
 
 def store_tier(
-    name: str, config: RemoteConfig, connect: Callable[[], Store], at_end: Callable[[], None] | None = None
+    name: str, config: RemoteConfig, connect: Callable[[], Store], on_close: Callable[[], None] | None = None
 ) -> RemoteTier:
-    """A tier over a store; `at_end` is called when it is closed. A TierError when it cannot be reached."""
-    return RemoteTier(name, config, lambda: _Named(connect()), (_Read, _Write), at_end=at_end)
+    """Opens a tier over a store; closing it calls `on_close`. Raises TierError if the store cannot be reached."""
+    return RemoteTier(name, config, lambda: _PrefixedStore(connect()), (_Read, _Write), on_close=on_close)
 
 
-class _Named(Connection):
-    """A store whose keys are objects' keys, with the prefix put before."""
+class _PrefixedStore(Connection):
+    """A store that prefixes objects' keys."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -133,8 +138,8 @@ class _Write(Job):
 
     def run(self, link: Link, tools: Tools) -> None:
         keys = self.keys()
-        if tools.codec.plain:
-            link.call(lambda named: named.store.lend(self.ranges.buffer))
+        if tools.codec.is_plain:
+            link.call(lambda prefixed: prefixed.store.lend(self.ranges.buffer))
         here = link.call(lambda store: store.exists(keys))
         outcomes = {index: Outcome.OK for index, there in zip(self.which, here, strict=True) if there}
         items: list[tuple[bytes, list[Any]]] = []
@@ -152,7 +157,7 @@ class _Write(Job):
             items.append((PREFIX + key, [head.pack(), *body]))
             sealed.append(index)
         if items:
-            outcomes |= zip(sealed, link.call(lambda named: named.store.put(items)), strict=True)
+            outcomes |= zip(sealed, link.call(lambda prefixed: prefixed.store.put(items)), strict=True)
         self.settle(outcomes)
 
 
@@ -162,7 +167,7 @@ class _Read(Job):
     def run(self, link: Link, tools: Tools) -> None:
         if self.part == (0, self.objects.form.page_bytes):
             outcomes = self._whole(link, tools)
-        elif tools.codec.plain:
+        elif tools.codec.is_plain:
             outcomes = self._plain_parts(link, tools)
         else:
             outcomes = self._parts(link, tools, self.which)
@@ -173,8 +178,8 @@ class _Read(Job):
         self.settle(outcomes)
 
     @staticmethod
-    def _get(link: Link, wants: Sequence[Want], place: Place) -> list[int]:
-        lengths: list[int] = link.call(lambda named: named.store.get(wants, place))
+    def _get(link: Link, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
+        lengths: list[int] = link.call(lambda prefixed: prefixed.store.get(ranges, destination))
         return lengths
 
     def _open(
@@ -185,8 +190,10 @@ class _Read(Job):
         tools: Tools,
         in_place: bool = False,
     ) -> Outcome:
-        """What became of one object. `body` begins with the part's runs, which may be `in_place` already; None: it follows the head
-        in `head_data`."""
+        """Returns the outcome of one object. `body` begins with the part's runs, which may be `in_place` already.
+
+        None for `body`: it follows the head in `head_data`.
+        """
         form, parsed = self.objects.form, parse_head(head_data)
         if isinstance(parsed, Outcome):
             return parsed
@@ -200,35 +207,37 @@ class _Read(Job):
             body = head_data[length + head.span(first, first + 1)[0] :]
         target = self.target(index)
         if in_place and len(body) == len(target):
-            target = body  # not copied onto itself
+            target = body  # no copy onto itself
         return unseal(head, body, first, target, tools.codec, self.objects.tenant)
 
     def _whole(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """One round trip. A plain body goes straight to its page; anything else through scratch memory."""
+        """One round trip. A plain body goes directly to its page; any other through scratch memory."""
         form = self.objects.form
-        plain, most = plain_head_bytes(form), most_bytes(form)
-        likely = 0
-        if tools.codec.plain:  # what others wrote is most likely as we write
-            likely = plain + form.page_bytes
-            link.call(lambda named: named.store.lend(self.ranges.buffer))
+        plain, max_bytes = plain_head_bytes(form), max_sealed_bytes(form)
+        expected = 0
+        if tools.codec.is_plain:  # other writers probably use the same encoding
+            expected = plain + form.page_bytes
+            link.call(lambda prefixed: prefixed.store.lend(self.ranges.buffer))
         heads = memoryview(bytearray(plain * len(self.which)))
         scratch: dict[int, memoryview] = {}
 
-        def place(number: int, length: int) -> Sequence[memoryview] | None:
+        def destination(number: int, length: int) -> Sequence[memoryview] | None:
             if length == plain + form.page_bytes:
                 return heads[number * plain : (number + 1) * plain], self.target(self.which[number])
-            if length > most:
+            if length > max_bytes:
                 return None
             scratch[number] = memoryview(bytearray(length))
             return (scratch[number],)
 
-        wants = [Want(PREFIX + key, most=most, likely=likely) for key in self.keys()]
+        ranges = [
+            ValueRange(PREFIX + key, max_bytes=max_bytes, expected_bytes=expected) for key in self.keys()
+        ]
         outcomes = {}
-        for number, length in enumerate(self._get(link, wants, place)):
+        for number, length in enumerate(self._get(link, ranges, destination)):
             index = self.which[number]
             if length < 0:
                 outcomes[index] = Outcome.MISSING
-            elif length > most:
+            elif length > max_bytes:
                 outcomes[index] = Outcome.CORRUPT
             elif number in scratch:
                 outcomes[index] = self._open(index, scratch[number], None, tools)
@@ -236,48 +245,51 @@ class _Read(Job):
                 head, page = heads[number * plain : (number + 1) * plain], self.target(index)
                 if _is_plain(head):
                     outcomes[index] = self._open(index, head, page, tools, in_place=True)
-                else:  # compressed to this very length: rare, and no reason to lose it
+                else:  # compressed to exactly this length: rare, but valid
                     outcomes[index] = self._open(index, memoryview(bytes(head) + bytes(page)), None, tools)
         return outcomes
 
     def _plain_parts(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """One round trip: the head, and the runs straight to their place."""
+        """One round trip: the heads, and the runs directly to their ranges."""
         start, stop = self.part
         plain = plain_head_bytes(self.objects.form)
         heads = memoryview(bytearray(plain * len(self.which)))
 
-        def place(number: int, length: int) -> Sequence[memoryview] | None:
+        def destination(number: int, length: int) -> Sequence[memoryview] | None:
             number, body = divmod(number, 2)
             if body:
                 return (self.target(self.which[number])[:length],)
             return (heads[number * plain : number * plain + length],)
 
-        wants = []
+        ranges = []
         for key in self.keys():
-            wants += [Want(PREFIX + key, 0, plain), Want(PREFIX + key, plain + start, plain + stop)]
-        lengths = self._get(link, wants, place)
+            ranges += [
+                ValueRange(PREFIX + key, 0, plain),
+                ValueRange(PREFIX + key, plain + start, plain + stop),
+            ]
+        lengths = self._get(link, ranges, destination)
         outcomes: dict[int, Outcome] = {}
         for number, index in enumerate(self.which):
             got, body = lengths[2 * number : 2 * number + 2]
             head = heads[number * plain : number * plain + max(0, got)]
             if got < 0:
                 outcomes[index] = Outcome.MISSING
-            elif not _is_plain(head):  # another server compresses or encrypts
+            elif not _is_plain(head):  # another process compresses or encrypts
                 outcomes |= self._parts(link, tools, [index])
             else:
-                came = self.target(index)[: max(0, body)]
-                outcomes[index] = self._open(index, head, came, tools, in_place=True)
+                body_read = self.target(index)[: max(0, body)]
+                outcomes[index] = self._open(index, head, body_read, tools, in_place=True)
         return outcomes
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
-        """Two round trips: the heads, which say where the runs lie, and the runs."""
+        """Two round trips: the heads, which contain the positions of the runs, and the runs."""
         form, (start, stop) = self.objects.form, self.part
-        most = most_bytes(form) - form.page_bytes
-        heads = [memoryview(bytearray(most)) for _ in which]
-        wants = [Want(PREFIX + self.objects.keys[index], 0, most) for index in which]
-        lengths = self._get(link, wants, lambda number, length: (heads[number][:length],))
+        max_bytes = max_sealed_bytes(form) - form.page_bytes
+        heads = [memoryview(bytearray(max_bytes)) for _ in which]
+        ranges = [ValueRange(PREFIX + self.objects.keys[index], 0, max_bytes) for index in which]
+        lengths = self._get(link, ranges, lambda number, length: (heads[number][:length],))
         outcomes: dict[int, Outcome] = {}
-        spans: list[tuple[int, memoryview, Want]] = []
+        spans: list[tuple[int, memoryview, ValueRange]] = []
         for number, index in enumerate(which):
             parsed = parse_head(heads[number][: max(0, lengths[number])])
             if lengths[number] < 0:
@@ -288,11 +300,11 @@ class _Read(Job):
                 outcomes[index] = Outcome.LAYOUT
             else:
                 low, high = parsed[0].span(start // form.run_bytes, stop // form.run_bytes)
-                if high - low > most_bytes(form):
+                if high - low > max_sealed_bytes(form):
                     outcomes[index] = Outcome.CORRUPT
                     continue
                 spans.append(
-                    (index, heads[number], Want(wants[number].key, parsed[1] + low, parsed[1] + high))
+                    (index, heads[number], ValueRange(ranges[number].key, parsed[1] + low, parsed[1] + high))
                 )
         bodies = [memoryview(bytearray(want.stop - want.start)) for _, _, want in spans]
         got = self._get(link, [want for _, _, want in spans], lambda i, n: (bodies[i][:n],)) if spans else []
@@ -302,8 +314,8 @@ class _Read(Job):
 
 
 def _is_plain(head: memoryview) -> bool:
-    """Is what came a head of runs as they were? What is damaged counts as such: it is told later."""
+    """Whether this is a head of unchanged runs. A damaged head counts as plain: `_open` reports it later."""
     parsed = parse_head(head)
     if isinstance(parsed, Outcome):
         return parsed != Outcome.SHORT
-    return parsed[0].stored is None
+    return parsed[0].stored_lengths is None

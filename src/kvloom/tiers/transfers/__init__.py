@@ -1,3 +1,29 @@
-"""TODO: map of this folder."""
+"""Transfers between host memory and the tiers below it.
 
-__all__: list[str] = []
+transfer_manager.py   TransferManager: lookup, fetch, write to tiers
+tier_queue.py         one queue and thread per tier
+queue_items.py        lookups, loads and batches in a queue
+throughput.py         measured throughput of a tier
+circuit_breaker.py    stops requests to a failing tier; logs faults
+unavailable_tier.py   stand-in for a tier that cannot be opened yet
+"""
+
+from .circuit_breaker import CircuitBreaker, CircuitBreakerConfig, FaultLog
+from .throughput import Throughput
+from .tier_queue import TierQueue, TierQueueConfig
+from .transfer_manager import FetchJob, TierLookup, TransferConfig, TransferManager
+from .unavailable_tier import UnavailableTier
+
+__all__ = [
+    "CircuitBreaker",
+    "CircuitBreakerConfig",
+    "FaultLog",
+    "FetchJob",
+    "Throughput",
+    "TierLookup",
+    "TierQueue",
+    "TierQueueConfig",
+    "TransferConfig",
+    "TransferManager",
+    "UnavailableTier",
+]

@@ -1,4 +1,7 @@
-"""What a lane is asked for: lookups, loads, and the pieces that loads and stores are cut into. Data; it computes nothing."""
+"""Items of a tier queue: lookups, loads, and the transfer batches that loads and stores are split into.
+
+Data only; computes nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.host.lease import Lease
+from kvloom.tiers.host import Lease
 from kvloom.tiers.tier import Objects
 from kvloom.tiers.transfer import Transfer
 
-__all__ = ["Load", "Lookup", "Piece"]
+__all__ = ["QueuedLoad", "QueuedLookup", "TransferBatch"]
 
 Mask = npt.NDArray[np.bool_]
 
 
-class Lookup:
-    """Which of many objects a tier has; `found` when `done`, nothing of what was not answered in time."""
+class QueuedLookup:
+    """Which of many objects a tier has: `found`, valid when `done`. Objects without an answer in time are misses."""
 
     def __init__(self, objects: list[Objects]) -> None:
         self.objects = objects
@@ -25,34 +28,34 @@ class Lookup:
         self.done = False
 
 
-class Load:
-    """Objects of one form on their way into host memory; `came` when `done`."""
+class QueuedLoad:
+    """A load of objects of one form into host memory: `loaded`, valid when `done`."""
 
     def __init__(self, objects: Objects, deadline: float) -> None:
         self.objects, self.deadline = objects, deadline
-        self.came: Mask = np.zeros(len(objects), bool)
-        self.left = len(objects)
-        self.given_up = False
+        self.loaded: Mask = np.zeros(len(objects), bool)
+        self.remaining = len(objects)
+        self.is_cancelled = False
 
     @property
     def done(self) -> bool:
-        return self.left == 0 or self.given_up
+        return self.remaining == 0 or self.is_cancelled
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
-    """Part of a load, or of a store, with the places it has in the arena while it is under way."""
+class TransferBatch:
+    """Part of a load or of a store, with its lease of the arena while it is in flight."""
 
     objects: Objects
     size: int
-    load: Load | None
-    at: npt.NDArray[np.int64] | None = None  # its place in the load
+    load: QueuedLoad | None
+    positions: npt.NDArray[np.int64] | None = None  # its objects' positions in the load
     lease: Lease | None = None
-    index: npt.NDArray[np.int64] | None = None  # which of its objects are asked of the tier
+    requested: npt.NDArray[np.int64] | None = None  # which of its objects the tier transfers
     transfer: Transfer | None = None
-    began: float = 0.0
+    started_at: float = 0.0
 
     @property
-    def idle(self) -> bool:
-        """Whether nobody waits for it any more."""
-        return self.load is not None and self.load.given_up
+    def is_cancelled(self) -> bool:
+        """Whether its load was cancelled."""
+        return self.load is not None and self.load.is_cancelled

@@ -1,39 +1,41 @@
-"""How fast a tier gives bytes, as seen lately. Arithmetic of bytes and seconds; knows no clock."""
+"""Measured read throughput of a tier. Arithmetic of bytes and seconds; does not read a clock."""
 
 from __future__ import annotations
 
 import math
 
-__all__ = ["Rate"]
+__all__ = ["Throughput"]
 
-SIGHT = 0.25
-"""Seconds of loading over which a speed is seen."""
+WINDOW_SECONDS = 0.25
+"""Seconds of loading over which throughput is measured."""
 
 
-class Rate:
-    """Bytes, and the seconds they took, fade together as time passes: what ends at the same moment is one sight, and a tier that
-    hung once is not slow for long."""
+class Throughput:
+    """A decaying average. Bytes and the seconds they took decay together, so transfers that end together are one
+    sample and one hang is forgotten soon.
+    """
 
     def __init__(self) -> None:
-        self.speed = 0.0
-        """Bytes a second; 0 while nothing was seen."""
-        self.last = 0.0
-        """When something last ended."""
+        self.bytes_per_second = 0.0
+        """0 while nothing was measured."""
+        self.last_end = 0.0
+        """Time when a transfer last ended."""
         self._bytes = self._seconds = 0.0
 
-    def saw(self, size: int, began: float, now: float) -> None:
-        """So many bytes were asked for at `began`, and are there `now`."""
-        took = max(1e-6, now - max(began, self.last))
-        if self.speed:
-            took = min(took, max(SIGHT, 4 * size / self.speed))
-        self.last = now
-        fade = math.exp(-took / SIGHT)
+    def record(self, size: int, began: float, now: float) -> None:
+        """Records `size` bytes that were requested at `began` and loaded at `now`."""
+        took = max(1e-6, now - max(began, self.last_end))
+        if self.bytes_per_second:
+            took = min(took, max(WINDOW_SECONDS, 4 * size / self.bytes_per_second))
+        self.last_end = now
+        fade = math.exp(-took / WINDOW_SECONDS)
         self._bytes = self._bytes * fade + size
         self._seconds = self._seconds * fade + took
-        self.speed = self._bytes / self._seconds
+        self.bytes_per_second = self._bytes / self._seconds
 
-    def doubt(self) -> None:
-        """Something was not asked for because the tier is slow, so that nothing new is seen of it: it counts as a tenth faster
-        from now on, until it is tried again."""
+    def raise_estimate(self) -> None:
+        """Raises the estimate by a tenth. Call it when a load is skipped because the tier is slow: the estimate recovers
+        until the tier is tried again.
+        """
         self._bytes *= 1.1
-        self.speed *= 1.1
+        self.bytes_per_second *= 1.1

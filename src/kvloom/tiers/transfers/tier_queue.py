@@ -1,12 +1,12 @@
-"""One tier's queue between host memory and the tier: lookups, then loads by deadline, then stores, within a budget.
+"""One tier's queue: lookups, then loads by deadline, then stores, within a budget of bytes in flight.
 
     lookups ─┐
-    loads   ─┼─> thread ─> tier.read/write ─> under way (≤ budget bytes, stores ≤ a quarter) ─> quiet ─> told
+    loads   ─┼─> thread ─> tier.read/write ─> in flight (≤ budget, stores ≤ a quarter) ─> released ─> settled
     stores  ─┘
 
-Bytes come from and go to the host tier's arena and nowhere else, so that a tier that hangs holds pages of host memory, and
-never one of the device's. A load has a deadline; whoever gave up lets its place go when the tier is quiet.
-Knows names and bytes; not what they are for.
+Every transfer reads or writes the host tier's arena, so a hung tier blocks host pages and never device pages.
+A load has a deadline; pages of a cancelled load are freed when the tier releases them.
+Knows block hashes and bytes, not their use.
 """
 
 from __future__ import annotations
@@ -23,362 +23,383 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.host.host_tier import HostTier
+from kvloom.tiers.host import HostTier
 from kvloom.tiers.tier import Objects, Ranges, Tier
 from kvloom.tiers.transfer import Outcome, TierStats
 
-from .circuit_breaker import Breaker, BreakerConfig, Faults
-from .queue_items import Load, Lookup, Piece
-from .throughput import Rate
+from .circuit_breaker import CircuitBreaker, CircuitBreakerConfig, FaultLog
+from .queue_items import QueuedLoad, QueuedLookup, TransferBatch
+from .throughput import Throughput
 
-__all__ = ["Lane", "LaneConfig"]
+__all__ = ["TierQueue", "TierQueueConfig"]
 
 Mask = npt.NDArray[np.bool_]
 _HARMLESS = (Outcome.OK, Outcome.MISSING, Outcome.BUSY, Outcome.FULL)
 
 
-class _Ask:
-    """The job of asking the tier what it has."""
+class _StatsRequest:
+    """A queued call of `tier.stats()`."""
 
 
 @dataclass(frozen=True, slots=True)
-class LaneConfig:
-    """`budget` bytes may be under way at once; one piece has `piece` bytes at most. A store may take `store_seconds`, and
-    `queued` bytes of them may wait: beyond that the oldest are given up."""
+class TierQueueConfig:
+    """`max_inflight_bytes` bounds bytes in flight; a batch has at most `batch_bytes`.
 
-    budget: int = 256 << 20
-    piece: int = 16 << 20
-    queued: int = 4 << 30
+    A store may take `store_seconds`. Queued stores beyond `max_queued_bytes` are discarded, oldest first.
+    """
+
+    max_inflight_bytes: int = 256 << 20
+    batch_bytes: int = 16 << 20
+    max_queued_bytes: int = 4 << 30
     store_seconds: float = 30.0
-    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    breaker: CircuitBreakerConfig = field(default_factory=CircuitBreakerConfig)
 
 
-class Lane:
-    """One tier below host memory. `changed` is called, from any thread, when something was done."""
+class TierQueue:
+    """The queue of one tier below host memory. It calls `changed`, from any thread, after each completed item."""
 
     def __init__(
-        self, tier: Tier, host: HostTier, faults: Faults, config: LaneConfig, changed: Callable[[], None]
+        self,
+        tier: Tier,
+        host: HostTier,
+        fault_log: FaultLog,
+        config: TierQueueConfig,
+        changed: Callable[[], None],
     ) -> None:
         self.tier, self.host, self.config = tier, host, config
-        self.breaker = Breaker(config.breaker)
-        self._faults, self._told = faults, changed
-        self._cond = threading.Condition()
-        self._stats, self._asked = tier.stats(), False
-        self._lookups: deque[Lookup] = deque()
-        self._loads: list[tuple[float, int, Piece]] = []
-        self._stores: deque[Piece] = deque()
-        self._under_way: list[Piece] = []
-        self._given_up: list[Piece] = []  # late, but the tier still has their places
-        self._bytes = {"load": 0, "store": 0}  # under way
-        self._queued = {"load": 0, "store": 0}
-        self._numbers = count()
-        self._busy_since: float | None = None  # the thread is inside a call of the tier
+        self.breaker = CircuitBreaker(config.breaker)
+        self._fault_log, self._on_change = fault_log, changed
+        self._condition = threading.Condition()
+        self._stats, self._stats_requested = tier.stats(), False
+        self._lookups: deque[QueuedLookup] = deque()
+        self._loads: list[tuple[float, int, TransferBatch]] = []
+        self._stores: deque[TransferBatch] = deque()
+        self._inflight: list[TransferBatch] = []
+        self._cancelled: list[TransferBatch] = []  # late, but the tier still accesses their pages
+        self._inflight_bytes = {"load": 0, "store": 0}  # of batches in flight
+        self._queued_bytes = {"load": 0, "store": 0}
+        self._sequence = count()
+        self._busy_since: float | None = None  # set while the thread is inside a call of the tier
         self._closed = False
-        self.overrun = 0
-        """Objects that were not stored: too many waited, or they had left host memory by then."""
-        self.latency = 0.001
-        self.rate = Rate()
+        self.skipped_stores = 0
+        """Objects not stored: the queue was full, or they were evicted from host memory first."""
+        self.lookup_latency = 0.001
+        self.throughput = Throughput()
         """Of loads."""
-        self._thread = threading.Thread(target=self._run, name=f"kvloom-lane-{tier.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kvloom-queue-{tier.name}", daemon=True)
         self._thread.start()
 
-    # -- the caller's side ----------------------------------------------------------------------
+    # --- for the caller
 
     @property
-    def stuck(self) -> bool:
-        """Whether the tier has kept its thread for longer than anyone would wait."""
+    def is_stuck(self) -> bool:
+        """Whether one call of the tier has blocked the thread for longer than a probe may take."""
         since = self._busy_since
-        return since is not None and time.monotonic() - since > self.config.breaker.try_seconds
+        return since is not None and time.monotonic() - since > self.config.breaker.probe_seconds
 
     def stats(self) -> TierStats:
-        """What the tier told of itself last. It is asked anew in this lane's thread: one that hangs holds up nobody else."""
-        with self._cond:
-            self._asked = True
-            self._cond.notify()
+        """Returns the tier's last stats and requests new ones in this queue's thread. Never waits for the tier."""
+        with self._condition:
+            self._stats_requested = True
+            self._condition.notify()
             return self._stats
 
-    def look_up(self, lookup: Lookup) -> bool:
-        """Queue a lookup; False where the tier is left alone now."""
-        with self._cond:
-            if self._closed or self.stuck or not self.breaker.allows(time.monotonic()):
+    def queue_lookup(self, lookup: QueuedLookup) -> bool:
+        """Queues a lookup; returns False if the circuit breaker or a stuck call refuses it."""
+        with self._condition:
+            if self._closed or self.is_stuck or not self.breaker.allow_request(time.monotonic()):
                 lookup.done = True
                 return False
             self._lookups.append(lookup)
-            self._cond.notify()
+            self._condition.notify()
         return True
 
-    def load(self, load: Load) -> None:
-        """Queue a load, in pieces, nearest deadline first."""
+    def queue_load(self, load: QueuedLoad) -> None:
+        """Queues a load in batches, earliest deadline first."""
         size = load.objects.form.page_bytes
-        each = max(1, self.config.piece // size)
-        with self._cond:
+        each = max(1, self.config.batch_bytes // size)
+        with self._condition:
             for first in range(0, len(load.objects), each):
                 at = np.arange(first, min(first + each, len(load.objects)))
-                part = _part(load.objects, at)
-                piece = Piece(part, len(at) * size, load, at)
-                heapq.heappush(self._loads, (load.deadline, next(self._numbers), piece))
-                self._queued["load"] += piece.size
-            self._cond.notify()
+                part = _subset(load.objects, at)
+                batch = TransferBatch(part, len(at) * size, load, at)
+                heapq.heappush(self._loads, (load.deadline, next(self._sequence), batch))
+                self._queued_bytes["load"] += batch.size
+            self._condition.notify()
 
-    def store(self, objects: Objects) -> None:
-        """Queue a store of what is in host memory. Never waits: where too much is queued the oldest is given up."""
+    def queue_store(self, objects: Objects) -> None:
+        """Queues a store of objects in host memory. Never waits: a full queue discards its oldest stores."""
         size = objects.form.page_bytes
-        each = max(1, self.config.piece // size)
-        with self._cond:
+        each = max(1, self.config.batch_bytes // size)
+        with self._condition:
             if self._closed:
                 return
             for first in range(0, len(objects), each):
-                part = _part(objects, np.arange(first, min(first + each, len(objects))))
-                self._stores.append(Piece(part, len(part) * size, None))
-                self._queued["store"] += len(part) * size
-            while self._queued["store"] > self.config.queued and len(self._stores) > 1:
+                part = _subset(objects, np.arange(first, min(first + each, len(objects))))
+                self._stores.append(TransferBatch(part, len(part) * size, None))
+                self._queued_bytes["store"] += len(part) * size
+            while self._queued_bytes["store"] > self.config.max_queued_bytes and len(self._stores) > 1:
                 old = self._stores.popleft()
-                self._queued["store"] -= old.size
-                self.overrun += len(old.objects)
-            self._cond.notify()
+                self._queued_bytes["store"] -= old.size
+                self.skipped_stores += len(old.objects)
+            self._condition.notify()
 
-    def give_up(self, load: Load) -> None:
-        """Nobody waits for a load any more."""
-        with self._cond:
-            load.given_up = True
-            self._cond.notify()
+    def cancel_load(self, load: QueuedLoad) -> None:
+        """Cancels a load. Its pages are freed when the tier releases them."""
+        with self._condition:
+            load.is_cancelled = True
+            self._condition.notify()
 
-    def ahead(self, deadline: float) -> int:
-        """Bytes of loads that come before what is asked for now with that deadline, or together with it."""
-        with self._cond:
-            queued = sum(piece.size for ends, _, piece in self._loads if ends <= deadline and not piece.idle)
-            return self._bytes["load"] + queued
+    def bytes_ahead(self, deadline: float) -> int:
+        """Returns the bytes of loads that run before, or together with, a new load of that deadline."""
+        with self._condition:
+            queued = sum(
+                batch.size for ends, _, batch in self._loads if ends <= deadline and not batch.is_cancelled
+            )
+            return self._inflight_bytes["load"] + queued
 
     @property
-    def waiting_stores(self) -> int:
-        """Bytes that are to be stored or are being stored."""
-        return self._queued["store"] + self._bytes["store"]
+    def pending_store_bytes(self) -> int:
+        """Bytes of queued and running stores."""
+        return self._queued_bytes["store"] + self._inflight_bytes["store"]
 
-    def failed_to_answer(self, verb: str) -> None:
-        """The caller waited for a lookup in vain."""
+    def record_timeout(self, verb: str) -> None:
+        """Records a lookup without an answer in time."""
         now = time.monotonic()
-        self._faults.add(self.tier.name, verb, "late", 1, "no answer in time", now)
-        self.breaker.failed(now)
+        self._fault_log.add(self.tier.name, verb, "late", 1, "no answer before the deadline", now)
+        self.breaker.record_failure(now)
 
     def close(self, timeout: float) -> None:
-        """Store what is queued, as far as `timeout` allows, and end. The tier is closed by its owner."""
+        """Finishes queued stores within `timeout` and ends the thread. Does not close the tier."""
         deadline = time.monotonic() + timeout
-        with self._cond:
-            self._cond.wait_for(lambda: not self._stores and not self._bytes["store"], timeout)
+        with self._condition:
+            self._condition.wait_for(lambda: not self._stores and not self._inflight_bytes["store"], timeout)
             self._closed = True
-            for _, _, piece in self._loads:
-                assert piece.load is not None
-                piece.load.given_up = True
-            self._cond.notify()
+            for _, _, batch in self._loads:
+                assert batch.load is not None
+                batch.load.is_cancelled = True
+            self._condition.notify()
         self._thread.join(max(0.05, deadline - time.monotonic()))
 
-    # -- the thread -----------------------------------------------------------------------------
+    # --- the thread
 
     def _run(self) -> None:
         while True:
-            with self._cond:
+            with self._condition:
                 job = self._next()
                 while job is None:
-                    self._sweep(time.monotonic())
+                    self._collect(time.monotonic())
                     job = self._next()
                     if job is not None:
                         break
                     if self._closed:
                         return
-                    self._cond.wait(self._patience())
+                    self._condition.wait(self._wait_seconds())
             try:
                 self._busy_since = time.monotonic()
-                if isinstance(job, _Ask):
-                    with suppress(Exception):  # it told something before
+                if isinstance(job, _StatsRequest):
+                    with suppress(Exception):  # the last stats stay
                         self._stats = self.tier.stats()
-                elif isinstance(job, Lookup):
-                    self._answer(job)
+                elif isinstance(job, QueuedLookup):
+                    self._run_lookup(job)
                 else:
-                    self._start(job)
+                    self._start_batch(job)
             finally:
                 self._busy_since = None
 
-    def _next(self) -> Lookup | Piece | _Ask | None:
-        """What to do next, within the budget: a store only where no load waits."""
+    def _next(self) -> QueuedLookup | TransferBatch | _StatsRequest | None:
+        """Returns the next item within the budget. A store runs only if no load waits."""
         if self._lookups:
             return self._lookups.popleft()
         while self._loads:
-            piece = self._loads[0][2]
-            assert piece.load is not None
-            if not piece.load.given_up and self._bytes["load"] and not self._fits(piece, self.config.budget):
+            batch = self._loads[0][2]
+            assert batch.load is not None
+            if (
+                not batch.load.is_cancelled
+                and self._inflight_bytes["load"]
+                and not self._fits(batch, self.config.max_inflight_bytes)
+            ):
                 return None
             heapq.heappop(self._loads)
-            self._queued["load"] -= piece.size
-            if not piece.load.given_up:
-                self._bytes["load"] += piece.size
-                return piece
-        if self._asked and not self._closed:
-            self._asked = False
-            return _Ask()
+            self._queued_bytes["load"] -= batch.size
+            if not batch.load.is_cancelled:
+                self._inflight_bytes["load"] += batch.size
+                return batch
+        if self._stats_requested and not self._closed:
+            self._stats_requested = False
+            return _StatsRequest()
         if self._stores and not self._closed:
-            piece = self._stores[0]
-            if not self._bytes["store"] or self._fits(piece, self.config.budget // 4):
+            batch = self._stores[0]
+            if not self._inflight_bytes["store"] or self._fits(batch, self.config.max_inflight_bytes // 4):
                 self._stores.popleft()
-                self._queued["store"] -= piece.size
-                self._bytes["store"] += piece.size
-                return piece
+                self._queued_bytes["store"] -= batch.size
+                self._inflight_bytes["store"] += batch.size
+                return batch
         return None
 
-    def _fits(self, piece: Piece, budget: int) -> bool:
-        return sum(self._bytes.values()) + piece.size <= budget
+    def _fits(self, batch: TransferBatch, budget: int) -> bool:
+        return sum(self._inflight_bytes.values()) + batch.size <= budget
 
-    def _patience(self) -> float | None:
-        """Until when nothing can happen by itself."""
-        if self._given_up:
+    def _wait_seconds(self) -> float | None:
+        """Returns the seconds until the next deadline; None without one."""
+        if self._cancelled:
             return 0.05
-        ends = [self._end_of(piece) for piece in self._under_way]
+        ends = [self._deadline_of(batch) for batch in self._inflight]
         return max(0.001, min(ends) - time.monotonic()) if ends else None
 
-    def _end_of(self, piece: Piece) -> float:
-        return piece.began + self.config.store_seconds if piece.load is None else piece.load.deadline
+    def _deadline_of(self, batch: TransferBatch) -> float:
+        return batch.started_at + self.config.store_seconds if batch.load is None else batch.load.deadline
 
-    def _answer(self, lookup: Lookup) -> None:
+    def _run_lookup(self, lookup: QueuedLookup) -> None:
         began = time.monotonic()
         try:
             found = [np.asarray(self.tier.lookup(objects), bool) for objects in lookup.objects]
-        except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without this tier
-            self._fault("lookup", "failed", len(lookup.objects), str(error))
+        except Exception as error:  # noqa: BLE001  on any error the request continues without this tier
+            self._record_fault("lookup", "failed", len(lookup.objects), str(error))
         else:
             lookup.found = found
             if not any(here.any() for here in found):
-                self.breaker.undecided()
-            self.latency += 0.2 * (time.monotonic() - began - self.latency)
+                self.breaker.record_inconclusive()
+            self.lookup_latency += 0.2 * (time.monotonic() - began - self.lookup_latency)
         lookup.done = True
-        self._told()
+        self._on_change()
 
-    def _start(self, piece: Piece) -> None:
-        """Give a piece to the tier."""
-        piece.began = time.monotonic()
-        store = piece.load is None
-        if store and not self.breaker.allows(piece.began):
-            self._over(piece, np.zeros(len(piece.objects), bool))
-            self.overrun += len(piece.objects)
+    def _start_batch(self, batch: TransferBatch) -> None:
+        """Starts the transfer of a batch."""
+        batch.started_at = time.monotonic()
+        store = batch.load is None
+        if store and not self.breaker.allow_request(batch.started_at):
+            self._complete(batch, np.zeros(len(batch.objects), bool))
+            self.skipped_stores += len(batch.objects)
             return
         try:
-            lease = self.host.hold(piece.objects) if store else self.host.reserve(piece.objects)
-        except ValueError as error:  # a page that host memory cannot take
-            self._faults.add("host", "reserve", "failed", len(piece.objects), str(error), piece.began)
-            self._over(piece, np.zeros(len(piece.objects), bool))
+            lease = self.host.acquire(batch.objects) if store else self.host.reserve(batch.objects)
+        except ValueError as error:  # the page is larger than a slab of host memory
+            self._fault_log.add("host", "reserve", "failed", len(batch.objects), str(error), batch.started_at)
+            self._complete(batch, np.zeros(len(batch.objects), bool))
             return
         wanted = Outcome.OK if store else Outcome.PENDING
-        piece.lease, piece.index = lease, np.flatnonzero(lease.results == wanted)
+        batch.lease, batch.requested = lease, np.flatnonzero(lease.results == wanted)
         if store:
-            self.overrun += len(piece.objects) - len(piece.index)
-        if not len(piece.index):
+            self.skipped_stores += len(batch.objects) - len(batch.requested)
+        if not len(batch.requested):
             if store:
-                self.breaker.undecided()
+                self.breaker.record_inconclusive()
             lease.release(False)
-            self._over(piece, lease.results == Outcome.OK)
+            self._complete(batch, lease.results == Outcome.OK)
             return
-        asked = piece.objects if len(piece.index) == len(piece.objects) else _part(piece.objects, piece.index)
-        ranges = Ranges(self.host.arena, lease.offsets[piece.index])
+        asked = (
+            batch.objects
+            if len(batch.requested) == len(batch.objects)
+            else _subset(batch.objects, batch.requested)
+        )
+        ranges = Ranges(self.host.arena, lease.offsets[batch.requested])
         try:
             transfer = self.tier.write(asked, ranges) if store else self.tier.read(asked, ranges)
-        except Exception as error:  # noqa: BLE001  as above
-            self._fault("write" if store else "read", "failed", len(asked), str(error))
-            self._finish(piece, np.zeros(len(piece.index), bool))
+        except Exception as error:  # noqa: BLE001  as in _run_lookup
+            self._record_fault("write" if store else "read", "failed", len(asked), str(error))
+            self._finish(batch, np.zeros(len(batch.requested), bool))
             return
-        piece.transfer = transfer
-        with self._cond:
-            self._under_way.append(piece)
-        transfer.when_quiet(self._wake)
+        batch.transfer = transfer
+        with self._condition:
+            self._inflight.append(batch)
+        transfer.on_released(self._wake)
 
     def _wake(self) -> None:
-        with self._cond:
-            self._cond.notify_all()  # one alone could be who waits in `close`, and the thread would sleep on
+        with self._condition:
+            self._condition.notify_all()  # notifying one could wake `close` instead of the thread
 
-    def _sweep(self, now: float) -> None:
-        """Take in what is done, give up what is late. Under the lock."""
-        for piece in [p for p in self._under_way if p.transfer is not None and p.transfer.quiet]:
-            self._under_way.remove(piece)
-            self._settle(piece, now)
-        for piece in [p for p in self._under_way if now >= self._end_of(p) or (p.load and p.load.given_up)]:
-            assert piece.transfer is not None
-            self._under_way.remove(piece)
-            if piece.transfer.cancel():
-                self._settle(piece, now)
+    def _collect(self, now: float) -> None:
+        """Settles finished batches and cancels late ones. The caller holds the lock."""
+        for batch in [p for p in self._inflight if p.transfer is not None and p.transfer.released]:
+            self._inflight.remove(batch)
+            self._settle_batch(batch, now)
+        for batch in [
+            p for p in self._inflight if now >= self._deadline_of(p) or (p.load and p.load.is_cancelled)
+        ]:
+            assert batch.transfer is not None
+            self._inflight.remove(batch)
+            if batch.transfer.cancel():
+                self._settle_batch(batch, now)
                 continue
-            if now >= self._end_of(piece):
-                self._late(piece, len(piece.objects), now)
-            self._given_up.append(piece)
-            if piece.load is not None:
-                self._count(piece, np.zeros(len(piece.objects), bool))
-        for piece in [p for p in self._given_up if p.transfer is not None and p.transfer.quiet]:
-            self._given_up.remove(piece)
-            assert piece.lease is not None and piece.transfer is not None
-            if piece.load is not None and piece.transfer.ok.any():
-                self.rate.saw(piece.size, piece.began, now)
-            piece.lease.release(False)
-            self._free(piece)
+            if now >= self._deadline_of(batch):
+                self._record_late(batch, len(batch.objects), now)
+            self._cancelled.append(batch)
+            if batch.load is not None:
+                self._record_loaded(batch, np.zeros(len(batch.objects), bool))
+        for batch in [p for p in self._cancelled if p.transfer is not None and p.transfer.released]:
+            self._cancelled.remove(batch)
+            assert batch.lease is not None and batch.transfer is not None
+            if batch.load is not None and batch.transfer.ok.any():
+                self.throughput.record(batch.size, batch.started_at, now)
+            batch.lease.release(False)
+            self._free_budget(batch)
 
-    def _settle(self, piece: Piece, now: float) -> None:
-        transfer = piece.transfer
+    def _settle_batch(self, batch: TransferBatch, now: float) -> None:
+        transfer = batch.transfer
         assert transfer is not None
         results = transfer.results
-        verb = "write" if piece.load is None else "read"
+        verb = "write" if batch.load is None else "read"
         for outcome in np.unique(results[results != Outcome.OK]).tolist():
             amount = int((results == outcome).sum())
             name = Outcome(outcome).name.lower()
-            if outcome == Outcome.LATE and piece.load is not None:
-                if not piece.load.given_up:  # else it was not the tier that gave up
-                    self._late(piece, amount, now)
+            if outcome == Outcome.LATE and batch.load is not None:
+                if not batch.load.is_cancelled:  # else the caller cancelled it
+                    self._record_late(batch, amount, now)
             elif outcome in _HARMLESS:
-                self._faults.add(self.tier.name, verb, name, amount, transfer.reason, now)
+                self._fault_log.add(self.tier.name, verb, name, amount, transfer.reason, now)
             else:
-                self._fault(verb, name, amount, transfer.reason)
+                self._record_fault(verb, name, amount, transfer.reason)
         ok = transfer.ok
         if ok.any():
-            self.breaker.succeeded()
-            if piece.load is not None:
-                self.rate.saw(piece.size, piece.began, now)
+            self.breaker.record_success()
+            if batch.load is not None:
+                self.throughput.record(batch.size, batch.started_at, now)
         elif np.isin(results, _HARMLESS).all():
-            self.breaker.undecided()
-        self._finish(piece, ok)
+            self.breaker.record_inconclusive()
+        self._finish(batch, ok)
 
-    def _finish(self, piece: Piece, ok: Mask) -> None:
-        """The tier is done with a piece: its places go back, and who asked hears of it."""
-        assert piece.lease is not None and piece.index is not None
-        came = piece.lease.results == Outcome.OK
-        came[piece.index] = ok
-        written = np.zeros(len(piece.objects), bool)
-        written[piece.index] = ok
-        piece.lease.release(True if piece.load is None else written)
-        self._over(piece, came)
+    def _finish(self, batch: TransferBatch, ok: Mask) -> None:
+        """Releases a batch's lease and reports its outcome."""
+        assert batch.lease is not None and batch.requested is not None
+        loaded = batch.lease.results == Outcome.OK
+        loaded[batch.requested] = ok
+        written = np.zeros(len(batch.objects), bool)
+        written[batch.requested] = ok
+        batch.lease.release(True if batch.load is None else written)
+        self._complete(batch, loaded)
 
-    def _over(self, piece: Piece, came: Mask) -> None:
-        with self._cond:
-            self._count(piece, came)
-            self._free(piece)
+    def _complete(self, batch: TransferBatch, loaded: Mask) -> None:
+        with self._condition:
+            self._record_loaded(batch, loaded)
+            self._free_budget(batch)
 
-    def _free(self, piece: Piece) -> None:
-        self._bytes["store" if piece.load is None else "load"] -= piece.size
-        self._cond.notify_all()
+    def _free_budget(self, batch: TransferBatch) -> None:
+        self._inflight_bytes["store" if batch.load is None else "load"] -= batch.size
+        self._condition.notify_all()
 
-    def _count(self, piece: Piece, came: Mask) -> None:
-        if piece.load is not None:
-            assert piece.at is not None
-            piece.load.came[piece.at] = came
-            piece.load.left -= len(piece.at)
-        self._told()
+    def _record_loaded(self, batch: TransferBatch, loaded: Mask) -> None:
+        if batch.load is not None:
+            assert batch.positions is not None
+            batch.load.loaded[batch.positions] = loaded
+            batch.load.remaining -= len(batch.positions)
+        self._on_change()
 
-    def _late(self, piece: Piece, amount: int, now: float) -> None:
-        """A piece did not come in time: the tier hangs, unless it did others since this one was asked for."""
-        verb = "write" if piece.load is None else "read"
-        if self.rate.last > piece.began:
-            self._faults.add(self.tier.name, verb, "late", amount, "it is slow", now)
+    def _record_late(self, batch: TransferBatch, amount: int, now: float) -> None:
+        """Records a late batch. The tier counts as hung unless it completed other batches since this one started."""
+        verb = "write" if batch.load is None else "read"
+        if self.throughput.last_end > batch.started_at:
+            self._fault_log.add(self.tier.name, verb, "late", amount, "the tier is slow", now)
         else:
-            self._fault(verb, "late", amount, "it hangs")
+            self._record_fault(verb, "late", amount, "the tier hangs")
 
-    def _fault(self, verb: str, outcome: str, amount: int, reason: str) -> None:
+    def _record_fault(self, verb: str, outcome: str, amount: int, reason: str) -> None:
         now = time.monotonic()
-        self._faults.add(self.tier.name, verb, outcome, amount, reason, now)
-        self.breaker.failed(now)
+        self._fault_log.add(self.tier.name, verb, outcome, amount, reason, now)
+        self.breaker.record_failure(now)
 
 
-def _part(objects: Objects, at: npt.NDArray[np.int64]) -> Objects:
-    return Objects([objects.names[i] for i in at.tolist()], objects.group, objects.form, objects.tenant)
+def _subset(objects: Objects, at: npt.NDArray[np.int64]) -> Objects:
+    return Objects(
+        [objects.block_hashes[i] for i in at.tolist()], objects.group, objects.form, objects.tenant
+    )

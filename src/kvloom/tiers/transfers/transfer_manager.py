@@ -1,11 +1,11 @@
-"""The mover: what goes up into host memory and down from it, and when. One lane a tier, nearest tier first.
+"""The transfer manager: transfers between host memory and the tiers below it, with one queue per tier, fastest first.
 
-    find(objects)   which of them are in host memory or below         (lookups, answered in bounded time)
-    fetch(objects)  those below come into host memory                 (promotion; nearest deadline first)
-    kept(objects)   pages came into host memory from above: the tiers below get copies as their policies say
+    lookup(objects)           which objects host memory or a tier has     (bounded time)
+    fetch(objects)            load objects from tiers into host memory    (earliest deadline first)
+    write_to_tiers(objects)   write pages of host memory to tiers, by their write policies
 
-A caller polls what it got and never waits for a tier; `wait` sleeps until something was done. A failed, late or hung tier
-is an answer "no", counted in `faults`. Knows names and bytes: not prompts, kinds or devices.
+A caller polls the results and never waits for a tier; `wait` sleeps until a queue has made progress. A failed, late or
+hung tier is a miss, counted in `fault_log`. Knows block hashes and bytes; not prompts, layer kinds or devices.
 """
 
 from __future__ import annotations
@@ -19,98 +19,103 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.host.host_tier import HostTier
-from kvloom.tiers.registry import Place
+from kvloom.tiers.host import HostTier
+from kvloom.tiers.registry import OpenTier
 from kvloom.tiers.tier import Objects
 
-from .circuit_breaker import Faults
-from .queue_items import Load, Lookup
-from .tier_queue import Lane, LaneConfig
+from .circuit_breaker import FaultLog
+from .queue_items import QueuedLoad, QueuedLookup
+from .tier_queue import TierQueue, TierQueueConfig
 
-__all__ = ["Fetch", "Finding", "Mover", "MoverConfig"]
+__all__ = ["FetchJob", "TierLookup", "TransferConfig", "TransferManager"]
 
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class MoverConfig:
-    """A lookup may take `lookup_seconds`. Tiers that are written "back" get what is oldest in host memory when that is
-    fuller than `full`."""
+class TransferConfig:
+    """A lookup may take `lookup_seconds`. Tiers with write policy "back" get the oldest pages when host memory is fuller
+    than `write_back_threshold`.
+    """
 
     lookup_seconds: float = 0.25
-    full: float = 0.85
-    lane: LaneConfig = field(default_factory=LaneConfig)
+    write_back_threshold: float = 0.85
+    queue: TierQueueConfig = field(default_factory=TierQueueConfig)
 
 
-class Finding:
-    """Where many objects are; `found` (here or below) once `done`."""
+class TierLookup:
+    """The location of many objects; `found` (in host memory or a tier) is valid once `done`."""
 
-    def __init__(self, mover: Mover, objects: Sequence[Objects]) -> None:
+    def __init__(self, manager: TransferManager, objects: Sequence[Objects]) -> None:
         self.objects = list(objects)
-        self.here: list[Mask] = [mover.host.lookup(o) for o in self.objects]
-        self.found: list[Mask] = [mask.copy() for mask in self.here]
-        self.below: dict[bytes, int] = {}
-        """key → which lane has it, of those that are not in host memory."""
-        self._mover = mover
-        self._deadline = time.monotonic() + mover.config.lookup_seconds
-        self._asked: list[tuple[int, list[npt.NDArray[np.int64]], Lookup]] = []
-        missing = [np.flatnonzero(~mask) for mask in self.here]
+        self.in_host: list[Mask] = [manager.host.lookup(o) for o in self.objects]
+        self.found: list[Mask] = [mask.copy() for mask in self.in_host]
+        self.queue_of: dict[bytes, int] = {}
+        """Key → index of the queue whose tier has it, for objects that are not in host memory."""
+        self._manager = manager
+        self._deadline = time.monotonic() + manager.config.lookup_seconds
+        self._pending: list[tuple[int, list[npt.NDArray[np.int64]], QueuedLookup]] = []
+        missing = [np.flatnonzero(~mask) for mask in self.in_host]
         if any(at.size for at in missing):
             some = [
-                Objects([o.names[i] for i in at.tolist()], o.group, o.form, o.tenant)
+                Objects([o.block_hashes[i] for i in at.tolist()], o.group, o.form, o.tenant)
                 for o, at in zip(self.objects, missing, strict=True)
             ]
-            for number, lane in enumerate(mover.lanes):
-                lookup = Lookup(some)
-                if lane.look_up(lookup):
-                    self._asked.append((number, missing, lookup))
+            for number, queue in enumerate(manager.queues):
+                lookup = QueuedLookup(some)
+                if queue.queue_lookup(lookup):
+                    self._pending.append((number, missing, lookup))
 
     @property
     def done(self) -> bool:
-        """Whether every lane has answered; one that does not in time has nothing."""
-        if not self._asked:
+        """Whether every queue has answered. A queue without an answer in time counts as a miss."""
+        if not self._pending:
             return True
         late = time.monotonic() >= self._deadline
-        if not late and not all(lookup.done for _, _, lookup in self._asked):
+        if not late and not all(lookup.done for _, _, lookup in self._pending):
             return False
-        for number, missing, lookup in self._asked:
+        for number, missing, lookup in self._pending:
             if not lookup.done:
-                self._mover.lanes[number].failed_to_answer("lookup")
+                self._manager.queues[number].record_timeout("lookup")
                 continue
-            for place, (at, objects, here) in enumerate(
+            for i, (at, objects, stored) in enumerate(
                 zip(missing, lookup.objects, lookup.found, strict=True)
             ):
-                for i in np.flatnonzero(here).tolist():
-                    self.below.setdefault(objects.keys[i], number)
-                self.found[place][at] |= here
-        self._asked = []
+                for j in np.flatnonzero(stored).tolist():
+                    self.queue_of.setdefault(objects.keys[j], number)
+                self.found[i][at] |= stored
+        self._pending = []
         return True
 
 
-class Fetch:
-    """Objects on their way into host memory. `came[i]`: is each of `objects[i]` there now? Valid when `done`."""
+class FetchJob:
+    """A load of objects into host memory. `loaded` counts them; valid when `done`."""
 
     def __init__(
-        self, mover: Mover, objects: Sequence[Objects], below: dict[bytes, int], deadline: float
+        self,
+        manager: TransferManager,
+        objects: Sequence[Objects],
+        queue_of: dict[bytes, int],
+        deadline: float,
     ) -> None:
         self.deadline = deadline
-        self._loads: list[tuple[Lane, Load]] = []
+        self._loads: list[tuple[TierQueue, QueuedLoad]] = []
         self.bytes = 0
         for one in objects:
-            by_lane: dict[int, list[int]] = {}
+            by_queue: dict[int, list[int]] = {}
             for i, key in enumerate(one.keys):
-                if key in below:
-                    by_lane.setdefault(below[key], []).append(i)
-            for number, at in by_lane.items():
-                part = Objects([one.names[i] for i in at], one.group, one.form, one.tenant)
+                if key in queue_of:
+                    by_queue.setdefault(queue_of[key], []).append(i)
+            for number, at in by_queue.items():
+                part = Objects([one.block_hashes[i] for i in at], one.group, one.form, one.tenant)
                 self.bytes += len(part) * one.form.page_bytes
-                self._loads.append((mover.lanes[number], Load(part, deadline)))
-        for lane, load in self._loads:
-            lane.load(load)
+                self._loads.append((manager.queues[number], QueuedLoad(part, deadline)))
+        for queue, load in self._loads:
+            queue.queue_load(load)
 
     @property
     def done(self) -> bool:
-        """Whether all has come, or will not; what is late is given up."""
+        """Whether all loads have ended. Cancels late ones."""
         if all(load.done for _, load in self._loads):
             return True
         if time.monotonic() < self.deadline:
@@ -119,83 +124,89 @@ class Fetch:
         return True
 
     @property
-    def came(self) -> int:
-        """Objects that came."""
-        return sum(int(load.came.sum()) for _, load in self._loads)
+    def loaded(self) -> int:
+        """Number of loaded objects."""
+        return sum(int(load.loaded.sum()) for _, load in self._loads)
 
     @property
-    def asked(self) -> int:
+    def requested(self) -> int:
+        """Number of requested objects."""
         return sum(len(load.objects) for _, load in self._loads)
 
     def cancel(self) -> None:
-        """Nobody waits for it any more. What has come stays in host memory."""
-        for lane, load in self._loads:
+        """Cancels the loads that still run. Loaded objects stay in host memory."""
+        for queue, load in self._loads:
             if not load.done:
-                lane.give_up(load)
+                queue.cancel_load(load)
 
 
-class Mover:
-    """`host` is where everything passes; `places` the tiers below it, nearest first. One thread calls; lanes have their own."""
+class TransferManager:
+    """`host` is the memory of all transfers; `tiers` are those below it, fastest first. One thread calls the manager;
+    each queue has its own.
+    """
 
-    def __init__(self, host: HostTier, places: Sequence[Place], config: MoverConfig | None = None) -> None:
-        self.host, self.places, self.config = host, tuple(places), config or MoverConfig()
-        self.faults = Faults()
+    def __init__(
+        self, host: HostTier, tiers: Sequence[OpenTier], config: TransferConfig | None = None
+    ) -> None:
+        self.host, self.tiers, self.config = host, tuple(tiers), config or TransferConfig()
+        self.fault_log = FaultLog()
         self._changed = threading.Event()
-        self.lanes = [
-            Lane(place.tier, host, self.faults, self.config.lane, self._changed.set) for place in self.places
+        self.queues = [
+            TierQueue(opened.tier, host, self.fault_log, self.config.queue, self._changed.set)
+            for opened in self.tiers
         ]
-        self._dirty: list[OrderedDict[bytes, Objects]] = [OrderedDict() for _ in self.places]
-        self._looked = 0.0
+        self._dirty: list[OrderedDict[bytes, Objects]] = [OrderedDict() for _ in self.tiers]
+        self._last_check = 0.0
 
-    def find(self, objects: Sequence[Objects]) -> Finding:
-        """Look many objects up, in host memory at once and below it by and by."""
-        return Finding(self, objects)
+    def lookup(self, objects: Sequence[Objects]) -> TierLookup:
+        """Looks up objects, in host memory immediately and in tiers asynchronously."""
+        return TierLookup(self, objects)
 
-    def fetch(self, objects: Sequence[Objects], below: dict[bytes, int], deadline: float) -> Fetch:
-        """Bring objects into host memory from the lanes that `below` (of a Finding) names, until `deadline`."""
-        return Fetch(self, objects, below, deadline)
+    def fetch(self, objects: Sequence[Objects], queue_of: dict[bytes, int], deadline: float) -> FetchJob:
+        """Loads objects into host memory from the queues in `queue_of` (of a TierLookup), until `deadline`."""
+        return FetchJob(self, objects, queue_of, deadline)
 
-    def kept(self, objects: Objects, used: bool) -> None:
-        """Objects came into host memory from above, `used` before or not: whoever below wants them gets them."""
-        for place, lane, dirty in zip(self.places, self.lanes, self._dirty, strict=True):
-            if place.lossy and objects.form.exact:
-                continue  # nobody who wants them exact would find them there
-            if place.write == "through" or (place.write == "second-use" and used):
-                lane.store(objects)
-            elif place.write == "back":
-                for name, key in zip(objects.names, objects.keys, strict=True):
+    def write_to_tiers(self, objects: Objects, used: bool) -> None:
+        """Queues writes of objects in host memory, by the write policy of each tier. `used`: they were reused before."""
+        for opened, queue, dirty in zip(self.tiers, self.queues, self._dirty, strict=True):
+            if opened.is_lossy and objects.form.exact:
+                continue  # a lossy tier never serves exact pages
+            if opened.write_policy == "through" or (opened.write_policy == "second-use" and used):
+                queue.queue_store(objects)
+            elif opened.write_policy == "back":
+                for name, key in zip(objects.block_hashes, objects.keys, strict=True):
                     if key not in dirty:
                         dirty[key] = Objects([name], objects.group, objects.form, objects.tenant)
         self._write_back(time.monotonic())
 
     def _write_back(self, now: float) -> None:
-        """Where host memory is nearly full, store what came there first."""
-        if not any(self._dirty) or now - self._looked < 0.05:
+        """Writes the oldest pages to tiers with policy "back" when host memory is nearly full."""
+        if not any(self._dirty) or now - self._last_check < 0.05:
             return
-        self._looked = now
+        self._last_check = now
         stats = self.host.stats()
-        over = stats.bytes - self.config.full * stats.capacity
-        for lane, dirty in zip(self.lanes, self._dirty, strict=True):
-            left = over - lane.waiting_stores
+        over = stats.bytes - self.config.write_back_threshold * stats.capacity
+        for queue, dirty in zip(self.queues, self._dirty, strict=True):
+            left = over - queue.pending_store_bytes
             while left > 0 and dirty:
                 _, objects = dirty.popitem(last=False)
-                lane.store(objects)
+                queue.queue_store(objects)
                 left -= objects.form.page_bytes
 
     def wait(self, timeout: float) -> None:
-        """Sleep until a lane did something, `timeout` seconds at the most."""
+        """Sleeps until a queue has made progress, at most `timeout` seconds."""
         self._changed.wait(timeout)
         self._changed.clear()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Store what is still to be stored, within `timeout`, and close every tier."""
-        for lane, dirty in zip(self.lanes, self._dirty, strict=True):
+        """Finishes pending writes within `timeout` and closes every tier."""
+        for queue, dirty in zip(self.queues, self._dirty, strict=True):
             for objects in dirty.values():
-                lane.store(objects)
+                queue.queue_store(objects)
             dirty.clear()
         deadline = time.monotonic() + timeout
-        for lane in self.lanes:
-            lane.close(max(0.1, deadline - time.monotonic()))
-        for place in self.places:
-            place.tier.close()
+        for queue in self.queues:
+            queue.close(max(0.1, deadline - time.monotonic()))
+        for opened in self.tiers:
+            opened.tier.close()
         self.host.close()

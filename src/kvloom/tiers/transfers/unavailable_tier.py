@@ -1,6 +1,6 @@
-"""A tier that could not be opened: it is tried again, less and less often, and is itself as soon as it can be.
+"""A stand-in for a tier that could not be opened: it retries with growing pauses and delegates once the tier opens.
 
-Until then it has nothing and keeps nothing; what is asked of it fails at once, and says why. Knows only how to open the tier.
+Until then it holds nothing, and every operation fails immediately with the reason. Knows only how to open the tier.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.tiers.tier import Objects, Ranges, Tier
-from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
+from kvloom.tiers.transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
 
-__all__ = ["AwayTier"]
+__all__ = ["UnavailableTier"]
 
 log = logging.getLogger("kvloom.tiers")
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds before it is tried again: each time in vain doubles them."""
+FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
+"""Seconds before a retry; each failed retry doubles them."""
 
 
-class AwayTier(Tier):
-    """`opened` opens it, or raises a TierError; `why` is what it said the first time."""
+class UnavailableTier(Tier):
+    """`open_tier` opens the tier or raises TierError; `reason` is the message of the first failure."""
 
-    def __init__(self, name: str, opened: Callable[[], Tier], why: str) -> None:
-        self._name, self._opened, self._why = name, opened, why
+    def __init__(self, name: str, open_tier: Callable[[], Tier], reason: str) -> None:
+        self._name, self._open, self._reason = name, open_tier, reason
         self._inner: Tier | None = None
-        self._tally = Tally()
-        self._lock, self._ended = threading.Lock(), threading.Event()
-        threading.Thread(target=self._try, name=f"kvloom-away-{name}", daemon=True).start()
+        self._transfer_counts = TransferCounts()
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        threading.Thread(target=self._retry, name=f"kvloom-unavailable-{name}", daemon=True).start()
 
     @property
     def name(self) -> str:
@@ -53,30 +53,30 @@ class AwayTier(Tier):
         return 0 if self._inner is None else self._inner.drop(objects)
 
     def stats(self) -> TierStats:
-        return self._tally.stats(0, 0, 0, 0) if self._inner is None else self._inner.stats()
+        return self._transfer_counts.stats(0, 0, 0, 0) if self._inner is None else self._inner.stats()
 
     def close(self) -> None:
-        with self._lock:  # or it would be opened now, and stay open
-            self._ended.set()
+        with self._lock:  # else a concurrent retry could open it and leave it open
+            self._closed.set()
         if self._inner is not None:
             self._inner.close()
 
     def _fail(self, objects: Objects, verb: str) -> Transfer:
-        return failed_transfer(len(objects), self._tally, verb, Outcome.FAILED, self._why)
+        return failed_transfer(len(objects), self._transfer_counts, verb, Outcome.FAILED, self._reason)
 
-    def _try(self) -> None:
+    def _retry(self) -> None:
         pause = FIRST_PAUSE
-        while not self._ended.wait(pause):
+        while not self._closed.wait(pause):
             try:
-                tier = self._opened()
-            except Exception as error:  # noqa: BLE001  whatever it is, it is tried again
-                self._why = str(error)
+                tier = self._open()
+            except Exception as error:  # noqa: BLE001  any failure leads to a retry
+                self._reason = str(error)
             else:
                 with self._lock:
-                    if not self._ended.is_set():
+                    if not self._closed.is_set():
                         self._inner = tier
-                        log.warning("tier %s is there now", self._name)
+                        log.warning("tier %s is available now", self._name)
                         return
                 tier.close()
                 return
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE)

@@ -1,7 +1,7 @@
-"""Tiers and disks that go wrong on purpose: for the tests of whatever stands on a tier.
+"""Tiers and files that fail on purpose, for tests of code that uses tiers.
 
-`FaultyTier` wraps any tier: slow, failing, full, hung, and tampering with the medium (bits flipped, another page's
-bytes). `FaultyFiles` stands below a disk tier and makes the operating system's calls go wrong. Not for serving.
+`FaultyTier` wraps any tier: slow, failing, full, hung, or with a damaged medium (flipped bits, another page's
+bytes). `FaultyFiles` replaces the system calls of a disk tier. Not for serving.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .disk.files import Files
-from .tier import Objects, Ranges, Tier
-from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
-from .workers import Workers
+from kvloom.tiers.disk import Files
+from kvloom.tiers.tier import Objects, Ranges, Tier
+from kvloom.tiers.transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
+from kvloom.tiers.workers import Workers
 
 __all__ = ["Faults", "FaultyFiles", "FaultyTier"]
 
 
 @dataclass
 class Faults:
-    """What goes wrong now; set and unset while running. `hung` calls wait for `release()`.
+    """The faults to inject; change them while running. `hung` calls wait for `release()`.
 
-    `tamper` is called with the objects of every read before it starts, to damage what the medium holds.
-    `calls` names the file operations concerned (`FaultyFiles`); `error` is their errno. `rate`: reads come at so many bytes a
-    second, whoever asks, the next `burst` bytes of them at once.
+    `tamper` is called with the objects of every read first, to damage the medium. `calls` are the file operations
+    concerned (`FaultyFiles`); `error` is their errno. `rate` limits reads to this many bytes per second, except the
+    next `burst` bytes. `hung_calls` counts calls that hang now.
     """
 
     slow: float = 0.0
@@ -45,12 +45,13 @@ class Faults:
     tamper: Callable[[Objects], None] | None = None
     calls: frozenset[str] = frozenset({"read", "write", "sync", "open", "allocate"})
     error: int = errno.EIO
+    hung_calls: int = 0
     _released: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _due: float = 0.0
 
     def release(self) -> None:
-        """What hangs goes on, and nothing hangs any more."""
+        """Ends all hangs."""
         self.hung = False
         self._released.set()
 
@@ -58,10 +59,14 @@ class Faults:
         if self.slow:
             threading.Event().wait(self.slow)
         if self.hung:
+            with self._lock:
+                self.hung_calls += 1
             self._released.wait()
+            with self._lock:
+                self.hung_calls -= 1
 
-    def pace(self, size: int) -> None:
-        """Wait as long as a medium of `rate` needs for so many bytes, behind those that were asked for before."""
+    def throttle(self, size: int) -> None:
+        """Waits as long as a medium of `rate` needs for these bytes, after earlier requests."""
         if not self.rate:
             return
         with self._lock:
@@ -72,11 +77,11 @@ class Faults:
 
 
 class FaultyTier(Tier):
-    """`inner` with `faults`. Its reads and writes run in threads of its own, so that a slow one holds nobody up."""
+    """`inner` with `faults`. Reads and writes run in its own threads, so a slow one does not block the caller."""
 
     def __init__(self, inner: Tier, faults: Faults) -> None:
         self.inner, self.faults = inner, faults
-        self._tally = Tally()
+        self._transfer_counts = TransferCounts()
         self._workers: Workers[Callable[[], None]] = Workers(4, "kvloom-faulty", lambda: lambda job: job())
 
     @property
@@ -93,40 +98,40 @@ class FaultyTier(Tier):
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
         if self.faults.failing:
-            return failed_transfer(len(objects), self._tally, "read", Outcome.FAILED, "injected")
+            return failed_transfer(len(objects), self._transfer_counts, "read", Outcome.FAILED, "injected")
 
         def start() -> Transfer:
             if self.faults.tamper is not None:
                 self.faults.tamper(objects)
             return self.inner.read(objects, into, part)
 
-        return self._later("read", objects, start)
+        return self._submit("read", objects, start)
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         source.check(objects, writable=False)
         if self.faults.failing or self.faults.full:
             outcome = Outcome.FULL if self.faults.full else Outcome.FAILED
-            return failed_transfer(len(objects), self._tally, "write", outcome, "injected")
-        return self._later("write", objects, lambda: self.inner.write(objects, source))
+            return failed_transfer(len(objects), self._transfer_counts, "write", outcome, "injected")
+        return self._submit("write", objects, lambda: self.inner.write(objects, source))
 
-    def _later(self, verb: str, objects: Objects, start: Callable[[], Transfer]) -> Transfer:
-        transfer = Transfer(len(objects), self._tally, verb, objects.form.page_bytes)
+    def _submit(self, verb: str, objects: Objects, start: Callable[[], Transfer]) -> Transfer:
+        transfer = Transfer(len(objects), self._transfer_counts, verb, objects.form.page_bytes)
 
         def job() -> None:
-            if not transfer.enter():
+            if not transfer.begin_access():
                 return
             try:
                 self.faults.delay()
                 if verb == "read":
-                    self.faults.pace(len(objects) * objects.form.page_bytes)
+                    self.faults.throttle(len(objects) * objects.form.page_bytes)
                 inner = start()
-                inner.wait_quiet(60)
+                inner.wait_released(60)
                 for outcome in np.unique(inner.results).tolist():
                     transfer.settle(np.flatnonzero(inner.results == outcome), Outcome(outcome), inner.reason)
             except Exception as error:  # noqa: BLE001
-                transfer.settle_rest(Outcome.FAILED, str(error))
+                transfer.settle_pending(Outcome.FAILED, str(error))
             finally:
-                transfer.leave()
+                transfer.end_access()
 
         self._workers.submit(job)
         return transfer
@@ -135,9 +140,11 @@ class FaultyTier(Tier):
         return self.inner.drop(objects)
 
     def stats(self) -> TierStats:
-        """The inner tier's contents; counts as its users saw them."""
+        """Returns the inner tier's contents, with counts of this tier."""
         inner = self.inner.stats()
-        return self._tally.stats(inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes)
+        return self._transfer_counts.stats(
+            inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes
+        )
 
     def close(self) -> None:
         self.faults.release()
@@ -146,13 +153,13 @@ class FaultyTier(Tier):
 
 
 class FaultyFiles(Files):
-    """File operations with `faults`; reads may also flip a bit or come short."""
+    """File operations with `faults`; reads may also flip a bit or return fewer bytes."""
 
     def __init__(self, directory: int, faults: Faults) -> None:
         super().__init__(directory)
         self.faults = faults
 
-    def _strike(self, call: str) -> None:
+    def _inject(self, call: str) -> None:
         if call not in self.faults.calls:
             return
         self.faults.delay()
@@ -162,24 +169,24 @@ class FaultyFiles(Files):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def open(self, name: str, create: bool, direct: bool) -> int:
-        self._strike("open")
+        self._inject("open")
         return super().open(name, create, direct)
 
     def allocate(self, fd: int, size: int) -> None:
-        self._strike("allocate")
+        self._inject("allocate")
         super().allocate(fd, size)
 
     def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
-        self._strike("read")
+        self._inject("read")
         got = super().read(fd, into, offset)
         if self.faults.flip and got:
             into[0][len(into[0]) // 2] ^= 4
         return got // 2 if self.faults.short else got
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        self._strike("write")
+        self._inject("write")
         super().write(fd, pieces, offset)
 
     def sync(self, fd: int) -> None:
-        self._strike("sync")
+        self._inject("sync")
         super().sync(fd)

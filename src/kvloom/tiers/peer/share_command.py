@@ -1,6 +1,6 @@
-"""`kvloom share`: host memory for the servers of a machine or a fleet, which outlives each of them.
+"""`kvloom share`: host memory for the servers of a machine or a cluster; it outlives each of them.
 
-They reach it with `--tier peer://HOST:PORT`; on this machine without a byte on a socket. Decides nothing else.
+They use it with `--tier peer://HOST:PORT`; on this machine without socket traffic. Only parses arguments and serves.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import signal
 from pathlib import Path
 
 from kvloom.core import format_bytes, parse_size
+from kvloom.tiers.host import HostConfig, HostTier, SharedMemory
 
-from .host.host_tier import HostConfig, HostTier
-from .host.shared_memory import SharedMemory
-from .peer.nixl_arena import NixlArena
-from .peer.secret import read_secret
-from .peer.server import PeerConfig, PeerServer
+from .nixl_arena import NixlArena
+from .secret import read_secret
+from .server import PeerConfig, PeerServer
 
 __all__ = ["arguments", "run"]
 
@@ -25,35 +24,35 @@ ENDS = {signal.SIGINT, signal.SIGTERM}
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("size", metavar="SIZE", help="memory to share, like 64GiB; it comes with use")
+    add("size", metavar="SIZE", help="memory to share, like 64GiB; the system commits it on first use")
     add(
         "--listen",
         default="127.0.0.1:7373",
         metavar="HOST:PORT",
-        help="where (default: 127.0.0.1:7373); port 0 is any free one; beyond loopback a --secret is a must",
+        help="address to listen on (default: 127.0.0.1:7373; port 0: any free port); other than loopback requires --secret",
     )
     add(
         "--secret",
         type=Path,
         metavar="FILE",
-        help="a file of 16 bytes or more that both sides have (default: this user's own, created when missing)",
+        help="file with a secret of 16 bytes or more, the same on both sides (default: this user's own, created if missing)",
     )
-    add("--socket", type=Path, metavar="PATH", help="listen at a Unix socket, too: for `peer:///PATH`")
+    add("--socket", type=Path, metavar="PATH", help="also listen on a Unix socket, for `peer:///PATH`")
     add(
         "--allow-uid",
         type=int,
         action="append",
         default=[],
         metavar="UID",
-        help="a user that may use --socket beside this one and root; repeatable",
+        help="user allowed on --socket besides this user and root; repeatable",
     )
-    add("--slab", default="8MiB", metavar="SIZE", help="the largest page it takes (default: 8MiB)")
-    add("--nixl", action="store_true", help="let NIXL reach it, too: for `peer://HOST:PORT?by=nixl`")
-    add("--json", action="store_true", help="say where it listens as JSON")
+    add("--slab", default="8MiB", metavar="SIZE", help="largest page size (default: 8MiB)")
+    add("--nixl", action="store_true", help="also allow access by NIXL, for `peer://HOST:PORT?by=nixl`")
+    add("--json", action="store_true", help="print the address as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shares until it is interrupted or terminated."""
+    """Shares memory until interrupted or terminated."""
     host, colon, port = args.listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"--listen {args.listen!r}: write HOST:PORT, like 127.0.0.1:7373")
@@ -62,16 +61,22 @@ def run(args: argparse.Namespace) -> int:
     size = parse_size(args.size) // slab * slab
     if args.allow_uid and args.socket is None:
         raise ValueError(
-            f"--allow-uid {args.allow_uid[0]}: other users need a socket they can reach; give --socket PATH"
+            f"--allow-uid {args.allow_uid[0]} needs a socket that this user can reach: give --socket PATH"
         )
-    config = PeerConfig(host.strip("[]"), int(port), secret, local=args.socket, users=tuple(args.allow_uid))
+    config = PeerConfig(
+        host.strip("[]"), int(port), secret, unix_socket=args.socket, allowed_uids=tuple(args.allow_uid)
+    )
     if not size:
-        raise ValueError(f"{args.size} is less than one slab of {slab} bytes: share more, or give --slab")
+        raise ValueError(
+            f"{args.size} is less than one slab of {slab} bytes: share more, or use a smaller --slab"
+        )
     try:
         memory = SharedMemory(size)
     except OSError as error:
-        raise ValueError(f"{args.size} cannot be shared here: {error.strerror}; share less") from None
-    # Before there are other threads: one of them could be told of the end, and the first would wait on.
+        raise ValueError(
+            f"{args.size} of shared memory cannot be allocated: {error.strerror}; share less"
+        ) from None
+    # Before other threads exist: one of them could receive the signal instead of the main thread.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     try:
         _share(args, config, size, slab, memory)
@@ -88,7 +93,9 @@ def _share(args: argparse.Namespace, config: PeerConfig, size: int, slab: int, m
     except OSError as error:
         why = str(error.strerror or error).partition(" (while")[0]
         where = args.listen if args.socket is None else f"{args.listen} or {args.socket}"
-        raise ValueError(f"{where} cannot be had: {why}; choose another with --listen or --socket") from None
+        raise ValueError(
+            f"cannot listen on {where}: {why}; choose another address with --listen or --socket"
+        ) from None
     where = "peer://{}:{}".format(*server.address)
     if args.json:
         print(json.dumps({"address": where, "bytes": size}), flush=True)

@@ -12,11 +12,20 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome
-from kvloom.tiers.host import arena, residents
-from kvloom.tiers.host.arena import Arena, copy_pages
-from kvloom.tiers.host.residents import Residents
-
-from .conformance import FORM, PAGE, Harness, TierConformance, filled, get, objects, page, put
+from kvloom.tiers.host import arena, copy_pages, host_index
+from kvloom.tiers.host.arena import Arena
+from kvloom.tiers.host.host_index import HostIndex
+from kvloom.tiers.testing.conformance import (
+    FORM,
+    PAGE,
+    Harness,
+    TierConformance,
+    filled,
+    get,
+    objects,
+    page,
+    put,
+)
 
 MIB = 1 << 20
 
@@ -48,7 +57,7 @@ def plain(pages: int) -> HostTier:
     return HostTier(HostConfig(pages * PAGE, slab_bytes=PAGE))
 
 
-def test_the_least_recently_used_leaves_first() -> None:
+def test_the_least_recently_used_page_is_evicted_first() -> None:
     tier = plain(4)
     put(tier, range(4))
     get(tier, [0])
@@ -56,31 +65,31 @@ def test_the_least_recently_used_leaves_first() -> None:
     assert tier.lookup(objects([0, 1, 2, 3, 9])).tolist() == [True, False, True, True, True]
 
 
-def test_what_is_held_does_not_leave_and_a_tier_full_of_it_says_so() -> None:
+def test_leased_pages_are_not_evicted_and_a_tier_full_of_them_reports_full() -> None:
     tier = plain(4)
     put(tier, range(4))
-    lease = tier.hold(objects(range(3)))
+    lease = tier.acquire(objects(range(3)))
     assert put(tier, [7, 8]).results.tolist() == [Outcome.OK, Outcome.FULL], (
         "a batch does not push itself out"
     )
     assert put(tier, [8]).ok.all()
     assert tier.lookup(objects([0, 1, 2, 3, 7, 8])).tolist() == [True, True, True, False, False, True]
-    with_all = tier.hold(objects([8]))
+    with_all = tier.acquire(objects([8]))
     transfer = put(tier, [20])
     assert transfer.results.tolist() == [Outcome.FULL]
-    assert "held" in transfer.reason
+    assert "in use" in transfer.reason
     lease.release()
     lease.release()
     with_all.release()
     assert put(tier, [20]).ok.all()
 
 
-def test_a_large_batch_for_a_tier_full_of_held_pages_looks_at_them_once(
+def test_a_large_batch_examines_leased_pages_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = []
-    victim = Residents._victim
-    monkeypatch.setattr(Residents, "_victim", lambda *args: looked.append(1) or victim(*args))
+    victim = HostIndex._victim
+    monkeypatch.setattr(HostIndex, "_victim", lambda *args: looked.append(1) or victim(*args))
     tier = plain(300)
     first = tier.reserve(objects(range(300)))
     second = tier.reserve(objects(range(300, 700)))
@@ -91,11 +100,11 @@ def test_a_large_batch_for_a_tier_full_of_held_pages_looks_at_them_once(
     assert tier.lookup(objects(range(300))).all()
 
 
-def test_more_held_pages_than_are_looked_at_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residents, "_MOST_TRIES", 8)
+def test_many_leased_pages_do_not_prevent_eviction_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_index, "_MAX_TRIES", 8)
     tier = plain(64)
     put(tier, range(64))
-    lease = tier.hold(objects(range(40)))
+    lease = tier.acquire(objects(range(40)))
     put(tier, range(40, 64))  # there already: used after what is held
     assert put(tier, range(100, 104)).ok.all()
     assert tier.lookup(objects(range(40))).all()
@@ -104,7 +113,7 @@ def test_more_held_pages_than_are_looked_at_keep_nobody_out(monkeypatch: pytest.
     assert put(tier, range(200, 264)).ok.all()
 
 
-def test_pages_of_a_batch_used_at_once_may_leave_one_by_one() -> None:
+def test_pages_used_in_one_batch_are_evicted_one_by_one() -> None:
     tier = plain(1000)
     put(tier, range(1000))
     for i in range(1000):
@@ -113,22 +122,22 @@ def test_pages_of_a_batch_used_at_once_may_leave_one_by_one() -> None:
         assert tier.lookup(objects(range(i + 1, 1001 + i))).all()
 
 
-def test_a_batch_is_placed_among_held_pages_by_those_that_may_leave() -> None:
+def test_a_batch_evicts_only_pages_without_a_lease() -> None:
     tier = plain(64)
     put(tier, range(64))
-    lease = tier.hold(objects(range(0, 64, 2)))  # every other
+    lease = tier.acquire(objects(range(0, 64, 2)))  # every other
     offsets = lease.offsets.copy()
     assert put(tier, range(100, 132)).ok.all()
     assert tier.lookup(objects(range(64))).tolist() == [True, False] * 32
     assert put(tier, [200]).ok.all(), "what came before may leave"
     lease.release()
-    again = tier.hold(objects(range(0, 64, 2)))
+    again = tier.acquire(objects(range(0, 64, 2)))
     assert (again.offsets == offsets).all()
     again.release()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_any_batches_leave_in_the_order_of_their_last_use(seed: int) -> None:
+def test_batches_are_evicted_in_the_order_of_their_last_use(seed: int) -> None:
     rng, tier, model = np.random.default_rng(seed), plain(20), OrderedDict[int, None]()
     for _ in range(200):
         some = rng.integers(0, 40, rng.integers(1, 12)).tolist()
@@ -155,13 +164,13 @@ def test_any_batches_leave_in_the_order_of_their_last_use(seed: int) -> None:
         assert tier.stats().bytes == len(model) * PAGE
 
 
-def test_an_object_that_is_in_a_batch_twice_has_one_place() -> None:
+def test_an_object_twice_in_a_batch_has_one_page() -> None:
     tier = plain(4)
     twice = tier.reserve(objects([1, 2, 1]))
     assert twice.results.tolist() == [Outcome.PENDING, Outcome.PENDING, Outcome.OK]
     assert twice.offsets[2] == -1
     twice.release()
-    both = tier.hold(objects([1, 1, 2]))
+    both = tier.acquire(objects([1, 1, 2]))
     assert both.offsets[0] == both.offsets[1]
     assert tier.drop(objects([1])) == 1
     both.release()
@@ -169,10 +178,10 @@ def test_an_object_that_is_in_a_batch_twice_has_one_place() -> None:
     assert put(tier, range(10, 14)).ok.all()
 
 
-def test_a_page_dropped_while_held_keeps_its_bytes_until_let_go() -> None:
+def test_a_page_dropped_during_a_lease_keeps_its_bytes_until_release() -> None:
     tier = plain(2)
     put(tier, [0, 1])
-    lease = tier.hold(objects([0]))
+    lease = tier.acquire(objects([0]))
     assert tier.drop(objects([0])) == 1
     put(tier, [2, 3])
     at = int(lease.offsets[0])
@@ -184,7 +193,7 @@ def test_a_page_dropped_while_held_keeps_its_bytes_until_let_go() -> None:
     assert tier.stats().bytes == 2 * PAGE
 
 
-def test_a_reserved_place_is_found_only_once_its_bytes_are_there() -> None:
+def test_a_reserved_page_is_found_only_after_it_is_filled() -> None:
     tier = plain(4)
     lease = tier.reserve(objects(range(2)))
     assert lease.results.tolist() == [Outcome.PENDING] * 2
@@ -195,34 +204,36 @@ def test_a_reserved_place_is_found_only_once_its_bytes_are_there() -> None:
     assert get(tier, range(2)).ok.all()
 
 
-def test_a_reserved_place_that_was_not_filled_is_free_again() -> None:
+def test_a_reserved_page_that_was_not_filled_is_freed() -> None:
     tier = plain(2)
     tier.reserve(objects(range(2))).release(written=False)
     assert tier.stats().bytes == 0
     assert put(tier, [5, 6]).ok.all()
 
 
-def test_pinned_memory_is_handed_in() -> None:
+def test_the_arena_uses_a_given_buffer() -> None:
     memory = np.zeros(4 * PAGE, np.uint8)
     tier = HostTier(HostConfig(4 * PAGE, slab_bytes=PAGE), buffer=memory)
     put(tier, [3])
     assert any(np.array_equal(memory[at : at + PAGE], page(3)) for at in range(0, 4 * PAGE, PAGE))
-    with pytest.raises(ValueError, match="hold 262144 bytes; it has 100"):
+    with pytest.raises(ValueError, match="have 262144 bytes; it has 100"):
         HostTier(HostConfig(4 * PAGE, slab_bytes=PAGE), buffer=bytearray(100))
 
 
-def test_memory_that_the_system_does_not_have_is_refused_with_its_size() -> None:
-    with pytest.raises(ValueError, match=f"does not give {1 << 60:,} bytes of host memory .*: ask for less"):
+def test_a_capacity_above_system_memory_is_refused_with_its_size() -> None:
+    with pytest.raises(
+        ValueError, match=f"cannot map {1 << 60:,} bytes of host memory .*: use a smaller capacity"
+    ):
         Arena(1 << 60, 1 << 56)
 
 
-def test_a_fresh_arena_gives_a_batch_in_one_run() -> None:
+def test_a_new_arena_allocates_a_batch_as_one_run() -> None:
     tier = HostTier(HostConfig(8 * MIB, slab_bytes=MIB))
     lease = tier.reserve(objects(range(64)))
     assert (np.diff(lease.offsets) == PAGE).all()
 
 
-def test_another_size_takes_whole_slabs_of_the_least_used() -> None:
+def test_another_page_size_evicts_whole_slabs() -> None:
     tier = HostTier(HostConfig(4 * MIB, slab_bytes=MIB))
     put(tier, range(64))
     get(tier, range(16))  # the first slab is used last
@@ -232,15 +243,15 @@ def test_another_size_takes_whole_slabs_of_the_least_used() -> None:
     assert tier.lookup(objects(range(16))).all()
 
 
-def test_an_arena_gives_every_page_once_and_takes_it_back() -> None:
+def test_an_arena_allocates_every_page_once_and_frees_it() -> None:
     arena = Arena(4 * MIB, MIB)
-    pages = [*arena.take(300_000, 5), *arena.take(300_000, 9)]
+    pages = [*arena.allocate(300_000, 5), *arena.allocate(300_000, 9)]
     assert len(set(pages)) == len(pages) == 12
-    assert arena.take(300_000, 1) == arena.take(4096, 1) == []
+    assert arena.allocate(300_000, 1) == arena.allocate(4096, 1) == []
     for offset in pages[3:6]:
-        arena.give(300_000, offset)
-    assert arena.take(4096, 1000) == list(range(MIB, 2 * MIB, 4096)), "an empty slab is anyone's"
-    assert arena.take(4096, 1) == []
+        arena.free(300_000, offset)
+    assert arena.allocate(4096, 1000) == list(range(MIB, 2 * MIB, 4096)), "an empty slab is anyone's"
+    assert arena.allocate(4096, 1) == []
     assert arena.used_bytes() == 9 * 300_000 + 256 * 4096
 
 
@@ -251,20 +262,20 @@ def test_an_arena_gives_every_page_once_and_takes_it_back() -> None:
         (HostConfig(MIB, slab_bytes=1000), "multiple of 4096"),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(config: HostConfig, message: str) -> None:
+def test_an_invalid_configuration_is_refused(config: HostConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HostTier(config)
 
 
-def test_an_unchecked_tier_needs_no_checksums_and_says_what_does_not_fit() -> None:
+def test_an_unchecked_tier_needs_no_checksums_and_refuses_large_pages() -> None:
     tier = HostTier(HostConfig(MIB, slab_bytes=PAGE))
     with pytest.raises(ValueError, match=r"raise HostConfig\.slab_bytes"):
         tier.reserve(objects([1], Form("f", "x", 2 * PAGE, PAGE)))
     assert put(tier, range(3), FORM).ok.all()
 
 
-def test_a_large_copy_is_shared_with_a_second_thread_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "_SHARED_BYTES", 1)
+def test_a_large_copy_uses_a_second_thread_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_MIN_SHARED_BYTES", 1)
     monkeypatch.setattr(arena, "_PIECE_BYTES", 1000)
     monkeypatch.setattr(arena, "_cores", lambda: 2)
     random = np.random.default_rng(0)
@@ -296,8 +307,8 @@ def test_a_large_copy_is_shared_with_a_second_thread_and_is_the_same(monkeypatch
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "_SHARED_BYTES", 1)
+def test_a_forked_process_copies_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_MIN_SHARED_BYTES", 1)
     monkeypatch.setattr(arena, "_cores", lambda: 2)
     source = np.arange(1 << 16, dtype=np.uint8)
 

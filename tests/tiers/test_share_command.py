@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvloom.cli import main
-from kvloom.tiers.registry import open_tier
+from kvloom.tiers import open_tier
+from kvloom.tiers.testing.conformance import get, put
 
-from .conformance import get, put
 
-
-def test_memory_is_shared_with_who_has_the_secret_until_it_is_ended(tmp_path: Path) -> None:
+def test_memory_is_shared_with_holders_of_the_secret_until_terminated(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("sixteen bytes or more\n")
     secret.chmod(0o600)
@@ -58,16 +57,16 @@ def test_memory_is_shared_with_who_has_the_secret_until_it_is_ended(tmp_path: Pa
         (["8388607TiB"], "8388607TiB cannot be shared here"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_arguments_are_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["share", *arguments]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_named_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_reported_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main(["share", "16MiB", "--listen", where]) == 2
     said = capsys.readouterr().err
-    assert f"{where} cannot be had: Address already in use; choose another with --listen" in said
+    assert f"cannot listen on {where}: Address already in use; choose another address with --listen" in said

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Form, Outcome
-from kvloom.tiers.disk import segment, writer as append
-from kvloom.tiers.disk.files import BLOCK, SystemFiles, aligned_bytes
-from kvloom.tiers.disk.tombstones import Dropped
-from kvloom.tiers.encoding.codec import Head, make_codec, parse_head, seal
-from kvloom.tiers.remote.redis_protocol import Resp
-
-from .conformance import FORM, RUN, get, objects, page, put
+from kvloom.tiers import DiskConfig, DiskTier, Form, Outcome, aligned_bytes
+from kvloom.tiers.aligned_memory import BLOCK
+from kvloom.tiers.disk import SystemFiles, segment, segment_writer
+from kvloom.tiers.disk.tombstones import Tombstones
+from kvloom.tiers.encoding import Head, make_codec, parse_head, seal
+from kvloom.tiers.remote.redis_protocol import RespConnection
+from kvloom.tiers.testing.conformance import FORM, RUN, get, objects, page, put
 
 MIB = 1 << 20
 
@@ -65,24 +64,24 @@ def peak_below(most: int) -> Iterator[None]:
         (b"*1\r\n$3000000000\r\n", "a string of bytes: 3000000000"),
     ],
 )
-def test_a_length_of_redis_is_checked_before_memory_is_set_aside(answer: bytes, said: str) -> None:
+def test_a_redis_length_is_checked_before_allocation(answer: bytes, said: str) -> None:
     with server(answer) as port, peak_below(8 * MIB):
-        resp = Resp(("127.0.0.1", port), 2)
+        resp = RespConnection(("127.0.0.1", port), 2)
         with pytest.raises(ValueError, match=said):
-            resp.ask("PING")
+            resp.call("PING")
         resp.close()
 
 
-def test_a_value_longer_than_redis_takes_ends_the_connection_at_once() -> None:
+def test_a_value_above_the_redis_limit_ends_the_connection() -> None:
     with server(b"$3000000000\r\n") as port, peak_below(8 * MIB):
-        resp = Resp(("127.0.0.1", port), 2)
+        resp = RespConnection(("127.0.0.1", port), 2)
         resp.send([("GET", "x")])
         with pytest.raises(ValueError, match="a value of bytes: 3000000000, the limit is 536870912"):
-            resp.long_answer(lambda length: None)
+            resp.read_value_into(lambda length: None)
         resp.close()
 
 
-def test_a_frame_that_claims_more_heads_than_any_has_is_passed_over(
+def test_a_frame_with_an_excessive_head_length_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = DiskTier(DiskConfig(tmp_path, 64 * MIB, durable="process"))
@@ -107,12 +106,12 @@ def test_a_frame_that_claims_more_heads_than_any_has_is_passed_over(
     assert max(asked) <= 2 * MIB
 
 
-def test_frames_of_pages_with_many_runs_stay_within_what_a_reader_takes(
+def test_frames_of_pages_with_many_runs_stay_within_the_head_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a small limit: 256 runs a page are 3 KB of head each."""
-    for module in (append, segment):
-        monkeypatch.setattr(module, "MOST_HEADS", 64 << 10)
+    for module in (segment_writer, segment):
+        monkeypatch.setattr(module, "MAX_HEAD_BYTES", 64 << 10)
     form = Form("u8", "x", 4096, 16)
     tier = DiskTier(DiskConfig(tmp_path, 64 * MIB, durable="process"))
     assert put(tier, range(100), form).ok.all()
@@ -123,20 +122,20 @@ def test_frames_of_pages_with_many_runs_stay_within_what_a_reader_takes(
     tier.close()
 
 
-def test_a_head_that_claims_longer_runs_than_any_writer_makes_is_damage() -> None:
+def test_a_head_with_excessive_run_lengths_is_corrupt() -> None:
     codec = make_codec("zstd")
     head = seal(objects([1]).keys[0], FORM, memoryview(page(1)), codec)[0]
-    assert head.stored is not None
+    assert head.stored_lengths is not None
     for length in (RUN + 1, (1 << 32) - 1):
-        bad = head._replace(stored=(length, *head.stored[1:]))
+        bad = head._replace(stored_lengths=(length, *head.stored_lengths[1:]))
         assert parse_head(memoryview(bad.pack())) == Outcome.CORRUPT
-    whole = Head(head.key, 0, RUN, head.checks)
+    whole = Head(head.key, 0, RUN, head.checksums)
     for runs, run_bytes in ((8, 0), (8, 1 << 30), (1, 1 << 31)):
-        bad = whole._replace(checks=head.checks[: 8 * runs], run_bytes=run_bytes)
+        bad = whole._replace(checksums=head.checksums[: 8 * runs], run_bytes=run_bytes)
         assert parse_head(memoryview(bad.pack())) == Outcome.CORRUPT, (runs, run_bytes)
 
 
-def test_a_compressed_run_gets_no_more_memory_than_the_run_has() -> None:
+def test_decompression_allocates_no_more_than_the_run() -> None:
     zstd = pytest.importorskip("zstandard")
     lz4 = pytest.importorskip("lz4.block")
     codec, run = make_codec("none"), page(1, RUN).tobytes()
@@ -158,9 +157,9 @@ def test_a_compressed_run_gets_no_more_memory_than_the_run_has() -> None:
         assert out == data
 
 
-def test_a_list_of_dropped_pages_is_read_in_pieces(tmp_path: Path) -> None:
+def test_tombstones_are_read_in_parts(tmp_path: Path) -> None:
     directory = os.open(tmp_path, os.O_RDONLY)
-    dropped = Dropped(SystemFiles(directory))
+    dropped = Tombstones(SystemFiles(directory))
     gone = [(struct.pack("<Q28x", number), 1, number) for number in range(20_000)]
     dropped.add(gone)
     with (tmp_path / "dropped").open("r+b") as file:

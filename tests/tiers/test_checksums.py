@@ -10,8 +10,9 @@ import pytest
 import xxhash
 from hypothesis import given, settings, strategies as st
 
-from kvloom.tiers.disk.files import Files, SystemFiles, aligned_bytes
-from kvloom.tiers.encoding import checksums as checks
+from kvloom.tiers import aligned_bytes
+from kvloom.tiers.disk import Files, SystemFiles
+from kvloom.tiers.encoding import checksums
 
 
 @pytest.fixture
@@ -35,32 +36,30 @@ def plain(data: bytes, run_bytes: int) -> bytes:
     seed=st.binary(min_size=1, max_size=8),
     offset=st.integers(0, 9),
 )
-def test_checksums_are_those_of_the_package_at_any_length_and_place(
+def test_native_checksums_equal_those_of_the_package(
     run_bytes: int, runs: int, seed: bytes, offset: int
 ) -> None:
     data = (seed * (run_bytes * runs // len(seed) + 1))[: run_bytes * runs]
     page = memoryview(bytes(offset) + data)[offset:]
-    assert checks.checksums(page, run_bytes) == plain(data, run_bytes)
+    assert checksums.run_checksums(page, run_bytes) == plain(data, run_bytes)
 
 
 @pytest.mark.parametrize("wide", [True, False])
-def test_a_copy_is_the_same_with_and_without_the_native_part(
+def test_a_copy_is_equal_with_and_without_native_code(
     native: ModuleType, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = os.urandom(3 * 70_000)
     if not wide:
-        monkeypatch.setattr(checks, "_native", None)
+        monkeypatch.setattr(checksums, "_native", None)
     for arrived in (True, False):
         into = bytearray(len(data))
-        sums = checks.copy_checked(memoryview(into), memoryview(data), 70_000, arrived)
+        sums = checksums.copy_checked(memoryview(into), memoryview(data), 70_000, arrived)
         assert into == data
         assert sums == plain(data, 70_000)
 
 
 @pytest.mark.parametrize("files", [Files, SystemFiles])
-def test_a_read_gives_the_checksums_of_what_came_and_says_how_much(
-    files: type[Files], tmp_path: Path
-) -> None:
+def test_a_read_returns_its_length_and_checksums(files: type[Files], tmp_path: Path) -> None:
     data = os.urandom(300 << 10)  # more than is read at once
     path = tmp_path / "file"
     path.write_bytes(data)
@@ -81,7 +80,7 @@ def test_a_read_gives_the_checksums_of_what_came_and_says_how_much(
         os.close(fd)
 
 
-def test_the_native_loops_refuse_what_does_not_fit(native: ModuleType) -> None:
+def test_native_code_refuses_invalid_lengths(native: ModuleType) -> None:
     with pytest.raises(ValueError, match="1000 bytes are not whole runs of 300"):
         native.checksums(bytes(1000), 300)
     with pytest.raises(ValueError, match="not whole runs of 0"):

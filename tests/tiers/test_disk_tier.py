@@ -17,19 +17,18 @@ import numpy as np
 import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier, Form, Objects, Outcome, TierError
-from kvloom.tiers.disk.files import Files
+from kvloom.tiers.disk import Files
 from kvloom.tiers.disk.segment import Record
-from kvloom.tiers.fault_injection import Faults, FaultyFiles
-
-from .conformance import (
+from kvloom.tiers.testing import Faults, FaultyFiles
+from kvloom.tiers.testing.conformance import (
     FORM,
     PAGE,
     Harness,
     TierConformance,
+    check_bytes,
     filled,
     get,
     memory,
-    never_wrong,
     objects,
     open_files,
     put,
@@ -50,8 +49,8 @@ def broken(folder: Path, faults: Faults, **changes: object) -> DiskTier:
 
 
 def records(tier: DiskTier, wanted: Objects) -> list[Record]:
-    stored = tier._stored(wanted).keys
-    return [tier._shelf.index[key] for key in stored if key in tier._shelf.index]
+    stored = tier._with_stored_keys(wanted).keys
+    return [tier._store.index[key] for key in stored if key in tier._store.index]
 
 
 class DiskHarness(Harness):
@@ -111,7 +110,7 @@ class TestZstd(TierConformance):
 
 
 @pytest.mark.parametrize("compression", ["none", "lz4", "zstd"])
-def test_a_restart_finds_everything_whatever_it_was_written_with(tmp_path: Path, compression: str) -> None:
+def test_a_restart_finds_pages_of_every_configuration(tmp_path: Path, compression: str) -> None:
     tier = opened(tmp_path, compression=compression)
     put(tier, range(40))
     tier.close()
@@ -136,7 +135,7 @@ def test_many_restarts_do_not_leave_many_files(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_what_was_dropped_stays_dropped_after_a_restart_and_can_come_again(tmp_path: Path) -> None:
+def test_a_dropped_page_stays_dropped_after_a_restart_and_can_be_written_again(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     put(tier, range(6))
     tier.drop(objects([1, 2]))
@@ -149,7 +148,7 @@ def test_what_was_dropped_stays_dropped_after_a_restart_and_can_come_again(tmp_p
         tier.close()
 
 
-def test_what_is_written_again_after_it_was_dropped_twice_is_there_after_restarts(tmp_path: Path) -> None:
+def test_a_page_written_again_after_two_drops_survives_restarts(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     put(tier, [*range(1, 12), 0])
     tier.drop(objects([0]))
@@ -165,7 +164,7 @@ def test_what_is_written_again_after_it_was_dropped_twice_is_there_after_restart
     tier.close()
 
 
-def test_what_is_dropped_while_it_is_carried_over_stays_dropped(tmp_path: Path) -> None:
+def test_a_page_dropped_while_it_is_copied_forward_stays_dropped(tmp_path: Path) -> None:
     carrying, go_on = threading.Event(), threading.Event()
 
     class Waiting(Files):
@@ -220,7 +219,7 @@ class Dying(Files):
             raise OSError(errno.EIO, "dead")
 
 
-def test_a_copy_that_was_not_finished_does_not_hide_the_one_that_was_acknowledged(tmp_path: Path) -> None:
+def test_an_unfinished_copy_does_not_hide_an_acknowledged_one(tmp_path: Path) -> None:
     fatal = threading.Event()
 
     class Carrying(Dying):
@@ -241,7 +240,7 @@ def test_a_copy_that_was_not_finished_does_not_hide_the_one_that_was_acknowledge
     tier.close()
 
 
-def test_a_page_that_was_not_finished_is_written_anew(tmp_path: Path) -> None:
+def test_an_unfinished_page_is_written_again(tmp_path: Path) -> None:
     fatal = threading.Event()
     config = DiskConfig(tmp_path, 4 * MIB, MIB)
     tier = DiskTier(config, lambda directory: Dying(directory, fatal))
@@ -264,7 +263,7 @@ def test_small_pages_fit_small_segments(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_compression_saves_room(tmp_path: Path) -> None:
+def test_compression_saves_space(tmp_path: Path) -> None:
     for compression in ("none", "lz4"):
         tier = opened(tmp_path / compression, compression=compression)
         put(tier, range(15))
@@ -273,7 +272,7 @@ def test_compression_saves_room(tmp_path: Path) -> None:
     assert size["lz4"] < 0.75 * size["none"]
 
 
-def test_other_versions_are_left_alone_and_are_the_first_to_leave(tmp_path: Path) -> None:
+def test_segments_of_other_versions_are_not_read_and_evicted_first(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     put(tier, range(10))
     tier.close()
@@ -290,7 +289,7 @@ def test_other_versions_are_left_alone_and_are_the_first_to_leave(tmp_path: Path
     tier.close()
 
 
-def test_a_damaged_frame_header_costs_its_frame_alone(tmp_path: Path) -> None:
+def test_a_damaged_frame_header_loses_only_its_frame(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     for number in range(5):
         put(tier, [number])
@@ -303,7 +302,7 @@ def test_a_damaged_frame_header_costs_its_frame_alone(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_segment_that_cannot_be_read_now_is_there_when_it_can(tmp_path: Path) -> None:
+def test_an_unreadable_segment_is_served_once_it_is_readable(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     put(tier, range(60))
     tier.drop(objects([20]))
@@ -327,7 +326,7 @@ def test_a_segment_that_cannot_be_read_now_is_there_when_it_can(tmp_path: Path) 
     tier.close()
 
 
-def test_an_opening_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
+def test_a_failed_opening_closes_all_files(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     put(tier, range(60))
     tier.drop(objects(range(15)))  # a segment that is to leave
@@ -345,7 +344,7 @@ def test_an_opening_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_file_cut_short_gives_what_is_left(tmp_path: Path) -> None:
+def test_a_truncated_file_serves_its_remaining_pages(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     put(tier, range(10))
     place = records(tier, objects([6]))[0].offset
@@ -371,7 +370,7 @@ def test_garbage_in_the_directory_is_not_read(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_a_bad_spot_on_the_disk_does_not_keep_the_tier_from_opening(tmp_path: Path) -> None:
+def test_a_bad_sector_does_not_prevent_opening(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     for first in range(0, 45, 15):
         put(tier, range(first, first + 15))
@@ -397,7 +396,7 @@ def test_a_bad_spot_on_the_disk_does_not_keep_the_tier_from_opening(tmp_path: Pa
 
 @pytest.mark.parametrize("shift", [0, 5])
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_large_page_is_ok_only_when_all_of_it_has_come(tmp_path: Path, shift: int, direct: bool) -> None:
+def test_a_large_page_is_ok_only_when_it_is_read_completely(tmp_path: Path, shift: int, direct: bool) -> None:
     class Slower(Files):
         """Each read takes longer than the one before."""
 
@@ -417,14 +416,14 @@ def test_a_large_page_is_ok_only_when_all_of_it_has_come(tmp_path: Path, shift: 
     got = memory(1, form.page_bytes, shift)
     transfer = tier.read(objects([1], form), got)
     assert transfer.wait(20)
-    assert never_wrong(transfer, [1], got, form.page_bytes) == 1
+    assert check_bytes(transfer, [1], got, form.page_bytes) == 1
     tier.close()
 
 
 # --- eviction
 
 
-def test_one_batch_larger_than_the_tier_serves_what_it_kept(tmp_path: Path) -> None:
+def test_a_batch_larger_than_the_tier_serves_its_stored_pages(tmp_path: Path) -> None:
     tier = opened(tmp_path, durable="power")
     numbers = range(300)  # 19 MiB through 8
     transfer = put(tier, numbers)
@@ -437,7 +436,7 @@ def test_one_batch_larger_than_the_tier_serves_what_it_kept(tmp_path: Path) -> N
     tier.close()
 
 
-def test_pages_that_were_read_are_carried_over_and_others_leave(tmp_path: Path) -> None:
+def test_read_pages_are_copied_forward_and_others_evicted(tmp_path: Path) -> None:
     tier = opened(tmp_path, evict="oldest")
     put(tier, range(14))
     for first in range(100, 300, 10):
@@ -451,7 +450,7 @@ def test_pages_that_were_read_are_carried_over_and_others_leave(tmp_path: Path) 
     tier.close()
 
 
-def test_without_carry_the_oldest_leave_whatever_their_use(tmp_path: Path) -> None:
+def test_without_copy_forward_the_oldest_pages_are_evicted(tmp_path: Path) -> None:
     tier = opened(tmp_path, evict="oldest", carry=False)
     put(tier, range(14))
     for first in range(100, 300, 10):
@@ -461,7 +460,7 @@ def test_without_carry_the_oldest_leave_whatever_their_use(tmp_path: Path) -> No
     tier.close()
 
 
-def test_the_least_used_segment_leaves_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_segment_is_evicted_first(tmp_path: Path) -> None:
     tier = opened(tmp_path, evict="least-used", carry=False)
     put(tier, range(14))
     for first in range(100, 300, 10):
@@ -471,7 +470,7 @@ def test_the_least_used_segment_leaves_first(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_smaller_capacity_holds_from_the_next_opening_on(tmp_path: Path) -> None:
+def test_a_smaller_capacity_applies_at_the_next_opening(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     for first in range(0, 96, 12):
         put(tier, range(first, first + 12))
@@ -482,7 +481,7 @@ def test_a_smaller_capacity_holds_from_the_next_opening_on(tmp_path: Path) -> No
     tier.close()
 
 
-def test_a_page_that_is_being_read_survives_the_end_of_its_segment(tmp_path: Path) -> None:
+def test_a_page_being_read_survives_eviction_of_its_segment(tmp_path: Path) -> None:
     faults = Faults(calls=frozenset({"read"}))
     tier = broken(tmp_path, faults, carry=False, evict="oldest")
     put(tier, range(4))
@@ -494,14 +493,14 @@ def test_a_page_that_is_being_read_survives_the_end_of_its_segment(tmp_path: Pat
     assert not tier.lookup(objects(range(4))).any()
     faults.release()
     assert transfer.wait(10)
-    assert never_wrong(transfer, range(4), got) == 4
+    assert check_bytes(transfer, range(4), got) == 4
     tier.close()
 
 
 # --- disks that go wrong
 
 
-def test_a_full_disk_is_said_and_what_is_there_is_still_read(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_stored_pages_stay_readable(tmp_path: Path) -> None:
     faults = Faults()
     tier = broken(tmp_path, faults)
     put(tier, range(12))
@@ -539,7 +538,7 @@ def test_a_really_full_file_system(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["read", "write", "sync", "open", "allocate"])
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENODEV, errno.EROFS])
-def test_a_lost_disk_is_an_outcome_and_it_recovers(tmp_path: Path, call: str, error: int) -> None:
+def test_a_lost_disk_is_an_outcome_and_the_tier_recovers(tmp_path: Path, call: str, error: int) -> None:
     faults = Faults(calls=frozenset({call}), error=error)
     tier = broken(tmp_path, faults)
     put(tier, range(8))
@@ -560,7 +559,7 @@ def test_a_lost_disk_is_an_outcome_and_it_recovers(tmp_path: Path, call: str, er
 
 
 @pytest.mark.parametrize("fault", ["flip", "short"])
-def test_a_lying_disk_gives_misses(tmp_path: Path, fault: str) -> None:
+def test_a_disk_with_silent_errors_causes_misses(tmp_path: Path, fault: str) -> None:
     faults = Faults()
     tier = broken(tmp_path, faults)
     put(tier, range(8))
@@ -595,10 +594,10 @@ def test_a_hung_disk_costs_bounded_waits_bounded_memory_and_a_bounded_close(tmp_
     with pytest.raises(TierError, match="in use"):
         opened(tmp_path)  # the hung calls may still write there
     faults.release()
-    assert all(transfer.wait_quiet(5) for transfer in reads + writes)
+    assert all(transfer.wait_released(5) for transfer in reads + writes)
 
 
-def test_what_a_hung_disk_had_not_begun_when_it_was_closed_is_never_written(tmp_path: Path) -> None:
+def test_a_write_not_started_before_close_is_never_written(tmp_path: Path) -> None:
     faults = Faults(calls=frozenset({"write"}))
     tier = broken(tmp_path / "kv", faults, close_seconds=0.2)
     put(tier, [0])
@@ -606,14 +605,14 @@ def test_what_a_hung_disk_had_not_begun_when_it_was_closed_is_never_written(tmp_
     sources = [filled([number]) for number in range(1, 12)]
     writes = [tier.write(objects([number]), source) for number, source in enumerate(sources, 1)]
     tier.close()
-    quiet = [number for number, write in enumerate(writes, 1) if write.quiet]
+    quiet = [number for number, write in enumerate(writes, 1) if write.released]
     assert quiet
     assert all(write.failed for write in writes)
     for number in quiet:
         sources[number - 1].bytes[:] = 7  # it is the caller's again
     faults.release()
-    assert all(write.wait_quiet(5) for write in writes)
-    assert tier._appender.close(5)
+    assert all(write.wait_released(5) for write in writes)
+    assert tier._writer.close(5)
     shutil.copytree(tmp_path / "kv", tmp_path / "copy")  # the lock stays with who hung
     again = opened(tmp_path / "copy")
     assert get(again, [0]).ok.all()
@@ -621,7 +620,7 @@ def test_what_a_hung_disk_had_not_begun_when_it_was_closed_is_never_written(tmp_
     again.close()
 
 
-def test_cancelled_reads_that_had_not_begun_touch_nothing(tmp_path: Path) -> None:
+def test_cancelled_reads_that_were_not_started_access_no_memory(tmp_path: Path) -> None:
     faults = Faults(calls=frozenset({"read"}))
     tier = broken(tmp_path, faults, readers=1)
     put(tier, range(2))
@@ -629,7 +628,7 @@ def test_cancelled_reads_that_had_not_begun_touch_nothing(tmp_path: Path) -> Non
     first, second = memory(1), memory(1)
     one, two = tier.read(objects([0]), first), tier.read(objects([1]), second)
     deadline = time.monotonic() + 5
-    while one._inside == 0 and time.monotonic() < deadline:
+    while one._accesses == 0 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert two.cancel(), "quiet at once"
     second.bytes[:] = 7
@@ -637,13 +636,13 @@ def test_cancelled_reads_that_had_not_begun_touch_nothing(tmp_path: Path) -> Non
     assert one.wait(5)
     tier.close()
     assert (second.bytes == 7).all()
-    assert never_wrong(one, [0], first) == 1
+    assert check_bytes(one, [0], first) == 1
 
 
 # --- directories
 
 
-def test_one_process_a_directory(tmp_path: Path) -> None:
+def test_one_process_per_directory(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     with pytest.raises(TierError, match=f"in use by process {os.getpid()}"):
         opened(tmp_path)
@@ -660,15 +659,15 @@ def test_one_process_a_directory(tmp_path: Path) -> None:
     opened(tmp_path).close()
 
 
-def test_a_directory_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+def test_an_unusable_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TierError, match=r"cannot use .*file"):
         opened(tmp_path / "file")
-    with pytest.raises(TierError, match=r"cannot use .*Give a directory"):
+    with pytest.raises(TierError, match=r"cannot use .*Use a directory"):
         opened(tmp_path / "file" / "below")
 
 
-def test_a_directory_without_permission_is_said(tmp_path: Path) -> None:
+def test_a_directory_without_permission_is_reported(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         code = (
             "import os, sys; from kvloom.tiers import *; os.setgid(65534); os.setuid(65534)\n"
@@ -684,10 +683,10 @@ def test_a_directory_without_permission_is_said(tmp_path: Path) -> None:
             opened(tmp_path)
         told = str(caught.value)
     assert "Permission denied" in told
-    assert "Give a directory that this user may write" in told
+    assert "Use a directory that this user may write to" in told
 
 
-def test_a_read_only_disk_is_said_when_opening(tmp_path: Path) -> None:
+def test_a_read_only_disk_is_reported_at_opening(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="Read-only file system"):
         broken(tmp_path, Faults(failing=True, error=errno.EROFS))
     opened(tmp_path).close()  # and the lock was let go
@@ -703,7 +702,7 @@ def test_a_read_only_disk_is_said_when_opening(tmp_path: Path) -> None:
         ({"compression": "gzip"}, "compression='gzip'"),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(
+def test_an_invalid_configuration_is_refused(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -726,9 +725,7 @@ def test_big_batches_and_big_pages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pages", [1, 3])
 @pytest.mark.parametrize("where", [0, 300 << 10, MIB - 1])
-def test_a_page_that_comes_in_several_reads_is_bad_if_one_of_them_is(
-    tmp_path: Path, pages: int, where: int
-) -> None:
+def test_a_page_of_several_reads_is_bad_if_one_read_is(tmp_path: Path, pages: int, where: int) -> None:
     form = Form("bf16", "LKTHD", MIB, 64 << 10)
     tier = opened(tmp_path, capacity=64 * MIB, segment_bytes=8 * MIB)
     try:
@@ -738,19 +735,19 @@ def test_a_page_that_comes_in_several_reads_is_bad_if_one_of_them_is(
         DiskHarness.overwrite(path, offset + where, bytes([body[where] ^ 1]))
         transfer = get(tier, range(pages), form)
         assert transfer.results.tolist() == [Outcome.CORRUPT] + [Outcome.OK] * (pages - 1)
-        (segment,) = tier._shelf._segments.values()
+        (segment,) = tier._store._segments.values()
         deadline = time.monotonic() + 10  # the threads let go after they have told
-        while (tier._fetcher.pending or segment.readers) and time.monotonic() < deadline:
+        while (tier._reader.pending or segment.readers) and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert (tier._fetcher.pending, segment.readers) == (0, 0)  # nothing keeps its file open
+        assert (tier._reader.pending, segment.readers) == (0, 0)  # nothing keeps its file open
     finally:
         tier.close()
 
 
-def test_a_file_system_without_the_room_is_said_at_the_start(
+def test_a_file_system_smaller_than_the_capacity_is_reported_at_opening(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     DiskTier(DiskConfig(tmp_path / "fits", 8 * MIB)).close()
     assert not caplog.records
     DiskTier(DiskConfig(tmp_path / "large", 1 << 49)).close()
-    assert "may take 512 TiB, and its file system has room for" in caplog.text
+    assert "has a capacity of 512 TiB, but its file system has space for" in caplog.text

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvloom.tiers.encoding import checksums as checks
-from kvloom.tiers.remote.sockets import Bytestream
+from kvloom.tiers.encoding import checksums
+from kvloom.tiers.remote import ByteStream
 
-from .test_checks import plain
+from .test_checksums import plain
 
 RUN = 10_000
 SIZE = 130 * RUN  # more than goes at once, either way
@@ -22,19 +22,19 @@ SIZE = 130 * RUN  # more than goes at once, either way
 @pytest.fixture(params=["native", "plain"])
 def pair(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Bytestream, Bytestream]]:
+) -> Iterator[tuple[ByteStream, ByteStream]]:
     if request.param == "plain":
-        monkeypatch.setattr(checks, "_native", None)
+        monkeypatch.setattr(checksums, "_native", None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far = server.accept()[0]
-    ends = Bytestream(near, 20.0), Bytestream(far, 20.0)
+    ends = ByteStream(near, 20.0), ByteStream(far, 20.0)
     yield ends
     for end in ends:
         end.close()
 
 
-def test_what_is_sent_arrives_and_both_sides_have_its_checksums(pair: tuple[Bytestream, Bytestream]) -> None:
+def test_both_sides_compute_the_checksums_of_sent_bytes(pair: tuple[ByteStream, ByteStream]) -> None:
     near, far = pair
     data, into = os.urandom(SIZE), bytearray(SIZE)
     sent: list[bytes] = []
@@ -46,7 +46,7 @@ def test_what_is_sent_arrives_and_both_sides_have_its_checksums(pair: tuple[Byte
     assert sent == [came] == [plain(data, RUN)]
 
 
-def test_whoever_closes_in_the_middle_is_seen_by_the_other(pair: tuple[Bytestream, Bytestream]) -> None:
+def test_a_close_during_a_transfer_is_detected(pair: tuple[ByteStream, ByteStream]) -> None:
     near, far = pair
     far.send([bytes(RUN + 1)])
     far.close()
@@ -57,11 +57,11 @@ def test_whoever_closes_in_the_middle_is_seen_by_the_other(pair: tuple[Bytestrea
 
 
 @pytest.mark.parametrize("trickle", [False, True])
-def test_a_silent_or_a_slow_other_side_costs_a_bounded_wait(
-    pair: tuple[Bytestream, Bytestream], trickle: bool
+def test_a_silent_or_slow_peer_costs_a_bounded_wait(
+    pair: tuple[ByteStream, ByteStream], trickle: bool
 ) -> None:
     near, far = pair
-    short = Bytestream(near.socket, 0.2)
+    short = ByteStream(near.socket, 0.2)
     over = threading.Event()
 
     def drip() -> None:

@@ -1,6 +1,6 @@
-"""Bytes over a connected socket: many pieces in one call, long ones straight into the caller's memory, in bounded time.
+"""Bytes over a connected socket: many pieces per call, long ones directly into the caller's memory, with timeouts.
 
-The system itself keeps the time of a call, so that none of them needs a second one to wait. Knows no protocols.
+The kernel enforces the timeout of a call, so no call needs a second one to wait. Does not know protocols.
 """
 
 from __future__ import annotations
@@ -14,33 +14,36 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Any
 
-from kvloom.tiers.encoding.checksums import checksums, receive_checked, receive_step, send_checked, send_step
+from kvloom.tiers.encoding import receive_checked, receive_step, run_checksums, send_checked, send_step
 
-__all__ = ["Bytestream"]
+__all__ = ["ByteStream"]
 
-_MOST_PIECES = 512  # of one call; Linux takes 1024
-_BUFFER_BYTES = 4 << 20  # what a fast network keeps under way
-_SLOWEST = 16e6  # bytes a second that are waited for
-_NEAR_BYTES = (
+_MAX_PIECES = 512  # per call; Linux allows 1024
+_BUFFER_BYTES = 4 << 20  # in flight on a fast network
+_MIN_BYTES_PER_SECOND = 16e6  # the slowest network that is tolerated
+_LOOPBACK_BUFFER_BYTES = (
     128 << 10
-)  # on one host nothing is under way, and what waits in a small buffer the processor still has
+)  # on one host nothing is in flight, and a small buffer stays in the processor's cache
 
 
-class Bytestream:
-    """For one thread at a time. An exchange begins with `begin` and has `timeout` seconds, and as many more as its bytes take
-    on a slow network, within one timeout more. Raises TimeoutError, ConnectionError or another OSError: it is of no further use then."""
+class ByteStream:
+    """For one thread at a time. `begin` starts an exchange, which has `timeout` seconds.
+
+    Many bytes add the time a slow network needs, up to one more timeout. Raises TimeoutError, ConnectionError or another
+    OSError; it is unusable afterwards.
+    """
 
     def __init__(self, connected: socket.socket, timeout: float, receive_bytes: int = 0) -> None:
-        """`receive_bytes` is what may wait here to be received, where that is not for this file to choose."""
+        """`receive_bytes` is a minimum for the receive buffer."""
         self.socket, self._timeout = connected, timeout
         self._plain = not isinstance(connected, ssl.SSLSocket)
         self._deadline = 0.0
         with contextlib.suppress(OSError):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        size = _NEAR_BYTES if _near(connected) else _BUFFER_BYTES
-        for option, room in ((socket.SO_RCVBUF, max(size, receive_bytes)), (socket.SO_SNDBUF, size)):
+        size = _LOOPBACK_BUFFER_BYTES if _is_same_host(connected) else _BUFFER_BYTES
+        for option, buffer_bytes in ((socket.SO_RCVBUF, max(size, receive_bytes)), (socket.SO_SNDBUF, size)):
             with contextlib.suppress(OSError):
-                connected.setsockopt(socket.SOL_SOCKET, option, room)
+                connected.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
         if self._plain:
             connected.settimeout(None)
             limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6) or (0 if timeout >= 1 else 1000))
@@ -51,26 +54,26 @@ class Bytestream:
         self.begin()
 
     def begin(self, size: int = 0) -> None:
-        """`size` bytes are to come or to go."""
-        self._deadline = time.monotonic() + self._timeout + size / _SLOWEST
+        """Starts an exchange of `size` bytes."""
+        self._deadline = time.monotonic() + self._timeout + size / _MIN_BYTES_PER_SECOND
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits on it
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
         self.socket.close()
 
     def wait_readable(self) -> None:
-        """Waits for the next byte, for as long as it takes."""
+        """Waits for the next byte, without a timeout."""
         while True:
             try:
                 if not self.socket.recv(1, socket.MSG_PEEK):
-                    raise ConnectionError("the other side has gone")
+                    raise ConnectionError("the peer closed the connection")
                 return
             except BlockingIOError:
                 continue
 
     def send(self, pieces: Sequence[Any]) -> None:
-        """All of the pieces, from where they are."""
+        """Sends all pieces from their memory."""
         waiting = [view for piece in pieces if len(view := memoryview(piece))]
         if not self._plain:
             for view in waiting:
@@ -81,7 +84,7 @@ class Bytestream:
         while first < len(waiting):
             self._check()
             try:
-                sent = self.socket.sendmsg(waiting[first : first + _MOST_PIECES])
+                sent = self.socket.sendmsg(waiting[first : first + _MAX_PIECES])
             except BlockingIOError as error:
                 raise self._late() from error
             while first < len(waiting) and sent >= len(waiting[first]):
@@ -91,17 +94,17 @@ class Bytestream:
                 waiting[first] = waiting[first][sent:]
 
     def receive_some(self, into: memoryview) -> int:
-        """What there is, one byte at least."""
+        """Receives the available bytes, at least one; returns their number."""
         return self._receive(into, 0)
 
     def receive(self, into: memoryview) -> None:
-        """Exactly as many bytes as there is room for."""
+        """Fills `into` completely."""
         done, flags = 0, socket.MSG_WAITALL if self._plain else 0
         while done < len(into):
             done += self._receive(into[done:], flags)
 
     def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
-        """As `receive`, whole runs; their checksums, each taken while the processor still has it."""
+        """Fills `into`, whole runs; returns their checksums, each computed while in the processor's cache."""
         if self._plain:
             self._check()
             try:
@@ -113,11 +116,11 @@ class Bytestream:
         parts = []
         for piece in _pieces(into, receive_step(run_bytes)):
             self.receive(piece)
-            parts.append(checksums(piece, run_bytes))
+            parts.append(run_checksums(piece, run_bytes))
         return b"".join(parts)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
-        """As `send`, whole runs; their checksums."""
+        """Sends whole runs; returns their checksums."""
         if self._plain:
             self._check()
             try:
@@ -128,7 +131,7 @@ class Bytestream:
                 return sums
         parts = []
         for piece in _pieces(data, send_step(run_bytes)):
-            parts.append(checksums(piece, run_bytes))
+            parts.append(run_checksums(piece, run_bytes))
             self.send([piece])
         return b"".join(parts)
 
@@ -139,7 +142,7 @@ class Bytestream:
         except BlockingIOError as error:
             raise self._late() from error
         if not got:
-            raise ConnectionError("the other side closed the connection")
+            raise ConnectionError("the peer closed the connection")
         return got
 
     def _check(self) -> None:
@@ -154,8 +157,8 @@ def _pieces(data: memoryview, step: int) -> list[memoryview]:
     return [data[at : at + step] for at in range(0, len(data), step)]
 
 
-def _near(connected: socket.socket) -> bool:
-    """Whether the other side is on this host."""
+def _is_same_host(connected: socket.socket) -> bool:
+    """Whether the peer is on this host."""
     if connected.family == getattr(socket, "AF_UNIX", None):
         return True
     try:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvloom.tiers import DiskConfig, DiskTier
+from kvloom.tiers.testing.conformance import get, objects
 
-from .conformance import get, objects
 from .crash_child import SETTINGS
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,13 @@
-"""What every tier must do. A tier's tests subclass `TierConformance` and say how to make one and how to damage it."""
+"""The tests that every tier must pass, for tiers inside and outside this package. Needs pytest.
+
+    class TestMyTier(TierConformance):
+        def make(self, folder: Path) -> Harness:
+            return MyHarness(open_tier(f"mine:{folder}?capacity=4MiB"))
+
+A Harness opens the tier and damages its stored bytes. The functions below write and read pages with known bytes.
+For detailed assertion messages call `pytest.register_assert_rewrite("kvloom.tiers.testing.conformance")` in
+conftest.py.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +25,48 @@ import numpy.typing as npt
 import pytest
 
 from kvloom.tiers import Form, Objects, Outcome, Ranges, Tier, Transfer
-from kvloom.tiers.disk.files import aligned_bytes
-from kvloom.tiers.fault_injection import Faults, FaultyTier
+from kvloom.tiers.aligned_memory import aligned_bytes
+
+from .fault_injection import Faults, FaultyTier
+
+__all__ = [
+    "FORM",
+    "PAGE",
+    "RUN",
+    "Harness",
+    "TierConformance",
+    "block_hash",
+    "check_bytes",
+    "filled",
+    "get",
+    "memory",
+    "objects",
+    "open_files",
+    "page",
+    "put",
+]
 
 PAGE, RUN = 64 << 10, 8 << 10
 FORM = Form("bf16", "LKTHD", PAGE, RUN, layout="test")
 
 
-def name(number: int) -> bytes:
+def block_hash(number: int) -> bytes:
     return blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
 
 
 def page(number: int, size: int = PAGE) -> npt.NDArray[np.uint8]:
-    """The bytes that belong to a name: half noise, half easy to compress."""
+    """Returns the bytes of the page with this number: half noise, half compressible."""
     noise = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
     noise[: size // 2] = np.arange(size // 2) % 7 + number % 50
     return noise
 
 
 def objects(numbers: range | list[int], form: Form = FORM, group: int = 0) -> Objects:
-    return Objects([name(n) for n in numbers], group, form)
+    return Objects([block_hash(n) for n in numbers], group, form)
 
 
 def memory(pages: int, size: int = PAGE, shift: int = 0) -> Ranges:
-    """Room for pages; `shift` takes it off its alignment."""
+    """Returns ranges for pages; `shift` makes them unaligned."""
     whole = np.frombuffer(aligned_bytes(pages * size + shift), np.uint8)
     return Ranges(whole[shift:], np.arange(pages) * size)
 
@@ -57,8 +84,8 @@ def put(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
     return transfer
 
 
-def never_wrong(transfer: Transfer, numbers: range | list[int], got: Ranges, size: int = PAGE) -> int:
-    """Every object that is OK has its own bytes; returns how many are."""
+def check_bytes(transfer: Transfer, numbers: range | list[int], got: Ranges, size: int = PAGE) -> int:
+    """Asserts that every object that is OK has its own bytes; returns how many are."""
     for at, number, ok in zip(got.starts.tolist(), numbers, transfer.ok.tolist(), strict=True):
         if ok:
             assert np.array_equal(got.bytes[at : at + size], page(number, size)), f"wrong bytes for {number}"
@@ -66,16 +93,16 @@ def never_wrong(transfer: Transfer, numbers: range | list[int], got: Ranges, siz
 
 
 def get(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
-    """Reads, and checks that what is OK is right."""
+    """Reads pages and asserts the bytes of every object that is OK."""
     got = memory(len(numbers), form.page_bytes)
     transfer = tier.read(objects(numbers, form), got)
     assert transfer.wait(20)
-    never_wrong(transfer, numbers, got, form.page_bytes)
+    check_bytes(transfer, numbers, got, form.page_bytes)
     return transfer
 
 
 def open_files(word: str) -> int:
-    """How many files this process has open whose path has `word` in it."""
+    """Returns how many open files of this process have `word` in their path."""
     paths = []
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -85,21 +112,24 @@ def open_files(word: str) -> int:
 
 @dataclass
 class Harness:
-    """A tier of 4 MiB or more for pages up to 256 KiB, and ways to damage what it holds."""
+    """A tier of 4 MiB or more for pages up to 256 KiB, and methods that damage its stored bytes."""
 
     tier: Any
 
     def flip(self, wanted: Objects) -> None:
-        """Flips a bit of every one of these that the tier holds."""
+        """Flips a bit of each of these objects that the tier has stored."""
         raise NotImplementedError
 
     def swap(self, first: Objects, second: Objects) -> None:
-        """Gives the one the bytes of the other, and back."""
+        """Exchanges the stored bytes of two objects."""
         raise NotImplementedError
 
 
 class TierConformance:
+    """Subclass it as `Test…` and implement `make`."""
+
     def make(self, folder: Path) -> Harness:
+        """Returns a harness with an open, empty tier. `folder` is an empty directory."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -113,45 +143,45 @@ class TierConformance:
         tier: Tier = harness.tier
         return tier
 
-    # --- what is written is read
+    # --- write and read
 
-    def test_what_was_written_is_found_and_read(self, tier: Tier) -> None:
+    def test_written_pages_are_found_and_read(self, tier: Tier) -> None:
         assert not tier.lookup(objects(range(5))).any()
         assert put(tier, range(5)).ok.all()
         assert tier.lookup(objects(range(7))).tolist() == [True] * 5 + [False] * 2
         assert get(tier, range(5)).ok.all()
 
-    def test_a_batch_says_which_objects_were_missing(self, tier: Tier) -> None:
+    def test_a_batch_reports_missing_objects(self, tier: Tier) -> None:
         put(tier, [1, 3])
         transfer = get(tier, [0, 1, 2, 3])
         assert transfer.results.tolist() == [Outcome.MISSING, Outcome.OK, Outcome.MISSING, Outcome.OK]
         assert transfer.failed
         assert transfer.done
-        assert transfer.quiet
+        assert transfer.released
 
-    def test_an_empty_batch_is_done_at_once(self, tier: Tier) -> None:
+    def test_an_empty_batch_is_done_immediately(self, tier: Tier) -> None:
         nothing = Objects([], 0, FORM)
         for transfer in (tier.read(nothing, Ranges(bytearray(8), [])), tier.write(nothing, Ranges(b"", []))):
             assert transfer.poll()
             assert not transfer.failed
         assert tier.drop(nothing) == 0
 
-    def test_pages_of_several_sizes_live_side_by_side(self, tier: Tier) -> None:
+    def test_pages_of_several_sizes_coexist(self, tier: Tier) -> None:
         sizes = [Form("f32", "x", size, size // 4) for size in (4096, 12288, 20000, 262144)]
         for form in sizes:
             assert put(tier, range(3), form).ok.all()
         for form in sizes:
             assert get(tier, range(3), form).ok.all()
 
-    def test_memory_that_is_not_aligned_does_as_well(self, tier: Tier) -> None:
+    def test_unaligned_memory_is_supported(self, tier: Tier) -> None:
         numbers = range(4)
         assert tier.write(objects(numbers), filled(numbers, shift=13)).wait(20)
         got = memory(4, shift=5)
         transfer = tier.read(objects(numbers), got)
         assert transfer.wait(20)
-        assert never_wrong(transfer, numbers, got) == 4
+        assert check_bytes(transfer, numbers, got) == 4
 
-    def test_runs_arrive_in_the_order_asked_for(self, tier: Tier) -> None:
+    def test_runs_load_in_the_requested_order(self, tier: Tier) -> None:
         put(tier, range(3))
         got = memory(3)
         for first in range(0, PAGE, 2 * RUN):
@@ -169,7 +199,7 @@ class TierConformance:
         got = Ranges(room.buffer, room.starts[::-1].copy())
         transfer = tier.read(objects(range(6)), got)
         assert transfer.wait(20)
-        assert never_wrong(transfer, range(6), got) == 6
+        assert check_bytes(transfer, range(6), got) == 6
 
     def test_the_same_object_twice_in_a_batch(self, tier: Tier) -> None:
         assert put(tier, [4, 4]).ok.all()
@@ -181,13 +211,13 @@ class TierConformance:
         assert get(tier, range(4)).ok.all()
         assert tier.stats().objects == 4
 
-    def test_the_callers_memory_is_free_when_a_write_is_done(self, tier: Tier) -> None:
+    def test_a_finished_write_does_not_use_the_callers_memory(self, tier: Tier) -> None:
         source = filled(range(3))
         assert tier.write(objects(range(3)), source).wait(20)
         source.bytes[:] = 0
         assert get(tier, range(3)).ok.all()
 
-    # --- names and forms
+    # --- groups and forms
 
     @pytest.mark.parametrize(
         "other",
@@ -200,25 +230,25 @@ class TierConformance:
             Form("bf16", "LKTHD", PAGE, 2 * RUN, layout="test"),
         ],
     )
-    def test_a_form_that_differs_reads_nothing(self, tier: Tier, other: Form) -> None:
+    def test_another_form_finds_nothing(self, tier: Tier, other: Form) -> None:
         put(tier, range(2))
         assert not tier.lookup(objects(range(2), other)).any()
         assert not get(tier, range(2), other).ok.any()
 
-    def test_groups_are_apart(self, tier: Tier) -> None:
+    def test_groups_are_separate(self, tier: Tier) -> None:
         put(tier, [1])
         assert not tier.lookup(objects([1], group=1)).any()
 
-    # --- leaving
+    # --- drop and evict
 
-    def test_what_is_dropped_is_gone(self, tier: Tier) -> None:
+    def test_dropped_pages_are_misses(self, tier: Tier) -> None:
         put(tier, range(4))
         assert tier.drop(objects([1, 2, 9])) == 2
         assert tier.lookup(objects(range(4))).tolist() == [True, False, False, True]
         assert put(tier, [1]).ok.all()
         assert get(tier, [0, 1, 3]).ok.all()
 
-    def test_more_than_fits_pushes_the_old_out_and_no_wrong_byte_in(self, tier: Tier) -> None:
+    def test_writes_above_capacity_evict_old_pages_and_never_corrupt(self, tier: Tier) -> None:
         pages = 3 * tier.capacity // PAGE
         for first in range(0, pages, 16):
             assert put(tier, range(first, first + 16)).ok.all()
@@ -229,7 +259,7 @@ class TierConformance:
         for first in range(0, pages, 16):
             get(tier, range(first, first + 16))
 
-    def test_capacity_holds_with_sizes_that_change(self, tier: Tier) -> None:
+    def test_capacity_holds_for_mixed_page_sizes(self, tier: Tier) -> None:
         forms = [Form("f32", "x", size, size) for size in (8192, 65536, 200704)]
         for step in range(60):
             form = forms[step * step % 3]
@@ -238,9 +268,9 @@ class TierConformance:
             assert get(tier, numbers, form).ok.all()
             assert tier.stats().bytes <= tier.capacity
 
-    # --- bad input, before anything is changed
+    # --- invalid input
 
-    def test_batches_that_make_no_sense_are_refused(self, tier: Tier) -> None:
+    def test_invalid_batches_are_refused(self, tier: Tier) -> None:
         with pytest.raises(ValueError, match="3 ranges for 2 objects"):
             tier.write(objects(range(2)), filled(range(3)))
         with pytest.raises(ValueError, match="do not fit"):
@@ -257,7 +287,7 @@ class TierConformance:
             )
         assert tier.stats().objects == 0
 
-    # --- damage, and the medium's faults
+    # --- damage and faults of the medium
 
     def test_flipped_bits_are_a_counted_miss(self, harness: Harness) -> None:
         tier = harness.tier
@@ -266,7 +296,7 @@ class TierConformance:
         transfer = get(tier, range(4))
         assert transfer.results.tolist() == [Outcome.OK, Outcome.CORRUPT, Outcome.CORRUPT, Outcome.OK]
         assert tier.stats().reads["corrupt"] == 2
-        assert not tier.lookup(objects([1, 2])).any(), "a damaged page is not offered again"
+        assert not tier.lookup(objects([1, 2])).any(), "a damaged page is not found again"
         assert put(tier, [1, 2]).ok.all()
         assert get(tier, range(4)).ok.all()
 
@@ -275,7 +305,7 @@ class TierConformance:
         harness.swap(objects([0]), objects([1]))
         assert get(harness.tier, range(3)).results.tolist() == [Outcome.CORRUPT, Outcome.CORRUPT, Outcome.OK]
 
-    def test_under_faults_a_reader_sees_misses_and_never_wrong_bytes(self, harness: Harness) -> None:
+    def test_faults_cause_misses_and_never_wrong_bytes(self, harness: Harness) -> None:
         faults = Faults()
         faulty = FaultyTier(harness.tier, faults)
         for step in range(40):
@@ -287,13 +317,13 @@ class TierConformance:
             get(faulty, numbers)
         faults.failing = faults.full = False
         faults.tamper, faults.slow = None, 0
-        assert put(faulty, range(6)).ok.all(), "it recovers by itself"
+        assert put(faulty, range(6)).ok.all(), "the tier recovers by itself"
         assert get(faulty, range(6)).ok.all()
         counted = faulty.stats().reads
         assert {"ok", "failed", "corrupt"} <= set(counted)
         faulty.close()
 
-    def test_a_hung_medium_costs_a_bounded_wait_and_keeps_its_pages(self, harness: Harness) -> None:
+    def test_a_hung_medium_costs_a_bounded_wait_and_its_pages_stay_in_use(self, harness: Harness) -> None:
         put(harness.tier, range(2))
         faults = Faults(hung=True)
         faulty = FaultyTier(harness.tier, faults)
@@ -302,20 +332,20 @@ class TierConformance:
         transfer = faulty.read(objects(range(2)), got)
         assert not transfer.wait(0.05)
         deadline = time.monotonic() + 5
-        while transfer._inside == 0 and time.monotonic() < deadline:
+        while faults.hung_calls == 0 and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert not transfer.cancel(), "the medium still has the memory"
+        assert not transfer.cancel(), "the medium still uses the memory"
         assert time.monotonic() - began < 5
         assert transfer.done
         assert (transfer.results == Outcome.LATE).all()
-        assert not transfer.quiet
+        assert not transfer.released
         faults.release()
-        assert transfer.wait_quiet(5)
-        assert (transfer.results == Outcome.LATE).all(), "an outcome stays what it was"
+        assert transfer.wait_released(5)
+        assert (transfer.results == Outcome.LATE).all(), "an outcome never changes"
         assert get(faulty, range(2)).ok.all()
         faulty.close()
 
-    def test_many_threads_at_once(self, tier: Tier) -> None:
+    def test_many_threads_use_the_tier_concurrently(self, tier: Tier) -> None:
         wrong: list[BaseException] = []
 
         def work(seed: int) -> None:
@@ -331,7 +361,7 @@ class TierConformance:
                     else:
                         put(tier, numbers)
                         get(tier, numbers)
-            except BaseException as error:  # noqa: BLE001  told to the main thread
+            except BaseException as error:  # noqa: BLE001  raised in the main thread
                 wrong.append(error)
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -342,9 +372,9 @@ class TierConformance:
         assert not wrong
         assert tier.stats().bytes <= tier.capacity
 
-    # --- the end
+    # --- close
 
-    def test_after_close_every_verb_misses(self, tier: Tier) -> None:
+    def test_after_close_every_method_misses(self, tier: Tier) -> None:
         put(tier, range(2))
         tier.close()
         tier.close()

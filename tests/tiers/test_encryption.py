@@ -7,12 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Objects, Outcome, TierError
-from kvloom.tiers.encoding.codec import Compression, Head, make_codec, most_bytes, parse_head, seal, unseal
-from kvloom.tiers.encoding.encryption import Keyring, NoKeyError
+from kvloom.tiers import Compression, DiskConfig, DiskTier, Objects, Outcome, TierError
+from kvloom.tiers.encoding import (
+    Head,
+    Keyring,
+    NoKeyError,
+    make_codec,
+    max_sealed_bytes,
+    parse_head,
+    seal,
+    unseal,
+)
+from kvloom.tiers.testing.conformance import (
+    FORM,
+    PAGE,
+    RUN,
+    Harness,
+    TierConformance,
+    check_bytes,
+    filled,
+    memory,
+    objects,
+    page,
+)
 
-from .conformance import FORM, PAGE, RUN, Harness, TierConformance, filled, memory, never_wrong, objects, page
-from .test_disk import DiskHarness
+from .test_disk_tier import DiskHarness
 
 pytest.importorskip("cryptography", reason="pip install cryptography")
 MIB = 1 << 20
@@ -35,10 +54,10 @@ def opened(head: Head, body: bytes, keys: Keyring | None = OURS, tenant: str = "
 
 
 @pytest.mark.parametrize("compression", METHODS)
-def test_a_page_opens_whole_and_in_runs_and_nothing_of_it_is_in_the_clear(compression: Compression) -> None:
+def test_an_encrypted_page_opens_whole_and_by_runs_and_hides_its_bytes(compression: Compression) -> None:
     head, body = sealed(compression)
     assert parse_head(memoryview(head.pack() + body)) == (head, len(head.pack()))
-    assert len(head.pack()) + len(body) <= most_bytes(FORM)
+    assert len(head.pack()) + len(body) <= max_sealed_bytes(FORM)
     assert opened(head, body) == Outcome.OK
     assert page(1)[:32].tobytes() not in body
     assert page(1)[-32:].tobytes() not in body
@@ -62,7 +81,7 @@ def test_another_key_another_tenant_or_none_is_locked() -> None:
     assert opened(head, body, keys=None) == Outcome.LOCKED
 
 
-def test_tenants_without_a_key_of_their_own_get_one_each_from_the_common_one() -> None:
+def test_keys_of_other_tenants_are_derived_from_the_common_key() -> None:
     head, body = sealed(tenant="small")
     assert opened(head, body, tenant="small") == Outcome.OK
     assert opened(head, body, tenant="tiny") == Outcome.LOCKED
@@ -70,7 +89,7 @@ def test_tenants_without_a_key_of_their_own_get_one_each_from_the_common_one() -
         seal(KEY, FORM, memoryview(page(1)), make_codec("none", Keyring({"acme": b"a" * 32})), "nobody")
 
 
-def test_damage_is_told_from_a_wrong_key_and_a_page_does_not_open_under_another_name() -> None:
+def test_damage_is_distinguished_from_a_wrong_key_and_pages_are_bound_to_their_key() -> None:
     head, body = sealed()
     bad = bytearray(body)
     bad[100] ^= 1
@@ -80,11 +99,11 @@ def test_damage_is_told_from_a_wrong_key_and_a_page_does_not_open_under_another_
     assert opened(head._replace(key=objects([1], OTHER).keys[0]), body) == Outcome.LOCKED, "another layout"
     step = RUN + 16
     swapped = body[step : 2 * step] + body[:step] + body[2 * step :]
-    checks = head.checks[8:16] + head.checks[:8] + head.checks[16:]
-    assert opened(head._replace(checks=checks), swapped) == Outcome.LOCKED, "runs have their places"
+    checks = head.checksums[8:16] + head.checksums[:8] + head.checksums[16:]
+    assert opened(head._replace(checksums=checks), swapped) == Outcome.LOCKED, "runs have their places"
 
 
-def test_any_flipped_bit_of_an_encrypted_head_is_seen() -> None:
+def test_any_flipped_bit_of_an_encrypted_head_is_detected() -> None:
     packed = sealed()[0].pack()
     for at in range(len(packed)):
         bad = bytearray(packed)
@@ -103,9 +122,7 @@ def test_any_flipped_bit_of_an_encrypted_head_is_seen() -> None:
         ("not json", 0o600, "has no keys"),
     ],
 )
-def test_a_file_of_keys_that_makes_no_sense_is_refused(
-    tmp_path: Path, text: str, mode: int, message: str
-) -> None:
+def test_an_invalid_key_file_is_refused(tmp_path: Path, text: str, mode: int, message: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     path.chmod(mode)
@@ -129,8 +146,8 @@ class TestEncryptedDisk(TierConformance):
         return DiskHarness(DiskTier(config))
 
 
-def test_a_disk_with_another_key_is_a_miss_and_is_written_anew(tmp_path: Path) -> None:
-    wanted = Objects(objects(range(3)).names, 0, FORM, tenant="acme")
+def test_a_page_of_another_key_is_a_miss_and_is_written_again(tmp_path: Path) -> None:
+    wanted = Objects(objects(range(3)).block_hashes, 0, FORM, tenant="acme")
 
     def tier(byte: str) -> DiskTier:
         return DiskTier(
@@ -150,10 +167,10 @@ def test_a_disk_with_another_key_is_a_miss_and_is_written_anew(tmp_path: Path) -
     assert second.write(wanted, filled(range(3))).wait(20)
     transfer = second.read(wanted, got := memory(3))
     assert transfer.wait(20)
-    assert never_wrong(transfer, range(3), got) == 3
+    assert check_bytes(transfer, range(3), got) == 3
     second.close()
     first = tier("01")
     transfer = first.read(wanted, got := memory(3))
     assert transfer.wait(20)
-    assert never_wrong(transfer, range(3), got) == 3, "pages of the first key are not lost"
+    assert check_bytes(transfer, range(3), got) == 3, "pages of the first key are not lost"
     first.close()

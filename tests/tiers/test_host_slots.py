@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from kvloom.tiers.host import slots as module
-from kvloom.tiers.host.slots import Recent, Slots
+from kvloom.tiers.host.slots import LruOrder, Slots
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_slots_leave_in_the_order_of_their_last_use(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SPARE", 8)  # what was used again is looked through often
+def test_slots_are_ordered_by_last_use(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STALE_LIMIT", 8)  # what was used again is looked through often
     rng = np.random.default_rng(seed)
     slots = Slots()
-    recent, model = Recent(slots), OrderedDict[int, None]()
+    recent, model = LruOrder(slots), OrderedDict[int, None]()
     for tick in range(400):
         some = rng.permutation(40)[: rng.integers(0, 12)]
-        recent.used(some.astype(np.int64), tick)
+        recent.touch(some.astype(np.int64), tick)
         for slot in some.tolist():
             model[slot] = None
             model.move_to_end(slot)
@@ -28,18 +28,18 @@ def test_slots_leave_in_the_order_of_their_last_use(seed: int, monkeypatch: pyte
             del model[slot]
         most = int(rng.integers(1, 50))
         assert recent.oldest(most).tolist() == list(model)[:most]
-        assert recent.first() == next(iter(model), None)
+        assert recent.least_recent() == next(iter(model), None)
         assert len(recent._batches) <= recent._queued, "nor are there batches of nothing"
         assert recent._queued <= 2 * 40 + 8 + 12, "what is in vain is forgotten"
 
 
-def test_slots_grow_and_are_lent_once_at_a_time() -> None:
+def test_slots_grow_and_are_allocated_once() -> None:
     slots, mine = Slots(), list[int]()
     for first in range(0, 5000, 100):
-        taken = slots.take(list(range(first, first + 100)), 7)
+        taken = slots.allocate(list(range(first, first + 100)), 7)
         assert slots.offset[taken].tolist() == list(range(first, first + 100))
         mine += taken
     assert len(set(mine)) == 5000
     assert slots.offset[mine].tolist() == list(range(5000)), "growing keeps what is noted"
-    slots.give(mine.pop())
-    assert slots.take([1], 7)[0] not in mine
+    slots.free(mine.pop())
+    assert slots.allocate([1], 7)[0] not in mine

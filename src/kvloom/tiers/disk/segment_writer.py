@@ -1,8 +1,7 @@
-"""How pages get onto the disk: one thread seals frames, one appends them, one tells who asked, so that neither checksums nor
-bookkeeping cost disk time.
+"""Writes pages to disk with three threads: one seals frames, one appends them, one publishes and settles.
 
-Frames are appended in the order of the calls. Where they are to survive a loss of power, several that wait share one sync; an object
-is OK, and found, only after it. Knows no formats.
+Neither checksums nor bookkeeping take disk time. Frames are appended in the order of the calls. With durable writes
+several queued frames share one sync; an object is OK, and found, only after it. Does not know formats.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.tiers.encoding.codec import Codec, Head, most_bytes, most_head_bytes, plain_heads, seal
+from kvloom.tiers.aligned_memory import BLOCK, aligned, aligned_bytes
+from kvloom.tiers.encoding import Codec, Head, max_head_bytes, max_sealed_bytes, plain_heads, seal
 from kvloom.tiers.tier import Objects, Ranges
 from kvloom.tiers.transfer import Outcome, Transfer
 
-from .files import BLOCK, aligned, aligned_bytes
-from .segment import MOST_HEADS, Frame
-from .segment_store import Shelf
-from .tombstones import Gone
+from .segment import MAX_HEAD_BYTES, Frame
+from .segment_store import SegmentStore
+from .tombstones import DroppedRecords
 
-__all__ = ["Appender"]
+__all__ = ["SegmentWriter"]
 
-_FRAME_BYTES = 16 << 20  # sealed while the one before is written
-_FIRST_BYTES = 512 << 10  # of a call's first frame, so that the disk begins soon
-_FASTER = 4  # how much sealing is faster than a disk: by so much frames may grow, and it never waits
+_FRAME_BYTES = 16 << 20  # sealed while the previous one is written
+_FIRST_BYTES = 512 << 10  # of a call's first frame, so the disk starts early
+_GROWTH = 4  # sealing is this much faster than a disk, so frames may grow by this factor
 _FRAME_RECORDS = 512
 _SYNC_BYTES = 128 << 20
-_AHEAD = 2  # sealed frames that wait for the disk
+_MAX_SEALED = 2  # sealed frames queued for the disk
 
 
 @dataclass(slots=True)
-class _Write:
+class _WriteRequest:
     transfer: Transfer
     objects: Objects
     which: npt.NDArray[np.int64]
@@ -45,8 +44,8 @@ class _Write:
 
 
 @dataclass(slots=True)
-class _Sealed:
-    """Objects `which` of a transfer in a frame; `scratch` is where its bodies are, unless those are the caller's memory."""
+class _SealedFrame:
+    """Objects `which` of a transfer in a frame; `scratch` has its bodies, unless they are in the caller's memory."""
 
     transfer: Transfer
     which: list[int]
@@ -56,25 +55,29 @@ class _Sealed:
     scratch: memoryview | None = None
 
 
-class Appender:
-    """Three daemon threads. `pending` is the bytes of pages that wait or are being written."""
+class SegmentWriter:
+    """Three daemon threads. `pending` counts bytes of pages that are queued or being written."""
 
-    def __init__(self, shelf: Shelf, codec: Codec, sync: bool) -> None:
-        self._shelf, self._sync = shelf, sync
+    def __init__(self, store: SegmentStore, codec: Codec, sync: bool) -> None:
+        self._store, self._sync = store, sync
         self._codec = codec
         self._lock = threading.Lock()
         self.pending = 0
-        self._asked: queue.SimpleQueue[_Write | Gone | None] = queue.SimpleQueue()
-        self._sealed: queue.Queue[_Sealed | Gone | None] = queue.Queue(_AHEAD)
-        self._over: queue.SimpleQueue[tuple[list[_Sealed], Outcome, str] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_WriteRequest | DroppedRecords | None] = queue.SimpleQueue()
+        self._sealed: queue.Queue[_SealedFrame | DroppedRecords | None] = queue.Queue(_MAX_SEALED)
+        self._finished: queue.SimpleQueue[tuple[list[_SealedFrame], Outcome, str] | None] = (
+            queue.SimpleQueue()
+        )
         self._scratch: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._sync_bytes = min(_SYNC_BYTES, shelf.segment_bytes)  # acknowledged before its segment can leave
+        self._sync_bytes = min(
+            _SYNC_BYTES, store.segment_bytes
+        )  # acknowledged before its segment can be evicted
         self._threads = [
             threading.Thread(target=target, name=f"kvloom-disk-{name}", daemon=True)
             for name, target in (
                 ("seal", self._seal_loop),
                 ("append", self._append_loop),
-                ("tell", self._tell_loop),
+                ("publish", self._publish_loop),
             )
         ]
         for thread in self._threads:
@@ -84,14 +87,14 @@ class Appender:
         self, transfer: Transfer, objects: Objects, which: npt.NDArray[np.int64], source: Ranges
     ) -> None:
         self._add(len(which) * objects.form.page_bytes)
-        self._asked.put(_Write(transfer, objects, which, source))
+        self._requests.put(_WriteRequest(transfer, objects, which, source))
 
-    def submit_dropped(self, gone: Gone) -> None:
-        self._asked.put(gone)
+    def submit_tombstones(self, dropped: DroppedRecords) -> None:
+        self._requests.put(dropped)
 
     def close(self, timeout: float) -> bool:
-        """Ends after what was submitted; False if it has not within `timeout` seconds."""
-        self._asked.put(None)
+        """Ends after the submitted writes; returns False if it has not within `timeout` seconds."""
+        self._requests.put(None)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -104,52 +107,52 @@ class Appender:
     # --- the sealing thread
 
     def _seal_loop(self) -> None:
-        while (job := self._asked.get()) is not None:
-            if not isinstance(job, _Write):
+        while (job := self._requests.get()) is not None:
+            if not isinstance(job, _WriteRequest):
                 self._sealed.put(job)
                 continue
             page = aligned(job.objects.form.page_bytes)
-            most = min(_FRAME_BYTES, self._shelf.segment_bytes_for(job.objects.tenant) // 4) // page
-            most = min(most, _FRAME_RECORDS, MOST_HEADS // most_head_bytes(job.objects.form))
-            at, step = 0, max(1, min(_FIRST_BYTES // page, most))
+            limit = min(_FRAME_BYTES, self._store.segment_bytes_for(job.objects.tenant) // 4) // page
+            limit = min(limit, _FRAME_RECORDS, MAX_HEAD_BYTES // max_head_bytes(job.objects.form))
+            at, step = 0, max(1, min(_FIRST_BYTES // page, limit))
             while at < len(job.which):
-                if len(job.which) - at < step + step // 4:  # a short last frame takes longer than its bytes
+                if len(job.which) - at < step + step // 4:  # a short last frame costs more than its bytes
                     step = len(job.which) - at
                 self._seal(job, job.which[at : at + step].tolist())
-                at, step = at + step, max(1, min(_FASTER * step, most))
+                at, step = at + step, max(1, min(_GROWTH * step, limit))
             del job
         self._sealed.put(None)
 
-    def _seal(self, job: _Write, which: list[int]) -> None:
-        sealed = _Sealed(job.transfer, which, job.objects.form.page_bytes, job.objects.tenant)
-        if not job.transfer.enter():
+    def _seal(self, job: _WriteRequest, which: list[int]) -> None:
+        sealed = _SealedFrame(job.transfer, which, job.objects.form.page_bytes, job.objects.tenant)
+        if not job.transfer.begin_access():
             self._add(-len(which) * sealed.page_bytes)
             return
         try:
             sealed.frame = self._in_place(sealed, job) or self._in_scratch(sealed, job)
-        except Exception as error:  # noqa: BLE001  a page that cannot be sealed is not stored, and that is all
+        except Exception as error:  # noqa: BLE001  a page that cannot be sealed is not stored
             self._finish(sealed, Outcome.FAILED, f"sealing: {error}")
             return
         self._sealed.put(sealed)
 
-    def _in_place(self, sealed: _Sealed, job: _Write) -> Frame | None:
-        """A frame of the caller's memory; None where the disk does not take that."""
+    def _in_place(self, sealed: _SealedFrame, job: _WriteRequest) -> Frame | None:
+        """Returns a frame of the caller's memory; None if the disk cannot write from it."""
         keys, form, view = job.objects.keys, job.objects.form, job.source.view
         size, starts = form.page_bytes, job.source.starts[sealed.which]
-        if not self._codec.plain or size % BLOCK or ((job.source.address + starts) % BLOCK).any():
+        if not self._codec.is_plain or size % BLOCK or ((job.source.address + starts) % BLOCK).any():
             return None
         heads: list[Head] = []
         bodies: list[memoryview] = []
         edges = [0, *(np.flatnonzero(np.diff(starts) != size) + 1).tolist(), len(starts)]
-        for first, last in pairwise(edges):  # neighbours in the caller's memory go as one piece
+        for first, last in pairwise(edges):  # adjacent pages in the caller's memory are one piece
             at = int(starts[first])
             bodies.append(view[at : at + (last - first) * size])
             heads += plain_heads([keys[index] for index in sealed.which[first:last]], form, bodies[-1])
         return Frame(heads, bodies, len(starts) * size)
 
-    def _in_scratch(self, sealed: _Sealed, job: _Write) -> Frame:
+    def _in_scratch(self, sealed: _SealedFrame, job: _WriteRequest) -> Frame:
         form, pages, starts = job.objects.form, job.source.view, job.source.starts
-        room = self._room(len(sealed.which) * aligned(most_bytes(form)), sealed)
+        scratch = self._scratch_for(len(sealed.which) * aligned(max_sealed_bytes(form)), sealed)
         heads, end = [], 0
         for index in sealed.which:
             at = int(starts[index])
@@ -158,14 +161,14 @@ class Appender:
             heads.append(head)
             begin = end
             for piece in pieces:
-                room[end : end + len(piece)] = piece
+                scratch[end : end + len(piece)] = piece
                 end += len(piece)
             stop = begin + aligned(end - begin)
-            room[end:stop] = bytes(stop - end)  # nobody else's bytes in the gap
+            scratch[end:stop] = bytes(stop - end)  # no bytes of other pages in the padding
             end = stop
-        return Frame(heads, [room[:end]], end)
+        return Frame(heads, [scratch[:end]], end)
 
-    def _room(self, size: int, sealed: _Sealed) -> memoryview:
+    def _scratch_for(self, size: int, sealed: _SealedFrame) -> memoryview:
         try:
             sealed.scratch = self._scratch.get_nowait()
         except queue.Empty:
@@ -177,7 +180,7 @@ class Appender:
     # --- the appending thread
 
     def _append_loop(self) -> None:
-        written: list[_Sealed] = []
+        written: list[_SealedFrame] = []
         unsynced = 0
         while True:
             try:
@@ -188,16 +191,16 @@ class Appender:
                 continue
             if job is None:
                 self._acknowledge(written)
-                self._over.put(None)
+                self._finished.put(None)
                 return
-            if not isinstance(job, _Sealed):
+            if not isinstance(job, _SealedFrame):
                 self._drop(job)
                 continue
             assert job.frame is not None
             try:
-                self._shelf.append(job.frame, job.tenant)
-            except Exception as error:  # noqa: BLE001  the disk's trouble is these pages' alone
-                self._over.put(([job], *_why(error)))
+                self._store.append(job.frame, job.tenant)
+            except Exception as error:  # noqa: BLE001  the error affects these pages only
+                self._finished.put(([job], *_outcome_of(error)))
                 continue
             written.append(job)
             unsynced += job.frame.size
@@ -205,45 +208,45 @@ class Appender:
                 self._acknowledge(written)
                 written, unsynced = [], 0
 
-    def _acknowledge(self, written: list[_Sealed]) -> None:
+    def _acknowledge(self, written: list[_SealedFrame]) -> None:
         if not written:
             return
         outcome, reason = Outcome.OK, ""
         try:
             if self._sync:
-                self._shelf.sync()
+                self._store.sync()
         except Exception as error:  # noqa: BLE001
-            outcome, reason = _why(error)
-        self._over.put((written, outcome, reason))
+            outcome, reason = _outcome_of(error)
+        self._finished.put((written, outcome, reason))
 
-    def _drop(self, gone: Gone) -> None:
+    def _drop(self, dropped: DroppedRecords) -> None:
         try:
-            self._shelf.write_dropped(gone)
+            self._store.write_tombstones(dropped)
         except Exception as error:  # noqa: BLE001
-            self._shelf.notes[f"dropped objects may come back: {error}"] = None
+            self._store.notes[f"dropped objects may return after a restart: {error}"] = None
 
-    # --- the telling thread
+    # --- the publishing thread
 
-    def _tell_loop(self) -> None:
-        while (over := self._over.get()) is not None:
-            written, outcome, reason = over
+    def _publish_loop(self) -> None:
+        while (finished := self._finished.get()) is not None:
+            written, outcome, reason = finished
             for sealed in written:
                 if outcome == Outcome.OK and sealed.frame is not None:
-                    self._shelf.publish(sealed.frame.records())
+                    self._store.publish(sealed.frame.records())
                 self._finish(sealed, outcome, reason)
-            del over, written
+            del finished, written
 
-    def _finish(self, sealed: _Sealed, outcome: Outcome, reason: str = "") -> None:
+    def _finish(self, sealed: _SealedFrame, outcome: Outcome, reason: str = "") -> None:
         sealed.frame = None
-        if sealed.scratch is not None and self._scratch.qsize() <= _AHEAD:
+        if sealed.scratch is not None and self._scratch.qsize() <= _MAX_SEALED:
             self._scratch.put(sealed.scratch)
         sealed.transfer.settle(sealed.which, outcome, reason)
-        sealed.transfer.leave()
+        sealed.transfer.end_access()
         self._add(-len(sealed.which) * sealed.page_bytes)
 
 
-def _why(error: Exception) -> tuple[Outcome, str]:
+def _outcome_of(error: Exception) -> tuple[Outcome, str]:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "the disk" if error.errno == errno.ENOSPC else "a quota"
+        what = "the disk" if error.errno == errno.ENOSPC else "the quota"
         return Outcome.FULL, f"{what} is full: {error.strerror}"
     return Outcome.FAILED, str(error)

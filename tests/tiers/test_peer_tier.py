@@ -18,16 +18,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom.tiers import Form, HostConfig, HostTier, Outcome, Ranges, TierError
-from kvloom.tiers.host.shared_memory import SharedMemory, map_shared
-from kvloom.tiers.peer.peer_tier import PeerConnection, open_peer
-from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, greet
-from kvloom.tiers.peer.server import PeerConfig, PeerServer
-from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote.remote_tier import RemoteConfig
-from kvloom.tiers.tier import KEY_BYTES, Objects
+from kvloom.tiers import Form, HostConfig, HostTier, Objects, Outcome, Ranges, TierError, open_tier
+from kvloom.tiers.host import SharedMemory, map_shared_memory
+from kvloom.tiers.peer import PeerConfig, PeerConnection, PeerServer, open_peer
+from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, client_handshake
+from kvloom.tiers.remote import RemoteConfig
+from kvloom.tiers.testing.conformance import (
+    PAGE,
+    RUN,
+    Harness,
+    TierConformance,
+    filled,
+    get,
+    memory,
+    objects,
+    open_files,
+    put,
+)
+from kvloom.tiers.tier import KEY_BYTES
 
-from .conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, objects, open_files, put
 from .servers import running, stopped
 from .test_host import HostHarness
 
@@ -83,9 +92,7 @@ def other_process(folder: Path, secret: str = "") -> Iterator[tuple[int, subproc
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_process_reads_what_another_has_in_its_memory_and_writes_to_it(
-    tmp_path: Path, shared: bool
-) -> None:
+def test_a_process_reads_and_writes_another_processes_memory(tmp_path: Path, shared: bool) -> None:
     with other_process(tmp_path) as (port, process):
         tier = open_peer(
             ("127.0.0.1", port), by="shared" if shared else "connection", config=RemoteConfig(1, timeout=2)
@@ -106,7 +113,7 @@ def test_a_process_reads_what_another_has_in_its_memory_and_writes_to_it(
         tier.close()
 
 
-def test_a_peer_that_hangs_costs_a_bounded_wait(tmp_path: Path) -> None:
+def test_a_hung_peer_costs_a_bounded_wait(tmp_path: Path) -> None:
     with other_process(tmp_path) as (port, process):
         tier = open_peer(("127.0.0.1", port), config=RemoteConfig(1, timeout=0.3))
         with stopped(process):
@@ -131,14 +138,14 @@ def served() -> Iterator[PeerHarness]:
     harness.server.close()
 
 
-def test_a_guest_that_goes_leaves_nothing_held_and_nothing_half_written(served: PeerHarness) -> None:
+def test_a_disconnected_client_leaves_no_lease_and_no_partial_page(served: PeerHarness) -> None:
     put(served.host, range(2))
-    guest = PeerConnection(served.server.address, SECRET, 2.0)
+    client = PeerConnection(served.server.address, SECRET, 2.0)
     keys = objects(range(4)).keys
-    guest._ask(Message(Verb.HOLD, 2, PAGE, RUN, payload=b"".join(keys[:2])))
-    guest._ask(Message(Verb.RESERVE, 2, PAGE, RUN, payload=b"".join(keys[2:])))
+    client._ask(Message(Verb.ACQUIRE, 2, PAGE, RUN, payload=b"".join(keys[:2])))
+    client._ask(Message(Verb.RESERVE, 2, PAGE, RUN, payload=b"".join(keys[2:])))
     assert served.host.stats().bytes == 4 * PAGE
-    guest.close()
+    client.close()
     deadline = time.monotonic() + 5
     while served.host.stats().bytes != 2 * PAGE and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -147,27 +154,27 @@ def test_a_guest_that_goes_leaves_nothing_held_and_nothing_half_written(served: 
         assert put(served.host, range(first, first + 32)).ok.all()
 
 
-def test_what_a_peer_holds_does_not_leave_meanwhile(served: PeerHarness) -> None:
+def test_pages_leased_by_a_peer_are_not_evicted(served: PeerHarness) -> None:
     put(served.host, range(4))
-    guest = PeerConnection(served.server.address, SECRET, 2.0)
-    answer = guest._ask(Message(Verb.HOLD, 4, PAGE, RUN, payload=b"".join(objects(range(4)).keys)))
+    client = PeerConnection(served.server.address, SECRET, 2.0)
+    answer = client._ask(Message(Verb.ACQUIRE, 4, PAGE, RUN, payload=b"".join(objects(range(4)).keys)))
     for first in range(100, 356, 32):
         put(served.host, range(first, first + 32))
     assert served.host.lookup(objects(range(4))).all()
-    guest._channel.send(Message(Verb.RELEASE, a=answer.a))
-    assert guest.exists(objects(range(4)).keys) == [True] * 4  # answered after the release
+    client._channel.send(Message(Verb.RELEASE, a=answer.a))
+    assert client.exists(objects(range(4)).keys) == [True] * 4  # answered after the release
     for first in range(500, 756, 32):
         put(served.host, range(first, first + 32))
     assert not served.host.lookup(objects(range(4))).any()
-    guest.close()
+    client.close()
 
 
 @pytest.mark.parametrize(
     "message",
     [
         Message(Verb.LOOKUP, 2, 1, 1, payload=bytes(KEY_BYTES)),
-        Message(Verb.HOLD, 1, 100, 33, payload=bytes(KEY_BYTES)),
-        Message(Verb.HOLD, 1, 0, 0, payload=bytes(KEY_BYTES)),
+        Message(Verb.ACQUIRE, 1, 100, 33, payload=bytes(KEY_BYTES)),
+        Message(Verb.ACQUIRE, 1, 0, 0, payload=bytes(KEY_BYTES)),
         Message(Verb.RESERVE, 1, 8 * MIB, 8 * MIB, payload=bytes(KEY_BYTES)),
         Message(Verb.READ, 1, PAGE, RUN, a=10, b=PAGE + 1, payload=bytes(KEY_BYTES)),
         Message(Verb.READ, 1, PAGE, RUN, a=10, b=10, payload=bytes(KEY_BYTES)),
@@ -176,27 +183,25 @@ def test_what_a_peer_holds_does_not_leave_meanwhile(served: PeerHarness) -> None
         Message(Verb.LOOKUP, 2, 1, 1, payload=bytes(KEY_BYTES) + bytes([1] * KEY_BYTES)),
     ],
 )
-def test_a_message_that_makes_no_sense_is_refused_and_the_others_go_on(
-    served: PeerHarness, message: Message
-) -> None:
-    guest = PeerConnection(served.server.address, SECRET, 2.0)
+def test_an_invalid_message_ends_only_its_connection(served: PeerHarness, message: Message) -> None:
+    client = PeerConnection(served.server.address, SECRET, 2.0)
     with pytest.raises(
         (PeerError, ConnectionError)
     ):  # the latter where bytes of the message were left unread
-        guest._ask(message)
-    guest.close()
+        client._ask(message)
+    client.close()
     assert put(served.tier, range(3)).ok.all()
     assert get(served.tier, range(3)).ok.all()
 
 
-def test_noise_on_the_port_harms_nobody(served: PeerHarness) -> None:
+def test_random_bytes_on_the_port_are_harmless(served: PeerHarness) -> None:
     random = np.random.default_rng(0)
     for size in (0, 1, 64, 65, 200, 5000):
         with socket.create_connection(served.server.address, 2) as noise:
             noise.sendall(random.integers(0, 256, size, dtype=np.uint8).tobytes())
     for _ in range(20):  # past the hello
         channel = Channel(socket.create_connection(served.server.address, 2), 2)
-        greet(channel, SECRET)
+        client_handshake(channel, SECRET)
         header = struct.pack(
             "<4sBBHIIIQQQ",
             b"KVPM",
@@ -208,57 +213,57 @@ def test_noise_on_the_port_harms_nobody(served: PeerHarness) -> None:
             6,
             int(random.integers(0, 300)),
         )
-        channel.push([header, random.integers(0, 256, 300, dtype=np.uint8).tobytes()])
+        channel.send_bytes([header, random.integers(0, 256, 300, dtype=np.uint8).tobytes()])
         channel.close()
     assert put(served.tier, range(3)).ok.all()
     assert get(served.tier, range(3)).ok.all()
 
 
-def test_who_does_not_have_the_secret_gets_nothing(served: PeerHarness) -> None:
-    with pytest.raises(TierError, match="refused our secret"):
+def test_a_client_without_the_secret_is_refused(served: PeerHarness) -> None:
+    with pytest.raises(TierError, match="rejected the secret"):
         open_peer(served.server.address, b"another secret entirely")
-    with pytest.raises(TierError, match="refused our secret"):
+    with pytest.raises(TierError, match="rejected the secret"):
         open_peer(served.server.address, b"a secret of two peer")
     deadline = time.monotonic() + 5
     while served.server.refused < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert served.server.refused == 2
     channel = Channel(socket.create_connection(served.server.address, 2), 2)
-    channel.take(40)
-    channel.push([bytes(64), b"".join([b"KVPM", bytes([Verb.DROP])])])
-    assert bytes(channel.take(33)) == bytes(33)
+    channel.receive_bytes(40)
+    channel.send_bytes([bytes(64), b"".join([b"KVPM", bytes([Verb.DROP])])])
+    assert bytes(channel.receive_bytes(33)) == bytes(33)
     with pytest.raises(ConnectionError):
-        channel.take(1)
+        channel.receive_bytes(1)
     channel.close()
 
 
-def test_a_server_that_does_not_have_the_secret_is_not_believed() -> None:
+def test_a_client_refuses_a_server_without_the_secret() -> None:
     harness = PeerHarness(shared=False)
     harness.tier.close()
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         address = impostor.getsockname()
         channel = Channel(socket.create_connection(address, 2), 2)
         other = Channel(impostor.accept()[0], 2)
-        other.push([struct.pack("<6sH32s", b"KVPEER", WIRE_VERSION, bytes(32)), b"\x01" + bytes(32)])
+        other.send_bytes([struct.pack("<6sH32s", b"KVPEER", WIRE_VERSION, bytes(32)), b"\x01" + bytes(32)])
         with pytest.raises(PeerError, match="does not have the secret"):
-            greet(channel, SECRET)
-        other.push([struct.pack("<6sH32s", b"KVPEER", 9, bytes(32))])
-        with pytest.raises(PeerError, match=f"version 9, we {WIRE_VERSION}"):
-            greet(channel, SECRET)
-        other.push([struct.pack("<6sH32s", b"KVPEER", 3, bytes(32))])  # whose messages have no tags
-        with pytest.raises(PeerError, match=f"version 3, we {WIRE_VERSION}: run the same release"):
-            greet(channel, SECRET)
-        other.push([b"HTTP/1.1 400 Bad Request, and so on and so on"])
-        with pytest.raises(PeerError, match="no peer of kvloom"):
-            greet(channel, SECRET)
+            client_handshake(channel, SECRET)
+        other.send_bytes([struct.pack("<6sH32s", b"KVPEER", 9, bytes(32))])
+        with pytest.raises(PeerError, match=f"version 9, this process {WIRE_VERSION}"):
+            client_handshake(channel, SECRET)
+        other.send_bytes([struct.pack("<6sH32s", b"KVPEER", 3, bytes(32))])  # whose messages have no tags
+        with pytest.raises(PeerError, match=f"version 3, this process {WIRE_VERSION}: run the same release"):
+            client_handshake(channel, SECRET)
+        other.send_bytes([b"HTTP/1.1 400 Bad Request, and so on and so on"])
+        with pytest.raises(PeerError, match="not a kvloom peer"):
+            client_handshake(channel, SECRET)
         channel.close()
         other.close()
     harness.server.close()
 
 
-def test_more_connections_than_allowed_are_turned_away() -> None:
+def test_connections_above_the_limit_are_refused() -> None:
     tier = HostTier(HostConfig(MIB, slab_bytes=PAGE))
-    server = PeerServer(tier, PeerConfig(connections=1))
+    server = PeerServer(tier, PeerConfig(max_connections=1))
     first = PeerConnection(server.address, b"", 2.0)
     with pytest.raises((OSError, PeerError)):
         PeerConnection(server.address, b"", 2.0)
@@ -268,12 +273,12 @@ def test_more_connections_than_allowed_are_turned_away() -> None:
     server.close()
 
 
-def test_beyond_loopback_a_secret_is_a_must() -> None:
-    with pytest.raises(ValueError, match="can be reached from elsewhere"):
+def test_a_public_address_requires_a_secret() -> None:
+    with pytest.raises(ValueError, match="is reachable from other hosts"):
         PeerConfig(host="0.0.0.0")
     with pytest.raises(ValueError, match="this has 5"):
         PeerConfig(host="192.168.1.7", secret=b"short")
-    with pytest.raises(ValueError, match="a secret of 5 bytes is too short: give 16"):
+    with pytest.raises(ValueError, match="a secret of 5 bytes is too short: use 16"):
         PeerConfig(secret=b"short")
     assert PeerConfig(host="0.0.0.0", secret=SECRET).port == 0
     assert PeerConfig(host="::1").host == "::1"
@@ -285,18 +290,18 @@ def test_a_page_larger_than_the_peers_slab_is_refused(served: PeerHarness) -> No
         served.tier.write(objects([1], big), memory(1, MIB))
 
 
-def test_memory_of_nobody_is_not_mapped(tmp_path: Path) -> None:
+def test_an_invalid_shared_memory_path_is_not_mapped(tmp_path: Path) -> None:
     mine = SharedMemory(8192)
-    mapped = map_shared(mine.path, mine.token, 8192)
+    mapped = map_shared_memory(mine.path, mine.token, 8192)
     assert mapped is not None
     mapped[5] = 7
     assert mine.buffer[5] == 7
-    assert map_shared(mine.path, "0" * 32, 8192) is None
-    assert map_shared(mine.path, mine.token, 4096) is None
-    assert map_shared(mine.path, mine.token, 8192) is mapped, "once for all connections"
+    assert map_shared_memory(mine.path, "0" * 32, 8192) is None
+    assert map_shared_memory(mine.path, mine.token, 4096) is None
+    assert map_shared_memory(mine.path, mine.token, 8192) is mapped, "once for all connections"
     other = SharedMemory(8192)
-    assert map_shared("/proc/1/fd/99999", other.token, 8192) is None
-    assert map_shared("/etc/passwd", other.token, 8192) is None
+    assert map_shared_memory("/proc/1/fd/99999", other.token, 8192) is None
+    assert map_shared_memory("/etc/passwd", other.token, 8192) is None
 
 
 @pytest.mark.parametrize(
@@ -308,21 +313,21 @@ def test_memory_of_nobody_is_not_mapped(tmp_path: Path) -> None:
         ("peer://127.0.0.1:1?capacity=5GiB", "unknown capacity"),
     ],
 )
-def test_an_address_that_makes_no_sense_is_refused(text: str, message: str) -> None:
+def test_a_bad_address_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_tier(text)
 
 
-def test_an_absent_peer_is_said_when_opening(tmp_path: Path) -> None:
+def test_an_unreachable_peer_is_reported_at_opening(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="cannot be reached"):
         open_tier("peer://127.0.0.1:1?timeout=1")
-    with pytest.raises(TierError, match="secret cannot be read"):
+    with pytest.raises(TierError, match=r"secret file .* cannot be read"):
         open_tier(f"peer://127.0.0.1:1?secret={tmp_path / 'absent'}")
-    with pytest.raises(ValueError, match="neither compressed nor encrypted"):
+    with pytest.raises(ValueError, match="compression and keys are not supported"):
         open_peer(("127.0.0.1", 1), config=RemoteConfig(1, compression="lz4"))
 
 
-def test_several_peers_write_the_same_pages_at_once(served: PeerHarness) -> None:
+def test_several_peers_write_the_same_pages_concurrently(served: PeerHarness) -> None:
     other = open_peer(served.server.address, SECRET, by="connection")
     numbers = range(20)
     transfers = [tier.write(objects(numbers), filled(numbers)) for tier in (served.tier, other) * 3]
@@ -334,7 +339,7 @@ def test_several_peers_write_the_same_pages_at_once(served: PeerHarness) -> None
     other.close()
 
 
-def test_a_peer_may_have_more_objects_than_a_message() -> None:
+def test_a_lookup_may_exceed_the_objects_of_one_message() -> None:
     form = Form("f32", "x", 64, 64)
     many = objects(range(70_000), form)
     host = HostTier(HostConfig(8 * MIB, slab_bytes=64 << 10))
@@ -352,10 +357,10 @@ def test_a_peer_may_have_more_objects_than_a_message() -> None:
     server.close()
 
 
-def test_memory_that_is_offered_to_read_cannot_be_written_by_others() -> None:
+def test_read_only_shared_memory_cannot_be_written_by_peers() -> None:
     offered = SharedMemory(1 << 20, read_only=True)
     offered.buffer[:4] = b"mine"
-    mapped = map_shared(offered.path, offered.token, offered.size)
+    mapped = map_shared_memory(offered.path, offered.token, offered.size)
     assert mapped is not None
     assert not mapped.flags.writeable
     offered.buffer[4:8] = b"more"
@@ -364,7 +369,7 @@ def test_memory_that_is_offered_to_read_cannot_be_written_by_others() -> None:
         mmap.mmap(file.fileno(), offered.size)
 
 
-def test_shared_memory_goes_with_who_shared_it() -> None:
+def test_shared_memory_is_freed_with_its_owner() -> None:
     shared = SharedMemory(1 << 20)
     tier, token = HostTier(HostConfig(1 << 20, 1 << 20), shared.buffer), shared.token
     assert open_files(token)

@@ -10,13 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Outcome, Ranges, Transfer
-from kvloom.tiers.encoding import lossy
-from kvloom.tiers.encoding.lossy import Coding, LossyTier, _fp8_values, _to_fp8, decode, encode, lossy_form
-from kvloom.tiers.fault_injection import Faults, FaultyFiles, FaultyTier
-from kvloom.tiers.transfer import Tally
-
-from .conformance import name
+from kvloom.tiers import (
+    Coding,
+    DiskConfig,
+    DiskTier,
+    Form,
+    HostConfig,
+    HostTier,
+    LossyTier,
+    Objects,
+    Outcome,
+    Ranges,
+    Transfer,
+    TransferCounts,
+    lossy_form,
+    lossy_tier as lossy,
+)
+from kvloom.tiers.encoding import decode, encode
+from kvloom.tiers.lossy_tier import _fp8_values, _to_fp8
+from kvloom.tiers.testing import Faults, FaultyFiles, FaultyTier
+from kvloom.tiers.testing.conformance import block_hash
 
 torch = pytest.importorskip("torch")
 MIB = 1 << 20
@@ -37,7 +50,7 @@ def as_floats(data: np.ndarray, dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("coding", CODINGS)
 @pytest.mark.parametrize("dtype", list(TYPES))
-def test_a_run_comes_back_near_and_its_largest_values_nearest(coding: Coding, dtype: str) -> None:
+def test_a_decoded_run_is_close_to_the_original(coding: Coding, dtype: str) -> None:
     data = values(64 * 100, dtype)
     small = bytearray(64 * 100 + 100 * 4)
     encode(memoryview(data), dtype, coding, memoryview(small))
@@ -50,7 +63,7 @@ def test_a_run_comes_back_near_and_its_largest_values_nearest(coding: Coding, dt
     assert (np.abs(before - after) <= bound).all()
 
 
-def test_fp8_is_what_torch_means_by_it() -> None:
+def test_fp8_equals_that_of_torch() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     theirs = codes.view(torch.float8_e4m3fn).float().numpy()
     finite = ~np.isnan(theirs)
@@ -63,7 +76,7 @@ def test_fp8_is_what_torch_means_by_it() -> None:
     ).all()
 
 
-def test_zeros_and_what_is_not_finite_do_no_harm() -> None:
+def test_zeros_and_non_finite_values_are_encoded() -> None:
     data = torch.zeros(128, dtype=torch.float32)
     data[64:68] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0])
     small = bytearray(128 + 8)
@@ -76,10 +89,10 @@ def test_zeros_and_what_is_not_finite_do_no_harm() -> None:
 
 
 @pytest.mark.parametrize("coding", CODINGS)
-def test_what_is_kept_is_half_of_it_and_asked_for_in_so_many_words(tmp_path: Path, coding: Coding) -> None:
+def test_stored_pages_have_half_the_size_and_need_the_lossy_form(tmp_path: Path, coding: Coding) -> None:
     inner = DiskTier(DiskConfig(tmp_path, 8 * MIB, segment_bytes=MIB, compression="lz4"))
     tier = LossyTier(inner, coding)
-    names = [name(n) for n in range(6)]
+    names = [block_hash(n) for n in range(6)]
     pages = values(6 * 16384, "bf16")
     source = Ranges(pages, np.arange(6) * 32768)
     exact, allowed = Objects(names, 0, FORM), Objects(names, 0, ALLOWED)
@@ -125,10 +138,10 @@ def test_what_is_kept_is_half_of_it_and_asked_for_in_so_many_words(tmp_path: Pat
     assert (tier.write(exact, source).results == Outcome.FAILED).all()
 
 
-def test_what_goes_wrong_below_is_passed_on() -> None:
+def test_outcomes_of_the_inner_tier_are_reported() -> None:
     faults = Faults()
     tier = LossyTier(FaultyTier(HostTier(HostConfig(MIB, slab_bytes=65536)), faults), "int8")
-    names, pages = [name(1)], values(16384, "bf16")
+    names, pages = [block_hash(1)], values(16384, "bf16")
     faults.full = True
     transfer = tier.write(Objects(names, 0, FORM), Ranges(pages, [0]))
     assert transfer.wait(20)
@@ -143,14 +156,14 @@ def test_what_goes_wrong_below_is_passed_on() -> None:
     tier.close()
 
 
-def test_what_comes_after_it_was_given_up_does_not_pass_for_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_inner_read_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lossy, "_WAIT_SECONDS", 0.05)
     exact = Form("fp32", "LKTHD", 65536, 16384)
     wanted = Objects([bytes([n]) * 16 for n in range(2)], 0, replace(exact, exact=False))
     inner, transfers = HostTier(HostConfig(8 << 20)), list[Transfer]()
 
     def read(asked: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
-        transfers.append(Transfer(len(asked), Tally(), "read", 1))
+        transfers.append(Transfer(len(asked), TransferCounts(), "read", 1))
         transfers[0].settle([0], Outcome.OK)
         return transfers[0]
 
@@ -166,7 +179,7 @@ def test_what_comes_after_it_was_given_up_does_not_pass_for_decoded(monkeypatch:
     tier.close()
 
 
-def test_a_tier_that_hangs_is_closed_in_bounded_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hung_tier_closes_in_bounded_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lossy, "_CLOSE_SECONDS", 0.1)
     faults = Faults()
     config = DiskConfig(tmp_path, 8 << 20, 1 << 20, close_seconds=0.1)

@@ -1,0 +1,27 @@
+"""Memory in whole blocks, as O_DIRECT and registered transfers need it. Does not know files or tiers."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BLOCK", "address_of", "aligned", "aligned_bytes"]
+
+BLOCK = 4096
+
+
+def aligned(size: int) -> int:
+    """Returns a size rounded up to whole blocks."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def aligned_bytes(size: int) -> memoryview:
+    """Returns zeroed memory in whole blocks, at least one, that starts on a block."""
+    return memoryview(mmap.mmap(-1, max(BLOCK, aligned(size))))
+
+
+def address_of(array: npt.NDArray[np.uint8]) -> int:
+    """Returns the address of an array's first byte."""
+    return int(array.__array_interface__["data"][0])

@@ -1,0 +1,104 @@
+"""Owners of a disk tier's segments: segment size, current segment and next victim per owner.
+
+Tenants without a share store pages in shared segments. A tenant with a share has segments of its own: removing
+its own files enforces its limit. Knows segments, not files. Used by the appending thread, except `used_bytes`.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping
+
+from kvloom.tiers.aligned_memory import BLOCK
+from kvloom.tiers.shares import Account, Share, Shares
+
+from .segment import SHARED_OWNER, Segment, tenant_owner
+
+__all__ = ["SegmentOwner", "SegmentOwners"]
+
+_MAX_PIECES, _MIN_PIECES, _ALL_PIECES = 16, 4, 256
+"""Segments per share, and of all shares together: each is an open file."""
+_PIECE_BYTES = 64 << 20
+"""A share's segments have at least this size if four of them fit."""
+
+
+class SegmentOwner(Account):
+    """`name` is the owner id in segment headers; `current` receives writes; `used` counts bytes of files."""
+
+    __slots__ = ("current", "name", "segment_bytes")
+
+    def __init__(self, name: bytes, share: Share, capacity: int, segment_bytes: int) -> None:
+        super().__init__(share, capacity)
+        self.name, self.segment_bytes = name, segment_bytes
+        self.current: Segment | None = None
+
+    def check_limit(self, segment_bytes: int) -> None:
+        """Raises OSError unless the share fits three such segments: one to write, the next, one to read."""
+        if 3 * segment_bytes > self.limit:
+            raise OSError(
+                errno.EDQUOT, f"a share of {self.limit} bytes does not fit three segments of {segment_bytes}"
+            )
+
+
+class SegmentOwners:
+    """`segments` is the segment store's own table, by number."""
+
+    def __init__(self, segments: Mapping[int, Segment], capacity: int, segment_bytes: int) -> None:
+        self._segments, self._capacity, self._segment_bytes = segments, capacity, segment_bytes
+        self.shared = SegmentOwner(SHARED_OWNER, Share(), capacity, segment_bytes)
+        self._own: dict[bytes, SegmentOwner] = {}
+
+    def __iter__(self) -> Iterator[SegmentOwner]:
+        yield self.shared
+        yield from self._own.values()
+
+    def set_shares(self, shares: Shares) -> None:
+        """Creates an owner per share, with segments of a size that fits the share."""
+        pieces = max(_MIN_PIECES, min(_MAX_PIECES, _ALL_PIECES // max(1, len(shares))))
+        for tenant, share in shares.items():
+            owner = SegmentOwner(tenant_owner(tenant), share, self._capacity, self._segment_bytes)
+            part = min(owner.limit, owner.guaranteed or owner.limit)
+            piece = max(part // pieces, min(_PIECE_BYTES, part // 4)) // BLOCK * BLOCK
+            owner.segment_bytes = max(2 * BLOCK, min(piece, self._segment_bytes))
+            if tenant:
+                self._own[owner.name] = owner
+            else:
+                owner.current, self.shared = self.shared.current, owner
+
+    def of_tenant(self, tenant: str) -> SegmentOwner:
+        return self._own.get(tenant_owner(tenant), self.shared) if self._own else self.shared
+
+    def owner_of(self, segment: Segment) -> SegmentOwner:
+        return self._own.get(segment.owner, self.shared)
+
+    def used_bytes(self, owner: SegmentOwner) -> int:
+        """Returns the bytes of an owner's files. O(segments)."""
+        owner.used = sum(
+            segment.size for segment in self._segments.values() if self.owner_of(segment) is owner
+        )
+        return owner.used
+
+    def newest_segment(self, owner: SegmentOwner) -> Segment | None:
+        """Returns the newest segment with this owner's id."""
+        own = (segment for segment in self._segments.values() if segment.owner == owner.name)
+        return max(own, key=lambda segment: segment.number, default=None)
+
+    def victim(self, owner: SegmentOwner, own: bool, oldest: bool) -> Segment | None:
+        """Returns the segment to evict so that `owner` gets space, or None. O(segments).
+
+        Candidates are segments of the owner and of owners above their guarantee; without any, all segments. The oldest
+        or least recently used is chosen; current segments of others come last, the owner's own never.
+        """
+        evictable = {one.name for one in self if one is owner or self.used_bytes(one) > one.guaranteed}
+
+        def order(segment: Segment) -> tuple[bool, bool, int]:
+            owning = self.owner_of(segment)
+            last = segment.number if oldest else segment.last_used
+            return owning.name not in evictable, segment is owning.current, last
+
+        candidates = (
+            segment
+            for segment in self._segments.values()
+            if segment is not owner.current and (not own or self.owner_of(segment) is owner)
+        )
+        return min(candidates, key=order, default=None)

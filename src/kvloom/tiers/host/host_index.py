@@ -1,0 +1,276 @@
+"""The host tier's index: keys, slots and tenants' accounts, and which page is evicted for which.
+
+    key → slot → arena page     a slot belongs to one object until eviction; a replacement takes over the slot
+    account → slots by use      the least recently used page is evicted first, within the shares
+
+Knows keys, sizes and tenants; no bytes. Not thread-safe: the host tier's lock guards it.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+
+from kvloom.tiers.shares import Account, Share, Shares
+
+from .arena import Arena
+from .slots import Index, LruOrder, Slots
+
+__all__ = ["HostIndex"]
+
+_MAX_TRIES = 4096  # pages examined to free one, when many are in use
+
+
+class _Account(Account):
+    """A tenant's pages: their slots by last use."""
+
+    __slots__ = ("index", "order")
+
+    def __init__(self, share: Share, capacity: int, slots: Slots) -> None:
+        super().__init__(share, capacity)
+        self.order = LruOrder(slots)
+        self.index = 0
+
+
+class HostIndex:
+    """All pages of one arena."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._capacity = arena.slabs * arena.slab_bytes
+        self.entries: dict[bytes, int] = {}
+        """Key → slot."""
+        self.slots = Slots()
+        self._default = _Account(Share(), self._capacity, self.slots)
+        self._by_tenant: dict[str, _Account] = {}
+        self.accounts = [self._default]
+        self._clock = 0
+        self.loading = 0
+        """Number of entries whose bytes are not loaded yet."""
+        self.evicted = 0
+
+    def set_shares(self, shares: Shares) -> None:
+        if self.entries or self._by_tenant:
+            raise ValueError("shares must be set once, before the first page is stored")
+        self._by_tenant = {
+            tenant: _Account(share, self._capacity, self.slots) for tenant, share in shares.items()
+        }
+        self._default = self._by_tenant.get("", self._default)
+        self.accounts = list({id(a): a for a in (self._default, *self._by_tenant.values())}.values())
+        for index, account in enumerate(self.accounts):
+            account.index = index
+
+    def used_by(self, tenant: str) -> int:
+        return self._account_of(tenant).used
+
+    def _account_of(self, tenant: str) -> _Account:
+        return self._by_tenant.get(tenant, self._default)
+
+    def find(self, keys: list[bytes]) -> Index:
+        """Returns the slots of keys, -1 for a miss."""
+        get = self.entries.get
+        return np.array([get(key, -1) for key in keys], np.int64)
+
+    def reserve(self, keys: list[bytes], size: int, tenant: str, limit: int | None = None) -> Index:
+        """Allocates pages of `size` bytes for new keys, at most `limit`, evicting others as needed.
+
+        Returns the slot that each of `keys` is to be filled in: -1 for a key that has a page, gets none, or is a
+        duplicate in the batch.
+        """
+        account, entries = self._account_of(tenant), self.entries
+        fresh = keys if entries.keys().isdisjoint(keys) else [key for key in keys if key not in entries]
+        if len(fresh) < len(keys):  # used now, so evicted last
+            self.touch(np.array([entries[key] for key in keys if key in entries], np.int64))
+        once = dict.fromkeys(fresh)
+        given = self._allocate(size, account, len(once) if limit is None else min(limit, len(once)))
+        return self._insert(keys, once, given, account)
+
+    def touch(self, slots: Index) -> None:
+        """Marks slots as most recently used."""
+        if len(set(found := slots.tolist())) < len(found):
+            slots = np.array(list(dict.fromkeys(found)), np.int64)
+        if len(self.accounts) == 1:
+            self._clock += 1
+            self.accounts[0].order.touch(slots, self._clock)
+            return
+        owners = self.slots.account[slots]
+        for index in dict.fromkeys(owners.tolist()):
+            self._clock += 1
+            self.accounts[index].order.used(slots[owners == index], self._clock)
+
+    def _insert(
+        self, keys: list[bytes], fresh: dict[bytes, None], given: list[int], account: _Account
+    ) -> Index:
+        """Assigns slots to the first of the `fresh` keys; returns slots as `reserve` does."""
+        entered = fresh if len(given) == len(fresh) else list(islice(fresh, len(given)))
+        self.entries.update(zip(entered, given, strict=True))
+        slots = np.array(given, np.int64)
+        self.slots.assign(slots, entered, account.index)
+        self._clock += 1
+        account.order.touch(slots, self._clock)
+        self.loading += len(given)
+        if len(given) == len(keys):
+            return slots
+        left = dict(zip(entered, given, strict=True))
+        return np.array([left.pop(key, -1) for key in keys], np.int64)
+
+    def _allocate(self, size: int, account: _Account, count: int) -> list[int]:
+        """Returns up to `count` slots for pages of `account`: free ones, then evicted ones."""
+        slots: list[int] = []
+        while (lacking := count - len(slots)) > 0:
+            within = max(0, account.limit - account.used) // size
+            more = self.slots.allocate(self._arena.allocate(size, min(lacking, within)), size)
+            more = more or self._reuse_victims(size, account, lacking) or self._evict_for(size, account)
+            if not more:
+                break
+            account.used += size * len(more)
+            slots += more
+        return slots
+
+    def _reuse_victims(self, size: int, account: _Account, limit: int) -> list[int]:
+        """Evicts up to `limit` pages of this size, next in order and not in use, and returns their slots for reuse.
+
+        This is the common case of eviction. Pages in use that precede them are marked as used now.
+        """
+        source = self._victim(account, size)
+        if source is None:
+            return []
+        turn = None
+        if not self._evicts_only_own(
+            account, size
+        ):  # until another account's page is older, or a limit is reached
+            firsts = [
+                other.order.least_recent()
+                for other in self._evictable_accounts(account)
+                if other is not source
+            ]
+            turn = min((int(self.slots.tick[slot]) for slot in firsts if slot is not None), default=None)
+            limit = min(limit, (account.limit - account.used) // size)
+            if source is not account:
+                limit = min(limit, -(-(source.used - source.guaranteed) // size))
+        for reach in (limit, max(limit, _MAX_TRIES)):  # search further if all of the first are in use
+            oldest = source.order.oldest(reach)
+            other = self.slots.size[oldest] != size
+            if turn is not None:
+                other |= self.slots.tick[oldest] >= turn
+            if other.any():
+                oldest = oldest[: int(other.argmax())]
+            idle = np.flatnonzero(self.slots.refs[oldest] == 0)[:limit]
+            if idle.size:
+                break
+        if idle.size and idle[-1] >= idle.size:
+            passed = oldest[: idle[-1]]
+            self.touch(passed[self.slots.refs[passed] > 0])
+        slots = oldest[idle]
+        taken: list[int] = slots.tolist()
+        entries, keys = self.entries, self.slots.keys
+        for slot in taken:
+            del entries[keys[slot]]
+        self.slots.tick[slots] = -1
+        source.used -= size * len(taken)
+        self.evicted += len(taken)
+        return taken
+
+    def _evict_for(self, size: int, account: _Account) -> list[int]:
+        """Returns one slot when no page is free and the next victim is in use or of another size.
+
+        Evicts the whole slab of the victim. An account at its limit evicts its own pages. Returns [] if none is evictable.
+        """
+        tries = min(len(self.entries), _MAX_TRIES)
+        accounts = [account] if self._evicts_only_own(account, size) else self._evictable_accounts(account)
+        if not any(self._has_evictable(one, tries) for one in accounts):
+            return []  # without examining them one by one
+        for _ in range(tries):
+            own = account.used + size > account.limit
+            if not own and (taken := self._arena.allocate(size, 1)):
+                return self.slots.allocate(taken, size)
+            source = self._victim(account, size)
+            if source is None:
+                return []
+            slot = source.order.least_recent()
+            assert slot is not None
+            offset = int(self.slots.offset[slot])
+            alone = own or self.slots.size[slot] == size
+            places = {offset: self.slots.keys[slot]} if alone else self._pages_in_slab(offset)
+            if not all(self._is_evictable(place, other, account) for place, other in places.items()):
+                self.touch(np.array([slot]))  # in use now, so not least recently used
+                continue
+            for other in places.values():
+                self.remove(other, self.entries[other])
+                self.evicted += 1
+        return self.slots.allocate(
+            self._arena.allocate(size, int(account.used + size <= account.limit)), size
+        )
+
+    def _has_evictable(self, account: _Account, tries: int) -> bool:
+        """Marks the oldest pages in use as used now, `tries` at a time. Returns whether an evictable page remains."""
+        for _ in range(0, len(self.entries), max(1, tries)):
+            oldest = account.order.oldest(tries)
+            if not self.slots.refs[oldest].all():
+                return True
+            if len(oldest) < tries:  # no more pages
+                return False
+            self.touch(oldest)
+        return False
+
+    def _pages_in_slab(self, offset: int) -> dict[int, bytes]:
+        """Returns offset → key of the allocated pages in the slab of `offset`."""
+        at, keys = self.slots.slot_at, self.slots.keys
+        return {place: keys[at[place]] for place in self._arena.slab_pages(offset) if place in at}
+
+    def _victim(self, account: _Account, size: int) -> _Account | None:
+        """Returns the account that loses the next page for `size` bytes of `account`.
+
+        That is the account itself at its limit, else the least recently used of itself and those above their guarantee.
+        O(accounts).
+        """
+        if self._evicts_only_own(account, size):
+            return account if size <= account.limit and account.order.least_recent() is not None else None
+        best = None
+        for one in self._evictable_accounts(account):
+            slot = one.order.least_recent()
+            if slot is not None:
+                tick = int(self.slots.tick[slot])
+                if best is None or tick < best[0]:
+                    best = tick, one
+        return best[1] if best else None
+
+    def _evictable_accounts(self, account: _Account) -> list[_Account]:
+        """Returns the accounts whose pages may be evicted for `account`, while it is below its limit."""
+        return [one for one in self.accounts if one is account or one.is_above_guarantee]
+
+    def _evicts_only_own(self, account: _Account, size: int) -> bool:
+        """Whether a page of `account` can replace only pages of its own."""
+        return len(self.accounts) == 1 or account.used + size > account.limit
+
+    def _is_evictable(self, offset: int, key: bytes, account: _Account) -> bool:
+        """Whether the page is free of references and its owner is above its guarantee, or must yield.
+
+        A page dropped while in use is under no key, or its key has another slot.
+        """
+        slot = self.entries.get(key)
+        if slot is None or self.slots.offset[slot] != offset or self.slots.refs[slot]:
+            return False
+        owner = self.accounts[self.slots.account[slot]]
+        return (
+            owner is account
+            or owner.spares
+            or account.used + int(self.slots.size[slot]) <= account.guaranteed
+        )
+
+    def remove(self, key: bytes, slot: int) -> None:
+        """Removes an entry. Its page is freed now, or by the last release."""
+        del self.entries[key]
+        self.slots.tick[slot] = -1
+        if self.slots.refs[slot]:
+            self.slots.dropped[slot] = True
+        else:
+            self.free(slot)
+
+    def free(self, slot: int) -> None:
+        """Frees the page of a removed entry without references."""
+        offset, size = int(self.slots.offset[slot]), int(self.slots.size[slot])
+        self.accounts[self.slots.account[slot]].used -= size
+        self._arena.free(size, offset)
+        self.slots.free(slot)

@@ -1,0 +1,60 @@
+"""The URL of a host tier: `host:SIZE?checked=1&share=PORT&secret=FILE`. Parses; opens a tier without a server only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvloom.core import parse_size
+from kvloom.tiers.options import Options
+
+from .host_tier import HostConfig, HostTier
+
+__all__ = ["HostURL", "parse_url"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostURL:
+    """A parsed URL: capacity in bytes, whether checksums are stored (`checked=1`), and the address for peers.
+
+    `share=PORT` listens on loopback, `share=HOST:PORT` on an address; `secret` is the file of their secret.
+    """
+
+    capacity: int
+    checked: bool = False
+    share: tuple[str, int] | None = None
+    secret: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> HostURL:
+        """Parses a URL without the option `write`. Raises ValueError for a bad one."""
+        plain, _, query = url.partition("?")
+        options = Options(url, query)
+        checked, address = options.text("checked", "0"), options.optional_text("share")
+        secret = options.text("secret", "")
+        options.reject_unknown()
+        if checked not in ("0", "1"):
+            raise ValueError(f"{options.url}: checked={checked!r} must be 0 or 1")
+        share = None
+        if address is not None:
+            host, _, port = address.rpartition(":")
+            if not port.isdecimal() or int(port) > 65535:
+                raise ValueError(f"{options.url}: share={address!r} is neither PORT nor HOST:PORT")
+            share = (host.strip("[]") or "127.0.0.1", int(port))
+        elif secret:
+            raise ValueError(f"{options.url}: secret= has no effect without share=; give share=PORT")
+        return cls(parse_size(plain.removeprefix("host:")), checked == "1", share, secret)
+
+
+def parse_url(url: str) -> Callable[[], HostTier]:
+    """Parses a URL and returns the opener. Opening a shared host tier raises ValueError: the engine serves it."""
+    parsed = HostURL.parse(url)
+
+    def open_host() -> HostTier:
+        if parsed.share is not None:
+            raise ValueError(
+                f"tier {url!r}: only an engine can share its host tier; use `kvloom share SIZE` to share memory alone"
+            )
+        return HostTier(HostConfig(parsed.capacity, checked=parsed.checked))
+
+    return open_host

@@ -1,0 +1,174 @@
+"""Unix sockets between peers on one host: the kernel identifies the other user, so no secret is needed.
+
+    PRIVATE/peer-PORT-HOST.sock    beside a TCP port on loopback; mode 0600 in a directory of mode 0700
+    any path                       of `kvloom share --socket`, for users of --allow-uid
+
+HOST identifies this boot and network namespace: loopback of another container or host differs.
+Does not know protocols.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+
+from .secret import open_private_directory, private_directories
+
+__all__ = [
+    "UnixAddress",
+    "UnixListener",
+    "connect_loopback",
+    "connect_unix",
+    "listen_loopback",
+    "listen_unix",
+    "peer_uid",
+]
+
+_CREDENTIALS = struct.Struct("3i")
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # the last one includes loopback
+
+
+class UnixAddress:
+    """The path of a Unix socket, and the users that may serve it besides this one and root."""
+
+    def __init__(self, path: str, uids: Iterable[int] = ()) -> None:
+        self.path, self.uids = path, frozenset(uids)
+
+    def __str__(self) -> str:
+        return self.path
+
+
+class UnixListener:
+    """A Unix socket that listens at a path until `close`, which removes the path."""
+
+    def __init__(self, listening: socket.socket, name: str, directory: int | None = None) -> None:
+        self.socket, self._socket_name, self._directory = listening, name, directory
+        self._file = os.stat(name, dir_fd=directory, follow_symlinks=False).st_ino
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+        with contextlib.suppress(OSError):
+            if os.stat(self._socket_name, dir_fd=self._directory, follow_symlinks=False).st_ino == self._file:
+                os.unlink(self._socket_name, dir_fd=self._directory)
+        if self._directory is not None:
+            os.close(self._directory)
+            self._directory = None
+
+
+def peer_uid(connected: socket.socket) -> int:
+    """Returns the user id at the other end of a Unix socket, as reported by the kernel."""
+    _, uid, _ = _CREDENTIALS.unpack(
+        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return int(uid)
+
+
+def listen_loopback(host: str, port: int) -> UnixListener | None:
+    """Listens beside a TCP port on loopback, for this user. Returns None if system or directories do not allow it."""
+    if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
+        return None
+    for folder in private_directories():
+        try:
+            directory = open_private_directory(folder, create=True)
+        except OSError:
+            continue
+        name = _socket_name(port)
+        try:
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # this process has the port now, so the socket's creator has ended
+                os.unlink(name, dir_fd=directory)
+            return UnixListener(_listen(_fd_path(directory, name), 0o600), name, directory)
+        except OSError:
+            os.close(directory)
+    return None
+
+
+def connect_loopback(host: str, port: int, timeout: float) -> socket.socket | None:
+    """Connects to this user's server on a loopback port by Unix socket. Returns None if it has no such socket."""
+    if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
+        return None
+    for folder in private_directories():
+        try:
+            directory = open_private_directory(folder)
+        except OSError:
+            continue
+        try:
+            return _connect(_fd_path(directory, _socket_name(port)), timeout, frozenset())
+        except OSError:
+            continue
+        finally:
+            os.close(directory)
+    return None
+
+
+def listen_unix(path: Path, mode: int) -> UnixListener:
+    """Listens at a path. Raises OSError if another file exists there or another process listens."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        raise OSError(95, "this system does not identify the user of a Unix socket: omit --socket")
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise FileExistsError(17, "it exists and is not a socket")
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+            else:
+                raise FileExistsError(98, "another process listens there")
+    return UnixListener(_listen(str(path), mode), str(path))
+
+
+def connect_unix(address: UnixAddress, timeout: float) -> socket.socket:
+    """Connects to a path. Raises OSError if no process listens, or another user does."""
+    return _connect(address.path, timeout, address.uids)
+
+
+def _listen(path: str, mode: int) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(path)
+        Path(path).chmod(mode)
+        listening.listen(128)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def _connect(path: str, timeout: float, uids: frozenset[int]) -> socket.socket:
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        connected.settimeout(timeout)
+        connected.connect(path)
+        uid = peer_uid(connected)
+        if uid not in (os.geteuid(), 0, *uids):
+            raise PermissionError(
+                1,
+                f"the server belongs to user {uid}, not to user {os.geteuid()}: give ?uid={uid} to allow it",
+            )
+    except BaseException:
+        connected.close()
+        raise
+    return connected
+
+
+def _fd_path(directory: int, name: str) -> str:
+    """Returns a path of a file in an open directory, short enough for a socket's address."""
+    return f"/proc/self/fd/{directory}/{name}"
+
+
+def _socket_name(port: int) -> str:
+    here = b""
+    with contextlib.suppress(OSError):
+        here = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        here += str(Path("/proc/self/ns/net").stat().st_ino).encode()
+    return f"peer-{port}-{blake2b(here, digest_size=4).hexdigest()}.sock"
