@@ -9,7 +9,7 @@ from pathlib import Path
 from kvloom.serve.auth.limits import Gate
 from kvloom.serve.metrics.metrics import Metrics
 from kvloom.serve.metrics.series import Row, tenant_rows
-from kvloom.serve.worker.engine_link import EngineLink
+from kvloom.serve.worker.engine_client import EngineLink
 from kvloom.serve.worker.messages import Start, TenantUse
 
 __all__ = ["FILE", "main", "table"]

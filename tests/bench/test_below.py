@@ -7,8 +7,8 @@ import json
 import pytest
 
 from kvloom import cli
-from kvloom.bench import below, race
-from kvloom.bench.below import main
+from kvloom.bench import load_or_recompute as race, offload as below
+from kvloom.bench.offload import main
 
 
 def test_every_part_says_what_it_measured(

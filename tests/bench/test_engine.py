@@ -17,8 +17,8 @@ from kvloom import cli
 from kvloom.bench import engine, engine_report
 from kvloom.bench.engine_peers import AbsentError, HuggingFace, Vllm
 from kvloom.bench.engine_runners import Measured, Options
-from kvloom.bench.floor import FLOP_RATE, READ_RATE, Floor, Pass, seen
-from kvloom.bench.residency import capacity, waste
+from kvloom.bench.pool_usage import capacity, waste
+from kvloom.bench.roofline import FLOP_RATE, READ_RATE, Floor, Pass, seen
 from kvloom.bench.shapes import SHAPES, build, hf_config
 from kvloom.bench.workloads import WORKLOADS, Conversation, Workload, chosen
 from kvloom.core import KVCache, LayerSpec, PoolLayout, Visibility, attention_fields

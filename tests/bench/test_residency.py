@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvloom.bench.residency import Peak, waste
+from kvloom.bench.pool_usage import Peak, waste
 from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Visibility
 
 

@@ -11,9 +11,9 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from kvloom.models.catalog import folder_of
-from kvloom.serve.api.errors import ApiError
 from kvloom.serve.api.prompts import Prompt, Prompts, Room, load_tokenizer
 from kvloom.serve.api.request_fields import ChatFields, CompletionFields
+from kvloom.serve.errors import ApiError
 from tests.engine.made_tokenizers import byte_fallback, byte_level
 
 TURNS = "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}{% for c in m['tool_calls'] or [] %}<call>{{ c['function'] | tojson }}</call>{% endfor %}<|end|>\n{% endfor %}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{{ note }}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"

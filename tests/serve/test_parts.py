@@ -15,11 +15,10 @@ from kvloom.core import Tenant
 from kvloom.engine.engine import Engine
 from kvloom.engine.sampling.params import SamplingParams
 from kvloom.models.catalog import embedded, folder_of
-from kvloom.serve.api.errors import ApiError, engine_died
 from kvloom.serve.auth.keys import exposed, read_keys
 from kvloom.serve.auth.limits import Gate, Limits
-from kvloom.serve.worker.engine_link import RESTARTS, WINDOW_SECONDS, Backoff
-from kvloom.serve.worker.mailbox import Mailbox
+from kvloom.serve.errors import ApiError, engine_died
+from kvloom.serve.worker.engine_client import RESTARTS, WINDOW_SECONDS, Backoff
 from kvloom.serve.worker.messages import (
     HEADER_BYTES,
     Add,
@@ -37,6 +36,7 @@ from kvloom.serve.worker.messages import (
     frame,
     length_of,
 )
+from kvloom.serve.worker.response_stream import Mailbox
 from kvloom.serve.worker.watchdog import Patience, Watchdog
 from kvloom.serve.worker.worker import Worker
 

@@ -21,7 +21,7 @@ from kvloom.serve.metrics.metrics import Metrics
 from kvloom.serve.metrics.observer import Observer
 from kvloom.serve.metrics.request_records import Record, Records, stop_text
 from kvloom.serve.metrics.trace_recorder import Recorder
-from kvloom.serve.worker.engine_link import EngineLink
+from kvloom.serve.worker.engine_client import EngineLink
 from kvloom.serve.worker.messages import Add, Start, Story
 from tests.serve.receiver import Receiver
 from tests.serve.running import MODEL, Running

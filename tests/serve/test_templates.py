@@ -12,10 +12,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvloom.models.catalog import folder_of
-from kvloom.serve.api.errors import ApiError
 from kvloom.serve.api.prompts import Prompts, Room, load_tokenizer
 from kvloom.serve.api.request_fields import ChatFields, CompletionFields
 from kvloom.serve.api.templates import MOST_DEPTH, weigh
+from kvloom.serve.errors import ApiError
 from tests.engine.made_tokenizers import byte_fallback, byte_level, words
 
 PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -27,7 +27,7 @@ from kvloom.tiers.registry import check_tiers
 from .engine_peers import AbsentError, HuggingFace, OneByOne, Vllm
 from .engine_report import QUOTED, Ran, Result, render, rows_of
 from .engine_runners import Invariant, Kvloom, Measured, Options, Runner
-from .floor import Floor
+from .roofline import Floor
 from .shapes import SHAPES, hf_config
 from .workloads import WORKLOADS, Workload, chosen
 
@@ -301,7 +301,7 @@ def _capacity(args: argparse.Namespace) -> int:
     from kvloom.models.catalog import known_models, load_spec
     from kvloom.models.specs import model_spec
 
-    from .residency import capacity
+    from .pool_usage import capacity
 
     if args.shape in known_models():
         spec = load_spec(args.shape, args.kv_dtype)

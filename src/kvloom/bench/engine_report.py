@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .engine_runners import Measured, Turns
-from .floor import Least
+from .roofline import Least
 from .workloads import Workload
 
 __all__ = ["QUOTED", "QUOTED_AS", "Ran", "Result", "render", "rows_of"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .residency import Peak
+from .pool_usage import Peak
 from .shapes import SHAPES, build, hf_config
 from .workloads import Conversation
 

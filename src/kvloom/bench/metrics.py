@@ -66,7 +66,7 @@ def time_parts(engine: Any) -> Parts:
     from kvloom.serve.auth.limits import Gate
     from kvloom.serve.metrics.metrics import Metrics
     from kvloom.serve.metrics.observer import Observer
-    from kvloom.serve.worker.engine_link import EngineLink
+    from kvloom.serve.worker.engine_client import EngineLink
     from kvloom.serve.worker.messages import Add, FromEngine, Outputs, Ready, Start, Story
     from kvloom.serve.worker.stats import engine_stats
 

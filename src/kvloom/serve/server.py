@@ -25,18 +25,18 @@ import uvicorn
 
 from kvloom.engine.preflight import check_engine
 
-from .api.application import application
 from .api.connection import at_most, close_idle
-from .api.errors import draining
 from .api.prompts import Prompts, load_tokenizer
-from .api.service import Service, is_loopback
+from .api.server_context import Service, is_loopback
+from .application import application
 from .auth.keys import Keys
 from .auth.limits import Gate, Limits
-from .dashboard.watch import Watch
+from .dashboard.dashboard_state import Watch
+from .errors import draining
 from .metrics.metrics import Metrics
 from .metrics.observer import Observer
 from .metrics.trace_recorder import Recorder
-from .worker.engine_link import EngineLink, StartError
+from .worker.engine_client import EngineLink, StartError
 from .worker.messages import Ready, Start
 from .worker.watchdog import Patience
 
@@ -224,7 +224,7 @@ class _Life:
     def _tell_ready(self) -> None:
         if self._ready is None or self.service.prompts is None:
             return
-        from .welcome import welcome
+        from .startup_message import welcome
 
         host, port = self.listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

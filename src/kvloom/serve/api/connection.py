@@ -13,7 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .errors import ApiError
+from kvloom.serve.errors import ApiError
 
 __all__ = ["Connection", "at_most", "close_idle"]
 

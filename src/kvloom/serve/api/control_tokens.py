@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice, pairwise
 from typing import Any
 
-from .errors import bad_request
+from kvloom.serve.errors import bad_request
 
 __all__ = ["MARK_ROOM", "ControlTokens", "Encode"]
 

@@ -14,15 +14,15 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvloom.engine.sampling.params import SamplingParams
+from kvloom.serve.errors import ApiError, bad_request, slow_reader, too_long
 from kvloom.serve.metrics.request_records import Record
-from kvloom.serve.worker.mailbox import Mailbox
 from kvloom.serve.worker.messages import Add, Delta, Ready
+from kvloom.serve.worker.response_stream import Mailbox
 
-from .errors import ApiError, bad_request, slow_reader, too_long
 from .prompts import Prompt, Prompts, Room
 from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields, sampling
 from .responses import ChatForm, CompletionForm, Form
-from .service import Service
+from .server_context import Service
 
 __all__ = ["Chats", "Completions", "Generation"]
 

@@ -20,8 +20,8 @@ from jinja2.exceptions import TemplateError
 from kvloom.models.catalog import known_models
 from kvloom.serve.api.control_tokens import MARK_ROOM, ControlTokens, Encode
 from kvloom.serve.api.templates import RenderError, limit_templates, rendering, reserved_names, weigh
+from kvloom.serve.errors import ApiError, bad_request, too_long
 
-from .errors import ApiError, bad_request, too_long
 from .request_fields import ChatFields, CompletionFields, check_levels, check_tokens, paused_gc
 
 __all__ = ["PIECE", "Prompt", "Prompts", "Room", "fitting_characters", "load_tokenizer"]

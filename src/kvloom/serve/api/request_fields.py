@@ -19,8 +19,7 @@ import msgspec
 
 from kvloom.engine.sampling.params import SamplingParams
 from kvloom.serve.api.templates import weigh
-
-from .errors import ApiError, bad_request
+from kvloom.serve.errors import ApiError, bad_request
 
 __all__ = [
     "REFUSED",

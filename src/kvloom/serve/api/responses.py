@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
+from kvloom.serve.errors import ApiError, bad_request, no_room
 from kvloom.serve.worker.messages import Delta, TokenTold
 
-from .errors import ApiError, bad_request, no_room
 from .prompts import PIECE, Prompt, Prompts
 from .request_fields import StreamOptions
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .errors import bad_request
+from kvloom.serve.errors import bad_request
 
 __all__ = [
     "MOST_DEPTH",

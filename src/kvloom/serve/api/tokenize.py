@@ -9,10 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import bad_request
+from kvloom.serve.errors import bad_request
+
 from .prompts import Room, fitting_characters
 from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields
-from .service import Service
+from .server_context import Service
 
 __all__ = ["Detokenize", "Tokenize"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from kvloom.arguments import parse_size
-from kvloom.serve.api.errors import invalid_key
+from kvloom.serve.errors import invalid_key
 from kvloom.serve.worker.messages import TenantRules
 
 __all__ = ["Keys", "exposed", "read_keys"]

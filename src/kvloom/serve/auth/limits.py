@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvloom.serve.api.errors import bad_request, busy, draining
+from kvloom.serve.errors import bad_request, busy, draining
 
 __all__ = ["Gate", "Limits"]
 

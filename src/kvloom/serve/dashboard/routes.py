@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from kvloom.serve.api.errors import not_found
-from kvloom.serve.api.service import Service
+from kvloom.serve.api.server_context import Service
+from kvloom.serve.errors import not_found
 
-from .watch import Watch
+from .dashboard_state import Watch
 
 __all__ = ["HEADERS", "dashboard_routes", "page_files"]
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 from kvloom.core.histogram import Histogram
 from kvloom.serve.auth.limits import Gate
-from kvloom.serve.worker.engine_link import EngineLink
+from kvloom.serve.worker.engine_client import EngineLink
 from kvloom.serve.worker.messages import TenantUse
 
 from .request_records import Record

@@ -15,7 +15,7 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request
 from kvloom.engine.sampling.grammar import Grammar, GrammarBusyError, GrammarState
 from kvloom.engine.sampling.logprobs import TokenLogprobs
-from kvloom.serve.dashboard.picture import Picture
+from kvloom.serve.worker.cache_snapshot import Picture
 
 from .messages import (
     Add,

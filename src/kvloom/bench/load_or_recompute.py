@@ -32,8 +32,8 @@ from kvloom.tiers.registry import Place
 from kvloom.tiers.transfers.tier_queue import LaneConfig
 from kvloom.tiers.transfers.transfer_manager import MoverConfig
 
-from .emptying import empty_host, empty_pool, stored
 from .engine import say
+from .page_placement import empty_host, empty_pool, stored
 
 __all__ = ["KNOWLEDGE", "RATIOS", "race"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvloom.serve.api.errors import ApiError, slow_reader
+from kvloom.serve.errors import ApiError, slow_reader
 
 from .messages import Delta
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from kvloom.serve.api.errors import ApiError
-from kvloom.serve.api.service import Service
+from kvloom.serve.api.server_context import Service
+from kvloom.serve.errors import ApiError
 
 from .history import History
 

@@ -15,13 +15,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvloom.serve.dashboard.dashboard_state import Watch
 from kvloom.serve.dashboard.routes import dashboard_routes
-from kvloom.serve.dashboard.watch import Watch
 
+from .api.generation import Chats, Completions
+from .api.server_context import Service, whole_number
+from .api.tokenize import Detokenize, Tokenize
 from .errors import ApiError, bad_request, not_found, unknown_model, unknown_request
-from .generation import Chats, Completions
-from .service import Service, whole_number
-from .tokenize import Detokenize, Tokenize
 
 __all__ = ["application"]
 

@@ -10,12 +10,12 @@ from starlette.requests import ClientDisconnect, Request
 
 from kvloom.serve.auth.keys import Keys
 from kvloom.serve.auth.limits import Gate, Limits
+from kvloom.serve.errors import ApiError, bad_request, draining, engine_loading, too_large, unknown_model
 from kvloom.serve.metrics.metrics import Metrics
 from kvloom.serve.metrics.observer import Observer
-from kvloom.serve.worker.engine_link import EngineLink
+from kvloom.serve.worker.engine_client import EngineLink
 from kvloom.serve.worker.messages import Ready
 
-from .errors import ApiError, bad_request, draining, engine_loading, too_large, unknown_model
 from .prompts import Prompts
 from .request_fields import Fields
 

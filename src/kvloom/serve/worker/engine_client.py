@@ -18,10 +18,9 @@ from contextlib import suppress
 
 import msgspec
 
-from kvloom.serve.api.errors import ApiError, engine_died, engine_loading, grammars_busy
 from kvloom.serve.api.request_fields import explained
+from kvloom.serve.errors import ApiError, engine_died, engine_loading, grammars_busy
 
-from .mailbox import Mailbox
 from .messages import (
     HEADER_BYTES,
     Add,
@@ -42,6 +41,7 @@ from .messages import (
     frame,
     length_of,
 )
+from .response_stream import Mailbox
 from .watchdog import BEAT_SECONDS, Patience, Watchdog
 
 __all__ = ["Backoff", "EngineLink", "StartError"]

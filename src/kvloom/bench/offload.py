@@ -37,12 +37,12 @@ from kvloom.engine.request import SamplingParams
 from kvloom.models.load import device_of
 from kvloom.tiers.registry import check_tiers
 
-from .emptying import empty_host, empty_pool, stored
 from .engine import say
 from .engine_runners import Kvloom, Options
-from .keep import keep
-from .layers import by_layers
-from .race import race
+from .layerwise_copy import by_layers
+from .load_or_recompute import race
+from .offload_cost import keep
+from .page_placement import empty_host, empty_pool, stored
 from .shapes import SHAPES, build, hf_config
 from .workloads import Workload, chosen
 
