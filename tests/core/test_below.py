@@ -186,7 +186,7 @@ def test_whatever_comes_back_from_below_is_what_was_there(
                 cache.allocator.evict_ahead()
             world.settle()
             cache.check()
-        assert cache.stats()["held_pages"] == 0
+        assert cache.stats()["in_use_pages"] == 0
     assert loaded
 
 
@@ -269,9 +269,9 @@ def test_where_there_is_no_room_nothing_changes_and_quotas_hold() -> None:
     prospect = world.cache.plan_load(world.cache.match(text, small))
     for questions in iter(prospect.next_queries, []):
         prospect.answer([np.ones(len(q.hashes), bool) for q in questions])
-    held = world.cache.stats()["held_pages"]
+    held = world.cache.stats()["in_use_pages"]
     assert world.cache.reserve(prospect) is None  # seven blocks, of a quota of four
-    assert world.cache.stats()["held_pages"] == held
+    assert world.cache.stats()["in_use_pages"] == held
     world.cache.check()
     world.cache.tree.version += 1
     with pytest.raises(ValueError, match="make it again"):
@@ -355,4 +355,4 @@ def test_pages_that_an_arrival_shares_may_move_while_room_is_made_for_it(
         world.settle()
         cache.check()
     assert moved
-    assert cache.stats()["held_pages"] == 0
+    assert cache.stats()["in_use_pages"] == 0

@@ -390,16 +390,16 @@ class KVCache:
             "slabs": total,
             "reserved_slabs": self.pool.reserved - 1,
             "free_slabs": self.pool.free_slabs,
-            "held_pages": sum(c.in_use_pages for c in pools),
+            "in_use_pages": sum(c.in_use_pages for c in pools),
             "cached_pages": sum(c.cached_pages for c in pools),
-            "free_pages_in_lent_slabs": sum(c.free_pages for c in pools),
+            "free_pages_in_occupied_slabs": sum(c.free_pages for c in pools),
             "nodes": self.tree.nodes,
             "looked_up_tokens": self.looked_up_tokens,
             "hit_tokens": self.hit_tokens,
             "evictions": self.allocator.evictions,
             "evicted_bytes": self.allocator.evicted_bytes,
             "moved_pages": self.allocator.moved_pages,
-            "stops": dict(self.misses),
+            "miss_reasons": dict(self.misses),
         }
 
     @property
