@@ -1,5 +1,8 @@
-"""The HTTP interface: which address does what, and how errors are told. OpenAI's addresses, those of other servers that
-clients ask for (/tokenize, /version, /ping), /health and /metrics."""
+"""The HTTP application: routes, error responses, and counting of responses.
+
+OpenAI's endpoints, those of other servers that clients expect (/tokenize, /version, /ping), /health, /metrics and
+the dashboard.
+"""
 
 from __future__ import annotations
 
@@ -15,110 +18,110 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvloom.serve.dashboard.dashboard_state import Watch
+from kvloom.serve.dashboard.dashboard_state import DashboardState
 from kvloom.serve.dashboard.routes import dashboard_routes
 
-from .api.generation import Chats, Completions
-from .api.server_context import Service, whole_number
-from .api.tokenize import Detokenize, Tokenize
+from .api.generation import ChatEndpoint, CompletionEndpoint
+from .api.server_context import ServerContext, parse_digits
+from .api.tokenize import DetokenizeEndpoint, TokenizeEndpoint
 from .errors import ApiError, bad_request, not_found, unknown_model, unknown_request
 
 __all__ = ["application"]
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
-MOST_RECORDS = 1000
+MAX_RECORDS = 1000
 
 
-def application(service: Service, watch: Watch | None = None) -> ASGIApp:
-    """Everything that the server answers, as an ASGI application. `watch` is what the dashboard shows."""
+def application(context: ServerContext, dashboard: DashboardState | None = None) -> ASGIApp:
+    """Return the ASGI application of a server. `dashboard` serves /kvloom/state."""
 
     async def models(request: Request) -> Response:
-        service.tenant_of(request)
-        return _json({"object": "list", "data": [_model(service)]})
+        context.authenticate(request)
+        return _json({"object": "list", "data": [_model(context)]})
 
     async def model(request: Request) -> Response:
-        service.tenant_of(request)
+        context.authenticate(request)
         name = request.path_params["name"]
-        if name not in (service.model, service.path):
-            raise unknown_model(name, service.model)
-        return _json(_model(service))
+        if name not in (context.model, context.model_path):
+            raise unknown_model(name, context.model)
+        return _json(_model(context))
 
     def named_session(request: Request) -> tuple[str, str]:
-        tenant = service.tenant_of(request)
-        service.link.check()
+        tenant = context.authenticate(request)
+        context.engine.require_ready()
         named = request.query_params.get("tenant", "") if tenant is None else tenant
         return named, request.path_params["session"]
 
     async def end_session(request: Request) -> Response:
         tenant, session = named_session(request)
-        service.link.end_session(tenant, session)
+        context.engine.end_session(tenant, session)
         return _json({"id": session, "object": "session", "ended": True})
 
     async def expect_session(request: Request) -> Response:
         tenant, session = named_session(request)
-        service.link.expect_session(tenant, session)
+        context.engine.expect_session(tenant, session)
         return _json({"id": session, "object": "session", "expected": True}, 202)
 
     async def version(_: Request) -> Response:
         return _json({"version": metadata.version("kvloom")})
 
     async def health(_: Request) -> Response:
-        if service.gate.shut:
+        if context.limiter.is_draining:
             return _json({"status": "draining"}, 503)
-        loaded = service.link.ready and service.prompts is not None
+        loaded = context.engine.is_ready and context.encoder is not None
         return _json({"status": "ok"}) if loaded else _json({"status": "loading"}, 503)
 
     async def metrics(request: Request) -> Response:
-        open_ = not service.keys
-        if service.metrics_need_key:
-            service.tenant_of(request)
-        tenant = service.sees(request) if "authorization" in request.headers else None
+        open_ = not context.keys
+        if context.metrics_need_key:
+            context.authenticate(request)
+        tenant = context.visible_tenant(request) if "authorization" in request.headers else None
         everyone = open_ or ("authorization" in request.headers and tenant is None)
-        told = service.metrics.text(tenant, everyone)
-        return Response(told, media_type="text/plain; version=0.0.4; charset=utf-8")
+        response = context.metrics.exposition_text(tenant, everyone)
+        return Response(response, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def records(request: Request) -> Response:
-        tenant = service.sees(request)
+        tenant = context.visible_tenant(request)
         given = request.query_params.get("limit", "50")
-        limit = whole_number(given)
-        if limit is None or not 0 < limit <= MOST_RECORDS:
-            raise bad_request(f"limit {given[:32]!r} must be a number from 1 to {MOST_RECORDS}", "limit")
-        found = service.observer.records.last(limit, tenant)
-        return _json({"requests": [record.shape(operator=tenant is None) for record in found]})
+        limit = parse_digits(given)
+        if limit is None or not 0 < limit <= MAX_RECORDS:
+            raise bad_request(f"limit {given[:32]!r} must be 1 to {MAX_RECORDS}", "limit")
+        found = context.observer.records.latest(limit, tenant)
+        return _json({"requests": [record.to_dict(operator=tenant is None) for record in found]})
 
     async def record(request: Request) -> Response:
-        tenant, id_ = service.sees(request), request.path_params["id"]
-        found = service.observer.records.find(id_, tenant)
+        tenant, id_ = context.visible_tenant(request), request.path_params["id"]
+        found = context.observer.records.find(id_, tenant)
         if found is None:
             raise unknown_request(id_)
-        return _json(found.shape(operator=tenant is None))
+        return _json(found.to_dict(operator=tenant is None))
 
     routes = [
-        Route("/v1/completions", Completions(service), methods=["POST"]),
-        Route("/v1/chat/completions", Chats(service), methods=["POST"]),
+        Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/sessions/{session:path}", end_session, methods=["DELETE"]),
         Route("/v1/sessions/{session:path}", expect_session, methods=["POST"]),
-        Route("/tokenize", Tokenize(service), methods=["POST"]),
-        Route("/detokenize", Detokenize(service), methods=["POST"]),
+        Route("/tokenize", TokenizeEndpoint(context), methods=["POST"]),
+        Route("/detokenize", DetokenizeEndpoint(context), methods=["POST"]),
         Route("/version", version),
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/metrics", metrics),
         Route("/kvloom/requests", records),
         Route("/kvloom/requests/{id}", record),
-        *dashboard_routes(service, watch or Watch(service)),
+        *dashboard_routes(context, dashboard or DashboardState(context)),
     ]
-    handlers: dict[Any, Any] = {ApiError: _told, HTTPException: _http_error, Exception: _unexpected}
-    return _Counted(Starlette(routes=routes, exception_handlers=handlers), service)
+    handlers: dict[Any, Any] = {ApiError: _error_response, HTTPException: _http_error, Exception: _unexpected}
+    return _CountResponses(Starlette(routes=routes, exception_handlers=handlers), context)
 
 
-class _Counted:
-    """Counts answers by their status, and refuses requests that were not meant for this machine."""
+class _CountResponses:
+    """Counts responses by status, and rejects requests that were sent to another host name."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
+    def __init__(self, app: ASGIApp, context: ServerContext) -> None:
+        self._app, self._context = app, context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -127,29 +130,29 @@ class _Counted:
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                self._service.metrics.requests[path, str(message["status"])] += 1
+                self._context.metrics.requests[path, str(message["status"])] += 1
             await send(message)
 
         request = Request(scope)
         try:
-            self._service.check_host(request)
+            self._context.check_host(request)
         except ApiError as error:
-            response = await _told(request, error)
+            response = await _error_response(request, error)
             await response(scope, receive, counted)
             return
         await self._app(scope, receive, counted)
 
 
-def _model(service: Service) -> dict[str, Any]:
-    facts = service.link.facts
+def _model(context: ServerContext) -> dict[str, Any]:
+    facts = context.engine.info
     return {
-        "id": service.model,
+        "id": context.model,
         "object": "model",
-        "created": service.created,
+        "created": context.created,
         "owned_by": "kvloom",
-        "root": service.path,
+        "root": context.model_path,
         "parent": None,
-        "max_model_len": None if facts is None else facts.longest,
+        "max_model_len": None if facts is None else facts.max_tokens,
     }
 
 
@@ -157,7 +160,7 @@ def _json(data: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(data), status, media_type="application/json")
 
 
-async def _told(_: Request, error: ApiError) -> Response:
+async def _error_response(_: Request, error: ApiError) -> Response:
     headers = {name.decode(): value.decode() for name, value in error.headers}
     return Response(error.body, error.status, headers)
 
@@ -165,15 +168,15 @@ async def _told(_: Request, error: ApiError) -> Response:
 async def _http_error(request: Request, error: HTTPException) -> Response:
     method, path = request.method, request.url.path
     if error.status_code == 404:
-        return await _told(request, not_found(method, path))
+        return await _error_response(request, not_found(method, path))
     allowed = (error.headers or {}).get("Allow", "another method")
-    said = f"{path} takes {allowed}, not {method}" if error.status_code == 405 else str(error.detail)
-    told = await _told(request, ApiError(error.status_code, said))
-    told.headers.update(error.headers or {})
-    return told
+    said = f"{path} accepts {allowed}, not {method}" if error.status_code == 405 else str(error.detail)
+    response = await _error_response(request, ApiError(error.status_code, said))
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _unexpected(request: Request, _: Exception) -> Response:
-    return await _told(
-        request, ApiError(500, "something went wrong here; the server's log says what", code="internal_error")
+    return await _error_response(
+        request, ApiError(500, "internal error; see the server's log", code="internal_error")
     )

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine's link, the tokenizer, keys, limits and counts, and the checks that come first."""
+"""State and checks that all endpoints share: engine client, prompt encoder, keys, limits, metrics."""
 
 from __future__ import annotations
 
@@ -8,149 +8,147 @@ from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
-from kvloom.serve.auth.keys import Keys
-from kvloom.serve.auth.limits import Gate, Limits
-from kvloom.serve.errors import ApiError, bad_request, draining, engine_loading, too_large, unknown_model
+from kvloom.serve.auth.keys import ApiKeys
+from kvloom.serve.auth.limits import Limits, RequestLimiter
+from kvloom.serve.errors import ApiError, bad_request, body_too_large, draining, engine_loading, unknown_model
 from kvloom.serve.metrics.metrics import Metrics
-from kvloom.serve.metrics.observer import Observer
-from kvloom.serve.worker.engine_client import EngineLink
+from kvloom.serve.metrics.observer import RequestObserver
+from kvloom.serve.worker.engine_client import EngineClient
 from kvloom.serve.worker.messages import Ready
 
-from .prompts import Prompts
-from .request_fields import Fields
+from .prompts import PromptEncoder
+from .request_fields import RequestFields
 
-__all__ = ["Service", "is_loopback", "whole_number"]
+__all__ = ["ServerContext", "is_loopback", "parse_digits"]
 
 MOST_DIGITS = 18
 
 
 @dataclass(slots=True)
-class Service:
-    """One server. `model` is the name that requests give, `path` another that is understood; `prompts` is None while the
-    tokenizer loads; without `keys` nobody is asked for one, and only names of this machine are answered to."""
+class ServerContext:
+    """One server. `model` is the served name, `model_path` is accepted as well. `encoder` is None while the tokenizer loads.
+    Without `keys`, only requests to loopback names are accepted."""
 
-    link: EngineLink
-    keys: Keys
+    engine: EngineClient
+    keys: ApiKeys
     limits: Limits
-    gate: Gate
-    observer: Observer
+    limiter: RequestLimiter
+    observer: RequestObserver
     model: str
-    path: str
+    model_path: str
     created: int
-    prompts: Prompts | None = None
+    encoder: PromptEncoder | None = None
     metrics_need_key: bool = False
-    """/metrics answers requests with a key only."""
-    reading: int = 0
-    """Bytes of bodies that are being read."""
+    """Whether /metrics requires a key."""
+    body_bytes_in_flight: int = 0
+    """Bytes of request bodies being read."""
 
     @property
     def metrics(self) -> Metrics:
         return self.observer.metrics
 
-    def ready(self) -> tuple[Ready, Prompts]:
-        """The engine's facts and the tokenizer. Raises ApiError while one of them is missing, or the server shuts down."""
-        if self.gate.shut:
+    def require_ready(self) -> tuple[Ready, PromptEncoder]:
+        """Return the engine's Ready message and the encoder. Raises ApiError while one is missing, or while draining."""
+        if self.limiter.is_draining:
             raise draining()
-        facts = self.link.check()
-        if self.prompts is None:
+        facts = self.engine.require_ready()
+        if self.encoder is None:
             raise engine_loading()
-        return facts, self.prompts
+        return facts, self.encoder
 
-    def tenant_of(self, request: Request) -> str | None:
-        """The tenant that a request's key names; None where no keys are used. Raises ApiError 401."""
-        return self.keys.tenant(request.headers.get("authorization")) if self.keys else None
+    def authenticate(self, request: Request) -> str | None:
+        """Return the tenant of a request's key; None without keys. Raises ApiError 401."""
+        return self.keys.authenticate(request.headers.get("authorization")) if self.keys else None
 
-    def sees(self, request: Request) -> str | None:
-        """The tenant whose requests a key may see; None for everybody's: an operator's key, or no keys at all. Raises
-        ApiError 401."""
+    def visible_tenant(self, request: Request) -> str | None:
+        """Return the tenant whose requests a key may see; None means all: an admin key, or no keys. Raises ApiError 401."""
         given = request.headers.get("authorization")
-        tenant = self.tenant_of(request)
-        return None if self.keys.admin(given) else tenant
+        tenant = self.authenticate(request)
+        return None if self.keys.is_admin(given) else tenant
 
-    def check_admin(self, request: Request) -> None:
-        """Raise ApiError 401 or 403 where a request may not see the whole cache. Without keys everyone may who gets here."""
-        if self.sees(request) is None:
+    def require_admin(self, request: Request) -> None:
+        """Raise ApiError 401 or 403 unless the request may see all tenants. Without keys every request may."""
+        if self.visible_tenant(request) is None:
             return
         raise ApiError(
             403,
-            "this shows what all tenants do, and the key is no admin's: a line of --api-keys that ends in `admin` makes one, "
-            'or "admin": true',
+            "admin key required: this shows all tenants; mark a key of --api-keys with `admin` at the end of its line, "
+            'or with "admin": true',
             code="not_admin",
         )
 
-    def tenant(self, request: Request, fields: Fields) -> str:
-        """The tenant of a generating request: its key's, or without keys the one it names."""
-        known = self.tenant_of(request)
+    def request_tenant(self, request: Request, fields: RequestFields) -> str:
+        """Return the tenant of a generating request: that of its key, or without keys the one it names."""
+        known = self.authenticate(request)
         if known is None:
             return fields.tenant or ""
         if fields.tenant not in (None, known):
-            raise bad_request("tenant is given by the API key; leave the field out", "tenant")
+            raise bad_request("tenant is set by the API key: omit the field", "tenant")
         return known
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 where a request names another model; one that names none means the one that is served."""
-        if name is not None and name not in (self.model, self.path):
+        """Raise ApiError 404 if a request names another model. No name means the served model."""
+        if name is not None and name not in (self.model, self.model_path):
             raise unknown_model(name, self.model)
 
     def check_host(self, request: Request) -> None:
-        """Without keys, refuse requests that were sent to another name than this machine's, or by a page that is not from
-        this machine: a web page could have made a browser send them. Raises ApiError 403."""
+        """Without keys, raise ApiError 403 for a foreign Host or Origin: a web page could make a browser send the request."""
         if self.keys:
             return
         host = request.headers.get("host", "localhost")
         page = request.headers.get("origin", "http://localhost").partition("://")[2]
-        for name in (_name(host), _name(page)):
+        for name in (_host_name(host), _host_name(page)):
             if not is_loopback(name):
                 raise ApiError(
                     403,
-                    f"without API keys this server answers to names of its own machine and its pages, not {name!r}: start it with --api-keys",
+                    f"{name!r} is not a loopback name; without API keys only loopback names are accepted: start the server with --api-keys",
                 )
 
-    async def body(self, request: Request) -> bytes:
-        """A request's body: JSON, of a size and at a pace that are taken. Raises ApiError."""
+    async def read_body(self, request: Request) -> bytes:
+        """Return a JSON body. Raises ApiError for another type, too many bytes, or a slow client."""
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(415, f"the body must be application/json, not {kind!r}")
+            raise ApiError(415, f"content type {kind!r} is not supported: send application/json")
         limit = self.limits.body_bytes
         said = request.headers.get("content-length", "0")
-        length = whole_number(said)
+        length = parse_digits(said)
         if length is not None and length > limit:
-            raise too_large(limit)
+            raise body_too_large(limit)
         data = bytearray()
         try:
             async with asyncio.timeout(self.limits.request_seconds):
                 async for chunk in request.stream():
-                    self.reading += len(chunk)
+                    self.body_bytes_in_flight += len(chunk)
                     data += chunk
                     if len(data) > limit:
-                        raise too_large(limit)
-                    if self.reading > self.limits.bodies * limit:
+                        raise body_too_large(limit)
+                    if self.body_bytes_in_flight > self.limits.bodies * limit:
                         raise ApiError(
-                            429, "too many large requests are being read: send it again later", code="rate_limit_exceeded", retry_after=1
+                            429, "too many large request bodies at once; retry in 1 s", code="rate_limit_exceeded", retry_after=1
                         )  # fmt: skip
         except TimeoutError:
             raise ApiError(
-                408, f"the body did not come within {self.limits.request_seconds:g} seconds"
+                408, f"the request body did not arrive within {self.limits.request_seconds:g} seconds"
             ) from None
         except ClientDisconnect:
-            raise bad_request("the client went away") from None
+            raise bad_request("the client disconnected") from None
         finally:
-            self.reading -= len(data)
+            self.body_bytes_in_flight -= len(data)
         return bytes(data)
 
 
-def whole_number(text: str) -> int | None:
-    """Return the number that a text of up to 18 ASCII digits writes, else None."""
+def parse_digits(text: str) -> int | None:
+    """Return the number written by up to 18 ASCII digits, else None."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else None
 
 
-def _name(host: str) -> str:
-    """A host without its port."""
+def _host_name(host: str) -> str:
+    """Return a host without its port."""
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is of this machine alone."""
+    """Whether a name or address belongs to this machine only."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:

@@ -1,9 +1,9 @@
-"""The server's side of the dashboard: one picture for all viewers, made at most once an interval, and the past minutes.
+"""The data of the dashboard: one cache snapshot for all viewers, at most one per REFRESH_SECONDS, and a history.
 
-    viewers ──▶ state() ──▶ the picture at hand, or one Look at the engine that all of them wait for
-    every 2 s   a sample of counters, whether anyone looks or not: who opens the page sees what was before
+    viewers ──▶ state_json() ──▶ the latest snapshot, or one SnapshotRequest that all viewers wait for
+    every 2 s   a sample of counters, with or without viewers
 
-Knows no HTTP. The engine may be busy in a long step, loading or dead: then the last picture stays, and its age is told.
+Knows no HTTP. While the engine is busy in a long step, loading or dead, the last snapshot stays and its age is shown.
 """
 
 from __future__ import annotations
@@ -15,77 +15,77 @@ from typing import Any
 
 import msgspec
 
-from kvloom.serve.api.server_context import Service
+from kvloom.serve.api.server_context import ServerContext
 from kvloom.serve.errors import ApiError
 
 from .history import History
 
-__all__ = ["Watch"]
+__all__ = ["DashboardState"]
 
-INTERVAL = 1.0
-PATIENCE = 2.0
-"""How long viewers wait for a new picture before they get the old one."""
+REFRESH_SECONDS = 1.0
+WAIT_SECONDS = 2.0
+"""How long viewers wait for a new snapshot before they get the previous one."""
 SAMPLE_SECONDS = 2.0
 SAMPLES = 300
 _encode = msgspec.json.Encoder().encode
 
 
-class Watch:
-    """What one server's viewers see."""
+class DashboardState:
+    """The data that the viewers of one server see."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._history = History(service, deque(maxlen=SAMPLES), SAMPLE_SECONDS)
-        self._picture: bytes | None = None
-        self._made = 0.0
-        self._told: tuple[float, bytes] = (0.0, b"")
-        self._look: asyncio.Task[None] | None = None
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._history = History(context, deque(maxlen=SAMPLES), SAMPLE_SECONDS)
+        self._snapshot: bytes | None = None
+        self._snapshot_at = 0.0
+        self._cached_json: tuple[float, bytes] = (0.0, b"")
+        self._refreshing: asyncio.Task[None] | None = None
 
-    async def run(self) -> None:
-        """Take samples for ever."""
+    async def sample_history(self) -> None:
+        """Take samples until cancelled."""
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
             self._history.sample(time.time())
 
-    async def state(self) -> bytes:
-        """Everything, as JSON. At most one look at the engine an interval, however many ask."""
+    async def state_json(self) -> bytes:
+        """Return the whole state as JSON. Requests at most one snapshot per REFRESH_SECONDS."""
         now = time.monotonic()
-        if now - self._told[0] < INTERVAL and self._told[1]:
-            return self._told[1]
-        if self._look is None or self._look.done():
-            self._look = asyncio.create_task(self._take())
-        await asyncio.wait({self._look}, timeout=PATIENCE)
-        if time.monotonic() - self._told[0] >= INTERVAL or not self._told[1]:
-            self._told = time.monotonic(), _encode(self._everything())
-        return self._told[1]
+        if now - self._cached_json[0] < REFRESH_SECONDS and self._cached_json[1]:
+            return self._cached_json[1]
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.create_task(self._refresh())
+        await asyncio.wait({self._refreshing}, timeout=WAIT_SECONDS)
+        if time.monotonic() - self._cached_json[0] >= REFRESH_SECONDS or not self._cached_json[1]:
+            self._cached_json = time.monotonic(), _encode(self._state())
+        return self._cached_json[1]
 
-    async def _take(self) -> None:
+    async def _refresh(self) -> None:
         try:
-            self._picture = await self._service.link.look(60.0)
-            self._made = time.time()
-        except (ApiError, TimeoutError):  # none now: the state says so
+            self._snapshot = await self._context.engine.snapshot(60.0)
+            self._snapshot_at = time.time()
+        except (ApiError, TimeoutError):  # no engine: the state shows it
             pass
-        self._told = time.monotonic(), _encode(self._everything())
+        self._cached_json = time.monotonic(), _encode(self._state())
 
-    def _everything(self) -> dict[str, Any]:
-        service, link = self._service, self._service.link
-        facts = link.facts
-        status = "draining" if service.gate.shut else "ok" if link.ready else "loading"
+    def _state(self) -> dict[str, Any]:
+        context, link = self._context, self._context.engine
+        facts = link.info
+        status = "draining" if context.limiter.is_draining else "ok" if link.is_ready else "loading"
         return {
             "now": time.time(),
-            "interval": INTERVAL,
+            "interval": REFRESH_SECONDS,
             "server": {
                 "status": status,
-                "model": service.model,
-                "since": service.created,
+                "model": context.model,
+                "since": context.created,
                 "restarts": link.restarts,
-                "open_requests": service.gate.requests,
+                "open_requests": context.limiter.requests,
                 "device": None if facts is None else facts.device,
                 "dtype": None if facts is None else facts.dtype,
                 "pool_bytes": None if facts is None else facts.pool_bytes,
                 "bytes_per_token": None if facts is None else facts.bytes_per_token,
             },
-            "engine_at": self._made or None,
-            "engine": None if self._picture is None else msgspec.Raw(self._picture),
-            "history": self._history.told(),
+            "engine_at": self._snapshot_at or None,
+            "engine": None if self._snapshot is None else msgspec.Raw(self._snapshot),
+            "history": self._history.to_dict(),
         }

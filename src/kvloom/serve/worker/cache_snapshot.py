@@ -1,4 +1,4 @@
-"""The engine's side of the dashboard: one look at an engine, as JSON. Numbers and names; knows no HTTP."""
+"""A snapshot of the engine's cache as JSON, for the dashboard. Runs in the engine process; knows no HTTP."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import msgspec
 from msgspec.structs import asdict
 
 from kvloom.core.inspect.pool_map import PoolMap
-from kvloom.serve.worker.stats import lower_tiers
+from kvloom.serve.worker.stats import tier_usages
 
 if TYPE_CHECKING:
     from kvloom.engine.engine import Engine
 
-__all__ = ["Picture"]
+__all__ = ["CacheSnapshot"]
 
 _encode = msgspec.json.Encoder().encode
 
 
-class Picture:
-    """Pictures of one engine. Costs nothing until the first."""
+class CacheSnapshot:
+    """Takes snapshots of one engine's cache. Allocates nothing before the first."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._survey = PoolMap(engine.cache)
+        self._pool_map = PoolMap(engine.cache)
 
     def json(self) -> bytes:
-        """What a viewer is shown; milliseconds, however large the pool."""
+        """Return a snapshot as JSON. Takes milliseconds at any pool size."""
         scheduler = self._engine.scheduler
-        seen: dict[str, Any] = self._survey.look()
-        seen["running"], seen["waiting"] = len(scheduler.running), scheduler.waiting
-        seen["tiers"] = self._tiers()
-        return _encode(seen)
+        snapshot: dict[str, Any] = self._pool_map.look()
+        snapshot["running"], snapshot["waiting"] = len(scheduler.running), scheduler.waiting
+        snapshot["tiers"] = self._tiers()
+        return _encode(snapshot)
 
     def _tiers(self) -> list[dict[str, Any]]:
-        """Tiers from the nearest down."""
-        lower = self._engine.offload
-        if lower is None:
+        """Return the tiers, the nearest first."""
+        offload = self._engine.offload
+        if offload is None:
             return []
-        host, *below = map(asdict, lower_tiers(lower))
-        return [{**host, "tokens_back": lower.counts["landed_tokens"]}, *below]
+        host, *others = map(asdict, tier_usages(offload))
+        return [{**host, "loaded_tokens": offload.counts["landed_tokens"]}, *others]

@@ -1,6 +1,7 @@
-"""Where an HTTP request's answers arrive: pieces that wait are merged, so that a slow reader gets fewer and larger ones.
+"""The answers of one HTTP request on their way from the engine to the client.
 
-What waits is bounded by the answers themselves, and for streams by `most_characters`: who falls further behind is cut off.
+Deltas that wait are merged, so a slow reader gets fewer and larger ones. For streams `max_characters` limits the unread
+text; a reader beyond it is disconnected.
 """
 
 from __future__ import annotations
@@ -11,54 +12,58 @@ from kvloom.serve.errors import ApiError, slow_reader
 
 from .messages import Delta
 
-__all__ = ["Mailbox"]
+__all__ = ["ResponseStream"]
 
 
-class Mailbox:
-    """`n` answers to each of the prompts `ids`. `take` is called by one task; the rest by whoever reads from the engine.
-    `open` are the prompts of which more is to come."""
+class ResponseStream:
+    """`n` answers to each of the prompts `ids`. One task calls `take`; the engine client calls the rest. `pending` are the
+    prompts with more deltas to come."""
 
-    def __init__(self, ids: list[int], n: int = 1, most_characters: int | None = None) -> None:
-        self.open = set(ids)
-        self._left = dict.fromkeys(ids, n)
-        self.gone = False
-        self._most = most_characters
+    def __init__(self, ids: list[int], n: int = 1, max_characters: int | None = None) -> None:
+        self.pending = set(ids)
+        self._remaining = dict.fromkeys(ids, n)
+        self.is_disconnected = False
+        self._max_characters = max_characters
         self._pieces: dict[tuple[int, int], Delta] = {}
         self._characters = 0
         self._error: ApiError | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def put(self, delta: Delta) -> None:
-        """A piece of an answer came."""
+        """Add a delta."""
         key = delta.id, delta.index
         before = self._pieces.get(key)
         self._pieces[key] = delta if before is None else _merged(before, delta)
         self._characters += len(delta.text)
-        if delta.finish is not None:
-            self._left[delta.id] -= 1
-            if not self._left[delta.id]:
-                self.open.discard(delta.id)
-        if self._most is not None and self._characters > self._most:
-            self.fail(slow_reader(f"{self._characters:,} characters waited, {self._most:,} may"))
-        self._news.set()
+        if delta.finish_reason is not None:
+            self._remaining[delta.id] -= 1
+            if not self._remaining[delta.id]:
+                self.pending.discard(delta.id)
+        if self._max_characters is not None and self._characters > self._max_characters:
+            self.fail(
+                slow_reader(
+                    f"{self._characters:,} characters are unread, the limit is {self._max_characters:,}"
+                )
+            )
+        self._changed.set()
 
     def fail(self, error: ApiError) -> None:
-        """Nothing more comes at all. The first reason is the one that is told."""
+        """End the stream with an error. The first error is kept."""
         self._error = self._error or error
-        self._news.set()
+        self._changed.set()
 
-    def hang_up(self) -> None:
-        """The client went away."""
-        self.gone = True
-        self._news.set()
+    def disconnect(self) -> None:
+        """End the stream because the client disconnected."""
+        self.is_disconnected = True
+        self._changed.set()
 
     async def take(self) -> list[Delta]:
-        """Wait for something new, then all of it; empty when everything has come, or nobody wants it any more. Raises
-        what went wrong, after the pieces that came before it."""
-        while not self._pieces and self._error is None and self.open and not self.gone:
-            self._news.clear()
-            await self._news.wait()
-        if self.gone:
+        """Wait for deltas and return all of them; an empty list at the end, or after a disconnect. Raises the stream's error
+        once the deltas before it are taken."""
+        while not self._pieces and self._error is None and self.pending and not self.is_disconnected:
+            self._changed.clear()
+            await self._changed.wait()
+        if self.is_disconnected:
             return []
         pieces = list(self._pieces.values())
         self._pieces.clear()
@@ -71,5 +76,12 @@ class Mailbox:
 def _merged(a: Delta, b: Delta) -> Delta:
     logprobs = None if b.logprobs is None else [*(a.logprobs or []), *b.logprobs]
     return Delta(
-        a.id, a.index, a.text + b.text, a.tokens + b.tokens, b.cached, b.finish, b.stop_reason, logprobs
+        a.id,
+        a.index,
+        a.text + b.text,
+        a.tokens + b.tokens,
+        b.cached_tokens,
+        b.finish_reason,
+        b.stop_reason,
+        logprobs,
     )
