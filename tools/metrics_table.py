@@ -6,11 +6,9 @@ import asyncio
 import re
 from pathlib import Path
 
-from kvloom.serve.auth.limits import RequestLimiter
-from kvloom.serve.metrics.metrics import Metrics
-from kvloom.serve.metrics.series import Series, full_name, tenant_series
-from kvloom.serve.worker.engine_client import EngineClient
-from kvloom.serve.worker.messages import Start, TenantUsage
+from kvloom.serve.auth import RequestLimiter
+from kvloom.serve.metrics import Metrics, Series, full_name, tenant_series
+from kvloom.serve.worker import EngineClient, Start, TenantUsage
 
 __all__ = ["FILE", "aliases_table", "main", "metrics_table"]
 

@@ -98,7 +98,7 @@ def _no_command(word: str) -> NoReturn:
         parser.exit()
     close = get_close_matches(word, COMMANDS, n=1)
     hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
-    parser.error(f"unknown command {word!r};  {hint}")
+    parser.error(f"unknown command {word!r}; {hint}")
 
 
 if __name__ == "__main__":

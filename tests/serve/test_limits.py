@@ -130,7 +130,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (CHATS, {**CHAT, "chat_template_kwargs": {"raise_exception": 1}}, 400, "chat_template_kwargs", "'raise_exception'"),
     (CHATS, {**CHAT, "tools": [{}] * 200_000}, 400, "messages", "131,072 values"),
     (CHATS, {**CHAT, "messages": [{"role": "user|>", "content": ""}]}, 400, "messages", "'user|>'"),
-    (CHATS, b'{"model": "tiny", "messages": [{"role": "user", "content": "", "x": ' + b"[" * 500 + b"]" * 500 + b"}]}", 400, "messages", "64 levels"),
+    (CHATS, b'{"model": "tiny", "messages": [{"role": "user", "content": "", "x": ' + b"[" * 500 + b"]" * 500 + b"}]}", 400, "messages", "100 levels"),
     (CHATS, without(CHAT, "messages"), 400, "messages", "missing"),
     (CHATS, {**CHAT, "messages": []}, 400, "messages", "empty"),
     (CHATS, {**CHAT, "messages": "hi"}, 400, "messages", "array"),

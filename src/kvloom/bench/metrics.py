@@ -63,12 +63,18 @@ def time_parts(engine: Any) -> Parts:
     import msgspec
 
     from kvloom.engine.sampling.params import SamplingParams
-    from kvloom.serve.auth.limits import RequestLimiter
-    from kvloom.serve.metrics.metrics import Metrics
-    from kvloom.serve.metrics.observer import RequestObserver
-    from kvloom.serve.worker.engine_client import EngineClient
-    from kvloom.serve.worker.messages import Add, FromEngine, Outputs, Ready, RequestProgress, Start
-    from kvloom.serve.worker.stats import engine_stats
+    from kvloom.serve.auth import RequestLimiter
+    from kvloom.serve.metrics import Metrics, RequestObserver
+    from kvloom.serve.worker import (
+        Add,
+        EngineClient,
+        FromEngine,
+        Outputs,
+        Ready,
+        RequestProgress,
+        Start,
+        engine_stats,
+    )
 
     decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
     encode = msgspec.msgpack.Encoder().encode
@@ -238,8 +244,7 @@ def _parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     from kvloom.models.catalog import folder_of
-    from kvloom.serve.worker.engine_process import load_engine
-    from kvloom.serve.worker.messages import Start
+    from kvloom.serve.worker import Start, load_engine
 
     engine = load_engine(Start(folder_of("kvloom-llama"), cpu_dtype="float32", pool_bytes=64 << 20))
     for seed in range(32):

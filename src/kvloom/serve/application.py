@@ -18,12 +18,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvloom.serve.dashboard.dashboard_state import DashboardState
-from kvloom.serve.dashboard.routes import dashboard_routes
+from kvloom.serve.dashboard import DashboardState, dashboard_routes
 
-from .api.generation import ChatEndpoint, CompletionEndpoint
-from .api.server_context import ServerContext, parse_digits
-from .api.tokenize import DetokenizeEndpoint, TokenizeEndpoint
+from .api import (
+    ChatEndpoint,
+    CompletionEndpoint,
+    DetokenizeEndpoint,
+    ServerContext,
+    TokenizeEndpoint,
+    parse_digits,
+)
 from .errors import ApiError, bad_request, not_found, unknown_model, unknown_request
 
 __all__ = ["application"]

@@ -119,11 +119,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from kvloom.engine.sampling.grammar import GrammarLimits
     from kvloom.models.catalog import folder_of
-    from kvloom.serve.auth.keys import ApiKeys, permission_warning, read_keys
-    from kvloom.serve.auth.limits import Limits
+    from kvloom.serve.auth import ApiKeys, Limits, permission_warning, read_keys
     from kvloom.serve.server import ServerOptions, serve
-    from kvloom.serve.worker.messages import Start
-    from kvloom.serve.worker.watchdog import WatchdogLimits
+    from kvloom.serve.worker import Start, WatchdogLimits
 
     if args.no_auth and args.api_keys is not None:
         raise ValueError("--no-auth and --api-keys exclude each other: use one of them")

@@ -26,23 +26,24 @@ import uvicorn
 
 from kvloom.engine.preflight import check_engine
 
-from .api.connection import close_idle, limited_connection
-from .api.prompts import PromptEncoder, load_tokenizer
-from .api.server_context import ServerContext, is_loopback
+from .api import (
+    PromptEncoder,
+    ServerContext,
+    close_idle,
+    engine_error,
+    is_loopback,
+    limited_connection,
+    load_tokenizer,
+)
 from .application import application
-from .auth.keys import ApiKeys
-from .auth.limits import Limits, RequestLimiter
-from .dashboard.dashboard_state import DashboardState
+from .auth import ApiKeys, Limits, RequestLimiter
+from .dashboard import DashboardState
 from .errors import draining
-from .metrics.metrics import Metrics
-from .metrics.observer import RequestObserver
-from .metrics.trace_recorder import Recorder
-from .worker.engine_client import EngineClient, StartError
-from .worker.messages import Ready, Start
-from .worker.watchdog import WatchdogLimits
+from .metrics import Metrics, Recorder, RequestObserver
+from .worker import EngineClient, Ready, Start, StartError, WatchdogLimits
 
 if TYPE_CHECKING:
-    from .metrics.otel_traces import Traces
+    from .metrics import Traces
 
 __all__ = ["ServerOptions", "serve"]
 
@@ -138,7 +139,9 @@ def serve(options: ServerOptions) -> int:
 class _Lifecycle:
     def __init__(self, options: ServerOptions, config: uvicorn.Config, listener: socket.socket) -> None:
         self.options, self.listener = options, listener
-        self.engine = EngineClient(options.start, _log, self._engine_ready, options.watchdog)
+        self.engine = EngineClient(
+            options.start, _log, self._engine_ready, options.watchdog, explain=engine_error
+        )
         limiter = RequestLimiter(options.limits.answers)
         recorder = None
         if options.record is not None:
@@ -271,7 +274,7 @@ class _Lifecycle:
 def _traces(options: ServerOptions) -> Traces | None:
     if options.otlp is None:
         return None
-    from .metrics.otel_traces import Traces
+    from .metrics import Traces
 
     return Traces(options.otlp, options.model_name)
 

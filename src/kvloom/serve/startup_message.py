@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvloom.core.sizes import format_bytes
 
-from .worker.messages import Ready
+from .worker import Ready
 
 __all__ = ["print_startup"]
 

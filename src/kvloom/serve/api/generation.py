@@ -15,9 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from kvloom.engine.sampling.params import SamplingParams
 from kvloom.serve.errors import ApiError, bad_request, context_too_long, slow_reader
-from kvloom.serve.metrics.request_records import RequestRecord
-from kvloom.serve.worker.messages import Add, Delta, Ready
-from kvloom.serve.worker.response_stream import ResponseStream
+from kvloom.serve.metrics import RequestRecord
+from kvloom.serve.worker import Add, Delta, Ready, ResponseStream
 
 from .prompts import Prompt, PromptEncoder, PromptLimits
 from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields, sampling_params

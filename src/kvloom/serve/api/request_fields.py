@@ -178,10 +178,11 @@ def read_fields(body: bytes, kind: type[Some]) -> Some:
     try:
         with paused_gc():
             fields = msgspec.json.decode(body, type=kind)
+            for name in NESTED_FIELDS:
+                check_depth(name, getattr(fields, name, None))
             if isinstance(fields, ChatFields):
-                count_characters(
-                    [fields.messages, fields.tools, fields.documents, fields.chat_template_kwargs], "messages"
-                )
+                values = [fields.messages, fields.tools, fields.documents, fields.chat_template_kwargs]
+                count_characters(values, "messages")
     except msgspec.ValidationError as error:
         said = str(error)
         at = _FIELD.search(said)
@@ -190,8 +191,6 @@ def read_fields(body: bytes, kind: type[Some]) -> Some:
         raise bad_request(f"{name}: {said}" if name and not missing else said, name) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"the request body is not JSON: {error}") from None
-    for name in NESTED_FIELDS:
-        check_depth(name, getattr(fields, name, None))
     if isinstance(fields, RequestFields):
         _check(fields)
     return fields

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvloom.serve.errors import ApiError, bad_request, pool_full
-from kvloom.serve.worker.messages import Delta, TokenLogprob
+from kvloom.serve.worker import Delta, TokenLogprob
 
 from .prompts import PARTIAL_TOKEN, Prompt, PromptEncoder
 from .request_fields import StreamOptions

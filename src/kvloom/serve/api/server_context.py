@@ -8,13 +8,10 @@ from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
-from kvloom.serve.auth.keys import ApiKeys
-from kvloom.serve.auth.limits import Limits, RequestLimiter
+from kvloom.serve.auth import ApiKeys, Limits, RequestLimiter
 from kvloom.serve.errors import ApiError, bad_request, body_too_large, draining, engine_loading, unknown_model
-from kvloom.serve.metrics.metrics import Metrics
-from kvloom.serve.metrics.observer import RequestObserver
-from kvloom.serve.worker.engine_client import EngineClient
-from kvloom.serve.worker.messages import Ready
+from kvloom.serve.metrics import Metrics, RequestObserver
+from kvloom.serve.worker import EngineClient, Ready
 
 from .prompts import PromptEncoder
 from .request_fields import RequestFields

@@ -20,7 +20,7 @@ import msgspec
 
 from kvloom.arguments import parse_size
 from kvloom.serve.errors import invalid_key
-from kvloom.serve.worker.messages import TenantConfig
+from kvloom.serve.worker import TenantConfig
 
 __all__ = ["ApiKeys", "permission_warning", "read_keys"]
 

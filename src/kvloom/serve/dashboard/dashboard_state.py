@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvloom.serve.api.server_context import ServerContext
+from kvloom.serve.api import ServerContext
 from kvloom.serve.errors import ApiError
 
 from .history import History

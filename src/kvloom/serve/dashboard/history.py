@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from kvloom.serve.api.server_context import ServerContext
+from kvloom.serve.api import ServerContext
 
 __all__ = ["History"]
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from kvloom.serve.api.server_context import ServerContext
+from kvloom.serve.api import ServerContext
 from kvloom.serve.errors import not_found
 
 from .dashboard_state import DashboardState

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import Counter
 
 from kvloom.core.histogram import Histogram
-from kvloom.serve.auth.limits import RequestLimiter
-from kvloom.serve.worker.engine_client import EngineClient
-from kvloom.serve.worker.messages import TenantUsage
+from kvloom.serve.auth import RequestLimiter
+from kvloom.serve.worker import EngineClient, TenantUsage
 
 from .request_records import RequestRecord
 from .series import PoolInfo, Series, engine_series, exposition, tenant_series

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvloom.serve.worker.messages import Add, Delta, RequestProgress
+from kvloom.serve.worker import Add, Delta, RequestProgress
 
 from .metrics import Metrics
 from .request_records import RequestRecord, RequestRecords

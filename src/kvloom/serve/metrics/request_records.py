@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvloom.core import NOT_CACHED
-from kvloom.serve.worker.messages import RequestProgress
+from kvloom.serve.worker import RequestProgress
 
 __all__ = ["RequestRecord", "RequestRecords", "explain_miss"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvloom.core import MISS_REASONS
 from kvloom.core.histogram import SECONDS, Histogram
-from kvloom.serve.worker.messages import EngineStats, HistogramCounts, TenantUsage
+from kvloom.serve.worker import EngineStats, HistogramCounts, TenantUsage
 
 __all__ = [
     "PoolInfo",
