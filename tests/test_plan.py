@@ -7,8 +7,7 @@ from hypothesis import given, strategies as st
 from rich.console import Console
 
 from kvloom.arguments import parse_size
-from kvloom.models.catalog import known_models, load_spec
-from kvloom.models.specs import with_draft
+from kvloom.models.specs import known_models, load_spec, with_draft
 from kvloom.plan import Load, Plan, PlanError, format_bytes, make_plan, render
 
 GIB = 2**30

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from kvloom.core.sizes import parse_size
+from kvloom.core import parse_size
 
 __all__ = [
     "BATCH_INVARIANT",

@@ -22,7 +22,7 @@ from kvloom.bench.roofline import FLOP_RATE, READ_RATE, ForwardPass, Roofline, s
 from kvloom.bench.shapes import SHAPES, build, hf_config
 from kvloom.bench.workloads import WORKLOADS, Conversation, Workload, select_workloads
 from kvloom.core import KVCache, LayerSpec, PoolLayout, Visibility, attention_fields
-from kvloom.models.catalog import load_spec
+from kvloom.models.specs import load_spec
 
 BY_NAME = {work.name: work for work in WORKLOADS}
 

@@ -9,7 +9,7 @@ import torch
 
 from kvloom.bench import attention_work, gpu_timing, kernels, state_work
 from kvloom.bench.expert_work import by_torch
-from kvloom.kernels.experts import experts
+from kvloom.kernels.moe import fused_moe
 
 CUDA = torch.cuda.is_available()
 
@@ -53,7 +53,7 @@ def test_experts_by_torch_are_the_same_work() -> None:
     gate_up, down = torch.randn(4, 32, 64).bfloat16(), torch.randn(4, 64, 16).bfloat16()
     x, index = torch.randn(9, 64).bfloat16(), torch.rand(9, 4).topk(2)[1]
     weights = torch.rand(9, 2).bfloat16()
-    ours, peer = (run(x, index, weights, gate_up, down).float() for run in (experts, by_torch))
+    ours, peer = (run(x, index, weights, gate_up, down).float() for run in (fused_moe, by_torch))
     assert float((ours - peer).norm() / ours.norm()) < 0.01
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("msgspec", reason="the server's packages (extra serve) are n
 
 from kvloom.bench.metrics import Parts, time_parts
 from kvloom.engine.sampling.params import SamplingParams
-from kvloom.models.catalog import folder_of
+from kvloom.models.specs import folder_of
 from kvloom.serve.worker.engine_process import load_engine
 from kvloom.serve.worker.messages import Add, Start
 from kvloom.serve.worker.worker import Worker

@@ -27,4 +27,4 @@ def test_the_peak_tells_waste_of_what_is_held_and_of_the_pool() -> None:
     assert found["peak_running"] == 2
     assert found["peak_bytes"] == 5 * page
     assert found["waste"] == 20 / 80
-    assert found["pool_waste"] == 5 * page * (20 / 80) / (cache.pool.slabs * layout.slab_bytes)
+    assert found["pool_waste"] == 5 * page * (20 / 80) / (cache.state.pool.slabs * layout.slab_bytes)

@@ -52,7 +52,7 @@ class Service:
 
 
 def learner(service: Service) -> Adaptive:
-    policy = service.cache.accounts[""].queue.policy
+    policy = service.cache.state.accounts[""].queue.policy
     assert isinstance(policy, Adaptive)
     return policy
 
@@ -264,7 +264,7 @@ def test_two_caches_that_see_the_same_decide_the_same() -> None:
 def test_what_it_remembers_takes_less_than_64_bytes_a_block() -> None:
     service = Service(400)
     chats(service, 2, 200)
-    nodes: list[Node] = list(service.cache.tree.roots.values())
+    nodes: list[Node] = list(service.cache.state.tree.roots.values())
     memos: dict[int, object] = {}
     blocks = 0
     while nodes:
@@ -286,5 +286,5 @@ def test_what_it_remembers_takes_less_than_64_bytes_a_block() -> None:
 def test_the_queue_of_looks_stays_in_proportion_to_the_cache() -> None:
     service = Service(60)
     chats(service, 4, 600)
-    queue = service.cache.accounts[""].queue
+    queue = service.cache.state.accounts[""].queue
     assert len(queue._expiring) <= 64 + 8 * max(8, len(queue))

@@ -25,8 +25,7 @@ from kvloom.core import (
     make_policy,
 )
 from kvloom.core.allocator import AHEAD, PIECES
-from kvloom.models.catalog import load_spec
-from kvloom.models.specs import ModelSpec, with_draft
+from kvloom.models.specs import ModelSpec, load_spec, with_draft
 
 from .world import LAYOUTS, Open, World, cached, finish, make_world, prompt_of, run, serve, slabs_for, start
 
@@ -149,10 +148,10 @@ def leaving_order(
 
 def as_they_leave(world: World, prompts: dict[int, list[int]]) -> list[int]:
     """A prompt has left when less than half of it is found."""
-    assert world.cache.pool.free_slabs <= 1
+    assert world.cache.state.pool.free_slabs <= 1
     hog = start(world, [4])
     order: list[int] = []
-    for blocks in range(1, world.cache.pool.slabs):
+    for blocks in range(1, world.cache.state.pool.slabs):
         assert hog.sequence.extend(16 * blocks) == 0
         order += [k for k, p in prompts.items() if k not in order and found(world, p) < len(p) // 2]
     assert len(order) == len(prompts)
@@ -222,14 +221,14 @@ def test_priority_lets_what_expires_soonest_leave() -> None:
 @every_policy
 def test_a_run_is_queued_when_its_sequence_leaves_and_stays_so_while_it_loses_its_tail(policy: str) -> None:
     world = make_world("full", 1 + 40, policy=policy)
-    queue = world.cache.accounts[""].queue
+    queue = world.cache.state.accounts[""].queue
     item = start(world, prompt_of(30 * 16))
     run(world, item)
     assert len(queue) == 0, "someone stands on it"
     finish(world, item)
     assert len(queue) == 1
     hog = press(world, 20 * 16)
-    (entry,) = world.cache.tree.roots[world.cache.root_hash(CacheControl())].children.values()
+    (entry,) = world.cache.state.tree.roots[world.cache.root_hash(CacheControl())].children.values()
     assert entry.tokens < 30 * 16
     assert len(queue) == 1
     assert queue.next_victim(world.clock.now()) is entry
@@ -314,8 +313,8 @@ def test_a_pool_full_of_cached_attention_pages_still_gives_states(model: str) ->
     world = hybrid(model, states=1, more=200, snapshots=CheckpointPolicy(prompt_end=False, branch=False))
     cache = world.cache
     fill(world, int(200 * attention_per_slab(cache)) // 1 * 16, seed=1)
-    assert cache.pool.free_slabs <= 1
-    could = (cache.pool.slabs - 1) // (cache.layout.width("state") + 1)
+    assert cache.state.pool.free_slabs <= 1
+    could = (cache.state.pool.slabs - 1) // (cache.layout.width("state") + 1)
     for i in range(could):
         assert cache.open(cache.match([100 + i])).extend(16) == 0
     assert cache.stats()["evictions"]
@@ -329,8 +328,8 @@ def test_a_pool_full_of_cached_snapshots_still_gives_attention_pages(model: str)
     for seed in range(1, 12):
         fill(world, 16, seed)
     assert cache.stats()["cached_pages"] >= 5 * cache.layout.width("state")  # type: ignore[operator]
-    assert cache.pool.free_slabs < cache.layout.width("state")
-    slabs = cache.pool.slabs - 1 - cache.layout.width("state")
+    assert cache.state.pool.free_slabs < cache.layout.width("state")
+    slabs = cache.state.pool.slabs - 1 - cache.layout.width("state")
     hog = cache.open(cache.match([100]))
     assert hog.extend(int(slabs * attention_per_slab(cache)) * 16) == 0
     assert hog.extend(int(slabs * attention_per_slab(cache)) * 16 + 16) > 0
@@ -373,11 +372,11 @@ def test_cached_and_live_pages_scattered_over_slabs_never_starve_anyone(model: s
         missing = item.sequence.extend(n)
         if missing:
             refused += 1
-            needs = [0] * len(cache.pool.classes)
+            needs = [0] * len(cache.state.pool.classes)
             for group in cache.layout.groups:
                 wanted = group.runs * (1 if group.spec.unit == "state" else blocks)
-                needs[cache.pool.class_of[group.index]] += wanted
-            assert cache.pool.missing_slabs(needs) > 0, "it would have fitted"
+                needs[cache.state.pool.class_of[group.index]] += wanted
+            assert cache.state.pool.missing_slabs(needs) > 0, "it would have fitted"
             finish(world, item)
         else:
             world.step(item, item.prompt[len(item.tokens) :])
@@ -467,7 +466,7 @@ def test_eviction_costs_the_same_in_a_pool_a_hundred_times_as_large(kind: str, p
 )
 def test_pages_leave_a_few_at_a_time_until_there_is_room_for_what_may_be_asked_for(kind: str) -> None:
     world = make_world(kind, 1 + 20 * slabs_for(kind, 64))
-    cache, room = world.cache, world.cache.allocator
+    cache, room = world.cache, world.cache.state.allocator
     held = serve(world, prompt_of(64, seed=1))
     assert not room.evict_ahead(), "there is room"
     assert not room.evictions
@@ -476,33 +475,35 @@ def test_pages_leave_a_few_at_a_time_until_there_is_room_for_what_may_be_asked_f
         cached(world, prompt_of(48, seed=i))
         i += 1
     world.run_copies()
-    size = cache.pages.row_bytes
-    rows = (cache.pool.slabs - 1) * cache.layout.slab_bytes // size // AHEAD
+    size = cache.state.pages.row_bytes
+    rows = (cache.state.pool.slabs - 1) * cache.layout.slab_bytes // size // AHEAD
     assert rows
-    needs, calls = cache.pages.needs(rows), 0
-    left, moves = room.evicted_bytes, room.moved_pages
-    part = (cache.pool.slabs - 1) * cache.layout.slab_bytes // AHEAD
-    while cache.pool.slabs_short(needs) and free_bytes(cache) < part and calls < 64:
+    needs, calls = cache.state.pages.needs(rows), 0
+    left, moves = room.evicted_bytes, cache.state.compaction.moved_pages
+    part = (cache.state.pool.slabs - 1) * cache.layout.slab_bytes // AHEAD
+    while cache.state.pool.slabs_short(needs) and free_bytes(cache) < part and calls < 64:
         assert room.evict_ahead()
         gone, left = room.evicted_bytes - left, room.evicted_bytes
         assert 0 < gone <= (-(-rows // PIECES) + cache.layout.slab_bytes // size + 4) * size
         calls += 1
     assert calls < 64
     assert not room.evict_ahead()
-    assert (room.evicted_bytes, room.moved_pages) == (left, moves)
+    assert (room.evicted_bytes, cache.state.compaction.moved_pages) == (left, moves)
     cache.check()
     world.verify(held)
 
 
 def free_bytes(cache: KVCache) -> int:
     slab = cache.layout.slab_bytes
-    return cache.pool.free_slabs * slab + sum(c.free_pages * slab // c.per_slab for c in cache.pool.classes)
+    return cache.state.pool.free_slabs * slab + sum(
+        c.free_pages * slab // c.per_slab for c in cache.state.pool.classes
+    )
 
 
 def test_no_more_than_a_part_of_the_pool_is_free_ahead_of_need_where_slabs_are_not_emptied() -> None:
     """Spare window pages lie between others: a slab that none of them is left in is long in coming."""
     world = make_world("several pages a slab, every kind", 700)
-    cache, room, rng = world.cache, world.cache.allocator, random.Random(1)
+    cache, room, rng = world.cache, world.cache.state.allocator, random.Random(1)
     held, i = [], 0
     while room.evictions < 40:
         i += 1
@@ -516,7 +517,7 @@ def test_no_more_than_a_part_of_the_pool_is_free_ahead_of_need_where_slabs_are_n
     before = free_bytes(cache)
     for _ in range(500):
         room.evict_ahead()
-    most = (cache.pool.slabs - 1) * cache.layout.slab_bytes // AHEAD
+    most = (cache.state.pool.slabs - 1) * cache.layout.slab_bytes // AHEAD
     assert before < free_bytes(cache) < most + 4 * cache.layout.slab_bytes
     world.check()
 
@@ -524,14 +525,14 @@ def test_no_more_than_a_part_of_the_pool_is_free_ahead_of_need_where_slabs_are_n
 def test_who_has_no_more_than_its_share_gives_nothing_up_ahead_of_need() -> None:
     shares = [Tenant("gold", weight=1), Tenant("free", weight=1)]
     world = make_world("full", 65, tenants=shares)
-    room = world.cache.allocator
+    room = world.cache.state.allocator
     for i in range(40):
         for name in ("gold", "free"):
             cached(world, prompt_of(40, seed=100 * i + len(name)), control=CacheControl(tenant=name))
-    used = {name: account.used for name, account in world.cache.accounts.accounts.items()}
+    used = {name: account.used for name, account in world.cache.state.accounts.accounts.items()}
     for _ in range(50):
         room.evict_ahead()
-    for name, account in world.cache.accounts.accounts.items():
+    for name, account in world.cache.state.accounts.accounts.items():
         assert account.used >= min(used[name], account.guaranteed - world.cache.layout.slab_bytes)
 
 
@@ -540,24 +541,24 @@ def test_pages_that_are_lent_do_not_leave_ahead_of_need(kind: str, monkeypatch: 
     """Nothing would be free before whoever copies them is done, and who comes back would not find them."""
     monkeypatch.setattr(room_module, "AHEAD", 4)
     world = make_world(kind, 1 + 20 * slabs_for(kind, 48))
-    cache, room = world.cache, world.cache.allocator
+    cache, room = world.cache, world.cache.state.allocator
     ended, lent = list[OffloadBatch](), list[OffloadBatch]()
-    cache.set_offload_listener(ended.append, ends=True)
-    part = (cache.pool.slabs - 1) * cache.layout.slab_bytes // 4
+    cache.loading.set_listener(ended.append, on_close=True)
+    part = (cache.state.pool.slabs - 1) * cache.layout.slab_bytes // 4
     for seed in range(1000):
         if free_bytes(cache) < part or room.evictions:
             break
         cached(world, prompt_of(48, seed=seed))
         for parcel in ended:
-            cache.retain_batch(parcel)
+            cache.loading.retain_batch(parcel)
             lent.append(parcel)
         ended.clear()
     assert free_bytes(cache) < part
     assert not room.evictions
-    nodes = cache.tree.nodes
+    nodes = cache.state.tree.nodes
     assert not room.evict_ahead()
-    assert cache.tree.nodes == nodes
+    assert cache.state.tree.nodes == nodes
     for parcel in lent:
-        cache.release_batch(parcel)
+        cache.loading.release_batch(parcel)
     assert room.evict_ahead()
     cache.check()

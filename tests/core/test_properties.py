@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvloom.core import (
     POLICIES,
-    BlockMoved,
     BlockRemoved,
     BlockStored,
     CacheControl,
@@ -98,7 +97,7 @@ class Machine(RuleBasedStateMachine):
         if listen:
             self.cache.events.subscribe(self._tell)
 
-    def _tell(self, event: BlockStored | BlockRemoved | BlockMoved) -> None:
+    def _tell(self, event: BlockStored | BlockRemoved) -> None:
         assert self.index is not None
         if isinstance(event, BlockStored):
             self.index.stored(event.parent, event.hashes, event.groups, event.medium, event.tail_tokens)
@@ -121,18 +120,18 @@ class Machine(RuleBasedStateMachine):
         prompt = spell(parts)
         media = self._media(prompt, image)
         match = self.cache.match(prompt, control, media)
-        seen = self.cache.media_ids.place(np.array(prompt, np.int32), media).tolist()
+        seen = self.cache.state.media_ids.place(np.array(prompt, np.int32), media).tolist()
         root = self.cache.root_hash(control)
         known = max((common(seen, text) for name, text in self.world.stored if name == root), default=0)
         expected = min(known, len(prompt) - 1) if control.read else 0
         assert match.resume <= match.matched <= expected or not control.read
-        if self.roomy and self.cache.allocator.evictions == 0:
+        if self.roomy and self.cache.state.allocator.evictions == 0:
             assert match.matched == expected
-            if not self.cache.tree.keeps_checkpoints and not media:
+            if not self.cache.state.tree.needs_checkpoints and not media:
                 assert match.resume == expected
         assert self.cache.explain(match).reason
         if self.index is not None and control.read and not media:
-            named = self.cache.lookup.resumable_with(match, self.index)
+            named = self.cache.state.lookup.resumable_with(match, self.index)
             assert named <= match.resume, "the name index promises more than there is"
             if self.kind == "full":
                 assert named == match.resume // 16 * 16
@@ -159,10 +158,10 @@ class Machine(RuleBasedStateMachine):
             seq.reserved_tokens,
             self.cache.block_tables.tables[:, seq.row].copy().tobytes(),
         )
-        evicted = self.cache.allocator.evictions
+        evicted = self.cache.state.allocator.evictions
         missing = seq.extend(len(tokens))
         if missing:
-            assert self.shares or evicted == self.cache.allocator.evictions
+            assert self.shares or evicted == self.cache.state.allocator.evictions
             assert before == (
                 seq.length,
                 seq.reserved_tokens,
@@ -170,7 +169,7 @@ class Machine(RuleBasedStateMachine):
             )
             return
         if self.elastic:  # while copies are pending
-            self.world.shrink(int(squeeze * self.cache.pool.slabs))
+            self.world.shrink(int(squeeze * self.cache.state.pool.slabs))
             self.cache.check()
         accepted = tokens if left else tokens[: max(1, keep)]
         if self.cache.has_states and seq.next_checkpoint is not None:
@@ -219,7 +218,7 @@ class Machine(RuleBasedStateMachine):
 
     def _checkpoints(self, item: Open, wanted: tuple[int, ...]) -> list[int]:
         """Where the last step left one: with states only where it ended, else wherever it passed."""
-        if not self.cache.tree.keeps_checkpoints:
+        if not self.cache.state.tree.needs_checkpoints:
             return []
         every = self.cache.snapshots.every_blocks * self.cache.block_tokens
         points = list(wanted)
@@ -234,7 +233,7 @@ class Machine(RuleBasedStateMachine):
         n = min(n, len(item.tokens))
         reached = item.sequence.rollback(n)
         assert reached <= len(item.tokens) - n
-        if not self.cache.tree.keeps_checkpoints:
+        if not self.cache.state.tree.needs_checkpoints:
             assert reached == len(item.tokens) - n
         item.tokens = item.tokens[:reached]
         if elsewhere and all(m.stop <= reached for m in item.media):  # it goes on with other tokens
@@ -281,14 +280,14 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.elastic)
     @rule(share=st.sampled_from([0.1, 0.5, 1.0]))
     def grow(self, share: float) -> None:
-        pool = self.cache.pool
+        pool = self.cache.state.pool
         self.world.grow(int(share * (pool.reserved - pool.slabs)))
 
     @precondition(lambda self: self.elastic)
     @rule(share=st.sampled_from([0.02, 0.1, 0.5, 1.0]))
     def shrink(self, share: float) -> None:
         """Take slabs, by halves or to the last; once the copies have run only held pages stand in the way."""
-        pool, room = self.cache.pool, self.cache.allocator
+        pool, room = self.cache.state.pool, self.cache.state.allocator
         asked = int(share * pool.slabs)
         before = [item.sequence.length for item in self.world.opened]
         taken = self.world.shrink(asked)

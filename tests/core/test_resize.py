@@ -24,11 +24,11 @@ def shrink_fully(world: World) -> None:
         world.shrink(9999)
         world.run_copies()
     world.shrink(9999)
-    assert world.cache.pool.slabs - 1 == least(world)
+    assert world.cache.state.pool.slabs - 1 == least(world)
 
 
 def least(world: World) -> int:
-    return world.cache.pool.fewest_slabs([0] * len(world.cache.pool.classes))
+    return world.cache.state.pool.fewest_slabs([0] * len(world.cache.state.pool.classes))
 
 
 # -- the pool alone -----------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_growth_beyond_the_reservation_is_refused_with_the_way_out() -> None:
         cache.unbacked_slabs(5)
     with pytest.raises(ValueError, match="by -1 slabs"):
         cache.unbacked_slabs(-1)
-    for what in (cache, cache.pool):
+    for what in (cache, cache.state.pool):
         with pytest.raises(ValueError, match="shrink by -1"):
             what.shrink(-1)
     with pytest.raises(ValueError, match="6 slabs do not fit 5 reserved"):
@@ -156,7 +156,7 @@ def test_a_request_that_did_not_fit_fits_after_growing(kind: str) -> None:
     world = make_world(kind, slabs_for(kind, 64), reserved=need + 40)
     item = start(world, prompt_of(320))
     assert item.sequence.extend(320) > 0
-    world.grow(need + 40 - world.cache.pool.slabs)
+    world.grow(need + 40 - world.cache.state.pool.slabs)
     run(world, item)
     world.check()
     finish(world, item)
@@ -211,7 +211,7 @@ def test_held_pages_stay_whatever_is_asked(kind: str) -> None:
     for item in items:
         finish(world, item)
     shrink_fully(world)
-    assert world.cache.pool.slabs == 1, "nothing is held: only slab 0 stays"
+    assert world.cache.state.pool.slabs == 1, "nothing is held: only slab 0 stays"
     assert start(world, prompt_of(20)).sequence.extend(20) > 0, "and nothing fits"
     world.grow(150)
     run(world, world.opened[0])
@@ -260,7 +260,7 @@ def test_a_match_from_before_is_looked_up_again() -> None:
 
 def test_pages_move_together_and_their_slab_comes_after_the_copies() -> None:
     world = make_world("several pages a slab", 200, tenants=[Tenant("gold", weight=1.0)])
-    pool = world.cache.pool
+    pool = world.cache.state.pool
     items = [serve(world, prompt_of(16, seed), CacheControl(store=False)) for seed in range(6)]
     for item in items[::2]:
         finish(world, item)
@@ -278,13 +278,13 @@ def test_pages_move_together_and_their_slab_comes_after_the_copies() -> None:
 def test_a_copy_whose_target_was_let_go_keeps_its_slab() -> None:
     """In a batch that is already closed it will be written all the same."""
     world = make_world("full", 20)
-    source, target = world.cache.pool.allocate(0, 2).tolist()  # type: ignore[union-attr]
-    copies = world.cache.allocator.copies
+    source, target = world.cache.state.pool.allocate(0, 2).tolist()  # type: ignore[union-attr]
+    copies = world.cache.state.copies
     ids = [np.array([page], np.int32) for page in (source, target)]
     copies.add_move(0, *ids)
     copies._close_batch()
     for page in ids:
-        world.cache.pool.release(0, page)
+        world.cache.state.pool.release(0, page)
     assert copies.slabs() == {source, target}
     assert {source, target}.isdisjoint(world.cache.shrink(99).tolist())
     world.cache.take_copies()
@@ -299,7 +299,7 @@ def test_the_source_of_a_snapshot_waits_for_its_copy() -> None:
     assert world.cache.snapshot(item.sequence)
     world.opened.remove(item)
     item.sequence.close()
-    busy = world.cache.allocator.copies.slabs()
+    busy = world.cache.state.copies.slabs()
     assert busy
     taken = set(world.cache.shrink(99).tolist())
     assert not busy & taken
@@ -316,7 +316,7 @@ def two_tenants(slabs: int, reserved: int | None = None, quota: int | None = Non
 
 
 def shares(cache: KVCache) -> dict[str, float]:
-    return {name: a.guaranteed / cache.layout.slab_bytes for name, a in cache.accounts.accounts.items()}
+    return {name: a.guaranteed / cache.layout.slab_bytes for name, a in cache.state.accounts.accounts.items()}
 
 
 def test_shares_follow_the_pool_and_quotas_do_not() -> None:
@@ -339,7 +339,7 @@ def test_who_is_above_its_new_share_gives_first() -> None:
     world.clock.advance(1)
     cached(world, prompt_of(20 * 16, 1), FREE)  # twice its share
     assert world.shrink(20) == 20, "5 are free, 15 must leave: what free has above its new share of 5"
-    used = {name: a.used // slab_bytes("full") for name, a in world.cache.accounts.accounts.items()}
+    used = {name: a.used // slab_bytes("full") for name, a in world.cache.state.accounts.accounts.items()}
     assert used == {"gold": 15, "free": 5, "": 0}
     world.check()
 

@@ -70,7 +70,7 @@ def test_a_quota_holds_at_all_times(kind: str, more: int) -> None:
     quota = slabs_for(kind, 60) + more
     world = with_quota(kind, 200, quota)
     limit = quota * world.cache.layout.slab_bytes
-    account = world.cache.accounts["gold"]
+    account = world.cache.state.accounts["gold"]
     chance = random.Random(5)
     for _ in range(40):
         world.clock.advance(1)
@@ -135,7 +135,7 @@ def test_a_flood_evicts_another_tenant_down_to_its_share_and_not_below(policy: s
     )
     for seed in range(9):
         cached(world, prompt_of(64, seed), GOLD)
-    gold = world.cache.accounts["gold"]
+    gold = world.cache.state.accounts["gold"]
     assert gold.used == 36 * 2048
     world.clock.advance(1)
     for seed in range(40):
@@ -336,7 +336,7 @@ def test_an_ended_session_leaves_first_but_not_what_others_share() -> None:
     cached(world, ended, CacheControl(session="chat"))
     world.clock.advance(1)
     assert world.cache.end_session("chat") == 64
-    press(world, 16 * (world.cache.pool.free_slabs + 4))
+    press(world, 16 * (world.cache.state.pool.free_slabs + 4))
     assert found(world, ended) == 64, "its own part left, the trunk stays"
     assert found(world, other) == 128
     assert found(world, prompt_of(64, seed=3)) == 64, "the oldest of all stays"
@@ -363,7 +363,7 @@ def test_a_session_that_comes_back_is_an_ordinary_one_again() -> None:
     world.clock.advance(1)
     cached(world, [*prompt_of(64, seed=1), *prompt_of(16, seed=5)], CacheControl(session="chat"))
     world.clock.advance(1)
-    press(world, 16 * (world.cache.pool.free_slabs + 4))
+    press(world, 16 * (world.cache.state.pool.free_slabs + 4))
     assert found(world, [*prompt_of(64, seed=1), *prompt_of(16, seed=5)]) == 80
     assert found(world, prompt_of(64, seed=2)) == 0, "used longer ago"
     world.check()

@@ -89,7 +89,7 @@ class World:
     """Slabs that have memory; the rest must not be touched."""
 
     def __post_init__(self) -> None:
-        self.mapped = set(range(self.cache.pool.slabs))
+        self.mapped = set(range(self.cache.state.pool.slabs))
 
     # -- what an engine does ----------------------------------------------------------------------
 
@@ -107,17 +107,17 @@ class World:
         assert 0 not in slabs
         assert self.mapped.issuperset(slabs)
         self.mapped.difference_update(slabs)
-        for c in self.cache.pool.classes:
+        for c in self.cache.state.pool.classes:
             for page in [p for cls, p in self.bytes_ if cls == c.index and p // c.per_slab in slabs]:
                 del self.bytes_[c.index, page]
         return len(slabs)
 
     def _touch(self, cls: int, page: int) -> None:
-        slab = page // self.cache.pool.classes[cls].per_slab
+        slab = page // self.cache.state.pool.classes[cls].per_slab
         assert slab in self.mapped, f"page {page} of class {cls} has no memory"
 
     def run_copies(self) -> None:
-        strides = {self.cache.layout.slab_bytes // c.per_slab: c.index for c in self.cache.pool.classes}
+        strides = {self.cache.layout.slab_bytes // c.per_slab: c.index for c in self.cache.state.pool.classes}
         for batch in self.cache.take_copies():
             cls = strides[batch.page_stride]
             assert not set(batch.source.tolist()) & set(batch.target.tolist())
@@ -131,9 +131,9 @@ class World:
                 self.bytes_[cls, target] = content
 
     def _wipe(self, cls: int, page: int) -> None:
-        per_slab = self.cache.pool.classes[cls].per_slab
+        per_slab = self.cache.state.pool.classes[cls].per_slab
         slab = page // per_slab
-        for other in self.cache.pool.classes:
+        for other in self.cache.state.pool.classes:
             if other.index != cls:
                 for i in range(slab * other.per_slab, (slab + 1) * other.per_slab):
                     self.bytes_.pop((other.index, i), None)
@@ -147,7 +147,7 @@ class World:
     def _columns(self, numbering: str) -> list[tuple[int, int, Visibility]]:
         """(column, size class, span) of a numbering."""
         return [
-            (column, self.cache.pool.class_of[g.index], g.spec.visibility)
+            (column, self.cache.state.pool.class_of[g.index], g.spec.visibility)
             for g in self.cache.layout.of(numbering)
             for column in range(g.columns.start, g.columns.stop)
         ]
@@ -172,7 +172,7 @@ class World:
         for column, cls, _ in self._columns("state"):
             self._write(cls, int(cache.block_tables.states[column, seq.row]), "state", reached)
         for media in item.media:
-            if media.start < len(after) and self.cache.media.width:
+            if media.start < len(after) and self.cache.state.media.width:
                 for i, row in enumerate(seq.media_rows(media.digest).tolist()):
                     for column, cls, _ in self._columns("media"):
                         key = seq.root.hash + media.digest
@@ -206,7 +206,7 @@ class World:
                 page = int(cache.block_tables.states[column, seq.row])
                 assert self.bytes_[cls, page].get("state") == so_far, "wrong state"
         for media in item.media:
-            if media.stop <= length and cache.media.width:
+            if media.stop <= length and cache.state.media.width:
                 for i, row in enumerate(seq.media_rows(media.digest).tolist()):
                     for column, cls, _ in self._columns("media"):
                         assert (
@@ -224,7 +224,7 @@ class World:
 
     def _check_memory(self) -> None:
         """Pages that anyone names, holds or keeps have memory, and they and the free ones are all of it."""
-        pool, rows = self.cache.pool, self.cache.block_tables
+        pool, rows = self.cache.state.pool, self.cache.block_tables
         used: set[int] = set()
         for c in pool.classes:
             pages = np.flatnonzero((c.in_use > 0) | (c.cached > 0))
@@ -266,7 +266,7 @@ def start(
     cache = world.cache
     control = control or CacheControl()
     sequence = cache.open(cache.match(prompt, control, media))
-    seen = cache.media_ids.place(np.array(prompt, np.int32), media).tolist()
+    seen = cache.state.media_ids.place(np.array(prompt, np.int32), media).tolist()
     item = Open(sequence, seen[: sequence.length], seen, control, media)
     world.opened.append(item)
     return item

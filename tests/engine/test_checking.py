@@ -12,8 +12,8 @@ import pytest
 
 from kvloom.engine import preflight as checking
 from kvloom.engine.preflight import check_engine, check_model
-from kvloom.kernels.cuda_driver import CudaError
-from kvloom.models.catalog import folder_of
+from kvloom.kernels.memory import CudaError
+from kvloom.models.specs import folder_of
 
 LLAMA = folder_of("kvloom-llama")
 

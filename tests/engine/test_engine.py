@@ -276,7 +276,7 @@ def test_who_waits_no_more_keeps_no_pages() -> None:
     engine.cancel(waiting)
     engine.run()
     assert running.queued_prefix is waiting.queued_prefix is None
-    assert not any(node.due for root in engine.cache.tree.roots.values() for node in below(root))
+    assert not any(node.wanted_by for root in engine.cache.state.tree.roots.values() for node in below(root))
 
 
 def below(node: Any) -> list[Any]:

@@ -110,7 +110,7 @@ def test_the_gpus_way_gives_the_same_bits_of_states_wherever_prompts_are_cut(
 def test_every_way_of_choosing_tokens_runs_in_the_mode() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from kvloom.engine.sampling.logit_processors import apply_grammar_mask
-    from kvloom.kernels.invariant_mode import BatchInvariant
+    from kvloom.kernels.batch_invariant import BatchInvariant
 
     ways: list[dict[str, Any]] = [
         {"temperature": 0},

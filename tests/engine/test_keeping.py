@@ -11,15 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Visibility, attention_fields
-from kvloom.core.clock import VirtualClock
+from kvloom.core import (
+    Field,
+    KVCache,
+    LayerSpec,
+    PoolLayout,
+    Sequence,
+    VirtualClock,
+    Visibility,
+    attention_fields,
+)
 from kvloom.engine import engine as engine_module
 from kvloom.engine.engine import Engine
 from kvloom.engine.offload import manager as lower_module
 from kvloom.engine.offload.host_pages import HostPages, form_of, open_host
 from kvloom.engine.offload.store import HostStore
 from kvloom.engine.request import SamplingParams
-from kvloom.kernels.copy import Done
+from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers.host.arena import copy_pages
 from kvloom.tiers.transfers.transfer_manager import Mover
 from tests.models.zoo import expected, tiny
@@ -138,7 +146,7 @@ def test_runs_that_are_cut_are_as_old_as_they_were() -> None:
         other = desk.cache.open(desk.cache.match(np.append(text[:at], np.arange(500, 520, dtype=np.int32))))
         assert other.length == at
         other.close()
-    assert desk.cache.tree.nodes > 2
+    assert desk.cache.state.tree.nodes > 2
     found = desk.left()
     assert set().union(*(some for age, some in found if age)) == set(pages[:3])
     assert set().union(*(some for age, some in found if not age)) >= set(pages[3:])
@@ -177,8 +185,8 @@ def test_a_run_does_not_grow_by_a_block_that_lacks_a_windows_page_which_it_has()
     assert cache.match(text[:25]).resume == 24
     rows = np.stack([longer.table(group)[0, :2] for group in (0, 1)], 1).astype(np.int32)
     rows[1, 1] = 0
-    root = cache.tree.roots[cache.match(text).root_hash]
-    cache.tree.publish(root, text.tobytes(), rows, desk.clock.now(), last=True)
+    root = cache.state.tree.roots[cache.match(text).root_hash]
+    cache.state.tree.publish(root, text.tobytes(), rows, desk.clock.now(), last=True)
     cache.check()
     assert cache.match(text[:25]).resume == 24
     longer.close()
@@ -257,7 +265,7 @@ def test_states_are_as_young_as_their_snapshot() -> None:
     desk.keeping.before_step()
     desk.clock.advance(1)
     assert desk.cache.snapshot(sequence, 48)  # of a run that was there before
-    desk.cache.tree.drop_checkpoint(sequence.node.checkpoints[-1], "for a test")
+    desk.cache.state.tree.drop_checkpoint(sequence.node.checkpoints[-1], "for a test")
     desk.keeping.flush()
     assert [age for age, _ in desk.pages.copies] == [0]
 
@@ -295,7 +303,7 @@ class Late(HostPages):
             return super().offload(stride, pages, offsets)
         then = self.then[age - 1]
         copy_pages(self._arena, offsets, then, np.asarray(pages, np.int64) * stride, stride)
-        return Done()
+        return FinishedEvent()
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_what_was_re_encoded_serves_those_who_allow_it_and_nobody_else(
 
 def empty(engine: Engine) -> None:
     """Whatever is cached leaves the pool, and host memory."""
-    engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
+    engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
     engine._apply_copies()
     host = lower_of(engine).host
     residents = host._residents

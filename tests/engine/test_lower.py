@@ -213,7 +213,7 @@ def test_what_keeps_pages_below_from_serving_a_prompt_is_said(family: str, why: 
     stored(engine)
     lower = lower_of(engine)
     match = engine.cache.match(np.array([*wanted, 5], np.int32))
-    prospect = engine.cache.plan_load(match)
+    prospect = engine.cache.loading.plan(match)
     names = [prospect.hash_at(position) for position in range(1, len(wanted) + 1)]
     for group in engine.layout.groups:
         if group.spec.unit == "state" or group.spec.visibility.windowed:
@@ -561,7 +561,7 @@ def test_what_one_request_loads_is_loaded_once_however_many_wait_for_it(
     wanted = expected(tiny("llama"), prompts, 4)
     engine = Engine(tiny("llama"), POOL, max_running=80, tiers=["host:8MiB"], lower=PATIENT)
     served(engine, roots)
-    engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
+    engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
     requests = [engine.add(prompt, greedy(4)) for prompt in prompts]
     engine.step()
     assert engine.scheduler.loading_count == engine.scheduler.waiting == len(prompts), (
@@ -587,7 +587,7 @@ def test_who_has_its_turn_before_who_loads_finds_what_came(monkeypatch: pytest.M
     prompts = [[*root, *tail] for tail in drawn("few", *[5] * 7)]
     engine = Engine(tiny("llama"), POOL, tiers=["host:8MiB"], lower=PATIENT)
     served(engine, [root])
-    engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
+    engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
     requests = [engine.add(prompts[0], greedy(4))]
     engine.step()
     requests += [engine.add(prompt, greedy(4), priority=1) for prompt in prompts[1:]]
@@ -611,7 +611,7 @@ def test_what_came_for_who_waits_holds_no_room_from_who_comes_first(
     slab = Engine(model, POOL).layout.slab_bytes
     engine = Engine(model, (9 if sooner else 11) * slab, token_budget=64, tiers=["host:8MiB"], lower=PATIENT)
     served(engine, others, 4)
-    engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
+    engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
     requests = [] if sooner else [engine.add(first, greedy(60))]
     engine.step()
     requests += [engine.add(prompt, greedy(4)) for prompt in others]
@@ -662,7 +662,7 @@ def test_a_tier_that_was_away_is_used_once_it_is_there(
     while not lane.tier.stats().objects:  # once its breaker tries it again
         assert time.monotonic() < deadline
         served(second, others)
-        second.cache.grow(second.cache.shrink(second.cache.pool.slabs - 2).tolist())
+        second.cache.grow(second.cache.shrink(second.cache.state.pool.slabs - 2).tolist())
         others = [[*others[0], len(others[0])]]
         time.sleep(0.1)
     closed(second)
@@ -700,7 +700,7 @@ def test_host_memory_without_a_prompts_next_block_costs_one_look(monkeypatch: py
     assert lower_of(engine).offloaded_pages
     assert not made
     assert all(request.looked_in_tiers is not None for request in again)
-    engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
+    engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
     found = served(engine, prompts)
     assert [request.tokens for request in found] == wanted
     assert [request.cached_tokens for request in found] == [64, 48, 80]

@@ -358,7 +358,7 @@ def test_a_tenant_of_weight_0_gets_what_others_shares_leave_and_is_told_when_tha
     assert ran("blue", 3, 30).finish_reason == "length"  # an idle pool is anyone's
     assert ran("red", 3, 60).finish_reason == "length"
     assert ran("red", 30, 60).finish_reason == "length"  # the whole pool is its share: what blue left is gone
-    assert engine.cache.accounts["blue"].used == 0
+    assert engine.cache.state.accounts["blue"].used == 0
     assert ran("blue", 3, 40).finish_reason == "no_room"
 
 

@@ -25,9 +25,8 @@ from kvloom.engine.calibration import calibrate, texts_of
 from kvloom.engine.engine import Engine
 from kvloom.engine.llm import LLM
 from kvloom.engine.request import SamplingParams
-from kvloom.models.batch import Work
-from kvloom.models.reading import ModelError
-from kvloom.models.scales import Scales, read_scales
+from kvloom.models.paged import Scales, Work, read_scales
+from kvloom.models.specs import ModelError
 from tests.models.zoo import expected, tiny
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")

@@ -11,10 +11,9 @@ import torch
 from kvloom.engine.engine import Engine
 from kvloom.engine.execution.model_runner import ModelRunner
 from kvloom.engine.request import SamplingParams
-from kvloom.models.attending import Turning, fuse_attention
-from kvloom.models.attention import install
-from kvloom.models.batch import Stage
-from kvloom.models.fusing import _project
+from kvloom.models.fusion.fused_attention import GpuFusedAttention, fuse_attention
+from kvloom.models.fusion.modules import _fuse_projections
+from kvloom.models.paged import BatchBuilder, install
 from tests.models.zoo import expected, prompts_of, tiny
 
 from .invariance import run_interrupted
@@ -42,7 +41,7 @@ class Eager:
 def replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[int, Eager]]:
     engine = Engine(model, 1 << 24, max_running=rows, ahead=True, **options)
     runner, made = engine.runner, dict[int, Eager]()
-    runner.stage = Stage(engine.cache, "cpu", 256, rows, mirrored=True)
+    runner.stage = BatchBuilder(engine.cache, "cpu", 256, rows, mirrored=True)
     runner._sizes = [2, rows]
     runner._shared_column = None
 
@@ -65,8 +64,8 @@ def test_replayed_steps_give_the_tokens_of_generate(family: str, turned: bool) -
     install(model)
     if turned:
         for module in [module for module in model.modules() if hasattr(module, "q_proj")]:
-            assert _project(module)
-            assert fuse_attention(module, Turning)
+            assert _fuse_projections(module)
+            assert fuse_attention(module, GpuFusedAttention)
             module.is_fused = True
     engine, made = replaying(model, 4)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)

@@ -62,14 +62,14 @@ def test_a_flood_of_one_tenant_pushes_nobody_else_out(
     kept = tier.kept_for("calm")
     flooded = [said(engine, "flood", flood[at : at + 4]) for at in range(0, 20, 4)]
     assert tier.kept_for("calm") == kept > 0
-    pool = (engine.cache.pool.slabs - 1) * layout.slab_bytes
+    pool = (engine.cache.state.pool.slabs - 1) * layout.slab_bytes
     assert 0 < tier.kept_for("flood") <= tier.capacity * (2 * talk / pool if rule == "quota" else 1)
     assert tier.stats().evicted, "the flood has lost pages of its own"
     if below == "disk":
         closed(engine)
         engine = opened()
     else:  # whatever is cached leaves the pool
-        engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
+        engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
     landed = lower_of(engine).counts["landed_tokens"]  # of the flood, which loses pages while it waits
     back = said(engine, "calm", [[*one.tokens, 5] for one in first])
     for one, turn in zip(first, back, strict=True):

@@ -12,7 +12,7 @@ from kvloom.engine.offload.host_pages import LoadEvent
 from kvloom.engine.offload.load_job import LoadJob
 from kvloom.engine.offload.throughput import TimeModel
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.kernels.copy import Done
+from kvloom.kernels.copy import FinishedEvent
 
 
 def test_a_line_goes_through_what_was_seen() -> None:
@@ -97,5 +97,5 @@ def test_copies_to_a_device_take_what_its_clock_says_however_late_someone_looks(
     trip = LoadJob(request, copy_started=1.0, events=[between(70.0, 72.5), between(72.5, 75.0)])
     assert all(event.query() for event in trip.events)
     assert trip.copy_seconds(now=9.0) == pytest.approx(0.005)
-    trip.events = [Done(), Done()]
+    trip.events = [FinishedEvent(), FinishedEvent()]
     assert trip.copy_seconds(now=9.0) == pytest.approx(8.0)

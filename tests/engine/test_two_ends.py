@@ -200,10 +200,10 @@ def test_what_host_memory_has_of_a_head_is_copied_while_the_tail_comes(rig: Call
     one.engine.add(one.prompt[:200], PARAMS)  # a prompt that begins alike, whose pages left the pool since
     one.gate.release(1000)
     one.engine.run()
-    slabs = cache.shrink(cache.pool.slabs - 2)
+    slabs = cache.shrink(cache.state.pool.slabs - 2)
     one.engine._apply_copies()
     cache.grow(slabs.tolist())
-    names = cache.plan_load(cache.match(np.array(one.prompt, np.int32))).hashes
+    names = cache.loading.plan(cache.match(np.array(one.prompt, np.int32))).hashes
     for group in one.engine.layout.groups:
         for form in one.lower.forms[group.index]:
             assert host.lookup(Objects(names[:12], group.index, form)).all()

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from kvloom.core import Visibility
-from kvloom.kernels.reference import Mask, attend, write
-from kvloom.kernels.shapes import Shape
+from kvloom.kernels.attention import Mask, Shape, attend
+from kvloom.kernels.write.reference import write
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}

@@ -10,9 +10,7 @@ import torch
 
 from kvloom.core import Visibility
 from kvloom.kernels import cpu
-from kvloom.kernels.attention import Plan, ReferencePlan, decode_plan, prefill_plan
-from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape
+from kvloom.kernels.attention import Mask, Plan, ReferencePlan, Shape, decode_plan, prefill_plan
 
 from .batches import DEVICE, TOLERANCE, Batch, relative
 
@@ -42,9 +40,7 @@ def test_plans_give_what_the_oracle_gives(span: Visibility) -> None:
     "span", [Visibility("full"), Visibility("sliding", 20), Visibility("chunked", 32)], ids=str
 )
 @pytest.mark.parametrize("order", ["NHD", "HND"])
-def test_a_cpu_decodes_by_its_own_way_and_gives_the_same(
-    span: Visibility, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_decode_equals_the_oracle(span: Visibility, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(SHAPE, [40, 3, 70, 1, 64], [1] * 5, span, order)
     exact, _ = batch.expected(Mask(span), 0.3)
     plan = prefill_plan(SHAPE, span, "cpu")
@@ -60,14 +56,14 @@ def test_a_cpu_decodes_by_its_own_way_and_gives_the_same(
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4), (6, 1)], ids=str)
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("singles", [True, False])
-def test_a_cpu_reads_prompts_by_its_own_way_and_gives_the_same(
+def test_cpu_prefill_equals_the_oracle(
     heads: tuple[int, int], order: str, singles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts from their beginning and after cached tokens, single queries and an empty row among them."""
     lengths, queries = [40, 3, 70, 16, 200, 64, 300, 210], [40, 1, 20, 1, 2, 17, 200, 210]
     if not singles:
         lengths, queries = [40, 70, 200, 300, 210], [40, 20, 2, 200, 210]
-        monkeypatch.setattr(cpu, "BUILT", False)  # as without a compiler
+        monkeypatch.setattr(cpu, "IS_BUILT", False)  # as without a compiler
     shape = Shape(*heads, 64, 64, dtype=torch.float32)
     batch = Batch(shape, lengths, queries, order=order)
     exact, _ = batch.expected(Mask(), 0.3)
@@ -82,7 +78,7 @@ def test_a_cpu_reads_prompts_by_its_own_way_and_gives_the_same(
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="it is the CPU's way")
-@pytest.mark.skipif(not cpu.BUILT, reason="it is native, and this was built without a compiler")
+@pytest.mark.skipif(not cpu.IS_BUILT, reason="it is native, and this was built without a compiler")
 @pytest.mark.parametrize(
     "span", [Visibility("full"), Visibility("sliding", 20), Visibility("chunked", 32)], ids=str
 )
@@ -96,7 +92,7 @@ def test_a_cpu_takes_few_queries_one_by_one(span: Visibility, monkeypatch: pytes
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="it is the CPU's way")
-def test_what_no_shorter_way_takes_goes_through_the_oracle() -> None:
+def test_unsupported_calls_use_the_oracle() -> None:
     batch = Batch(SHAPE, [300], [300])
     exact, _ = batch.expected(Mask())
     plan = prefill_plan(SHAPE, device="cpu")
@@ -135,10 +131,10 @@ def test_a_cpu_needs_no_triton() -> None:
 import sys
 sys.modules["triton"] = None
 import torch
-import kvloom.kernels.attention as a, kvloom.kernels.copy, kvloom.kernels.dense, kvloom.kernels.memory
-import kvloom.kernels.state, kvloom.kernels.views, kvloom.kernels.write
-from kvloom.kernels.shapes import Shape
-plan = a.decode_plan(Shape(2, 1, 64, 64, dtype=torch.float32), 1, device="cpu")
+import kvloom.kernels.batch_invariant, kvloom.kernels.copy, kvloom.kernels.fused, kvloom.kernels.memory
+import kvloom.kernels.moe, kvloom.kernels.state, kvloom.kernels.write
+from kvloom.kernels.attention import Shape, decode_plan
+plan = decode_plan(Shape(2, 1, 64, 64, dtype=torch.float32), 1, device="cpu")
 plan.make([0, 1], [5])
 k = torch.randn(3, 16, 1, 64)
 out, lse = plan.attend(torch.randn(1, 2, 64), k, k, torch.tensor([[2]], dtype=torch.int32))

@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvloom.core import Field, LayerSpec, PoolLayout, Visibility
-from kvloom.core.pool.pending_copies import CopyBatch
-from kvloom.kernels import copy, reference
-from kvloom.kernels.copy import Copier, Method, copy_pages, side_by_side
-from kvloom.kernels.views import allocate, layer_views
+from kvloom.core import CopyBatch, Field, LayerSpec, PoolLayout, Visibility
+from kvloom.kernels.copy import Copier, Method, copier as copy, copy_pages, reference
+from kvloom.kernels.copy.copier import merge_adjacent
+from kvloom.kernels.memory import allocate, layer_views
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -70,10 +69,10 @@ def copier_of(
         monkeypatch.setattr(torch.cuda, "Event", Immediate)
         monkeypatch.setattr(torch.cuda, "stream", nullcontext)
         monkeypatch.setattr(torch.cuda, "current_stream", Immediate)
-        monkeypatch.setattr(copy, "cuda_driver", Immediate)
+        monkeypatch.setattr(copy, "load_cuda_driver", Immediate)
         monkeypatch.setattr(copy, "_multiprocessors", lambda device: 3)
         monkeypatch.setattr(copy, "_upload", lambda ids, device: torch.from_numpy(ids).int())
-        copier._out, copier._in = copy._Way(pool.device), copy._Way(pool.device)
+        copier._out, copier._in = copy._StagedLane(pool.device), copy._StagedLane(pool.device)
     return copier
 
 
@@ -113,7 +112,7 @@ def test_padding_stays_where_it_is() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_kernel_moves_rows_between_any_strides(seed: int) -> None:
-    triton_copy = pytest.importorskip("kvloom.kernels.triton_copy")
+    triton_copy = pytest.importorskip("kvloom.kernels.copy.triton_copy")
     rng = random.Random(seed)
     tile = triton_copy.TILE_BYTES
     size = 16 * rng.choice([1, 7, 513, tile // 16, tile // 16 + 1, 2 * tile // 16])
@@ -138,7 +137,7 @@ def test_the_kernel_moves_rows_between_any_strides(seed: int) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("seed", range(8))
-def test_pages_go_to_the_host_and_come_back(
+def test_pages_are_copied_to_the_host_and_back(
     seed: int, method: Method | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
@@ -192,9 +191,9 @@ def test_one_layer_of_every_page_moves_alone(method: Method | None, monkeypatch:
     assert int(pool.ne(0).sum()) == int(host.ne(0).sum())
 
 
-def test_what_a_batch_of_copies_is_told() -> None:
+def test_arguments_of_a_batch_of_copies() -> None:
     host = torch.randint(0, 256, (9, 64), dtype=torch.uint8)[:, :32]
-    rows = copy._Rows(host, np.array([8, 0, 3]))
+    rows = copy._ByteRows(host, np.array([8, 0, 3]))
     found = [ctypes.string_at(int(address), 32) for address in rows.addresses()]
     assert found == [host[row].numpy().tobytes() for row in (8, 0, 3)]
 
@@ -291,7 +290,7 @@ def test_copies_that_lie_side_by_side_at_both_ends_are_one(seed: int) -> None:
     count, size = int(rng.integers(0, 60)), 16
     steps = [rng.choice([1, 1, 1, 2, -5], count).cumsum() + 1000 for _ in range(2)]
     targets, sources = (at.astype(np.uint64) * np.uint64(size) for at in steps)
-    runs = side_by_side(targets, sources, size)
+    runs = merge_adjacent(targets, sources, size)
     again = [
         (target + at, source + at)
         for target, source, length in zip(*(array.tolist() for array in runs), strict=True)
@@ -307,7 +306,7 @@ def test_copies_that_lie_side_by_side_at_both_ends_are_one(seed: int) -> None:
 def test_staging_needs_no_luck(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, device = random.Random(seed), Device()
     monkeypatch.setattr(copy, "_STAGE_BYTES", 32 * rng.randint(1, 4))
-    monkeypatch.setattr(copy, "_event", Event)
+    monkeypatch.setattr(copy, "_new_event", Event)
     monkeypatch.setattr(copy, "_move", device.move)
     monkeypatch.setattr(copy, "_upload", lambda ids, device: torch.from_numpy(ids))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
@@ -315,7 +314,7 @@ def test_staging_needs_no_luck(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     pages = torch.randint(0, 256, (40, 32), dtype=torch.uint8)
     out, back = torch.zeros_like(pages), torch.randint(0, 256, (40, 32), dtype=torch.uint8)
     order = rng.sample(range(40), 40)
-    ways = [copy._Way(pages.device), copy._Way(pages.device)]
+    ways = [copy._StagedLane(pages.device), copy._StagedLane(pages.device)]
     sides = [Stream(), Stream()]  # callers may bring another stream each time
     expected = pages.clone()
     expected[order[20:]] = back[order[20:]]
@@ -323,10 +322,10 @@ def test_staging_needs_no_luck(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         for part in ([0, 7], [7, 8], [8, 20]):
             ids = np.array(order[slice(*part)])
             stream = rng.choice([*sides, ways[0].stream])
-            ways[0].gather(copy._Rows(pages, ids), copy._Rows(out, ids), stream)
+            ways[0].gather(copy._ByteRows(pages, ids), copy._ByteRows(out, ids), stream)
             ids = np.array(order[20 + part[0] : 20 + part[1]])
             stream = rng.choice([*sides, ways[1].stream])
-            ways[1].scatter(copy._Rows(back, ids), copy._Rows(pages, ids), stream)
+            ways[1].scatter(copy._ByteRows(back, ids), copy._ByteRows(pages, ids), stream)
     device.run([*sides, *(s for way in ways for s in (way.stream, way._packer))], rng)
     assert torch.equal(out[order[:20]], expected[order[:20]])
     assert torch.equal(pages, expected)
@@ -388,7 +387,7 @@ def test_targets_are_written_once() -> None:
         copier.scatter(host[:2], [2, 2])
 
 
-def test_trusted_rows_are_looked_at_but_for_being_there_once() -> None:
+def test_trusted_rows_are_checked_except_for_duplicates() -> None:
     pool, host = pool_of(8, 32), host_of(4, 32)
     copier = Copier(pool, 32)
     copier.gather([5, 2], host, [3, 1], trusted=True).synchronize()
@@ -458,7 +457,7 @@ def test_a_stream_waits_for_a_scatter(method: Method | None) -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("method", METHODS)
-def test_both_ways_at_once(method: Method | None) -> None:
+def test_gather_and_scatter_overlap(method: Method | None) -> None:
     size, pages = 64 << 10, 512
     pool = pool_of(2 * pages, size)
     before = pool.cpu().view(2 * pages, size)

@@ -10,11 +10,12 @@ import torch
 from torch.nn import functional
 
 from kvloom.core import Visibility
-from kvloom.kernels import attention, cpu, fused, reference
-from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape
+from kvloom.kernels import cpu
+from kvloom.kernels.attention import Mask, Shape, reference
+from kvloom.kernels.attention.cpu_plan import CpuPlan
+from kvloom.kernels.fused import operations as fused
 
-pytestmark = pytest.mark.skipif(not cpu.BUILT, reason="built without a compiler")
+pytestmark = pytest.mark.skipif(not cpu.IS_BUILT, reason="built without a compiler")
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -26,14 +27,14 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """However small, the work is shared among so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    monkeypatch.setattr(cpu, "SHARED_WORK", 1)
+    monkeypatch.setattr(cpu, "MIN_THREAD_PRODUCTS", 1)
     yield
     torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("form", ["llama", "gemma"])
 @pytest.mark.parametrize("shape", [(3, 64), (1, 5, 96), (2, 3, 7), (0, 8)])
-def test_norms(shape: tuple[int, ...], form: fused.Norm) -> None:
+def test_norms(shape: tuple[int, ...], form: fused.NormForm) -> None:
     x, weight = randn(*shape), randn(shape[-1], seed=1)
     wanted = functional.rms_norm(x, weight.shape, weight + (form == "gemma"), 1e-6)
     torch.testing.assert_close(cpu.rms_norm(x, weight, 1e-6, form == "gemma"), wanted)
@@ -47,9 +48,9 @@ def test_norms(shape: tuple[int, ...], form: fused.Norm) -> None:
 def test_gates(shape: tuple[int, ...], size: float) -> None:
     x = size * randn(*shape)
     gate, up = x.chunk(2, -1)
-    torch.testing.assert_close(cpu.gated(x, False), functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cpu.act_and_mul(x, False), functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
     wanted = functional.gelu(gate, approximate="tanh") * up
-    torch.testing.assert_close(cpu.gated(x, True), wanted, rtol=1e-5, atol=1e-5 * size * size)
+    torch.testing.assert_close(cpu.act_and_mul(x, True), wanted, rtol=1e-5, atol=1e-5 * size * size)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(1, 8), (5, 64), (3, 30)])
@@ -59,7 +60,7 @@ def test_rotations_are_in_place(heads: int, dim: int) -> None:
     part = joined[:, :heads]
     kept = joined[:, heads:].clone()
     as_heads = part.transpose(0, 1)[None]
-    wanted, _ = fused.rotate(as_heads, as_heads, cos[None], sin[None])
+    wanted, _ = fused.apply_rotary(as_heads, as_heads, cos[None], sin[None])
     cpu.rotate_(part, cos, sin)
     torch.testing.assert_close(part, wanted[0].transpose(0, 1))
     assert torch.equal(joined[:, heads:], kept)
@@ -70,11 +71,11 @@ def test_new_tokens_go_to_their_places() -> None:
     new, page, place = randn(3, 2, 8), torch.tensor([4, 1, 4]), torch.tensor([0, 3, 2])
     wanted = pages.clone()
     wanted[page, place] = new
-    cpu.put(pages, new, page, place)
+    cpu.write_tokens(pages, new, page, place)
     assert torch.equal(pages, wanted)
     apart = randn(2, 3, 8, seed=1).transpose(0, 1)
     wanted[page, place] = apart
-    cpu.put(pages, apart, page, place)
+    cpu.write_tokens(pages, apart, page, place)
     assert torch.equal(pages, wanted)
 
 
@@ -96,7 +97,7 @@ def test_single_queries_over_pages(span: Visibility, heads: int, kv: int, dim: i
             k[page, token % block] = randn(kv, dim, seed=100 * row + token)
             v[page, token % block] = randn(kv, v_dim, seed=100 * row + token + 50)
     q = randn(rows, heads + 1, dim)[:, 1:]
-    plan = attention.CpuPlan(Shape(heads, kv, dim, v_dim, block, torch.float32), span)
+    plan = CpuPlan(Shape(heads, kv, dim, v_dim, block, torch.float32), span)
     plan.make(range(rows + 1), LENGTHS)
     found, _ = plan.attend(q, k, v, tables, Mask(span), 0.3)
     starts, lengths = torch.arange(rows + 1), torch.tensor(LENGTHS)
@@ -111,7 +112,7 @@ def test_a_layers_step_is_its_three_parts_in_one(span: Visibility) -> None:
     k, v = (randn(200, block, kv, dim, seed=seed) for seed in (1, 2))
     tables = (torch.randperm(rows * 18) + 1).int().view(rows, 18)
     lengths = np.array(LENGTHS)
-    seen = cpu.Seen(span.first_visible_each(lengths - 1), lengths)
+    seen = cpu.VisibleTokens(span.first_visible_each(lengths - 1), lengths)
     joined = randn(rows, (heads + 2 * kv) * dim)
     cos, sin = randn(1, rows, dim, seed=3), randn(1, rows, dim, seed=4)
 
@@ -120,11 +121,13 @@ def test_a_layers_step_is_its_three_parts_in_one(span: Visibility) -> None:
     cpu.rotate_(apart[:, : heads + kv], cos, sin)
     last = torch.from_numpy(lengths - 1)
     at = tables[torch.arange(rows), last // block].long(), last % block
-    cpu.put(own_k, apart[:, heads : heads + kv], *at)
-    cpu.put(own_v, apart[:, heads + kv :], *at)
+    cpu.write_tokens(own_k, apart[:, heads : heads + kv], *at)
+    cpu.write_tokens(own_v, apart[:, heads + kv :], *at)
     wanted = cpu.decode(apart[:, :heads], own_k, own_v, tables, seen, 0.25)
 
-    found = cpu.step(joined, cos, sin, heads, 0.25, cpu.LayerPages(k, v), cpu.Rows(tables, seen))
+    found = cpu.attention_step(
+        joined, cos, sin, heads, 0.25, cpu.LayerPages(k, v), cpu.SingleTokenRows(tables, seen)
+    )
     assert torch.equal(k, own_k)
     assert torch.equal(v, own_v)
     assert torch.equal(found.view(rows, heads, dim), wanted)
@@ -132,27 +135,31 @@ def test_a_layers_step_is_its_three_parts_in_one(span: Visibility) -> None:
 
 def test_what_is_not_taken() -> None:
     x = randn(4, 6)
-    assert cpu.takes(x, x[:, 1:])
-    assert not cpu.takes(x, x.double())
-    assert not cpu.takes(x.T)
-    assert not cpu.takes(x.to("meta"))
+    assert cpu.supports(x, x[:, 1:])
+    assert not cpu.supports(x, x.double())
+    assert not cpu.supports(x.T)
+    assert not cpu.supports(x.to("meta"))
 
 
 def test_what_would_be_a_wrong_address_is_refused() -> None:
     k = randn(4, 4, 2, 16)
-    tables, seen = torch.ones(1, 2, dtype=torch.int32), cpu.Seen(np.array([0]), np.array([9]))
+    tables, seen = torch.ones(1, 2, dtype=torch.int32), cpu.VisibleTokens(np.array([0]), np.array([9]))
     with pytest.raises(ValueError, match="do not fit tables of 2 blocks of 4"):
         cpu.decode(randn(1, 4, 16), k, k, tables, seen, 1.0)
-    rows = cpu.Rows(tables, seen)
+    rows = cpu.SingleTokenRows(tables, seen)
     with pytest.raises(ValueError, match="do not fit tables of 2 blocks of 4"):
-        cpu.step(randn(1, 8 * 16), randn(1, 16), randn(1, 16), 4, 1.0, cpu.LayerPages(k, k.clone()), rows)
+        cpu.attention_step(
+            randn(1, 8 * 16), randn(1, 16), randn(1, 16), 4, 1.0, cpu.LayerPages(k, k.clone()), rows
+        )
     with pytest.raises(ValueError, match="must be"):
-        cpu.put(k, randn(1, 2, 16), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+        cpu.write_tokens(
+            k, randn(1, 2, 16), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+        )
 
 
 def test_page_ids_that_lie_apart_are_read_as_they_are_meant() -> None:
     pages, new = torch.zeros(6, 4, 2, 8), randn(3, 2, 8)
     page, place = torch.tensor([[4, 9], [1, 9], [5, 9]])[:, 0], torch.tensor([0, 3, 2])
-    cpu.put(pages, new, page, place)
+    cpu.write_tokens(pages, new, page, place)
     assert torch.equal(pages[page, place], new)
     assert int((pages != 0).any(-1).any(-1).sum()) == 3

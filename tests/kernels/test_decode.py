@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from kvloom.core import Visibility
-from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape
+from kvloom.kernels.attention import Mask, Shape
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from kvloom.kernels.decode import DecodePlan  # noqa: E402
-from kvloom.kernels.worklist import Tile  # noqa: E402
+from kvloom.kernels.attention import DecodePlan  # noqa: E402
+from kvloom.kernels.attention.work_list import Tile  # noqa: E402
 
 from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
 
@@ -92,7 +91,7 @@ def test_softcap_sinks_and_scale_together(queries: int) -> None:
 
 @pytest.mark.parametrize("toll", [0, 1], ids=["walked", "one by one"])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128] if DEVICE == "cuda" else [80])
-def test_both_ways_over_the_list_in_half_precision(toll: int, dim: int) -> None:
+def test_both_kernels_over_the_work_list_in_half_precision(toll: int, dim: int) -> None:
     """Tiles walked in one loop, and begun one by one; long and short stretches, so that tiles are cut or many follow."""
     half = torch.bfloat16 if DEVICE == "cuda" and dim % 64 == 0 else torch.float16
     shape = Shape(4, 2 if DEVICE == "cuda" else 1, dim, dim, dtype=half)
@@ -118,7 +117,7 @@ def test_both_ways_over_the_list_in_half_precision(toll: int, dim: int) -> None:
         check(batch, mask, queries, tile=tile)
 
 
-def test_drafts_see_their_branch_alone() -> None:
+def test_drafts_see_only_their_branch() -> None:
     torch.manual_seed(0)
     shape = Shape(4, 2, 64, 64, dtype=torch.float32)
     batch = Batch(shape, [40, 23, 70], [8, 1, 5])

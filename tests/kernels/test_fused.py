@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvloom.kernels import fused
+from kvloom.kernels.fused import operations as fused
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from kvloom.kernels import triton_fused, triton_linear
+from kvloom.kernels.fused import triton_linear, triton_operations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] + ([torch.bfloat16, torch.float16] if DEVICE == "cuda" else [])
@@ -28,17 +28,17 @@ def close(found: torch.Tensor, wanted: torch.Tensor, slack: float = 4) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["llama", "gemma"])
 @pytest.mark.parametrize("shape", [(1, 5, 96), (3, 64), (7, 200), (1, 4, 3, 128), (0, 64)])
-def test_norms(shape: tuple[int, ...], form: fused.Norm, dtype: torch.dtype) -> None:
+def test_norms(shape: tuple[int, ...], form: fused.NormForm, dtype: torch.dtype) -> None:
     x, weight = randn(*shape, dtype=dtype), randn(shape[-1], seed=1, dtype=dtype)
     wanted = fused.rms_norm(x.cpu(), weight.cpu(), 1e-6, form).to(DEVICE)
-    close(triton_fused.rms_norm(x, weight, 1e-6, form == "gemma"), wanted)
+    close(triton_operations.rms_norm(x, weight, 1e-6, form == "gemma"), wanted)
 
 
 def test_norms_of_heads_that_lie_apart() -> None:
     joined, weight = randn(6, 512), randn(64, seed=1)
     for part in (joined[:, :256].view(6, 4, 64), joined[None, :, 256:384].view(1, 6, 2, 64).transpose(1, 2)):
         wanted = fused.rms_norm(part.cpu(), weight.cpu(), 1e-5).to(DEVICE)
-        found = triton_fused.rms_norm(part, weight, 1e-5, False)
+        found = triton_operations.rms_norm(part, weight, 1e-5, False)
         assert found.is_contiguous()
         close(found, wanted)
 
@@ -49,13 +49,17 @@ def test_norms_of_heads_that_lie_apart() -> None:
 def test_gates(shape: tuple[int, ...], activation: fused.Activation, dtype: torch.dtype) -> None:
     x = 4 * randn(*shape, dtype=dtype)
     # 1 + tanh of what is far below 0 has few digits left.
-    close(triton_fused.gated(x, activation), fused.gated(x.cpu(), activation).to(DEVICE), slack=64)
+    close(
+        triton_operations.act_and_mul(x, activation),
+        fused.act_and_mul(x.cpu(), activation).to(DEVICE),
+        slack=64,
+    )
 
 
 def test_large_gates_do_not_overflow() -> None:
     x = torch.tensor([[-200.0, 200.0, 90.0, 1.0, 1.0, 1.0]], device=DEVICE)
     for activation in ("silu", "gelu_tanh"):
-        close(triton_fused.gated(x, activation), torch.tensor([[0.0, 200.0, 90.0]], device=DEVICE))
+        close(triton_operations.act_and_mul(x, activation), torch.tensor([[0.0, 200.0, 90.0]], device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,8 +70,8 @@ def test_rotary_embeddings(heads: int, kv_heads: int, dim: int, dtype: torch.dty
     k = joined[..., heads * dim :].view(1, 5, kv_heads, dim).transpose(1, 2)
     cos, sin = randn(1, 5, dim, seed=2, dtype=dtype), randn(1, 5, dim, seed=3, dtype=dtype)
     before = joined.clone()
-    wanted = fused.rotate(q.cpu(), k.cpu(), cos.cpu(), sin.cpu())
-    for found, want in zip(triton_fused.rotate(q, k, cos, sin), wanted, strict=True):
+    wanted = fused.apply_rotary(q.cpu(), k.cpu(), cos.cpu(), sin.cpu())
+    for found, want in zip(triton_operations.apply_rotary(q, k, cos, sin), wanted, strict=True):
         assert found.transpose(1, 2).is_contiguous()
         close(found, want.to(DEVICE))
     assert torch.equal(joined, before), "the arguments stay as they are"
@@ -79,8 +83,8 @@ def heads_of(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[t
     return tuple(x.transpose(0, 1)[None] for x in joined.split((heads, kv_heads, kv_heads), 1)[:2])  # type: ignore[return-value]
 
 
-def two_norms(dim: int, form: fused.Norm, dtype: torch.dtype) -> tuple[fused.Normed, fused.Normed]:
-    q, k = (fused.Normed(randn(dim, seed=i, dtype=dtype), 1e-6, form) for i in (1, 2))
+def two_norms(dim: int, form: fused.NormForm, dtype: torch.dtype) -> tuple[fused.RMSNorm, fused.RMSNorm]:
+    q, k = (fused.RMSNorm(randn(dim, seed=i, dtype=dtype), 1e-6, form) for i in (1, 2))
     return q, k
 
 
@@ -91,22 +95,23 @@ HEADS = [(4, 2, 64), (6, 2, 96), (16, 8, 128), (16, 8, 256), (1, 1, 64), (4, 1, 
 @pytest.mark.parametrize("form", ["llama", "gemma"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 def test_norms_before_a_rotation_are_the_bits_of_norms_and_a_rotation(
-    heads: int, kv_heads: int, dim: int, form: fused.Norm, dtype: torch.dtype
+    heads: int, kv_heads: int, dim: int, form: fused.NormForm, dtype: torch.dtype
 ) -> None:
     q, k = heads_of(heads, kv_heads, dim, dtype)
     cos, sin = randn(5, 2, dim, seed=3, dtype=dtype)[None].unbind(2)  # side by side, as a table has them
     norms = two_norms(dim, form, dtype)
     before = q.clone(), k.clone()
     apart = (
-        triton_fused.rms_norm(x, n.weight, n.eps, form == "gemma") for x, n in zip((q, k), norms, strict=True)
+        triton_operations.rms_norm(x, n.weight, n.eps, form == "gemma")
+        for x, n in zip((q, k), norms, strict=True)
     )
-    wanted = triton_fused.rotate(*apart, cos, sin)
-    for found, want in zip(triton_fused.rotate(q, k, cos, sin, norms), wanted, strict=True):
+    wanted = triton_operations.apply_rotary(*apart, cos, sin)
+    for found, want in zip(triton_operations.apply_rotary(q, k, cos, sin, norms), wanted, strict=True):
         assert found.transpose(1, 2).is_contiguous()
         assert torch.equal(found, want)
     assert all(map(torch.equal, (q, k), before)), "the arguments stay as they are"
-    on_cpu = [fused.Normed(n.weight.cpu(), n.eps, form) for n in norms]
-    plain = fused.rotate(q.cpu(), k.cpu(), cos.cpu(), sin.cpu(), (on_cpu[0], on_cpu[1]))
+    on_cpu = [fused.RMSNorm(n.weight.cpu(), n.eps, form) for n in norms]
+    plain = fused.apply_rotary(q.cpu(), k.cpu(), cos.cpu(), sin.cpu(), (on_cpu[0], on_cpu[1]))
     for want, each in zip(wanted, plain, strict=True):
         close(want, each.to(DEVICE), slack=32)
 
@@ -116,24 +121,24 @@ def test_norms_before_a_rotation_are_the_bits_of_norms_and_a_rotation(
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_two_norms_in_one_launch_are_their_own_bits(
-    tokens: int, heads: int, kv_heads: int, dim: int, form: fused.Norm, dtype: torch.dtype
+    tokens: int, heads: int, kv_heads: int, dim: int, form: fused.NormForm, dtype: torch.dtype
 ) -> None:
     joined = randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype)[:, : heads + kv_heads]
     norms = two_norms(dim, form, dtype)
-    found = triton_fused.rms_norms(joined, heads, norms)
+    found = triton_operations.rms_norms(joined, heads, norms)
     assert found.is_contiguous()
     for x, norm, part in zip(
         joined.split((heads, kv_heads), 1), norms, found.split((heads, kv_heads), 1), strict=True
     ):
-        assert torch.equal(part, triton_fused.rms_norm(x, norm.weight, norm.eps, form == "gemma"))
+        assert torch.equal(part, triton_operations.rms_norm(x, norm.weight, norm.eps, form == "gemma"))
 
 
 def test_norms_that_differ_in_more_than_their_weights_are_taken_one_by_one() -> None:
     q, k = heads_of(4, 2, 64, torch.float32)
     cos, sin = randn(1, 5, 64, seed=3), randn(1, 5, 64, seed=4)
-    norms = fused.Normed(randn(64, seed=1), 1e-2, "gemma"), fused.Normed(randn(64, seed=2), 1e-6)
-    wanted = fused.rotate(norms[0](q), norms[1](k), cos, sin)
-    found = fused.rotate(q, k, cos, sin, norms)
+    norms = fused.RMSNorm(randn(64, seed=1), 1e-2, "gemma"), fused.RMSNorm(randn(64, seed=2), 1e-6)
+    wanted = fused.apply_rotary(norms[0](q), norms[1](k), cos, sin)
+    found = fused.apply_rotary(q, k, cos, sin, norms)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     rows = torch.cat((q, k), 1)[0].transpose(0, 1)
     wanted_rows = torch.cat((norms[0](q), norms[1](k)), 1)[0].transpose(0, 1)
@@ -143,29 +148,32 @@ def test_norms_that_differ_in_more_than_their_weights_are_taken_one_by_one() -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["llama", "gemma"])
 @pytest.mark.parametrize("dim", [768, 1000, 3840])
-def test_a_norm_of_a_sum_is_the_bits_of_a_norm(dim: int, form: fused.Norm, dtype: torch.dtype) -> None:
+def test_a_norm_of_a_sum_is_the_bits_of_a_norm(dim: int, form: fused.NormForm, dtype: torch.dtype) -> None:
     x, y = (randn(3, dim, seed=i, dtype=dtype) for i in range(2))
     post, pre = two_norms(dim, form, dtype)
-    found = triton_fused.add_norm(x, y, post, pre)
+    found = triton_operations.add_norm(x, y, post, pre)
     assert found is not None
-    assert torch.equal(found, triton_fused.rms_norm(x, pre.weight, pre.eps, form == "gemma"))
+    assert torch.equal(found, triton_operations.rms_norm(x, pre.weight, pre.eps, form == "gemma"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("forms", [("llama", "llama"), ("gemma", "gemma"), ("llama", None)])
-def test_norms_that_are_added(forms: tuple[fused.Norm, fused.Norm | None], dtype: torch.dtype) -> None:
+def test_norms_that_are_added(
+    forms: tuple[fused.NormForm, fused.NormForm | None], dtype: torch.dtype
+) -> None:
     x, y = (randn(1, 5, 200, seed=i, dtype=dtype) for i in range(2))
     post, pre = (
-        None if form is None else fused.Normed(randn(200, seed=2 + i, dtype=dtype), 1e-6, form)
+        None if form is None else fused.RMSNorm(randn(200, seed=2 + i, dtype=dtype), 1e-6, form)
         for i, form in enumerate(forms)
     )
     assert post is not None
     here, there = x.clone(), x.cpu()
     on_cpu = [
-        None if norm is None else fused.Normed(norm.weight.cpu(), norm.eps, norm.form) for norm in (post, pre)
+        None if norm is None else fused.RMSNorm(norm.weight.cpu(), norm.eps, norm.form)
+        for norm in (post, pre)
     ]
     assert on_cpu[0] is not None
-    found = triton_fused.add_norm(here, y, post, pre)
+    found = triton_operations.add_norm(here, y, post, pre)
     wanted = fused.add_norm(there, y.cpu(), on_cpu[0], on_cpu[1])
     close(here, there.to(DEVICE), slack=8)
     assert (found is None) == (wanted is None) == (pre is None)
@@ -181,7 +189,7 @@ def test_a_row_times_a_matrix(out: int, k: int, added: bool, dtype: torch.dtype)
         randn(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(1, k), (out, k), (1, out)])
     )
     into = base.clone() if added else None
-    found = triton_linear.row_times(x, weight, into)
+    found = triton_linear.row_linear(x, weight, into)
     assert into is None or found is into
     wanted = x.double().cpu() @ weight.double().cpu().t() + (base.double().cpu() if added else 0)
     assert torch.dist(found.double().cpu(), wanted) <= 4 * torch.finfo(dtype).eps * wanted.norm()
@@ -199,10 +207,10 @@ def test_a_product_is_added_in_place_whatever_the_rows() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="do not fit together"):
-        fused.add_norm(randn(2, 8), randn(2, 9), fused.Normed(randn(8), 1e-6))
+        fused.add_norm(randn(2, 8), randn(2, 9), fused.RMSNorm(randn(8), 1e-6))
     with pytest.raises(ValueError, match="does not fit x"):
         fused.rms_norm(randn(2, 8), randn(9), 1e-6)
     with pytest.raises(ValueError, match="no halves"):
-        fused.gated(randn(2, 7))
+        fused.act_and_mul(randn(2, 7))
     with pytest.raises(ValueError, match="one angle for each"):
-        fused.rotate(randn(1, 2, 3, 8), randn(1, 2, 3, 8), randn(1, 4, 8), randn(1, 4, 8))
+        fused.apply_rotary(randn(1, 2, 3, 8), randn(1, 2, 3, 8), randn(1, 4, 8), randn(1, 4, 8))

@@ -13,11 +13,16 @@ import pytest
 import torch
 
 from kvloom.core import LayerSpec, PoolLayout, Visibility, attention_fields
-from kvloom.kernels import memory
 from kvloom.kernels.copy import copy_pages
-from kvloom.kernels.cuda_driver import CudaError, cuda_driver
-from kvloom.kernels.memory import ElasticBuffer, elastic, granularity
-from kvloom.kernels.views import layer_views
+from kvloom.kernels.memory import (
+    CudaError,
+    ElasticBuffer,
+    elastic as memory,
+    elastic_buffer,
+    granularity,
+    layer_views,
+    load_cuda_driver,
+)
 
 pytestmark = pytest.mark.alone
 CUDA = torch.cuda.is_available()
@@ -31,7 +36,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_slabs_keep_their_bytes_while_others_come_and_go(seed: int) -> None:
+def test_slabs_keep_their_bytes_while_others_are_mapped_and_unmapped(seed: int) -> None:
     rng = random.Random(seed)
     slabs = 24
     with ElasticBuffer(STEP, slabs, DEVICE, mapped=rng.randint(1, 4)) as buffer:
@@ -62,7 +67,7 @@ def test_slabs_keep_their_bytes_while_others_come_and_go(seed: int) -> None:
 def test_a_pool_lives_in_it() -> None:
     spec = LayerSpec("token", attention_fields(2, 16, "fp32"), Visibility("full"))
     layout = PoolLayout.build({"a": spec, "b": spec}, granularity=STEP)
-    with elastic(layout, 64, DEVICE, mapped=3) as buffer:
+    with elastic_buffer(layout, 64, DEVICE, mapped=3) as buffer:
         views = layer_views(buffer.tensor, layout)
         stride, last = layout.groups[0].page_stride, 50 * layout.groups[0].pages_per_slab
         views["a"].fields["k"][1] = 7.0
@@ -101,7 +106,7 @@ def test_sizes_that_cannot_be() -> None:
         granularity("meta")
 
 
-def test_a_closed_buffer_says_so() -> None:
+def test_a_closed_buffer_raises() -> None:
     buffer = ElasticBuffer(STEP, 4, DEVICE)
     buffer.close()
     buffer.close()
@@ -133,7 +138,7 @@ def resident(tensor: torch.Tensor) -> int:
 
 
 @linux
-def test_host_memory_goes_back_to_the_system() -> None:
+def test_unmapped_host_memory_is_freed() -> None:
     slab = 4 << 20
     with ElasticBuffer(slab, 1 << 15, "cpu", mapped=4) as buffer:  # 128 GiB of addresses
         rows = buffer.tensor.view(-1, slab)
@@ -228,7 +233,7 @@ def books(monkeypatch: pytest.MonkeyPatch) -> Books:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (5 << 20, 100 << 20))
     monkeypatch.setattr(memory._CudaRange, "view", lambda self: torch.empty(0, dtype=torch.uint8))
     books = Books()
-    monkeypatch.setattr(memory, "cuda_driver", lambda: books)
+    monkeypatch.setattr(memory, "load_cuda_driver", lambda: books)
     return books
 
 
@@ -265,7 +270,7 @@ def test_mapping_is_all_or_nothing(books: Books, call: str, before: int, code: i
         assert buffer.mapped_slabs == 6
 
 
-def test_a_buffer_that_cannot_begin_leaves_nothing(books: Books) -> None:
+def test_a_failed_buffer_frees_everything(books: Books) -> None:
     books.fail = ("reserve", 0, CudaError.OUT_OF_MEMORY)
     with pytest.raises(MemoryError, match="no addresses for 10 slabs"):
         ElasticBuffer(2 << 20, 10, "cuda:0")
@@ -277,7 +282,7 @@ def test_a_buffer_that_cannot_begin_leaves_nothing(books: Books) -> None:
     assert not books.handles
 
 
-def test_memory_kept_by_torch_is_tried_before_giving_up(
+def test_memory_cached_by_torch_is_freed_before_failing(
     books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ElasticBuffer(2 << 20, 10, "cuda:0") as buffer:
@@ -317,7 +322,7 @@ def test_unmapping_waits_first(books: Books, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 @needs_gpu
-def test_device_memory_goes_back_to_the_device() -> None:
+def test_unmapped_device_memory_is_freed() -> None:
     slab, count = 64 << 20, 32
     with ElasticBuffer(slab, 4096, "cuda") as buffer:  # 256 GiB of addresses
         torch.cuda.synchronize()
@@ -333,7 +338,7 @@ def test_device_memory_goes_back_to_the_device() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_the_driver_counts_the_gpus_that_torch_does() -> None:
-    assert cuda_driver().devices() == torch.cuda.device_count()
+    assert load_cuda_driver().devices() == torch.cuda.device_count()
 
 
 @pytest.mark.gpu

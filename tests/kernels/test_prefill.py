@@ -9,15 +9,22 @@ import pytest
 import torch
 
 from kvloom.core import Visibility
-from kvloom.kernels import prefill_backends
-from kvloom.kernels.dense import attend_dense, merge
-from kvloom.kernels.prefill_backends import MANY, BlockTile, Rows, block_list, choose_gathered_tile, groups_of
-from kvloom.kernels.reference import Mask
-from kvloom.kernels.shapes import Shape
+from kvloom.kernels.attention import Mask, QueryRows, Shape, attend_dense, merge_outputs, prefill_backends
+from kvloom.kernels.attention.prefill_backends import (
+    MANY_VISIBLE_TOKENS,
+    BlockTile,
+    block_list,
+    choose_gathered_tile,
+    cudnn_batches,
+)
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from kvloom.kernels import prefill, prefill_batches, prefill_launch  # noqa: E402
-from kvloom.kernels.prefill import PrefillPlan  # noqa: E402
+from kvloom.kernels.attention import (  # noqa: E402
+    PrefillPlan,
+    prefill,
+    prefill_cudnn,
+    prefill_launch,
+)
 
 from .batches import DEVICE, TOLERANCE, Batch, relative  # noqa: E402
 
@@ -159,7 +166,7 @@ def test_quantised_pages_under_windows(dtype: torch.dtype, window: int, static: 
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "int8 window", "sinks"])
-def test_single_queries_in_front_go_to_decodes_kernels(kind: str) -> None:
+def test_leading_single_queries_run_on_decode_kernels(kind: str) -> None:
     span = Visibility("sliding", 21) if "window" in kind else FULL
     dtype = torch.int8 if "int8" in kind else HALF
     shape = Shape(4, 2, 64, 64, dtype=dtype)
@@ -168,7 +175,7 @@ def test_single_queries_in_front_go_to_decodes_kernels(kind: str) -> None:
     )
     sinks = torch.randn(4).to(DEVICE) if kind == "sinks" else None
     mask = Mask(span, sinks=sinks)
-    plan = PrefillPlan(shape, span, DEVICE, singles=2, **({} if GPU else {"tile": TINY}))
+    plan = PrefillPlan(shape, span, DEVICE, min_decode_rows=2, **({} if GPU else {"tile": TINY}))
     taken = []
     for _ in range(2):  # another step of the same plan
         plan.make(batch.starts.tolist(), batch.lengths)
@@ -177,7 +184,7 @@ def test_single_queries_in_front_go_to_decodes_kernels(kind: str) -> None:
         assert plan._decode is not None
         taken.append(plan._decode[0])
     assert taken == [3, 3]
-    many = PrefillPlan(shape, span, DEVICE, singles=4, **({} if GPU else {"tile": TINY}))
+    many = PrefillPlan(shape, span, DEVICE, min_decode_rows=4, **({} if GPU else {"tile": TINY}))
     many.make(batch.starts.tolist(), batch.lengths)
     many.attend(batch.q, batch.k, batch.v, batch.tables, mask, None, batch.k_scale, batch.v_scale)
     assert many._decode == (0, None)
@@ -212,7 +219,7 @@ def test_few_queries_after_much_are_cut_and_joined(span: Visibility) -> None:
     sinks = torch.randn(4).to(DEVICE)
     batch.q[3:] *= 3  # peaks that differ from piece to piece
     check(batch, Mask(span, sinks=sinks), tile=TINY)
-    rows = Rows.of(batch.starts.tolist(), batch.lengths)
+    rows = QueryRows.from_lists(batch.starts.tolist(), batch.lengths)
     blocks, joins, slots = block_list(rows, np.arange(3), 2, 2, span, TINY, 32, None)
     assert len(joins) >= 2
     assert slots == joins[:, 1].sum() == (blocks[:, 7] >= 0).sum()
@@ -301,9 +308,9 @@ def test_new_tokens_may_be_part_of_something_wider() -> None:
     expected = attend_dense(*(x.double().cpu() for x in (batch.q, *views)), batch.starts.tolist())
     found = plan.attend(batch.q, batch.k, batch.v, batch.tables, new_k=views[0], new_v=views[1])
     agree(found, expected, TOLERANCE[HALF])
-    assert not prefill_launch.described(wide[:, :, :32])  # heads apart
-    assert not prefill_launch.described(wide[:, 1:3, 4:])
-    assert not prefill_launch.described(
+    assert not prefill_launch.fits_descriptor(wide[:, :, :32])  # heads apart
+    assert not prefill_launch.fits_descriptor(wide[:, 1:3, 4:])
+    assert not prefill_launch.fits_descriptor(
         wide.view(89, -1)[:, 3:131].view(89, 2, 64)
     )  # no multiple of 16 bytes
 
@@ -337,8 +344,8 @@ def batched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         out = scores.softmax(3) @ v.float().repeat_interleave(group, 1)
         return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(3)
 
-    actual = prefill_batches.cudnn_attend
-    monkeypatch.setattr(prefill_batches, "cudnn_attend", attend)
+    actual = prefill_cudnn.cudnn_attend
+    monkeypatch.setattr(prefill_cudnn, "cudnn_attend", attend)
     return sizes
 
 
@@ -357,7 +364,7 @@ def test_batches_of_even_size(batched: list[tuple[int, ...]], new: bool) -> None
         check(Batch(shape, [300], [40], dtype=HALF), backend="cudnn", new=new)
 
 
-def test_a_batch_that_needs_no_merge_comes_back_as_it_is(batched: list[tuple[int, ...]]) -> None:
+def test_a_batch_without_context_is_returned_unmerged(batched: list[tuple[int, ...]]) -> None:
     batch = Batch(Shape(2, 1, 64, 64, dtype=HALF), [128, 128], [128, 128], dtype=HALF)
     plan = PrefillPlan(batch.shape, FULL, DEVICE, backend="cudnn")
     plan.make(batch.starts.tolist(), batch.lengths)
@@ -368,76 +375,93 @@ def test_a_batch_that_needs_no_merge_comes_back_as_it_is(batched: list[tuple[int
 
 
 def test_even_rows_are_batched_as_they_follow_each_other() -> None:
-    queries, owns = np.array([512, 512, 512, 1024, 1024]), np.array([0, 0, 4096, 8192, 8192])
-    rows = Rows.of([0, *np.cumsum(queries)], queries + owns)
-    groups = groups_of(rows, np.array([0, 1, 2, 3, 4]))
-    assert [(g.rows.tolist(), g.own, g.queries) for g in groups] == [
+    queries, context_lengths = np.array([512, 512, 512, 1024, 1024]), np.array([0, 0, 4096, 8192, 8192])
+    rows = QueryRows.from_lists([0, *np.cumsum(queries)], queries + context_lengths)
+    groups = cudnn_batches(rows, np.array([0, 1, 2, 3, 4]))
+    assert [(g.rows.tolist(), g.context, g.queries) for g in groups] == [
         ([0, 1], 0, 512),
         ([2], 4096, 512),
         ([3, 4], 8192, 1024),
     ]
-    assert [g.rows.tolist() for g in groups_of(rows, np.array([0, 2, 3]))] == [[0], [2], [3]]
+    assert [g.rows.tolist() for g in cudnn_batches(rows, np.array([0, 2, 3]))] == [[0], [2], [3]]
     for odd in ([512, 500], [512, 8192 + 128]):
-        assert not groups_of(Rows.of([0, *np.cumsum(odd)], np.array(odd) + 4096), np.arange(2))
-    assert not groups_of(Rows.of([0, 512], [512 + 4096 + 16]), np.arange(1))
+        assert not cudnn_batches(
+            QueryRows.from_lists([0, *np.cumsum(odd)], np.array(odd) + 4096), np.arange(2)
+        )
+    assert not cudnn_batches(QueryRows.from_lists([0, 512], [512 + 4096 + 16]), np.arange(1))
 
 
 def test_the_rule_follows_what_backends_take() -> None:
     shape = Shape(32, 8, 128, 128)
     half, all_rows, one = torch.bfloat16, np.arange(8), np.arange(1)
 
-    def choose(*args: object, span: Visibility = FULL) -> str:
-        return prefill_backends.choose(*args[:4], span, *args[4:])  # type: ignore[arg-type]
+    def choose_backend(*args: object, span: Visibility = FULL) -> str:
+        return prefill_backends.choose_backend(*args[:4], span, *args[4:])  # type: ignore[arg-type]
 
-    long = Rows.of([0, 8192], [8192])
-    assert choose(shape, long, one, half, True, True) == "cudnn"
-    assert choose(shape, Rows.of([0, 8192], [24576]), one, half, True, True) == "cudnn"
-    assert choose(shape, Rows.of([0, 8192], [8208]), one, half, True, True) == "descriptors"  # comes once
-    assert choose(shape, Rows.of([0, 3152], [11344]), one, half, True, True) == "descriptors"
-    assert choose(shape, long, one, half, True, False) == "descriptors"
-    assert choose(shape, long, one, half, False, True) == "pages"
-    assert choose(shape, long, one[:0], half, True, True) == "pages"
-    assert choose(shape, long, one, torch.float32, True, True) == "pages"
-    assert choose(Shape(32, 8, 80, 80), long, one, half, True, True) == "pages"
+    long = QueryRows.from_lists([0, 8192], [8192])
+    assert choose_backend(shape, long, one, half, True, True) == "cudnn"
+    assert choose_backend(shape, QueryRows.from_lists([0, 8192], [24576]), one, half, True, True) == "cudnn"
+    assert (
+        choose_backend(shape, QueryRows.from_lists([0, 8192], [8208]), one, half, True, True) == "descriptors"
+    )  # comes once
+    assert (
+        choose_backend(shape, QueryRows.from_lists([0, 3152], [11344]), one, half, True, True)
+        == "descriptors"
+    )
+    assert choose_backend(shape, long, one, half, True, False) == "descriptors"
+    assert choose_backend(shape, long, one, half, False, True) == "pages"
+    assert choose_backend(shape, long, one[:0], half, True, True) == "pages"
+    assert choose_backend(shape, long, one, torch.float32, True, True) == "pages"
+    assert choose_backend(Shape(32, 8, 80, 80), long, one, half, True, True) == "pages"
     window = Visibility("sliding", 4096)
-    assert choose(shape, long, one, half, True, True, span=window) == "descriptors"
-    assert choose(shape, long, one, half, False, True, span=window) == "pages"
-    assert choose(shape, long, one, half, True, True, span=Visibility("sliding", 128)) == "pages"  # few pairs
-    assert choose(shape, long, one, half, True, True, span=Visibility("chunked", 128)) == "pages"
+    assert choose_backend(shape, long, one, half, True, True, span=window) == "descriptors"
+    assert choose_backend(shape, long, one, half, False, True, span=window) == "pages"
+    assert (
+        choose_backend(shape, long, one, half, True, True, span=Visibility("sliding", 128)) == "pages"
+    )  # few pairs
+    assert choose_backend(shape, long, one, half, True, True, span=Visibility("chunked", 128)) == "pages"
     thin = Shape(32, 8, 64, 64)
-    assert choose(thin, long, one, half, True, True) == "descriptors"  # many tokens, small heads
-    assert choose(thin, Rows.of(np.arange(9) * 1024, [1024] * 8), all_rows, half, True, True) == "cudnn"
-    deep, prompts = Shape(16, 8, 256, 256), Rows.of(np.arange(9) * 1024, [1024] * 8)
-    assert choose(deep, prompts, all_rows, half, True, True) == "cudnn"
-    uneven = Rows.of(np.arange(9) * 1000, [1000] * 8)
-    assert choose(deep, uneven, all_rows, half, True, True) == "descriptors"
-    assert choose(deep, Rows.of([0, 256], [256]), one, half, True, True) == "pages"
-    assert choose(shape, Rows.of([0, 64], [64]), one, half, True, True) == "pages"
-    mixed = Rows.of(np.arange(9) * 700, np.arange(8) * 1000 + 700)
-    assert choose(shape, mixed, all_rows, half, True, True) == "descriptors"
-    assert Rows.of([0, 4], [1024]).whole(Visibility("sliding", 1024))
-    assert not Rows.of([0, 4], [1025]).whole(Visibility("sliding", 1024))
+    assert choose_backend(thin, long, one, half, True, True) == "descriptors"  # many tokens, small heads
+    assert (
+        choose_backend(
+            thin, QueryRows.from_lists(np.arange(9) * 1024, [1024] * 8), all_rows, half, True, True
+        )
+        == "cudnn"
+    )
+    deep, prompts = Shape(16, 8, 256, 256), QueryRows.from_lists(np.arange(9) * 1024, [1024] * 8)
+    assert choose_backend(deep, prompts, all_rows, half, True, True) == "cudnn"
+    uneven = QueryRows.from_lists(np.arange(9) * 1000, [1000] * 8)
+    assert choose_backend(deep, uneven, all_rows, half, True, True) == "descriptors"
+    assert choose_backend(deep, QueryRows.from_lists([0, 256], [256]), one, half, True, True) == "pages"
+    assert choose_backend(shape, QueryRows.from_lists([0, 64], [64]), one, half, True, True) == "pages"
+    mixed = QueryRows.from_lists(np.arange(9) * 700, np.arange(8) * 1000 + 700)
+    assert choose_backend(shape, mixed, all_rows, half, True, True) == "descriptors"
+    assert QueryRows.from_lists([0, 4], [1024]).sees_all_context(Visibility("sliding", 1024))
+    assert not QueryRows.from_lists([0, 4], [1025]).sees_all_context(Visibility("sliding", 1024))
 
 
 @pytest.mark.parametrize("span", [FULL, Visibility("sliding", 5), Visibility("chunked", 6)], ids=str)
-def test_pairs_are_counted_as_they_are_seen(span: Visibility) -> None:
-    rows = Rows.of([0, 3, 3, 20, 21], [9, 4, 17, 100])
+def test_counted_pairs_are_the_visible_ones(span: Visibility) -> None:
+    rows = QueryRows.from_lists([0, 3, 3, 20, 21], [9, 4, 17, 100])
     each = [
         sum(p + 1 - span.first_visible(p) for p in range(length - count, length))
         for length, count in zip(rows.lengths.tolist(), rows.queries.tolist(), strict=True)
     ]
-    assert rows.pairs(span) == sum(each)
-    assert rows.pairs(span, np.array([0, 2])) == each[0] + each[2]
-    assert rows.seen(span, np.array([0, 2])) == (each[0] + each[2]) / 20
+    assert rows.count_pairs(span) == sum(each)
+    assert rows.count_pairs(span, np.array([0, 2])) == each[0] + each[2]
+    assert rows.mean_visible(span, np.array([0, 2])) == (each[0] + each[2]) / 20
 
 
-def test_tiles_over_gathered_tokens_follow_heads_windows_and_how_much_is_seen() -> None:
-    few, many = choose_gathered_tile(64, FULL, MANY - 1), choose_gathered_tile(64, FULL, MANY)
+def test_gathered_tiles_follow_heads_windows_and_visible_tokens() -> None:
+    few, many = (
+        choose_gathered_tile(64, FULL, MANY_VISIBLE_TOKENS - 1),
+        choose_gathered_tile(64, FULL, MANY_VISIBLE_TOKENS),
+    )
     assert few.tokens < many.tokens
     assert many.registers is not None
     assert choose_gathered_tile(64, Visibility("sliding", 128)).tokens < few.tokens
-    assert choose_gathered_tile(64, Visibility("sliding", 4096), MANY) == many
-    assert choose_gathered_tile(128, FULL, MANY) == choose_gathered_tile(128, FULL)
+    assert choose_gathered_tile(64, Visibility("sliding", 4096), MANY_VISIBLE_TOKENS) == many
+    assert choose_gathered_tile(128, FULL, MANY_VISIBLE_TOKENS) == choose_gathered_tile(128, FULL)
 
 
 def test_short_rows_go_over_pages_beside_the_others(
@@ -445,7 +469,7 @@ def test_short_rows_go_over_pages_beside_the_others(
 ) -> None:
     batch = Batch(Shape(2, 1, 64, 64, dtype=HALF), [300, 0, 128, 128], [1, 2, 128, 128], dtype=HALF)
     for backend in ("cudnn", "descriptors", "pages"):
-        monkeypatch.setattr(prefill, "choose", lambda *_, chosen=backend: chosen)
+        monkeypatch.setattr(prefill, "choose_backend", lambda *_, chosen=backend: chosen)
         check(batch, gathered_tile=BlockTile(64, 32, 4, 2), tile=TINY)
     assert batched == [(2, 128, 128)]
 
@@ -487,9 +511,9 @@ def test_parts_merge_to_the_whole() -> None:
         attend_dense(q, k[i], v[i], [0, 9], [0, len(k[i])], causal=False) for i in (slice(11), slice(11, 30))
     ]
     nothing = torch.zeros(9, 4, 96), torch.full((9, 4), -math.inf)
-    agree(merge(*parts[0], *parts[1]), whole, 2e-6)
-    agree(merge(*merge(*parts[0], *nothing), *parts[1]), whole, 2e-6)
-    agree(merge(*nothing, *nothing), (nothing[0].double() + 1e-9, nothing[1]), 2)
+    agree(merge_outputs(*parts[0], *parts[1]), whole, 2e-6)
+    agree(merge_outputs(*merge_outputs(*parts[0], *nothing), *parts[1]), whole, 2e-6)
+    agree(merge_outputs(*nothing, *nothing), (nothing[0].double() + 1e-9, nothing[1]), 2)
     # The kernel, on a GPU as `merge` calls it and in the interpreter by hand.
     places = torch.tensor([[0, 0, 9, 0]], dtype=torch.int32, device=DEVICE)
     (a, a_lse), (b, b_lse) = (tuple(x.to(DEVICE)[None] for x in part) for part in parts)
@@ -533,7 +557,7 @@ def test_what_cannot_run_is_refused_before_any_launch() -> None:
     with pytest.raises(ValueError, match="starts end at 3"):
         attend_dense(batch.q, batch.q, batch.q, [0, 3])
     with pytest.raises(ValueError, match="one size"):
-        merge(batch.q, batch.q[..., 0], batch.q[:2], batch.q[..., 0])
+        merge_outputs(batch.q, batch.q[..., 0], batch.q[:2], batch.q[..., 0])
 
 
 def test_queries_before_any_key_see_nothing() -> None:

@@ -13,9 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Visibility, attention_fields
-from kvloom.kernels import reference
-from kvloom.kernels.reference import Mask, attend, copy_pages, write
-from kvloom.kernels.views import LayerView, allocate, layer_views
+from kvloom.kernels.attention import Mask, attend, reference
+from kvloom.kernels.copy.reference import copy_pages
+from kvloom.kernels.memory import LayerView, allocate, layer_views
+from kvloom.kernels.write.reference import write
 
 HEADS, KV, DIM, BLOCK = 4, 2, 16, 16
 SPANS = [Visibility("full"), Visibility("sliding", 20), Visibility("chunked", 24)]
@@ -143,9 +144,9 @@ def test_mixed_batches_equal_dense_attention(seed: int, monkeypatch: pytest.Monk
     """Single queries, drafts, prefills and empty rows together, every mask; in one batch or in many pieces."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    monkeypatch.setattr(reference, "BUDGET", rng.choice([1, 1 << 15, 64 << 20]))
-    monkeypatch.setattr(reference, "SMALL", rng.choice([0, 1 << 20]))
-    monkeypatch.setattr(reference, "FEWEST", rng.choice([1, 16]))
+    monkeypatch.setattr(reference, "MAX_BATCH_BYTES", rng.choice([1, 1 << 15, 64 << 20]))
+    monkeypatch.setattr(reference, "SMALL_PADDING_BYTES", rng.choice([0, 1 << 20]))
+    monkeypatch.setattr(reference, "MIN_PIECE_QUERIES", rng.choice([1, 16]))
     span = rng.choice(
         [
             Visibility("full"),
@@ -244,7 +245,7 @@ def test_a_decode_step_costs_as_many_calls_for_many_rows_as_for_few(span: Visibi
     assert counts[2] < 80
 
 
-def test_memory_that_is_kept_serves_every_mode_and_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_memory_serves_every_mode_and_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_SCRATCH", reference._Scratch())
     batch = Batch.build([40, 20], [1, 1], Visibility("full"), kv=1)
     q = batch.queries()
@@ -260,7 +261,7 @@ def test_memory_that_is_kept_serves_every_mode_and_thread(monkeypatch: pytest.Mo
 
 
 def test_lengths_that_differ_widely_are_not_padded_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "SMALL", 0)
+    monkeypatch.setattr(reference, "SMALL_PADDING_BYTES", 0)
     monkeypatch.setattr(reference, "_SCRATCH", reference._Scratch())
     batch = Batch.build([4000] + [16] * 40, [1] * 41, Visibility("full"))
     q = batch.queries()
@@ -271,7 +272,7 @@ def test_lengths_that_differ_widely_are_not_padded_to_the_longest(monkeypatch: p
 
 def test_a_long_prompt_is_scored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(reference, "BUDGET", 1 << 20)
+    monkeypatch.setattr(reference, "MAX_BATCH_BYTES", 1 << 20)
     monkeypatch.setattr(reference, "_SCRATCH", reference._Scratch())
     batch = Batch.build([1500], [1500], Visibility("full"))
     q = batch.queries()
@@ -285,7 +286,7 @@ def test_a_long_prompt_is_scored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(lse.double(), its_lse, atol=1e-5, rtol=1e-5)
 
 
-def test_draft_trees_and_image_spans_are_masked_as_told() -> None:
+def test_draft_trees_and_image_spans_are_masked() -> None:
     torch.manual_seed(0)
     k, v = torch.randn(2, 2, BLOCK, KV, DIM).unbind()
     q = torch.randn(3, HEADS, DIM)
@@ -414,7 +415,7 @@ class Bytes:
         """The next query attends to exactly its own tokens in every layer."""
         q = torch.ones(1, HEADS, DIM)
         for name, view in self.views.items():
-            span = LAYERS[name].visibility
+            span = LAYERS[name].span
             out, _ = attend(
                 q,
                 view.fields["k"],

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvloom.kernels import state, state_reference
-from kvloom.kernels.state import STEP_TOKENS, Rows
+from kvloom.kernels import state
+from kvloom.kernels.state import STEP_TOKENS, StateRows, reference as state_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PACKED = {"x", "dt", "b", "c", "z", "q", "k", "v", "g", "beta", "log_decay"}
@@ -180,14 +180,14 @@ class Rule:
             return p["v"].shape[1], p["k"].shape[2], p["v"].shape[2]
         return *p["x"].shape[1:], p["b"].shape[2]
 
-    def reference(self, p: Arguments, states: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def reference(self, p: Arguments, states: torch.Tensor, rows: StateRows) -> torch.Tensor:
         return getattr(state_reference, self.name)(*p.values(), states, rows)
 
-    def triton(self, p: Arguments, states: torch.Tensor, rows: Rows) -> torch.Tensor:
-        module = importlib.import_module(f"kvloom.kernels.{self.kernels}")
+    def triton(self, p: Arguments, states: torch.Tensor, rows: StateRows) -> torch.Tensor:
+        module = importlib.import_module(f"kvloom.kernels.state.{self.kernels}")
         return getattr(module, self.name)(*p.values(), states, rows)
 
-    def public(self, p: Arguments, states: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def public(self, p: Arguments, states: torch.Tensor, rows: StateRows) -> torch.Tensor:
         return getattr(state, self.name)(**p, states=states, rows=rows)
 
 
@@ -250,7 +250,7 @@ def move(value: Any, dtype: torch.dtype | None = None) -> Any:
     return value.to(DEVICE, dtype if value.is_floating_point() else None)
 
 
-def rows_of(lengths: list[int], kinds: str = "ucfnd") -> tuple[Rows, int]:
+def rows_of(lengths: list[int], kinds: str = "ucfnd") -> tuple[StateRows, int]:
     """Rows whose kinds are: u(pdate in place), c(opy to another page), f(resh page), n(o page to read from),
     d(rop the last state). Also how many pages they need."""
     read, write, fresh = [], [], []
@@ -263,7 +263,7 @@ def rows_of(lengths: list[int], kinds: str = "ucfnd") -> tuple[Rows, int]:
         [sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32, device=DEVICE
     )
     slots = [torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (read, write)]
-    return Rows(starts, *slots, max(lengths), torch.tensor(fresh, device=DEVICE)), 2 * len(lengths) + 1
+    return StateRows(starts, *slots, max(lengths), torch.tensor(fresh, device=DEVICE)), 2 * len(lengths) + 1
 
 
 def part_of(p: Arguments, part: slice) -> Arguments:
@@ -272,7 +272,7 @@ def part_of(p: Arguments, part: slice) -> Arguments:
 
 
 def token_by_token(
-    rule: Rule, p: Arguments, states: torch.Tensor, rows: Rows
+    rule: Rule, p: Arguments, states: torch.Tensor, rows: StateRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs and pages as the rule's recurrence gives them, row by row, in float64 on the CPU."""
     p = {k: v.cpu().double() if isinstance(v, torch.Tensor) else v for k, v in p.items()}
@@ -319,12 +319,14 @@ def test_a_prompt_in_pieces_is_the_prompt(name: str) -> None:
     states = move(pages(3, rule.shape(p), torch.float64))
     slot = torch.tensor([1], device=DEVICE)
     new = torch.tensor([True], device=DEVICE)
-    whole = rule.public(p, states, Rows(torch.tensor([0, length], device=DEVICE), slot, slot, length, new))
+    whole = rule.public(
+        p, states, StateRows(torch.tensor([0, length], device=DEVICE), slot, slot, length, new)
+    )
     cuts = [0, 70, 71, 73, 137, 150]
     pieces = []
     for first, last in pairwise(cuts):
         starts = torch.tensor([0, last - first], device=DEVICE)
-        rows = Rows(starts, slot + 1, slot + 1, last - first, new if first == 0 else None)
+        rows = StateRows(starts, slot + 1, slot + 1, last - first, new if first == 0 else None)
         pieces.append(rule.public(part_of(p, slice(first, last)), states, rows))
     same(torch.cat(pieces), whole, 1e-9)
     same(states[2], states[1], 1e-9)
@@ -383,9 +385,9 @@ def dense(p: Arguments, batch: int) -> Arguments:
     return {k: v.unflatten(0, (batch, -1)) if k in PACKED and v is not None else v for k, v in p.items()}
 
 
-def equal_rows(batch: int, length: int) -> Rows:
+def equal_rows(batch: int, length: int) -> StateRows:
     slots = torch.arange(1, batch + 1, device=DEVICE)
-    return Rows(torch.arange(0, batch * length + 1, length, device=DEVICE), slots, slots, length)
+    return StateRows(torch.arange(0, batch * length + 1, length, device=DEVICE), slots, slots, length)
 
 
 @pytest.mark.parametrize("form", ["chunk", "recurrent"])
@@ -466,7 +468,7 @@ def test_mamba2_prefill_and_steps_as_in_transformers() -> None:
         dt_softplus=True,
     )
     same(
-        RULES["mamba2"].reference(step, states, Rows.decode(torch.arange(1, batch + 1, device=DEVICE))),
+        RULES["mamba2"].reference(step, states, StateRows.decode(torch.arange(1, batch + 1, device=DEVICE))),
         theirs,
         2e-5,
     )
@@ -511,7 +513,7 @@ def test_mamba1_prefill_from_zeros_and_steps_as_in_transformers() -> None:
         dt_bias=p["dt_bias"],
         dt_softplus=True,
     )
-    rows = Rows.decode(torch.arange(1, batch + 1, device=DEVICE))
+    rows = StateRows.decode(torch.arange(1, batch + 1, device=DEVICE))
     same(RULES["mamba1"].reference(step, states, rows), theirs, 2e-5)
     same(states[1:], last, 2e-5)
 
@@ -527,7 +529,7 @@ def test_conv_as_in_transformers() -> None:
     same(states[1:], x[:, :, -4:], 0)
     kept, step = states[1:].clone(), part_of(p, slice(0, 2))
     theirs = module.causal_conv1d_update(step["x"][..., None], kept, p["weight"], p["bias"], "silu")
-    rows = Rows.decode(torch.tensor([1, 2], device=DEVICE))
+    rows = StateRows.decode(torch.tensor([1, 2], device=DEVICE))
     same(RULES["conv"].reference(step, states, rows), theirs[..., 0], 1e-5)
     same(states[1:], kept, 0)
 
@@ -617,7 +619,7 @@ def test_triton_is_the_plain_path(name: str, options: Arguments, lengths: list[i
 def test_triton_cuts_long_rows_in_time(
     name: str, options: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    triton_scan = pytest.importorskip("kvloom.kernels.triton_scan")
+    triton_scan = pytest.importorskip("kvloom.kernels.state.triton_scan")
     monkeypatch.setattr(triton_scan, "CHUNK", 16)
     walked = []
     monkeypatch.setattr(triton_scan, "pass_kernel", Spy(triton_scan.pass_kernel, walked))
@@ -646,7 +648,7 @@ def test_triton_in_short_dtypes(name: str, dtype: torch.dtype, kept: torch.dtype
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("longest", [1, 1000])
-def test_triton_leaves_alone_what_is_nobodys(name: str, longest: int) -> None:
+def test_triton_leaves_unused_pages_unchanged(name: str, longest: int) -> None:
     """Inputs that are slices of wider rows, padding on slot 0, rows far shorter than `longest`, int64 slots, and
     tokens and pages that belong to nobody."""
     pytest.importorskip("triton")
@@ -658,7 +660,7 @@ def test_triton_leaves_alone_what_is_nobodys(name: str, longest: int) -> None:
             p[key] = torch.cat([torch.full_like(p[key], torch.nan), p[key]], -1)[..., p[key].shape[-1] :]
     states = move(pages(9, rule.shape(p), torch.float32))
     slots = torch.tensor([3, 0, 5, 0, 8], device=DEVICE)
-    rows = Rows(torch.arange(tokens + 1, device=DEVICE), slots, slots, longest)
+    rows = StateRows(torch.arange(tokens + 1, device=DEVICE), slots, slots, longest)
     real = part_of(p, slice(0, tokens))
     after = states.double()
     exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in real.items()}
@@ -701,18 +703,18 @@ def test_triton_on_random_shapes(name: str, seed: int) -> None:
 # What is refused, before anything runs.
 
 
-def test_rows_say_what_is_wrong_with_them() -> None:
+def test_wrong_rows_raise_with_the_reason() -> None:
     one, two = torch.tensor([0]), torch.tensor([0, 4])
     with pytest.raises(ValueError, match="float32"):
-        Rows(two.float(), one, one, 4)
+        StateRows(two.float(), one, one, 4)
     with pytest.raises(ValueError, match="2 starts for 2 read and 1 write"):
-        Rows(two, two, one, 4)
+        StateRows(two, two, one, 4)
     with pytest.raises(ValueError, match="at least one"):
-        Rows(one, one[:0], one[:0], 4)
+        StateRows(one, one[:0], one[:0], 4)
     with pytest.raises(ValueError, match="fresh"):
-        Rows(two, one, one, 4, torch.tensor([True, False]))
+        StateRows(two, one, one, 4, torch.tensor([True, False]))
     with pytest.raises(ValueError, match="longest is -1"):
-        Rows(two, one, one, -1)
+        StateRows(two, one, one, -1)
 
 
 @pytest.mark.parametrize(
@@ -737,7 +739,7 @@ def test_arguments_that_do_not_fit(name: str, change: Arguments, message: str) -
     states = torch.zeros(3, *rule.shape(p))
     slot = torch.tensor([1])
     with pytest.raises(ValueError, match=message):
-        rule.public(p | change, states, Rows(torch.tensor([0, 4]), slot, slot, 4))
+        rule.public(p | change, states, StateRows(torch.tensor([0, 4]), slot, slot, 4))
 
 
 def test_rows_that_do_not_fit_the_pages_or_tokens() -> None:
@@ -745,14 +747,14 @@ def test_rows_that_do_not_fit_the_pages_or_tokens() -> None:
 
     def run(starts: list[int], slot: int, longest: int = 4, pages: torch.Tensor = states) -> None:
         slots = torch.tensor([slot])
-        state.linear_scan(**p, states=pages, rows=Rows(torch.tensor(starts), slots, slots, longest))
+        state.linear_scan(**p, states=pages, rows=StateRows(torch.tensor(starts), slots, slots, longest))
 
     run([0, 4], 2)
     with pytest.raises(ValueError, match="at most 4 tokens"):
         run([0, 5], 2, 5)
     with pytest.raises(ValueError, match="must rise from 0"):
         run([1, 4], 2)
-    with pytest.raises(ValueError, match="`longest` says 3"):
+    with pytest.raises(ValueError, match="`longest` is 3"):
         run([0, 4], 2, 3)
     with pytest.raises(ValueError, match="must lie in 0"):
         run([0, 4], 3)
@@ -764,8 +766,8 @@ def test_rows_that_do_not_fit_the_pages_or_tokens() -> None:
 
 def test_steps_are_short_rows() -> None:
     slots = torch.tensor([4, 0, 2])
-    rows = Rows.decode(slots, 3)
+    rows = StateRows.decode(slots, 3)
     assert rows.starts.tolist() == [0, 3, 6, 9]
     assert rows.steps
     assert rows.sequences == 3
-    assert not Rows.decode(slots, STEP_TOKENS + 1).steps
+    assert not StateRows.decode(slots, STEP_TOKENS + 1).steps

@@ -45,7 +45,7 @@ def all_but_the_last(out, count, BLOCK: tl.constexpr):  # type: ignore[no-untype
     tl.store(out + place, tl.zeros((BLOCK,), tl.float32), mask=place < count - 1)
 
 
-def test_an_element_that_a_kernel_leaves_out_is_seen() -> None:
+def test_an_element_that_a_kernel_does_not_write_is_detected() -> None:
     out = torch.empty(10, device=DEVICE)
     all_but_the_last[(1,)](out, len(out), BLOCK=16)
     assert out.isnan().tolist() == [False] * 9 + [True]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvloom.core import Field, LayerSpec, PoolLayout, attention_fields
-from kvloom.kernels.views import Order, allocate, layer_views
+from kvloom.kernels.memory import Order, allocate, layer_views
 
 LAYERS = {
     "a": LayerSpec("token", attention_fields(2, 64, "bf16")),

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from kvloom.core import LayerSpec, PoolLayout, attention_fields
-from kvloom.kernels import fused, reference
-from kvloom.kernels.reference import Rotary, rotate
-from kvloom.kernels.views import allocate, layer_views
-from kvloom.kernels.write import write
+from kvloom.kernels.attention import attend
+from kvloom.kernels.dtypes import quantised_max
+from kvloom.kernels.fused import operations as fused
+from kvloom.kernels.memory import allocate, layer_views
+from kvloom.kernels.write import Rotary, apply_rotary, reference, write
 
 try:
-    from kvloom.kernels import triton_write
+    from kvloom.kernels.write import triton_write
 except ImportError:  # pragma: no cover - a machine without Triton
     triton_write = None
 
@@ -70,11 +71,11 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize(("dim", "pairs"), [(32, 16), (40, 10), (24, 4)])
-def test_rotate_turns_pairs_as_complex_numbers(form: str, tail: bool, dim: int, pairs: int) -> None:
+def test_rotary_rotates_pairs_as_complex_numbers(form: str, tail: bool, dim: int, pairs: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 3, dim, device=DEVICE)
     rotary = Rotary(*angles(5, pairs), form, tail)
-    torch.testing.assert_close(rotate(x, rotary).double(), turned(x, rotary), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(apply_rotary(x, rotary).double(), turned(x, rotary), atol=1e-6, rtol=1e-6)
 
 
 def test_tables_of_angles_are_read_as_models_give_them() -> None:
@@ -82,13 +83,13 @@ def test_tables_of_angles_are_read_as_models_give_them() -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 2, 16, device=DEVICE)
     cos, sin = angles(6, 8)
-    plain = rotate(x, Rotary(cos, sin, "pairs"))
+    plain = apply_rotary(x, Rotary(cos, sin, "pairs"))
     twice = [torch.cat((t, t), -1)[None] for t in (cos, sin)]
-    assert torch.equal(rotate(x, Rotary.from_tables(*twice, "pairs")), plain)
+    assert torch.equal(apply_rotary(x, Rotary.from_tables(*twice, "pairs")), plain)
     each = [t.repeat_interleave(2, -1) for t in (cos, sin)]
-    assert torch.equal(rotate(x, Rotary.from_tables(*each, "pairs", repeated="pairs")), plain)
+    assert torch.equal(apply_rotary(x, Rotary.from_tables(*each, "pairs", repeated="pairs")), plain)
     table = torch.complex(cos, sin)
-    assert torch.equal(rotate(x, Rotary(table.real, table.imag, "pairs")), plain)
+    assert torch.equal(apply_rotary(x, Rotary(table.real, table.imag, "pairs")), plain)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_forms_are_those_of_the_modeling_code(model: str, form: str, repeated: s
     expected = theirs(q, k, cos, sin)
     rotary = Rotary.from_tables(cos, sin, form, repeated=repeated)
     for x, y in zip((q, k), expected, strict=True):
-        assert torch.equal(rotate(x[0].transpose(0, 1), rotary), y[0].transpose(0, 1))
+        assert torch.equal(apply_rotary(x[0].transpose(0, 1), rotary), y[0].transpose(0, 1))
 
 
 def test_llama_4_rotates_pairs_by_complex_numbers() -> None:
@@ -122,7 +123,7 @@ def test_llama_4_rotates_pairs_by_complex_numbers() -> None:
     theirs = pytest.importorskip("transformers.models.llama4.modeling_llama4").apply_rotary_emb
     q, k = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 2, 16)
     table = torch.complex(*(t.cpu() for t in angles(6, 8)))
-    ours = rotate(k[0], Rotary(table.real, table.imag, "pairs"))
+    ours = apply_rotary(k[0], Rotary(table.real, table.imag, "pairs"))
     torch.testing.assert_close(ours, theirs(q, k, table[None])[1][0], atol=1e-6, rtol=1e-6)
 
 
@@ -134,7 +135,7 @@ def test_what_is_read_back_is_within_half_a_step(dtype: torch.dtype, kind: str) 
     new = torch.randn(tokens, heads, dim, device=DEVICE) * torch.rand(tokens, heads, 1, device=DEVICE) * 50
     new[3] = 0.0
     new[4, 0, 5] = 1e4
-    most = reference.largest(dtype) or 0.0
+    most = quantised_max(dtype) or 0.0
     scales = {
         "dynamic": torch.full((4, BLOCK, heads), math.nan, device=DEVICE),
         "heads": torch.rand(heads, device=DEVICE) + 0.5,
@@ -244,7 +245,7 @@ def reference_write(k_pages, v_pages, slots, k, v, k_scale, v_scale, rotary, q, 
     if v is not None:
         reference.write(v_pages, slots, v, v_scale)
     if q is not None:
-        (q if q_out is None else q_out).copy_(rotate(q, rotary))
+        (q if q_out is None else q_out).copy_(apply_rotary(q, rotary))
 
 
 @needs_triton
@@ -282,7 +283,7 @@ def test_fusing_the_rotation_changes_nothing(stored: torch.dtype, form: str) -> 
     rotary = Rotary(*angles(9, 16), form)
     slots = torch.arange(BLOCK, BLOCK + 9, device=DEVICE)
     found = []
-    for new, angle in [(k, rotary), (rotate(k, rotary), None)]:
+    for new, angle in [(k, rotary), (apply_rotary(k, rotary), None)]:
         pages = blank((2, BLOCK, 2, 32), stored)
         scale = None if stored == torch.float32 else torch.zeros(2, BLOCK, 2, device=DEVICE)
         triton_write.write(pages, pages.clone(), slots, new, v, scale, scale, angle)
@@ -313,7 +314,7 @@ def test_written_pages_of_a_pool_are_attended_to(dtype: str) -> None:
     scales = {"k_scale": view.get("k_scale"), "v_scale": view.get("v_scale")}
     out = torch.full_like(q, math.nan)
     write(view["k"], view["v"], slots, k, v, rotary=rotary, q=q, q_out=out, **scales)
-    got, _ = reference.attend(
+    got, _ = attend(
         out[-1:],
         view["k"],
         view["v"],
@@ -416,8 +417,8 @@ def test_values_may_lie_with_their_tokens_dense(dtype: torch.dtype) -> None:
 def test_a_rounded_rotation_has_the_bits_of_modeling_code() -> None:
     q = torch.randn(7, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
     cos, sin = (x.bfloat16().to(DEVICE) for x in angles(7, 16))
-    theirs = fused.rotate(
+    theirs = fused.apply_rotary(
         q.transpose(0, 1)[None], q.transpose(0, 1)[None], cos.repeat(1, 2)[None], sin.repeat(1, 2)[None]
     )[0][0].transpose(0, 1)
-    assert torch.equal(rotate(q, Rotary(cos, sin, rounded=True)), theirs)
-    assert not torch.equal(rotate(q, Rotary(cos, sin)), theirs)
+    assert torch.equal(apply_rotary(q, Rotary(cos, sin, rounded=True)), theirs)
+    assert not torch.equal(apply_rotary(q, Rotary(cos, sin)), theirs)

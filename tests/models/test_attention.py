@@ -10,10 +10,9 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from kvloom.core import PoolLayout
-from kvloom.kernels.views import allocate
-from kvloom.models.pages import Pages
-from kvloom.models.reading import ModelError
-from kvloom.models.specs import model_spec
+from kvloom.kernels.memory import allocate
+from kvloom.models.paged import Pages
+from kvloom.models.specs import ModelError, model_spec
 
 from .tiny import SIZES, TINY
 from .zoo import Runner, expected, prompts_of, tiny
@@ -23,7 +22,7 @@ def test_what_is_no_layer_of_a_model_is_refused_by_name() -> None:
     config = {**SIZES, **TINY["mllama_text_model"]}
     layers = dict(model_spec(config, kv_dtype="fp32").layers)
     layout = PoolLayout.build(layers)
-    assert Pages(layout, allocate(layout, 3)).crosses.keys() == {1, 3}
+    assert Pages(layout, allocate(layout, 3)).cross_views.keys() == {1, 3}
     layout = PoolLayout.build({"encoder": layers["layers.0.attention"]})
     with pytest.raises(ModelError, match=r"'encoder'.* is not one of a model's"):
         Pages(layout, allocate(layout, 3))
@@ -39,7 +38,7 @@ def test_pages_want_a_step_first() -> None:
     "family",
     ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "deepseek_v3"))],
 )
-def test_a_compiler_sees_one_operation_a_layer_and_nothing_of_ours(family: str) -> None:
+def test_a_compiler_sees_one_operation_a_layer(family: str) -> None:
     kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3_text" else {}
     model, prompts = tiny(family, num_hidden_layers=2, **kinds), prompts_of(1)
     wanted = expected(model, prompts, 6)

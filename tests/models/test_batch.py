@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Visibility
-from kvloom.models.batch import Batch, Stage, Work
+from kvloom.models.paged import Batch, BatchBuilder, Work
 
 BLOCK = 16
 
@@ -43,7 +43,7 @@ def equal(a: Batch, b: Batch) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_tables_of_the_device_follow_those_of_the_cache(seed: int) -> None:
     rng, cache = random.Random(seed), make_cache()
-    copied, plain = Stage(cache, "cpu", 200, 6, mirrored=True), Stage(cache, "cpu", 200, 6)
+    copied, plain = BatchBuilder(cache, "cpu", 200, 6, mirrored=True), BatchBuilder(cache, "cpu", 200, 6)
     open_: list[Sequence] = []
     for _ in range(120):
         choice = rng.random()
@@ -73,7 +73,7 @@ def test_tables_of_the_device_follow_those_of_the_cache(seed: int) -> None:
 
 def test_what_is_replayed_is_worked_out_from_what_was_sent() -> None:
     cache = make_cache()
-    stage = Stage(cache, "cpu", 8, 6, mirrored=True)
+    stage = BatchBuilder(cache, "cpu", 8, 6, mirrored=True)
     chosen = torch.tensor([7, 8, 9, 10, 11, 12])
     works = []
     for i in range(3):
@@ -82,7 +82,7 @@ def test_what_is_replayed_is_worked_out_from_what_was_sent() -> None:
         sequence.commit(np.arange(3 + i, 20 + i, dtype=np.int32))
         works.append(Work(sequence, np.array([-1 if i else 5]), source=i - 1))
     cache.take_copies()
-    plain = Stage(cache, "cpu", 8, 6).lay_out(works, chosen)
+    plain = BatchBuilder(cache, "cpu", 8, 6).lay_out(works, chosen)
     stage.send_singles(works, 5)
     found = stage.replayed(5, chosen)
     assert found.tokens.tolist() == [5, 7, 8, 0, 0]
@@ -94,9 +94,9 @@ def test_what_is_replayed_is_worked_out_from_what_was_sent() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_single_tokens_take_along_what_changed_in_the_tables(seed: int) -> None:
+def test_single_tokens_upload_changed_table_entries(seed: int) -> None:
     rng, cache = random.Random(seed), make_cache()
-    copied, plain = Stage(cache, "cpu", 200, 6, mirrored=True), Stage(cache, "cpu", 200, 6)
+    copied, plain = BatchBuilder(cache, "cpu", 200, 6, mirrored=True), BatchBuilder(cache, "cpu", 200, 6)
     chosen, open_ = torch.arange(6) + 50, list[Sequence]()
     replays = 0
     for _ in range(150):
@@ -140,7 +140,7 @@ def test_single_tokens_take_along_what_changed_in_the_tables(seed: int) -> None:
 
 def test_a_step_needs_pages_and_tokens() -> None:
     cache = make_cache()
-    stage = Stage(cache, "cpu", 64, 6)
+    stage = BatchBuilder(cache, "cpu", 64, 6)
     sequence = cache.open(cache.match(np.arange(3, 9, dtype=np.int32)))
     with pytest.raises(ValueError, match="at least one sequence"):
         stage.lay_out([])
@@ -150,9 +150,9 @@ def test_a_step_needs_pages_and_tokens() -> None:
         stage.lay_out([Work(sequence, np.arange(3, 9))])
 
 
-def test_a_step_that_is_filled_up_is_the_same_with_nobody_after_it() -> None:
+def test_padding_does_not_change_a_step() -> None:
     cache = make_cache()
-    stage, chosen = Stage(cache, "cpu", 200, 6, mirrored=True), torch.arange(6) + 1000
+    stage, chosen = BatchBuilder(cache, "cpu", 200, 6, mirrored=True), torch.arange(6) + 1000
     works = []
     for i, count in enumerate((16, 1, 20)):
         sequence = cache.open(cache.match(np.arange(30 + i, dtype=np.int32)))
@@ -176,7 +176,7 @@ def test_a_step_that_is_filled_up_is_the_same_with_nobody_after_it() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device that falls behind")
 def test_steps_reach_a_device_that_is_behind_as_they_were_sent() -> None:
     cache = make_cache()
-    stage = Stage(cache, "cuda", 200, 6)
+    stage = BatchBuilder(cache, "cuda", 200, 6)
     sequence = cache.open(cache.match(np.zeros(0, np.int32)))
     torch.cuda._sleep(1 << 28)  # a tenth of a second or more
     came = []

@@ -40,7 +40,7 @@ def test_tokens_are_those_of_generate_whole_and_in_chunks(name: str) -> None:
     assert results[3].num_cached_tokens >= len(prompts[0]) // 16 * 16
 
 
-def test_they_are_small_and_say_what_they_are() -> None:
+def test_embedded_models_are_small_and_described() -> None:
     weights = {
         name: (FOLDER / name / "model.safetensors").stat().st_size for name in ("llama", "hybrid", "draft")
     }

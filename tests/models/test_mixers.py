@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from kvloom.models.attention import install
-from kvloom.models.mixers import is_mixer, wrap
-from kvloom.models.reading import ModelError
-from kvloom.models.scans import takes_packed_rows
+from kvloom.models.paged import install
+from kvloom.models.paged.mixers import is_mixer, wrap_mixer
+from kvloom.models.paged.scans import takes_packed_rows
+from kvloom.models.specs import ModelError
 
 from .tiny import TINY
 from .zoo import tiny
@@ -78,5 +78,5 @@ def test_a_mixer_of_no_known_kind_is_refused_by_its_name_and_left_as_it_is() -> 
     module = Odd()
     assert is_mixer(module)
     with pytest.raises(ModelError, match=r"layer 3 is a Odd, .* docs/models\.md"):
-        wrap(module)
+        wrap_mixer(module)
     assert "forward" not in vars(module)

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from kvloom.engine.engine import Engine
-from kvloom.models.batch import Work
+from kvloom.models.paged import Work
 
 from .zoo import config_of
 

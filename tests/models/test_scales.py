@@ -11,11 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from kvloom.core import PoolLayout
-from kvloom.kernels.views import allocate
-from kvloom.models.pages import Pages
-from kvloom.models.reading import ModelError
-from kvloom.models.scales import checkpoint_of, fingerprint, read_scales, scale_sizes, write_scales
-from kvloom.models.specs import model_spec
+from kvloom.kernels.memory import allocate
+from kvloom.models.paged import Pages, checkpoint_of, fingerprint, read_scales, scale_sizes, write_scales
+from kvloom.models.specs import ModelError, model_spec
 
 from .tiny import SIZES, TINY
 from .zoo import tiny
@@ -46,12 +44,12 @@ def test_kinds_may_be_kept_in_different_dtypes() -> None:
         ("", r"'' is not known"),
         ("fp8,state=bf16", r"'state' layers keep no K and V; kinds that do: full, sliding, chunked, cross"),
         ({"windowed": "fp8"}, r"'windowed' layers keep no K and V"),
-        ("fp8,int8", r"says twice what all layers"),
-        ("full=fp8,full=int8", r"says twice what full layers"),
+        ("fp8,int8", r"sets all layers twice"),
+        ("full=fp8,full=int8", r"sets full layers twice"),
         ("fp8,sliding=bf16", r"llama has no sliding layers that a KV dtype could be for; it has full"),
     ],
 )
-def test_kv_dtypes_that_make_no_sense_say_why(kv_dtype: Any, words: str) -> None:
+def test_invalid_kv_dtypes_raise_with_the_reason(kv_dtype: Any, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         specs("llama", kv_dtype)
 
@@ -134,7 +132,7 @@ def test_shards_are_found_through_their_index(tmp_path: Path) -> None:
     ]
 
 
-def test_scales_made_for_another_dtype_have_room_for_the_same_values(tmp_path: Path) -> None:
+def test_scales_for_another_dtype_keep_their_range(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     for spec, factor in ((specs("llama", "fp8"), 1.0), (specs("llama", "int8"), 448 / 127)):
         found = read_scales(tmp_path, spec)["layers.0.attention"]["k_scale"]
@@ -162,7 +160,7 @@ def test_scales_made_for_another_dtype_have_room_for_the_same_values(tmp_path: P
             {"model.layers.0.self_attn.k_scale": torch.ones(3)},
             r"layers\.0\.attention .* has 3 values.* 2 heads",
         ),
-        ({"model.layers.0.self_attn.attn.k_scale": torch.tensor(7.0)}, r"say different things of one layer"),
+        ({"model.layers.0.self_attn.attn.k_scale": torch.tensor(7.0)}, r"are different scales of one layer"),
     ],
 )
 def test_bad_scales_name_their_layer(tmp_path: Path, changed: dict[str, Any], words: str) -> None:

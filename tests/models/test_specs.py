@@ -10,12 +10,17 @@ import torch
 import transformers
 from hypothesis import given, strategies as st
 
-from kvloom.core.layout.layer_spec import LayerSpec, Visibility
-from kvloom.core.layout.pool_layout import PoolLayout
-from kvloom.models.catalog import known_models, load_config, load_spec
-from kvloom.models.reading import ModelError
-from kvloom.models.specs import KV_DTYPES, model_spec, with_draft
-from kvloom.models.table import FAMILIES
+from kvloom.core import LayerSpec, PoolLayout, Visibility
+from kvloom.models.specs import (
+    FAMILIES,
+    KV_DTYPES,
+    ModelError,
+    known_models,
+    load_config,
+    load_spec,
+    model_spec,
+    with_draft,
+)
 
 from .tiny import SIZES, TINY
 
@@ -78,7 +83,7 @@ def tokens_held(spec: LayerSpec) -> int:
     span = (
         Visibility("sliding", spec.visibility.size) if spec.visibility.kind == "chunked" else spec.visibility
     )
-    return span.visible_tokens(LENGTH + 1) - 1
+    return span.kept(LENGTH + 1) - 1
 
 
 def expected(spec: LayerSpec) -> list[tuple[Any, ...]]:
@@ -93,7 +98,7 @@ def expected(spec: LayerSpec) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_a_tiny_model_allocates_what_its_spec_says(name: str) -> None:
+def test_a_tiny_model_allocates_as_its_spec(name: str) -> None:
     config = transformers_config(tiny_config(name))
     spec = model_spec(tiny_config(name))
     cache = run(config)
@@ -246,7 +251,7 @@ def test_a_draft_of_the_same_shape_gets_groups_of_its_own() -> None:
     assert len(PoolLayout.build(with_draft(same, same).layers).groups) == 2
 
 
-def test_the_canonical_form_is_stable_and_tells_specs_apart() -> None:
+def test_the_canonical_form_is_stable_and_distinguishes_specs() -> None:
     form = load_spec("gemma-3-12b").canonical()
     assert form == load_spec("gemma-3-12b").canonical()
     assert json.loads(form)["layers"]["layers.5.attention"]["span"] == {"kind": "full", "size": 0}
@@ -277,7 +282,7 @@ def test_the_canonical_form_is_stable_and_tells_specs_apart() -> None:
         ({"torch_dtype": "int3"}, "dtype 'int3'"),
     ],
 )
-def test_a_config_that_cannot_be_read_says_why(change: dict[str, Any], words: str) -> None:
+def test_an_unreadable_config_raises_with_the_reason(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         model_spec({**SIZES, "model_type": "llama", **change})
 

@@ -17,15 +17,11 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.llm import LLM
 from kvloom.engine.offload.manager import OffloadConfig
 from kvloom.engine.request import SamplingParams
-from kvloom.models.attention import ATTENTION
-from kvloom.models.batch import Stage, Work
-from kvloom.models.catalog import known_models, load_spec
-from kvloom.models.embeddings import with_embeddings
-from kvloom.models.sight import Sight
-from kvloom.models.specs import model_spec
-from kvloom.models.vision import Vision
+from kvloom.models.paged import ATTENTION, BatchBuilder, ImageInputs, Work
+from kvloom.models.specs import known_models, load_spec, model_spec
+from kvloom.models.vision import Vision, with_embeddings
 from tests.engine.made_tokenizers import byte_level
-from tests.models.seeing import (
+from tests.models.image_prompts import (
     BEGIN,
     END,
     IMAGE,
@@ -35,8 +31,8 @@ from tests.models.seeing import (
     expected,
     image_of,
     prompt_of,
-    seeing,
     tokens_of,
+    vision_model,
     words,
 )
 from tests.models.zoo import tiny
@@ -67,7 +63,7 @@ def mixed(family: str, rng: random.Random) -> tuple[list[int], list[Picture]]:
 )
 def test_images_and_text_in_a_pool_far_too_small_give_generates_tokens(family: str, ahead: bool) -> None:
     rng = random.Random(family)
-    model = seeing(family)
+    model = vision_model(family)
     asked = [mixed(family, rng) for _ in range(14)]
     wanted = [expected(family, model, prompt, images, NEW) for prompt, images in asked]
     layout = Engine(model, 1 << 24).layout
@@ -88,8 +84,8 @@ def test_images_and_text_in_a_pool_far_too_small_give_generates_tokens(family: s
 
 
 @pytest.mark.parametrize("family", MAIN)
-def test_who_shares_image_and_text_finds_both_and_another_image_finds_neither(family: str) -> None:
-    model, image, other = seeing(family), image_of(family, 0), image_of(family, 3)
+def test_equal_image_and_text_hit_and_another_image_misses(family: str) -> None:
+    model, image, other = vision_model(family), image_of(family, 0), image_of(family, 3)
     assert tokens_of(family, image) == tokens_of(family, other)
     prompts = [prompt_of(family, words(1, 24), shown, words(2, 5)) for shown in (image, other)]
     assert prompts[0] == prompts[1]  # by their placeholders they are the same
@@ -119,7 +115,7 @@ def test_who_shares_image_and_text_finds_both_and_another_image_finds_neither(fa
     "family", ["llava", "gemma3"]
 )  # generate() goes on from the last patch's axes with the others
 def test_a_prompt_that_ends_with_an_image_may_resume_inside_of_it(family: str) -> None:
-    model, image = seeing(family), image_of(family, 1)
+    model, image = vision_model(family), image_of(family, 1)
     prompt = prompt_of(family, words(3, 9), image)[:-1]
     wanted = expected(family, model, prompt, [image], NEW)
     engine = engine_of(model)
@@ -132,7 +128,7 @@ def test_a_prompt_that_ends_with_an_image_may_resume_inside_of_it(family: str) -
 
 
 def test_answers_and_beams_share_the_image() -> None:
-    model, image = seeing("qwen2_5_vl"), image_of("qwen2_5_vl", 0)
+    model, image = vision_model("qwen2_5_vl"), image_of("qwen2_5_vl", 0)
     prompt = prompt_of("qwen2_5_vl", words(1, 5), image, words(2, 6))
     wanted = expected("qwen2_5_vl", model, prompt, [image], NEW)
     engine = engine_of(model, token_budget=7)
@@ -166,7 +162,7 @@ def watched(engine: Engine) -> list[int]:
 
 
 def test_the_tower_runs_once_for_each_content_whatever_stands_before_it() -> None:
-    model = seeing("llava")
+    model = vision_model("llava")
     images = [image_of("llava", seed) for seed in range(3)]
     prompts = [prompt_of("llava", words(i, 3 + i), images[i % 3], words(i, 4)) for i in range(6)]
     wanted = [expected("llava", model, prompts[i], [images[i % 3]], NEW) for i in range(6)]
@@ -185,19 +181,19 @@ def test_the_tower_runs_once_for_each_content_whatever_stands_before_it() -> Non
     engine.cache.check()
 
 
-def test_embeddings_are_pages_that_leave_as_others_do() -> None:
-    model, image = seeing("llava"), image_of("llava", 1)
+def test_embedding_pages_are_evicted_like_others() -> None:
+    model, image = vision_model("llava"), image_of("llava", 1)
     prompt = prompt_of("llava", words(1, 5), image, words(2, 4))
     wanted = expected("llava", model, prompt, [image], NEW)
     layout = Engine(model, 1 << 24).layout
     assert [group.spec.kind for group in layout.groups] == ["full", "embeddings"]
     engine = engine_of(model, 8 * layout.slab_bytes, token_budget=12)
-    runs = engine.cache.allocator.media_runs
+    runs = engine.cache.state.media_cache
     ran = watched(engine)
     first = engine.add(prompt, GREEDY, images=[image])
     while first.output_count < 2:
         engine.step()
-    assert [run.holds for run in runs.values()] == [0]  # its tokens are computed: nobody holds them any more
+    assert [run.users for run in runs.values()] == [0]  # its tokens are computed: nobody holds them any more
     engine.run()
     assert (first.tokens, len(ran)) == (wanted, 1)
     for seed in range(4):
@@ -210,8 +206,8 @@ def test_embeddings_are_pages_that_leave_as_others_do() -> None:
     engine.cache.check()
 
 
-def test_text_behind_an_image_comes_back_from_a_tier_and_the_tower_rests() -> None:
-    model, image = seeing("llava"), image_of("llava", 1)
+def test_text_after_an_image_is_loaded_from_a_tier_without_encoding() -> None:
+    model, image = vision_model("llava"), image_of("llava", 1)
     prompt = prompt_of("llava", words(1, 15), image, words(2, 40))
     wanted = expected("llava", model, prompt, [image], NEW)
     slab = Engine(model, 1 << 24).layout.slab_bytes
@@ -224,7 +220,7 @@ def test_text_behind_an_image_comes_back_from_a_tier_and_the_tower_rests() -> No
         for seed in range(6):
             engine.add(words(20 + seed, 80), GREEDY)
             engine.run()
-        assert not engine.cache.allocator.media_runs
+        assert not engine.cache.state.media_cache
     assert (request.cached_tokens or 0) > 33  # image and text, from below
     assert len(ran) == 1
     engine.close()
@@ -243,7 +239,7 @@ def test_a_layout_with_embeddings_keeps_every_other_group_as_it_is() -> None:
 
 
 def test_no_step_ends_inside_an_image_whose_tokens_see_each_other() -> None:
-    model, image = seeing("gemma3"), image_of("gemma3", 0)
+    model, image = vision_model("gemma3"), image_of("gemma3", 0)
     prompt = prompt_of("gemma3", words(1, 9), image, words(2, 3), image, words(3, 4))
     engine = engine_of(model, token_budget=17)
     request = engine.add(prompt, GREEDY, images=[image, image])
@@ -256,16 +252,16 @@ def test_no_step_ends_inside_an_image_whose_tokens_see_each_other() -> None:
     assert max(b - a for a, b in pairwise(ends)) <= 17
 
 
-def test_an_image_cut_by_a_lack_of_pages_waits_whole() -> None:
+def test_an_image_without_enough_pages_waits_whole() -> None:
     """Chunks are halved where pages are short; an image is never one of the halves."""
-    sight = Sight(
+    sight = ImageInputs(
         (),
         (Media(3, 9, bytes(16)), Media(12, 15, bytes(16))),
         np.arange(0),
         np.zeros(1, np.int64),
         whole=True,
     )
-    assert [sight.fitting(0, count) for count in range(1, 16)] == [
+    assert [sight.step_tokens(0, count) for count in range(1, 16)] == [
         1,
         2,
         3,
@@ -282,26 +278,26 @@ def test_an_image_cut_by_a_lack_of_pages_waits_whole() -> None:
         12,
         15,
     ]
-    assert [sight.fitting(5, count) for count in range(1, 6)] == [0, 0, 0, 4, 5]
-    assert sight.largest == 6
-    free = Sight((), sight.media, sight.places, sight.bounds)
-    assert [free.fitting(0, count) for count in range(1, 16)] == list(range(1, 16))
-    assert free.largest == 1
+    assert [sight.step_tokens(5, count) for count in range(1, 6)] == [0, 0, 0, 4, 5]
+    assert sight.min_step_tokens == 6
+    free = ImageInputs((), sight.media, sight.places, sight.bounds)
+    assert [free.step_tokens(0, count) for count in range(1, 16)] == list(range(1, 16))
+    assert free.min_step_tokens == 1
 
 
 def test_positions_that_are_sent_for_a_replay_are_shifted_by_row() -> None:
-    layout = PoolLayout.build(model_spec(seeing("qwen2_vl").config.to_dict(), kv_dtype="fp32").layers)
+    layout = PoolLayout.build(model_spec(vision_model("qwen2_vl").config.to_dict(), kv_dtype="fp32").layers)
     cache = KVCache(layout, slabs=50)
-    stage = Stage(cache, "cpu", 64, 8, mirrored=True, shifted=True)
+    stage = BatchBuilder(cache, "cpu", 64, 8, mirrored=True, shifted=True)
     media = (Media(1, 2, bytes(16)),)
-    sights = [Sight((), media, np.arange(0), np.zeros(1, np.int64), None, shift) for shift in (-4, 7)]
+    sights = [ImageInputs((), media, np.arange(0), np.zeros(1, np.int64), None, shift) for shift in (-4, 7)]
     works = []
     for i, sight in enumerate([*sights, None]):
         prompt = np.arange(3, 23 + i, dtype=np.int32)[::-1]
         sequence = cache.open(cache.match(prompt))
         sequence.extend(21 + i)
         sequence.commit(prompt)
-        works.append(Work(sequence, np.array([9]), sight=sight))
+        works.append(Work(sequence, np.array([9]), images=sight))
     laid_out = stage.lay_out(works)
     assert laid_out.positions.tolist() == [20, 21, 22]
     assert laid_out.rotary is not None
@@ -314,12 +310,12 @@ def test_positions_that_are_sent_for_a_replay_are_shifted_by_row() -> None:
 
 
 def test_tokens_between_the_rows_of_an_image_belong_to_its_name() -> None:
-    model, image = seeing("llava"), image_of("llava", 0)
+    model, image = vision_model("llava"), image_of("llava", 0)
     vision = Vision(model)
     rows = [[IMAGE] * 4 for _ in range(4)]
     broken = [token for row in rows for token in [*row, 50]]
-    plain = vision.look([3, *[IMAGE] * 16, 4], [image]).media[0]
-    cut, other = (vision.look([3, *broken[:-1], last], [image]).media[0] for last in (4, 5))
+    plain = vision.read_prompt([3, *[IMAGE] * 16, 4], [image]).media[0]
+    cut, other = (vision.read_prompt([3, *broken[:-1], last], [image]).media[0] for last in (4, 5))
     assert (plain.start, plain.stop) == (1, 17)
     assert (cut.start, cut.stop) == (1, 20)
     assert plain.digest != cut.digest == other.digest
@@ -331,18 +327,18 @@ def test_tokens_between_the_rows_of_an_image_belong_to_its_name() -> None:
 
 
 def test_the_tower_keeps_its_own_attention() -> None:
-    model = seeing("llava")
+    model = vision_model("llava")
     Engine(model, 8 << 20)
     assert model.config.text_config._attn_implementation == ATTENTION
     assert model.config.vision_config._attn_implementation == "eager"
 
 
 def test_pixels_alone_are_an_image_and_dtype_and_grid_are_content() -> None:
-    vision = Vision(seeing("llava"))
+    vision = Vision(vision_model("llava"))
     pixels = image_of("llava", 0)["pixel_values"]
 
     def digest(given: Any) -> bytes:
-        return vision.look([IMAGE] * 16, [given]).images[0].digest
+        return vision.read_prompt([IMAGE] * 16, [given]).images[0].digest
 
     same = [digest(given) for given in ({"pixel_values": pixels}, pixels, pixels[0], pixels.numpy())]
     assert len(set(same)) == 1
@@ -350,11 +346,11 @@ def test_pixels_alone_are_an_image_and_dtype_and_grid_are_content() -> None:
     changed[0, 0, 0, 0] += 1e-3
     assert digest(changed) != same[0]
     assert digest(pixels.bfloat16()) != same[0]
-    assert vision.look([IMAGE] * 16, [pixels], tenant="other").images[0].digest != same[0]
-    qwen = Vision(seeing("qwen2_vl"))
+    assert vision.read_prompt([IMAGE] * 16, [pixels], tenant="other").images[0].digest != same[0]
+    qwen = Vision(vision_model("qwen2_vl"))
     patches = image_of("qwen2_vl", 0)["pixel_values"]
     wide, tall = (
-        qwen.look([BEGIN, *[IMAGE] * 6, END], [{"pixel_values": patches, "image_grid_thw": torch.tensor([1, *size])}])
+        qwen.read_prompt([BEGIN, *[IMAGE] * 6, END], [{"pixel_values": patches, "image_grid_thw": torch.tensor([1, *size])}])
         for size in ((4, 6), (6, 4))
     )  # fmt: skip
     assert wide.media[0].digest != tall.media[0].digest
@@ -385,7 +381,7 @@ def test_pixels_alone_are_an_image_and_dtype_and_grid_are_content() -> None:
 def test_images_that_do_not_fit_are_refused(
     family: str, prompt: list[int], images: list[Any], why: str
 ) -> None:
-    engine = Engine(seeing(family), 8 << 20)
+    engine = Engine(vision_model(family), 8 << 20)
     given = [image_of(family, image) if isinstance(image, int) else image for image in images]
     with pytest.raises(ValueError, match=why):
         engine.add(prompt, GREEDY, images=given)
@@ -394,13 +390,13 @@ def test_images_that_do_not_fit_are_refused(
 
 def test_an_image_that_no_step_or_window_can_hold_is_refused() -> None:
     prompt, image = [BEGIN, *[IMAGE] * 16, END], image_of("gemma3", 0)
-    engine = Engine(seeing("gemma3"), 8 << 20, token_budget=15)
+    engine = Engine(vision_model("gemma3"), 8 << 20, token_budget=15)
     with pytest.raises(
         ValueError, match=r"image of 16 tokens.*exceeds the 15 tokens of a step: raise token_budget"
     ):
         engine.add(prompt, GREEDY, images=[image])
     small = {**TINY["gemma3"]["text_config"], "sliding_window": 15}
-    engine = Engine(seeing("gemma3", text_config=small), 8 << 20)
+    engine = Engine(vision_model("gemma3", text_config=small), 8 << 20)
     with pytest.raises(
         ValueError, match=r"image of 16 tokens that see each other is larger than .* window of 15"
     ):
@@ -410,14 +406,14 @@ def test_an_image_that_no_step_or_window_can_hold_is_refused() -> None:
 
 @pytest.mark.parametrize("family", TINY)
 def test_a_sample_is_an_image_that_the_tower_takes(family: str) -> None:
-    vision = Vision(seeing(family))
+    vision = Vision(vision_model(family))
     made = vision.embed(vision.sample())
     assert made.shape[1] == TINY[family]["text_config"]["hidden_size"]
     if "image_grid_thw" in vision.inputs:
         assert len(made) == 1024
 
 
-def test_models_that_do_not_see_refuse_images() -> None:
+def test_text_models_refuse_images() -> None:
     engine = Engine(tiny("llama"), 1 << 22)
     with pytest.raises(
         ValueError, match=r"LlamaForCausalLM .llama. takes no images here; the families that do: .*llava"
@@ -431,7 +427,7 @@ def test_prompts_of_text_and_pictures_go_through_the_models_processor(tmp_path: 
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     placeholder = tokenizer.convert_tokens_to_ids("<image>")
     text = {**TINY["llava"]["text_config"], "vocab_size": len(tokenizer)}
-    model = seeing("llava", text_config=text, image_token_index=placeholder)
+    model = vision_model("llava", text_config=text, image_token_index=placeholder)
     resize = transformers.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
     processor = transformers.LlavaProcessor(
         resize, tokenizer, patch_size=2, vision_feature_select_strategy="default", image_token="<image>",

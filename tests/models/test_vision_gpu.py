@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
 
-from .seeing import BEGIN, IMAGE, TINY, image_of, inputs_of, prompt_of, seeing, words
+from .image_prompts import BEGIN, IMAGE, TINY, image_of, inputs_of, prompt_of, vision_model, words
 from .test_zoo_gpu import TOLERANCE
 
 DEVICE = "cuda"
@@ -32,7 +32,7 @@ WIDER: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", WIDER)
 def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
     changes = {part: {**TINY[family][part], **more} for part, more in WIDER[family].items()}
-    own = seeing(family, **changes).to(DEVICE, torch.bfloat16)
+    own = vision_model(family, **changes).to(DEVICE, torch.bfloat16)
     model = copy.deepcopy(own)
     engine = Engine(model, 1 << 26, token_budget=40, max_running=4)
     engine.buffer.view(torch.bfloat16).fill_(torch.nan)
@@ -69,10 +69,10 @@ def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
 
 
 @pytest.mark.alone
-def test_a_pool_that_finds_its_size_leaves_room_for_the_tower() -> None:
+def test_an_automatic_pool_leaves_memory_for_the_tower() -> None:
     changes = {part: {**TINY["qwen2_vl"][part], **more} for part, more in WIDER["qwen2_vl"].items()}
     engine = Engine(
-        seeing("qwen2_vl", **changes).to(DEVICE, torch.bfloat16),
+        vision_model("qwen2_vl", **changes).to(DEVICE, torch.bfloat16),
         memory_fraction=0.5,
         token_budget=256,
         max_running=8,

@@ -12,7 +12,7 @@ import torch
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import SamplingParams
-from kvloom.models.table import FAMILIES
+from kvloom.models.specs import FAMILIES
 
 from .tiny import TINY
 from .zoo import NEW, Runner, expected, prompts_of, tiny
@@ -63,7 +63,7 @@ def test_chunks_beside_single_tokens_and_prefixes_found_again(family: str) -> No
 
 
 @pytest.mark.parametrize("family", FULL)
-def test_forks_go_their_own_ways_and_windows_are_freed(family: str) -> None:
+def test_forks_diverge_and_windows_are_freed(family: str) -> None:
     model = tiny(family)
     (prompt,) = prompts_of(4, (35,))
     runner = Runner(model, budget=16)

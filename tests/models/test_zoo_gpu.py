@@ -11,7 +11,7 @@ import torch
 
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.kernels import prefill_backends
+from kvloom.kernels.attention import prefill_backends
 
 from .zoo import config_of, prompts_of
 
@@ -61,7 +61,7 @@ def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
     engine = Engine(model, 1 << 26, token_budget=70, max_running=4)
     engine.buffer.view(torch.bfloat16).fill_(torch.nan)
     engine.prepare()
-    assert (engine.runner.piecewise is None) == engine.runner.pages.keeps_states
+    assert (engine.runner.strips is None) == engine.runner.pages.has_states
     requests = [engine.add(prompt, SamplingParams(max_tokens=12, temperature=0)) for prompt in prompts]
     engine.run()
     _within_rounding(own, requests)
@@ -72,7 +72,7 @@ def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
 def test_prompts_longer_than_windows_are_hugging_faces_within_rounding(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("DESCRIPTOR_WORK", "WIDE_WORK"):
+    for name in ("MIN_GATHERED_PAIRS", "MIN_GATHERED_PAIRS_WIDE"):
         monkeypatch.setattr(prefill_backends, name, 1)  # small as this model is
     torch.manual_seed(0)
     changes = {**WIDE, "max_position_embeddings": 4096, "sliding_window": 300, "attention_chunk_size": 512}
@@ -114,7 +114,11 @@ def test_shared_prompts_in_windows_are_hugging_faces_within_rounding(family: str
     seen = set()
     while engine.busy:
         engine.step()
-        seen |= {sharing.holds for (_, windowed), sharing in engine.runner.pages._sharing.items() if windowed}
+        seen |= {
+            sharing.run_count
+            for (_, windowed), sharing in engine.runner.pages._shared_runs.items()
+            if windowed
+        }
     assert max(seen) > 0
     _within_rounding(own, requests, 0.01)
     engine.cache.check()

@@ -11,10 +11,8 @@ import transformers
 
 from kvloom.core import KVCache, PoolLayout, Sequence
 from kvloom.kernels.copy import copy_pages
-from kvloom.kernels.views import allocate
-from kvloom.models.attention import install
-from kvloom.models.batch import Batch, Stage, Work
-from kvloom.models.pages import Pages
+from kvloom.kernels.memory import allocate
+from kvloom.models.paged import Batch, BatchBuilder, Pages, Work, install
 from kvloom.models.specs import model_spec
 
 from .tiny import SIZES, TINY
@@ -54,7 +52,7 @@ class Runner:
         self.model, self.budget = model, budget
         install(model)
         self.pages = Pages(self.layout, self.buffer)
-        self.stage = Stage(self.cache, "cpu", tokens=256, rows=16)
+        self.stage = BatchBuilder(self.cache, "cpu", tokens=256, rows=16)
         self.computed = 0
 
     def generate(self, prompts: list[list[int]], new: int = NEW) -> list[list[int]]:

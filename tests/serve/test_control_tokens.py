@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from kvloom.models.catalog import folder_of
+from kvloom.models.specs import folder_of
 from kvloom.serve.api.prompts import Prompt, PromptEncoder, PromptLimits, load_tokenizer
 from kvloom.serve.api.request_fields import ChatFields, CompletionFields
 from kvloom.serve.errors import ApiError

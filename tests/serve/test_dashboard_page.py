@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from kvloom.core import KVCache, PoolLayout, Tenant
-from kvloom.core.inspect.pool_map import PoolMap
-from tests.core.test_survey import grown
+from tests.core.test_pool_map import grown
 from tests.core.world import attention
 from tests.serve.browser import AUDIT, Seen, missing, open_url
 from tests.serve.running import MODEL, Running, running
@@ -336,7 +335,7 @@ def test_a_pool_of_a_million_pages_is_drawn_within_a_frame(browser: Browser, ser
         tenants=[Tenant(name) for name in ("red", "green", "blue")],
     )
     rng = np.random.default_rng(0)
-    survey, pictures = PoolMap(cache), []
+    survey, pictures = cache.pool_map(), []
     for i in range(100):
         seq = grown(
             cache,

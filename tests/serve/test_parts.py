@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvloom.core import Tenant
 from kvloom.engine.engine import Engine
 from kvloom.engine.sampling.params import SamplingParams
-from kvloom.models.catalog import embedded, folder_of
+from kvloom.models.specs import embedded, folder_of
 from kvloom.serve.auth.keys import permission_warning, read_keys
 from kvloom.serve.auth.limits import Limits, RequestLimiter
 from kvloom.serve.errors import ApiError, engine_died
@@ -280,7 +280,7 @@ def test_a_session_that_ends_with_an_answer_leaves_first() -> None:
         worker.handle(Add(id_, prompt, params, session=session, ends_session=ends))
         while worker.engine.busy:
             worker.step()
-    (root,) = made.cache.tree.roots.values()
+    (root,) = made.cache.state.tree.roots.values()
     assert {first: run.ended for first, run in root.children.items()} == {5: True, 15: False}
 
 
@@ -296,7 +296,7 @@ def test_a_tenant_at_its_quota_waits_for_itself_and_lets_others_pass() -> None:
     while worker.is_busy:
         outputs = worker.step()
         order += [] if outputs is None else [delta.id for delta in outputs.deltas]
-        account = made.cache.accounts["small"]
+        account = made.cache.state.accounts["small"]
         assert account.used <= one
         assert sum(r.control.tenant == "small" for r in made.scheduler.running) <= 1
     assert sorted(order) == [0, 1, 2, 3]

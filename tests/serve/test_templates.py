@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from kvloom.models.catalog import folder_of
+from kvloom.models.specs import folder_of
 from kvloom.serve.api.prompts import PromptEncoder, PromptLimits, load_tokenizer
 from kvloom.serve.api.request_fields import ChatFields, CompletionFields
 from kvloom.serve.api.templates import MAX_DEPTH, count_characters

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvloom.core import Tenant
-from kvloom.core.prefix.block_hash import HASH_BYTES
+from kvloom.core import HASH_BYTES, Tenant
 from kvloom.tiers import DiskConfig, DiskTier, Form, HostConfig, HostTier, Objects, Outcome, Ranges, TierError
 from kvloom.tiers.disk.files import Files
 from kvloom.tiers.fault_injection import Faults, FaultyFiles

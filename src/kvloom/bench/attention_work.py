@@ -118,8 +118,7 @@ def _mixed_lengths() -> list[int]:
 
 
 def decode_rows(rounds: int) -> Iterator[Row]:
-    from kvloom.kernels.decode import DecodePlan
-    from kvloom.kernels.shapes import Shape
+    from kvloom.kernels.attention import DecodePlan, Shape
 
     shape = Shape(HEADS, KV_HEADS, DIM, DIM, BLOCK)
     works: list[tuple[str, list[int], int | None]] = [
@@ -142,8 +141,7 @@ def decode_rows(rounds: int) -> Iterator[Row]:
 
 
 def quantised_rows(rounds: int, batch: int = 128, length: int = 8192) -> Iterator[Row]:
-    from kvloom.kernels.decode import DecodePlan
-    from kvloom.kernels.shapes import Shape
+    from kvloom.kernels.attention import DecodePlan, Shape
 
     lengths = [length] * batch
     tables, pages = _tables(lengths)
@@ -208,9 +206,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def shared_rows(rounds: int) -> Iterator[Row]:
-    from kvloom.kernels.decode import DecodePlan
-    from kvloom.kernels.shapes import Shape
-    from kvloom.kernels.sharing import Sharing, find_shared
+    from kvloom.kernels.attention import DecodePlan, Shape, SharedRuns, find_shared_runs
 
     shape = Shape(HEADS, KV_HEADS, DIM, DIM, BLOCK)
     for batch, prefix, own in SHARED:
@@ -219,9 +215,9 @@ def shared_rows(rounds: int) -> Iterator[Row]:
         tables = torch.cat([shared[None].expand(batch, -1), rest], 1).contiguous()
         k, v = layer_pool(len(ids) + 1)
         q, starts, lengths = _queries(batch), _ints(range(batch + 1)), _ints([prefix + own] * batch)
-        sharing = Sharing(batch)
+        sharing = SharedRuns(batch)
         settled = np.full(batch, prefix + own - 1)
-        sharing.set(find_shared(tables.cpu().numpy(), settled, BLOCK), np.arange(batch + 1))
+        sharing.set_runs(find_shared_runs(tables.cpu().numpy(), settled, BLOCK), np.arange(batch + 1))
         plan, plain = DecodePlan(shape, batch, sharing=sharing), DecodePlan(shape, batch)
         plan.make(starts, lengths)
         plain.make(starts, lengths)
@@ -244,10 +240,7 @@ def shared_floor(batch: int, prefix: int, own: int) -> float:
 
 
 def prefill_rows(rounds: int) -> Iterator[Row]:
-    from kvloom.kernels.libraries import installed
-    from kvloom.kernels.prefill import PrefillPlan
-    from kvloom.kernels.prefill_backends import Rows
-    from kvloom.kernels.shapes import Shape
+    from kvloom.kernels.attention import PrefillPlan, QueryRows, Shape, installed_libraries
 
     for work in PREFILL:
         heads, kv_heads, dim = work.heads, work.kv_heads, work.dim
@@ -264,14 +257,14 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
             "kvloom, pages": {"backend": "pages"},
             "kvloom, descriptors": {"backend": "descriptors"},
         }
-        if not installed():
+        if not installed_libraries():
             del ways["kvloom, alone"]
         for label, options in ways.items():
             plan = PrefillPlan(shape, work.span, **options)
             plan.make(starts, lengths)
             calls[label] = partial(plan.attend, q, k, v, tables)
         peers = prefill_peers(q, k, v, tables, starts, lengths, work.window)
-        flops = 4 * heads * dim * Rows.of(starts, lengths).pairs(work.span)
+        flops = 4 * heads * dim * QueryRows.from_lists(starts, lengths).count_pairs(work.span)
         us = timed(calls | peers, rounds, 3)
         note = ", ".join(f"{name} {flops / took / 1e6:.0f} TFLOP/s" for name, took in us.items())
         if peers:
@@ -282,8 +275,7 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
 
 def latent_rows(rounds: int) -> Iterator[Row]:
     """Absorbed latents: few bytes, read by many heads; arithmetic is the floor as much as memory."""
-    from kvloom.kernels.decode import DecodePlan
-    from kvloom.kernels.shapes import Shape
+    from kvloom.kernels.attention import DecodePlan, Shape
 
     shape = Shape(LATENT_HEADS, 1, LATENT_DIM, LATENT_VALUES, BLOCK)
     for batch, length in LATENT:

@@ -20,7 +20,7 @@ import torch
 
 from kvloom.arguments import DEVICE, THREADS, Parser, device, interpreter, number, size, whole
 from kvloom.engine.execution.threads import use_threads
-from kvloom.models.load import device_of
+from kvloom.models.loading import choose_device
 from kvloom.models.specs import kv_dtypes
 from kvloom.tiers.registry import check_tiers
 
@@ -254,7 +254,7 @@ def _bench(args: argparse.Namespace) -> int:
                 f"{work.name} comes to {work.longest:,} tokens, and {args.shape} takes {config.max_position_embeddings:,}: "
                 "give a smaller --scale, or leave it out with --only"
             )
-    device = str(device_of(args.device))
+    device = str(choose_device(args.device))
     use_threads(args.threads)
     options = Options(
         device=device, seed=args.seed, kv_dtype=args.kv_dtype, pool=args.pool, token_budget=args.token_budget,
@@ -298,8 +298,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _capacity(args: argparse.Namespace) -> int:
     """Sequences really opened, beside uniform paging and the plan. 1 where the plan says another number."""
-    from kvloom.models.catalog import known_models, load_spec
-    from kvloom.models.specs import model_spec
+    from kvloom.models.specs import known_models, load_spec, model_spec
 
     from .pool_usage import capacity
 

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from kvloom.kernels.experts import experts
-from kvloom.kernels.fused import gated
+from kvloom.kernels.fused import act_and_mul
+from kvloom.kernels.moe import fused_moe
 
 from .gpu_peers import Call
 
@@ -45,7 +45,7 @@ def expert_work() -> Iterator[ExpertWork]:
         x = torch.randn(tokens, DIM, dtype=torch.bfloat16, device="cuda")
         odds, index = torch.rand(tokens, EXPERTS, device="cuda").topk(PICKED)
         given = (x, index, odds.softmax(-1).to(x.dtype), gate_up, down)
-        calls: dict[str, Call] = {"kvloom": partial(experts, *given)}
+        calls: dict[str, Call] = {"kvloom": partial(fused_moe, *given)}
         if hasattr(torch, "_grouped_mm"):
             calls["torch grouped_mm"] = partial(by_torch, *given)
         each = 3 * DIM * INNER
@@ -62,7 +62,7 @@ def by_torch(
     chosen, order = index.reshape(-1).sort()
     ends = torch.searchsorted(chosen, torch.arange(len(gate_up), device=x.device), right=True).int()
     both = torch._grouped_mm(x[order // index.shape[1]], gate_up.transpose(1, 2), offs=ends)
-    parts = torch._grouped_mm(gated(both), down.transpose(1, 2), offs=ends)
+    parts = torch._grouped_mm(act_and_mul(both), down.transpose(1, 2), offs=ends)
     back = torch.empty_like(parts)
     back[order] = parts
     return (back.view(*index.shape, -1) * weights[..., None]).sum(1)

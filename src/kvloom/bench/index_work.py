@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core import KVCache, LayerSpec, PoolLayout, attention_fields
-from kvloom.models.catalog import load_spec
+from kvloom.models.specs import load_spec
 
 __all__ = ["LAYOUTS", "decode_step", "layout_of", "life", "pool_scale", "tree"]
 
@@ -127,15 +127,13 @@ def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
     for i in range(256):
         _live(cache, np.concatenate([prefixes[i % 8], draw(tokens - shared)]))
     figures = []
-    account = cache.accounts[""]
-    needs = cache.pages.needs((tokens - shared) // block)
     for i in range(repeats):
         prompt = np.concatenate([prefixes[i % 8], draw(tokens - shared)])
         with _no_gc():
             t0 = time.perf_counter()
             match = cache.match(prompt)
             t1 = time.perf_counter()
-            cache.allocator.make_room(account, needs)
+            cache.make_room(tokens - shared)
             t2 = time.perf_counter()
             seq = cache.open(match)
             seq.extend(tokens - seq.length)

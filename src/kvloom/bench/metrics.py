@@ -243,7 +243,7 @@ def _parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    from kvloom.models.catalog import folder_of
+    from kvloom.models.specs import folder_of
     from kvloom.serve.worker import Start, load_engine
 
     engine = load_engine(Start(folder_of("kvloom-llama"), cpu_dtype="float32", pool_bytes=64 << 20))

@@ -29,12 +29,11 @@ import numpy as np
 import torch
 
 from kvloom.arguments import DEVICE, Parser, device, number, size, whole
-from kvloom.core import CacheControl
-from kvloom.core.sizes import format_bytes
+from kvloom.core import CacheControl, format_bytes
 from kvloom.engine.engine import Engine
 from kvloom.engine.offload.manager import OffloadConfig, OffloadManager
 from kvloom.engine.request import SamplingParams
-from kvloom.models.load import device_of
+from kvloom.models.loading import choose_device
 from kvloom.tiers.registry import check_tiers
 
 from .engine import log
@@ -124,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    device = str(device_of(args.device))
+    device = str(choose_device(args.device))
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
     report: dict[str, Any] = {
         "shape": args.shape, "device": name, "torch": torch.__version__, "threads": torch.get_num_threads(),

@@ -26,14 +26,14 @@ def wait_until_stored(offload: OffloadManager, seconds: float = 120.0) -> None:
 def evict_pool(engine: Engine) -> None:
     """Everything cached leaves the pool."""
     engine._apply_copies()
-    slabs = engine.cache.shrink(engine.cache.pool.slabs - 2)
+    slabs = engine.cache.shrink(engine.cache.usable_slabs - 1)
     engine._apply_copies()
     engine.cache.grow(slabs.tolist())
 
 
 def evict_host(engine: Engine, offload: OffloadManager, tokens: list[int]) -> None:
     """The prompt's pages leave host memory."""
-    plan = engine.cache.plan_load(engine.cache.match(np.array(tokens, np.int32)))
+    plan = engine.cache.loading.plan(engine.cache.match(np.array(tokens, np.int32)))
     for group in engine.layout.groups:
         for form in offload.forms[group.index]:
             offload.host.drop(Objects(plan.hashes, group.index, form))

@@ -26,19 +26,19 @@ Ids = npt.NDArray[np.int32]
 def waste(cache: KVCache) -> tuple[int, float]:
     """Bytes of pages that running sequences hold, and the share of them that is waste (see the module). What several hold
     counts once. Free pages in lent slabs are not counted: others get them. O(rows and their blocks)."""
-    rows = np.flatnonzero(cache.block_tables.blocks)
+    rows = np.flatnonzero(cache.reserved_blocks)
     layout = cache.layout
-    in_use = sum(c.in_use_pages * (layout.slab_bytes // c.per_slab) for c in cache.pool.classes)
+    in_use = cache.inspect.bytes_in_use
     if not in_use or not rows.size:
         return in_use, 0.0
-    lengths = cache.block_tables.length[rows]
+    lengths = cache.lengths[rows]
     unneeded = padding = mapped = 0.0
     padded = any(layout.waste(group) for group in layout.groups)
     for group in layout.groups:
         if group.spec.unit == "state":
             pages = rows.size
         elif group.spec.axis == "text":
-            table = cache.table(group.index)[0, :, : int(cache.block_tables.blocks[rows].max())]
+            table = cache.table(group.index)[0, :, : int(cache.reserved_blocks[rows].max())]
             unneeded += (
                 _unneeded_tokens(table, rows, lengths, group.spec.visibility, layout.block_tokens)
                 * group.unit_bytes
@@ -97,7 +97,7 @@ class PeakUsage:
         begin = time.perf_counter()
         if begin < self._next:
             return
-        self._running = max(self._running, int(np.count_nonzero(self._cache.block_tables.blocks)))
+        self._running = max(self._running, int(np.count_nonzero(self._cache.reserved_blocks)))
         self._seen.append(waste(self._cache))
         end = time.perf_counter()
         self._next = end + (end - begin) / self.SHARE
@@ -106,7 +106,7 @@ class PeakUsage:
         most = max((in_use for in_use, _ in self._seen), default=0)
         near = [share for in_use, share in self._seen if in_use >= self.NEAR * most]
         mean = sum(near) / len(near) if near else 0.0
-        pool = self._cache.pool.slabs * self._cache.layout.slab_bytes
+        pool = (self._cache.usable_slabs + 1) * self._cache.layout.slab_bytes
         wasted = max((in_use * share for in_use, share in self._seen), default=0.0)
         return {
             "peak_running": self._running,

@@ -27,8 +27,8 @@ from kvloom.engine.calibration import calibrate
 from kvloom.engine.engine import Engine
 from kvloom.engine.execution.threads import use_threads
 from kvloom.engine.preflight import check_engine
-from kvloom.models.batch import Work
-from kvloom.models.catalog import folder_of
+from kvloom.models.paged import Work
+from kvloom.models.specs import folder_of
 
 __all__ = ["Quality", "main", "measure"]
 
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from kvloom.models.load import load
+    from kvloom.models.loading import load
 
     folder = folder_of(args.model)
     for way in args.kv_dtype:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvloom.models.load import load, transformers_config
+from kvloom.models.loading import load, transformers_config
 
 __all__ = ["SHAPES", "Shape", "build", "hf_config"]
 

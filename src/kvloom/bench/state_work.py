@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from kvloom.kernels import state
-from kvloom.kernels.state import Rows
+from kvloom.kernels.state import StateRows
 
 from .gpu_timing import COPY_RATE, Row, timed
 
@@ -28,7 +28,7 @@ __all__ = ["state_rows"]
 SIZES = ((8, 2048), (256, 1))
 """Sequences by tokens: prompts, and one step of decoding."""
 DEVICE = "cuda"
-Run = Callable[[torch.Tensor, Rows], torch.Tensor]
+Run = Callable[[torch.Tensor, StateRows], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def _mamba1(tokens: int) -> Recurrence:
     b, c = _random(tokens, 16), _random(tokens, 16)
     a, d, bias = -torch.exp(_random(8192, 16).float()), _random(8192).float(), _random(8192).float() - 3
 
-    def run(states: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def run(states: torch.Tensor, rows: StateRows) -> torch.Tensor:
         return state.mamba1_scan(x, dt, a, b, c, states, rows, d=d, z=z, dt_bias=bias)
 
     return Recurrence((x, dt, z, a, b, c), (8192, 16), torch.float32, run)
@@ -72,7 +72,7 @@ def _mamba2(tokens: int) -> Recurrence:
     )
     a, d, bias = -torch.exp(_random(80).float()), _random(80).float(), _random(80).float() - 3
 
-    def run(states: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def run(states: torch.Tensor, rows: StateRows) -> torch.Tensor:
         return state.mamba2_scan(x, dt, a, b, c, states, rows, d=d, dt_bias=bias)
 
     return Recurrence((x, dt, b, c), (80, 64, 128), torch.float32, run)
@@ -82,7 +82,7 @@ def _delta(tokens: int) -> Recurrence:
     q, k, v = _random(tokens, 16, 128), _random(tokens, 16, 128), _random(tokens, 32, 128)
     g, beta = -torch.rand(tokens, 32, device=DEVICE) * 0.5, torch.rand(tokens, 32, device=DEVICE).to(q.dtype)
 
-    def run(states: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def run(states: torch.Tensor, rows: StateRows) -> torch.Tensor:
         return state.delta_rule(q, k, v, g, beta, states, rows, normalise=True)
 
     return Recurrence((q, k, v, g, beta), (32, 128, 128), torch.float32, run)
@@ -103,7 +103,7 @@ def state_rows(rounds: int) -> Iterator[Row]:
             states = torch.randn((sequences + 1, *layer.shape), device=DEVICE).to(layer.dtype)
             slots = torch.arange(1, sequences + 1, dtype=torch.int32, device=DEVICE)
             starts = torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=DEVICE)
-            rows = Rows(starts, slots, slots, length)
+            rows = StateRows(starts, slots, slots, length)
             out = layer.run(states, rows)
             moved = sum(x.numel() * x.element_size() for x in (*layer.inputs, out, states[1:], states[1:]))
             us = timed({"kvloom": partial(layer.run, states, rows)}, rounds)

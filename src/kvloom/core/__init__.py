@@ -1,25 +1,62 @@
-"""The bookkeeping of one cache for every kind of layer. No torch, no I/O: numpy at most.
+"""Bookkeeping of one cache for every layer kind. Imports numpy only: no torch, no I/O.
 
-The engine, the simulator and the router all import this, and only what is named here.
+    kv_cache     KVCache, the interface of a scheduler
+    state        CacheState, the components of a cache
+    sequences/   operations on sequences: open, extend, commit, fork, rollback
+    loading/     load plans, reservations, offloading (`cache.loading`)
+    inspect/     counters, integrity check, pictures (`cache.inspect`)
+    allocator    makes pages free: evicts and compacts
+    prefix/      the prefix cache: radix tree, lookup, block hashes, pins
+    eviction/    policies, eviction queues, tenants
+    pool/        slabs, pages, block tables, compaction
+    layout/      layer specs, page groups, the slab
+    events, control, clock, histogram, sizes
+
+Engine, tiers, simulator and router import from this package only, and only the names below.
 """
 
 from .clock import Clock, VirtualClock, WallClock
-from .events import BlockMoved, BlockRemoved, BlockStored, Event, EventBus
-from .eviction.policies import POLICIES, Cost, Entry, Policy, make_policy
-from .eviction.tenants import Tenant
+from .control import CacheControl, CheckpointPolicy, RetainRange
+from .events import BlockRemoved, BlockStored, Event, EventBus
+from .eviction import POLICIES, Account, Cost, Entry, Policy, Tenant, make_policy
+from .histogram import SECONDS, Histogram
+from .inspect import PoolMap
 from .kv_cache import KVCache
-from .layout.layer_spec import DTYPE_BYTES, PROMPT, Field, LayerSpec, Visibility, attention_fields
-from .layout.pool_layout import HASH_TOKENS, MAX_WASTE, PageGroup, PoolLayout
-from .loading.load_plan import LoadPlan, MissingPages, TierQuery
-from .loading.reservation import Reservation
-from .lookup import MISS_REASONS, NOT_CACHED, Match, Miss
-from .pool.page_pool import PagePool
-from .pool.pending_copies import CopyBatch
-from .prefix.block_hash import HASH_BYTES, HashIndex, hash_chain, root_hash, tail_hash
-from .prefix.multimodal import Media
-from .prefix.offload_batch import OffloadBatch
-from .sequences.pins import Pin, QueuedPrefix
-from .sequences.sequence import CacheControl, CheckpointPolicy, RetainRange, Sequence
+from .layout import (
+    DTYPE_BYTES,
+    HASH_TOKENS,
+    MAX_WASTE,
+    PROMPT,
+    QUANTISED,
+    Field,
+    LayerSpec,
+    PageGroup,
+    PoolLayout,
+    Visibility,
+    attention_fields,
+)
+from .loading import LoadPlan, MissingPages, TierQuery
+from .pool import CopyBatch, Ids, PagePool, plain_ids, unwatched
+from .prefix import (
+    HASH_BYTES,
+    MISS_REASONS,
+    NOT_CACHED,
+    TOKEN_BYTES,
+    HashIndex,
+    Match,
+    Media,
+    Miss,
+    OffloadBatch,
+    Pin,
+    QueuedPrefix,
+    Reservation,
+    hash_chain,
+    root_hash,
+    tail_hash,
+    token_bytes,
+)
+from .sequences import Sequence
+from .sizes import format_bytes, parse_size
 
 __all__ = [
     "DTYPE_BYTES",
@@ -30,7 +67,10 @@ __all__ = [
     "NOT_CACHED",
     "POLICIES",
     "PROMPT",
-    "BlockMoved",
+    "QUANTISED",
+    "SECONDS",
+    "TOKEN_BYTES",
+    "Account",
     "BlockRemoved",
     "BlockStored",
     "CacheControl",
@@ -43,6 +83,8 @@ __all__ = [
     "EventBus",
     "Field",
     "HashIndex",
+    "Histogram",
+    "Ids",
     "KVCache",
     "LayerSpec",
     "LoadPlan",
@@ -56,6 +98,7 @@ __all__ = [
     "Pin",
     "Policy",
     "PoolLayout",
+    "PoolMap",
     "QueuedPrefix",
     "Reservation",
     "RetainRange",
@@ -66,8 +109,13 @@ __all__ = [
     "Visibility",
     "WallClock",
     "attention_fields",
+    "format_bytes",
     "hash_chain",
     "make_policy",
+    "parse_size",
+    "plain_ids",
     "root_hash",
     "tail_hash",
+    "token_bytes",
+    "unwatched",
 ]

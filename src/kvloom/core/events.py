@@ -1,6 +1,7 @@
-"""What happened to cached pages, told by name, for tiers, routers and dashboards.
+"""Events: blocks stored and removed, published by block hash for tiers, routers and dashboards.
 
-Events are plain frozen data. With no listener nothing is named and nothing is built.
+Events are frozen data. Without a listener nothing is hashed and no event is built. Compaction publishes nothing: it does
+not change the medium.
 """
 
 from __future__ import annotations
@@ -8,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["BlockMoved", "BlockRemoved", "BlockStored", "Event", "EventBus"]
+__all__ = ["BlockRemoved", "BlockStored", "Event", "EventBus"]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Pages of `groups` are now in `place` for each of `names`, a chain that hangs below `parent`.
+    """Pages of `groups` were stored in `medium` for each of `hashes`, a chain below `parent`.
 
-    Without `tail_tokens` each name covers one grain. With it there is one name, of a partial tail
-    that covers so many tokens after `parent`.
+    Without `tail_tokens` each hash covers HASH_TOKENS tokens. With it there is one hash, of a partial tail of
+    `tail_tokens` tokens after `parent`.
     """
 
     parent: bytes
@@ -28,7 +29,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Pages of `groups` under `names` left `place`, and `why`."""
+    """Pages of `groups` with `hashes` were removed from `medium`, for `reason`."""
 
     hashes: tuple[bytes, ...]
     groups: tuple[int, ...]
@@ -36,29 +37,19 @@ class BlockRemoved:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class BlockMoved:
-    """Pages of `groups` under `names` went from one place to another."""
-
-    hashes: tuple[bytes, ...]
-    groups: tuple[int, ...]
-    source: str
-    target: str
-
-
-Event = BlockStored | BlockRemoved | BlockMoved
+Event = BlockStored | BlockRemoved
 
 
 class EventBus:
-    """Calls every listener with every event, in order, at once. A listener must not call the cache back."""
+    """Calls every listener with every event, in order and synchronously. A listener must not call the cache."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Event], None]] = []
         self.listening = False
-        """Whether anyone would hear. To ask is what a cache without listeners pays."""
+        """Whether there is a listener. Checked before anything is hashed."""
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Add a listener; the returned call removes it."""
+        """Add a listener and return a function that removes it."""
         self._listeners.append(listener)
         self.listening = True
 
@@ -70,5 +61,6 @@ class EventBus:
         return unsubscribe
 
     def emit(self, event: Event) -> None:
+        """Call every listener."""
         for listener in self._listeners:
             listener(event)

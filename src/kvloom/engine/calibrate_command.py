@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvloom.models.catalog import folder_of
+    from kvloom.models.specs import folder_of
 
     from .preflight import check_engine
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     folder = folder_of(args.model)
     check_engine(folder, dtype=args.dtype, kv_dtype=args.kv_dtype, pool_bytes=args.pool, device=args.device)
     ids_given = [token_ids(text) for text in args.tokens]
-    from kvloom.models.load import load
+    from kvloom.models.loading import load
 
     from .calibration import calibrate, texts_of
     from .execution.threads import use_threads

@@ -18,12 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.core.layout.layer_spec import QUANTISED
-from kvloom.core.layout.pool_layout import PoolLayout
-from kvloom.kernels.reference import largest
-from kvloom.kernels.views import TORCH_DTYPES
-from kvloom.models.pages import Pages
-from kvloom.models.scales import Scales, write_scales
+from kvloom.core import QUANTISED, PoolLayout
+from kvloom.kernels.dtypes import TORCH_DTYPES, quantised_max
+from kvloom.models.paged import Pages, Scales, write_scales
 
 from .engine import Engine
 from .request import SamplingParams
@@ -36,7 +33,7 @@ Prompt = str | list[int]
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Scales for `dtype`, made from the sizes of `tokens` tokens. `sizes` are what the scales have room for: by layer and by
-    field, the largest value of each head."""
+    field, the quantised_max value of each head."""
 
     model: str
     dtype: str
@@ -48,7 +45,7 @@ class Calibration:
     @property
     def scales(self) -> Scales:
         """A head that was always zero gets room for 1."""
-        most = largest(TORCH_DTYPES[self.dtype])
+        most = quantised_max(TORCH_DTYPES[self.dtype])
         assert most is not None
         return {
             layer: {name: torch.where(x > 0, x, 1.0) / most for name, x in fields.items()}
@@ -69,7 +66,7 @@ class Calibration:
 
 
 class _Recorder(Pages):
-    """Pages that note the largest value of every token and head written to them. Sizes of all tokens are kept (4 bytes each for
+    """Pages that note the quantised_max value of every token and head written to them. Sizes of all tokens are kept (4 bytes each for
     K and V of every head and layer) only where a percentile needs them."""
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, every: bool) -> None:
@@ -145,7 +142,7 @@ def calibrate(
     pool_bytes: int = 1 << 30,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
-    """Run `prompts` and make scales for `dtype` that have room for the largest value of each layer and head, or for that of
+    """Run `prompts` and make scales for `dtype` that have room for the quantised_max value of each layer and head, or for that of
     `percentile` per cent of tokens: what is larger will be clamped. Longer prompts run in pieces of `context` tokens. The model is installed on our pages, and can be used on.
     `progress` is told how many pieces of how many are done. Raises ValueError for what cannot be run, before anything is."""
     if dtype not in QUANTISED:

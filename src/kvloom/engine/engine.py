@@ -22,7 +22,7 @@ import torch
 
 from kvloom.core import CacheControl, CopyBatch, Tenant
 from kvloom.kernels.copy import copy_pages
-from kvloom.models.sight import Sight
+from kvloom.models.paged import ImageInputs
 from kvloom.models.specs import KVDtype
 from kvloom.models.vision import Vision
 from kvloom.tiers.registry import Place
@@ -297,7 +297,7 @@ class Engine:
                 self._make_copies()
             self.offload.close(seconds, keep=not self._copies)
             self.offload = self.scheduler.offload = None
-            self.cache.tree.offload_source = None
+            self.cache.loading.remove_listener()
 
     def run(self) -> None:
         """Step until every request has ended."""
@@ -402,10 +402,10 @@ class Engine:
             self._grammars = Grammars(self.tokenizer, self.eos, self.grammar_limits)
         return self._grammars
 
-    def _prepare_images(self, tokens: tuple[int, ...], images: Many[Any], tenant: str) -> Sight:
+    def _prepare_images(self, tokens: tuple[int, ...], images: Many[Any], tenant: str) -> ImageInputs:
         if self.vision is None:
             raise ValueError(Vision.refusal(self.model))
-        return self.vision.look(tokens, images, tenant)
+        return self.vision.read_prompt(tokens, images, tenant)
 
     def _validate(self, ids: npt.NDArray[Any], params: SamplingParams, text: bool) -> None:
         """Raise ValueError for what can never run."""

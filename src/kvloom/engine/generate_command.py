@@ -105,7 +105,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvloom.models.catalog import folder_of
+    from kvloom.models.specs import folder_of
 
     from .preflight import check_engine
     from .sampling.params import SamplingParams

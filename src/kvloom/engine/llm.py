@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from kvloom.models.catalog import folder_of
-from kvloom.models.load import LoadFormat, device_of, load
-from kvloom.models.specs import KVDtype
+from kvloom.models.loading import LoadFormat, choose_device, load
+from kvloom.models.specs import KVDtype, folder_of
 
 from .engine import Engine
 from .execution.memory_budget import default_token_budget
@@ -124,7 +123,7 @@ class LLM:
                 tiers=tiers,
                 device=None if device is None else str(device),
             )
-            where = device_of(device)
+            where = choose_device(device)
             if dtype == "auto" and where.type == "cpu" and self._folder != model:
                 dtype = "float32"  # one that comes along, as `kvloom serve` has it
             model, found = load(self._folder, dtype, where, load_format, progress)

@@ -15,12 +15,18 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from kvloom.core.layout.layer_spec import QUANTISED
-from kvloom.core.layout.pool_layout import PoolLayout
-from kvloom.kernels.cuda_driver import CudaError, cuda_driver
-from kvloom.models.catalog import embedded_models, known_models, load_config
-from kvloom.models.reading import ModelError
-from kvloom.models.specs import KVDtype, ModelSpec, kv_dtypes, model_spec
+from kvloom.core import QUANTISED, PoolLayout
+from kvloom.kernels.memory import CudaError, load_cuda_driver
+from kvloom.models.specs import (
+    KVDtype,
+    ModelError,
+    ModelSpec,
+    embedded_models,
+    known_models,
+    kv_dtypes,
+    load_config,
+    model_spec,
+)
 from kvloom.tiers.registry import check_tiers
 
 __all__ = ["check_engine", "check_model"]
@@ -87,7 +93,7 @@ def _check_gpu(device: str) -> None:
     if not (index.isascii() and index.isdigit()) or len(index) > 9:
         return
     try:
-        count = cuda_driver().devices()
+        count = load_cuda_driver().devices()
     except OSError:
         why = "no NVIDIA driver is installed"
     except CudaError as error:

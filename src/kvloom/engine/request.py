@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core import CacheControl, Miss, QueuedPrefix, Sequence
-from kvloom.core.pool import loops
-from kvloom.models.sight import Sight
+from kvloom.core import CacheControl, Miss, QueuedPrefix, Sequence, plain_ids, unwatched
+from kvloom.models.paged import ImageInputs
 
 from .sampling.beam_search import BeamSearch
 from .sampling.detokenizer import TextStream
@@ -30,9 +29,9 @@ def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
     """Token ids as Python's numbers and as an array of integers. A list of Python's costs a few nanoseconds a token where it
     holds plain numbers alone; a device may wait for it."""
     held = given if isinstance(given, (list, tuple, np.ndarray)) else list(given)
-    data = loops.plain_ids(held)
+    data = plain_ids(held)
     if data is not None:
-        return loops.unwatched(tuple(held)), np.frombuffer(data, np.int32)
+        return unwatched(tuple(held)), np.frombuffer(data, np.int32)
     try:
         ids: npt.NDArray[Any] = np.fromiter(held, np.int64, len(held))
     except (OverflowError, TypeError, ValueError):  # numbers that no such array holds, or something else
@@ -89,7 +88,7 @@ class Request:
     children: list[Request] = field(default_factory=list)
     branched: bool = False
     beams: BeamSearch[Request] | None = None
-    images: Sight | None = None
+    images: ImageInputs | None = None
     looked_up: float = 0.0
     began: float = 0.0
     stop: Miss | None = None
@@ -105,7 +104,7 @@ class Request:
     """The prompt as an array, where whoever made the request had one: see `prompt_ids`."""
 
     def __post_init__(self) -> None:
-        self.tokens = loops.unwatched(list(self.prompt))
+        self.tokens = unwatched(list(self.prompt))
         self.rank = -self.priority, self.order
         self.limit = len(self.prompt) + self.params.max_tokens
         self.waits = self.params.needs_last_token

@@ -1,5 +1,5 @@
 /* The small operations of a step on a CPU, in float32: norms, gates, rotations, writing to pages, and single queries
- * over them. Each has a twin in torch (fused.py, write.py, reference.py) that it equals up to rounding; without a
+ * over them. Each has a twin in torch (fused/operations.py, write/reference.py, attention/reference.py) that it equals up to rounding; without a
  * compiler the package installs without this file. Addresses and strides (in items) come from cpu.py, which has checked
  * them: nothing is checked here. No function touches Python's objects while it computes, and none holds its lock. */
 #define PY_SSIZE_T_CLEAN

@@ -1,17 +1,16 @@
-"""The small operations of a step on a CPU, one call each, where the package was built with a compiler (`_cpu.c`).
+"""Small operations of a step on a CPU, one native call each, if the package was built with a compiler (`_cpu.c`).
 
-A step of a small model is mostly the price of calling torch: each of these is one call for what would be five to ten, and
-attention reads pages where they lie. float32 alone; what is not taken here (`takes` says no) runs in torch, which gives the
-same up to rounding. Knows no modules and no plans.
+A step of a small model is dominated by torch's call overhead; each function here replaces five to ten calls, and attention
+reads pages in place. float32 only. Unsupported tensors (`supports`) run in torch, equal up to rounding. Knows no modules.
 
-| function    | takes                                                   | gives                                         |
-|-------------|---------------------------------------------------------|-----------------------------------------------|
-| `rms_norm`  | x [..., dim]                                            | the same shape, dense                         |
-| `gated`     | x [..., 2 * dim]                                        | [..., dim]                                    |
-| `rotate_`   | x [tokens, heads, dim], cos, sin [tokens, dim]          | x, turned in place                            |
-| `put`       | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: tokens are at their places         |
-| `decode`    | q [rows, heads, dim], pages, tables, what each row sees | [rows, heads, dim of v]                       |
-| `step`      | q, k and v of one token a row, joined                   | the last three in one call                    |
+| function         | takes                                                   | returns                                  |
+|------------------|---------------------------------------------------------|------------------------------------------|
+| `rms_norm`       | x [..., dim]                                            | the same shape, dense                    |
+| `act_and_mul`    | x [..., 2 * dim]                                        | [..., dim]                               |
+| `rotate_`        | x [tokens, heads, dim], cos, sin [tokens, dim]          | x, rotated in place                      |
+| `write_tokens`   | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: tokens are in their pages    |
+| `decode`         | q [rows, heads, dim], pages, tables, visible tokens     | [rows, heads, dim of v]                  |
+| `attention_step` | q, k and v of one token a row, joined                   | the last three in one call               |
 """
 
 from __future__ import annotations
@@ -24,22 +23,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-BUILT = True
+IS_BUILT = True
 try:
     from . import _cpu
 except ImportError:  # without a compiler
-    BUILT = False
+    IS_BUILT = False
 
-__all__ = ["LayerPages", "Rows", "Seen", "decode", "gated", "put", "rms_norm", "rotate_", "step", "takes"]
+__all__ = [
+    "LayerPages",
+    "SingleTokenRows",
+    "VisibleTokens",
+    "act_and_mul",
+    "attention_step",
+    "decode",
+    "rms_norm",
+    "rotate_",
+    "supports",
+    "write_tokens",
+]
 
 Ints = npt.NDArray[np.int64]
-SHARED_WORK = 1 << 22
-"""Products from which attention is done by several threads, one for so many: a millisecond or so."""
+MIN_THREAD_PRODUCTS = 1 << 22
+"""Multiplications per thread from which attention uses several threads: about a millisecond."""
 
 
-def takes(*tensors: torch.Tensor) -> bool:
-    """Whether these can be computed here: float32 on a CPU, dense in their last dimension."""
-    return BUILT and all(x.is_cpu and x.dtype == torch.float32 and x.stride(-1) == 1 for x in tensors)
+def supports(*tensors: torch.Tensor) -> bool:
+    """Whether native code supports these tensors: float32 on a CPU, dense in their last dimension."""
+    return IS_BUILT and all(x.is_cpu and x.dtype == torch.float32 and x.stride(-1) == 1 for x in tensors)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> torch.Tensor:
@@ -52,8 +62,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> 
     return out
 
 
-def gated(x: torch.Tensor, tanh: bool) -> torch.Tensor:
-    """See `fused.gated`."""
+def act_and_mul(x: torch.Tensor, tanh: bool) -> torch.Tensor:
+    """See `fused.act_and_mul`."""
     if not x.is_contiguous():
         x = x.contiguous()
     dim = x.shape[-1] // 2
@@ -63,21 +73,21 @@ def gated(x: torch.Tensor, tanh: bool) -> torch.Tensor:
 
 
 def _dense(ids: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The ids as native code reads them: a wrong one there is a wrong address."""
+    """Return ids as native code reads them. Checked, because a wrong id there is a wrong address."""
     if ids.dtype != dtype or ids.shape != shape:
         raise ValueError(f"ids {tuple(ids.shape)} of {ids.dtype} must be {shape} of {dtype}")
     return ids if ids.is_contiguous() else ids.contiguous()
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn x [tokens, heads, dim] in place, as `fused.rotate` turns; cos and sin are dense."""
+    """Rotate x [tokens, heads, dim] in place like `fused.apply_rotary`; cos and sin are dense."""
     tokens, heads, dim = x.shape
     _cpu.rotate(
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim // 2, x.stride(0), x.stride(1)
     )
 
 
-def put(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> None:
+def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> None:
     """`pages[page, place] = new`, by int64 page and place."""
     tokens, heads, dim = new.shape
     page, place = (_dense(ids, torch.int64, (tokens,)) for ids in (page, place))
@@ -87,8 +97,8 @@ def put(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch
     )  # fmt: skip
 
 
-class Seen:
-    """What each row's query sees: tokens `firsts` to `lengths` - 1, at least one. Made once a step."""
+class VisibleTokens:
+    """Visible tokens of each row's query: `firsts` to `lengths` - 1, at least one. Built once a step."""
 
     def __init__(self, firsts: Ints, lengths: Ints) -> None:
         self.firsts, self.lengths = (np.ascontiguousarray(x, dtype=np.int64) for x in (firsts, lengths))
@@ -98,9 +108,9 @@ class Seen:
         self.at = self.firsts.ctypes.data, self.lengths.ctypes.data
 
     def parts(self, heads: int, products: int) -> list[int]:
-        """Bounds of what each thread does of the units (`heads` of a row, row after row), of about equal work."""
+        """Return bounds that divide the units (`heads` of a row, row after row) into equal work per thread."""
         units = len(self.counts) * heads
-        count = min(torch.get_num_threads(), units, self.total * products // SHARED_WORK)
+        count = min(torch.get_num_threads(), units, self.total * products // MIN_THREAD_PRODUCTS)
         if count < 2:
             return [0, units]
         done = self.counts.repeat(heads).cumsum()
@@ -109,9 +119,9 @@ class Seen:
 
 
 def decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: Seen, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: VisibleTokens, scale: float
 ) -> torch.Tensor:
-    """Attention of one query a row over what it sees; `tables` (int32) name a page for each block of that."""
+    """Attend one query a row over its visible tokens; `tables` (int32) hold a page for each visible block."""
     rows, heads, dim = q.shape
     kv_heads, v_dim = k.shape[2], v.shape[3]
     tables = _dense(tables[:rows], torch.int32, (len(seen.counts), tables.shape[1]))
@@ -124,7 +134,7 @@ def decode(
     shape = heads, kv_heads, dim, v_dim, k.shape[1]
     strides = q.stride()[:2], k.stride()[:3], v.stride()[:3], tables.stride(0)
 
-    _shared(
+    _run_in_threads(
         seen.parts(kv_heads, heads * (dim + v_dim)),
         lambda begin, end: _cpu.decode(*given, begin, end, *shape, *strides, seen.longest, scale),
     )
@@ -132,11 +142,11 @@ def decode(
 
 
 class LayerPages:
-    """A layer's K and V pages ([pages, block, heads, dim], float32), with all that does not change from step to step."""
+    """A layer's K and V pages ([pages, block, heads, dim], float32) with values that are constant over steps."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
         _, self.block, self.heads, self.dim = k.shape
-        self._kept = k, v  # or the addresses would be nobody's
+        self._kept = k, v  # keeps the addresses valid
         self.at = (
             k.data_ptr(),
             v.data_ptr(),
@@ -148,26 +158,28 @@ class LayerPages:
         )
 
 
-class Rows:
-    """A step of one new token a row: the pages of each row ([rows, blocks], int32), and what its token sees."""
+class SingleTokenRows:
+    """A step of one new token a row: each row's pages ([rows, blocks], int32) and visible tokens."""
 
-    def __init__(self, tables: torch.Tensor, seen: Seen) -> None:
+    def __init__(self, tables: torch.Tensor, seen: VisibleTokens) -> None:
         tables = _dense(tables, torch.int32, (len(seen.counts), tables.shape[1]))
         self.seen, self._kept, self.blocks = seen, tables, tables.shape[1]
         self.at = tables.data_ptr(), tables.stride(0), *seen.at, seen.longest
 
 
-def step(
+def attention_step(
     joined: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     heads: int,
     scale: float,
     pages: LayerPages,
-    rows: Rows,
+    rows: SingleTokenRows,
 ) -> torch.Tensor:
-    """What a layer's attention does between its products, in one call: q and k are turned, k and v written, q attended.
-    `joined` [rows, (heads + 2 * heads of K) * dim], dense, is q, k and v of each row; it is changed."""
+    """Rotate q and k, write k and v, and attend q, in one call.
+
+    `joined` [rows, (heads + 2 * KV heads) * dim], dense, holds q, k and v of each row; it is modified.
+    """
     count, dim = len(joined), pages.dim
     if rows.seen.end > rows.blocks * pages.block or count != len(rows.seen.counts):
         raise ValueError(
@@ -179,12 +191,14 @@ def step(
     if len(bounds) == 2:
         _cpu.step(*given, 0, count, heads, scale, pages.at, rows.at)
     else:
-        _shared(bounds, lambda begin, end: _cpu.step(*given, begin, end, heads, scale, pages.at, rows.at))
+        _run_in_threads(
+            bounds, lambda begin, end: _cpu.step(*given, begin, end, heads, scale, pages.at, rows.at)
+        )
     return out
 
 
-def _shared(bounds: list[int], part: Callable[[int, int], None]) -> None:
-    """Do each part, the first here and the others in threads."""
+def _run_in_threads(bounds: list[int], part: Callable[[int, int], None]) -> None:
+    """Run each part: the first in this thread, the others in worker threads."""
     later = [_threads().submit(part, *both) for both in pairwise(bounds[1:])]
     part(bounds[0], bounds[1])
     for each in later:

@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return _list_models(args.json)
     from rich.console import Console
 
-    from kvloom.models.catalog import load_spec
-    from kvloom.models.specs import with_draft
+    from kvloom.models.specs import load_spec, with_draft
     from kvloom.plan import Load, PlanError, make_plan, render
 
     if args.model is None:
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list_models(as_json: bool) -> int:
-    from kvloom.models.catalog import known_models
+    from kvloom.models.specs import known_models
 
     print(json.dumps(known_models()) if as_json else "\n".join(known_models()))
     return 0

@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvloom.core.layout.pool_layout import HASH_TOKENS, PageGroup, PoolLayout
-from kvloom.core.sizes import format_bytes
+from kvloom.core import HASH_TOKENS, PageGroup, PoolLayout, format_bytes
 from kvloom.models.specs import ModelSpec
 
 __all__ = ["Load", "Plan", "PlanError", "Scheme", "format_bytes", "make_plan", "render"]

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvloom.arguments import number, parse_size, whole
-from kvloom.core import PoolLayout
-from kvloom.core.sizes import format_bytes
-from kvloom.models.catalog import load_spec
+from kvloom.core import PoolLayout, format_bytes
+from kvloom.models.specs import load_spec
 
 from .cost import CostModel, Load, estimate
 from .simulator import NAMES, Outcome, Tier, TierUse, replay

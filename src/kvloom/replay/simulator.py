@@ -16,11 +16,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvloom.core import CacheControl, KVCache, PoolLayout, Tenant
-from kvloom.core.clock import VirtualClock
-from kvloom.core.eviction.policies import POLICIES, make_policy
-from kvloom.core.layout.layer_spec import Field, LayerSpec, Visibility
-from kvloom.core.layout.pool_layout import HASH_TOKENS
+from kvloom.core import (
+    HASH_TOKENS,
+    POLICIES,
+    CacheControl,
+    Field,
+    KVCache,
+    LayerSpec,
+    PoolLayout,
+    Tenant,
+    VirtualClock,
+    Visibility,
+    make_policy,
+)
 
 from .bounds import ideal_hits, min_hits
 from .traffic import Traffic
@@ -197,11 +205,11 @@ class _Cache:
 
     @property
     def evicted(self) -> int:
-        return self.cache.allocator.evicted_bytes // _LAYOUT.slab_bytes
+        return self.cache.inspect.evicted_bytes // _LAYOUT.slab_bytes
 
     @property
     def resident(self) -> int:
-        return sum(c.cached_pages for c in self.cache.pool.classes)
+        return self.cache.inspect.cached_pages
 
     def serve(
         self,

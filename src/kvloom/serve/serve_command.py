@@ -118,7 +118,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from kvloom.engine.sampling.grammar import GrammarLimits
-    from kvloom.models.catalog import folder_of
+    from kvloom.models.specs import folder_of
     from kvloom.serve.auth import ApiKeys, Limits, permission_warning, read_keys
     from kvloom.serve.server import ServerOptions, serve
     from kvloom.serve.worker import Start, WatchdogLimits

@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from kvloom.core.sizes import format_bytes
+from kvloom.core import format_bytes
 
 from .worker import Ready
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, get_args
 from urllib.parse import parse_qsl
 
-from kvloom.core.sizes import parse_size
+from kvloom.core import parse_size
 
 from .disk.disk_tier import DiskConfig
 from .encoding.codec import Compression

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Literal, cast, get_args
 from urllib.parse import parse_qsl
 
-from kvloom.core.sizes import parse_size
+from kvloom.core import parse_size
 
 from .disk.disk_tier import DiskConfig, DiskTier
 from .encoding.codec import Compression

@@ -10,7 +10,7 @@ import json
 import signal
 from pathlib import Path
 
-from kvloom.core.sizes import format_bytes, parse_size
+from kvloom.core import format_bytes, parse_size
 
 from .host.host_tier import HostConfig, HostTier
 from .host.shared_memory import SharedMemory

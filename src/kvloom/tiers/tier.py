@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core.prefix.block_hash import HASH_BYTES
+from kvloom.core import HASH_BYTES
 
 from .transfer import TierStats, Transfer
 

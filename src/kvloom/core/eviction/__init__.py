@@ -1,3 +1,25 @@
-"""TODO: map of this folder."""
+"""Eviction: the order in which cached entries are evicted, per tenant.
 
-__all__: list[str] = []
+policies      Entry, the Policy protocol, the simple policies
+registry      policies by name, also from outside the package
+adaptive      the learning policy
+reuse_model   when an entry will be used again: the model behind it
+queue         EvictionQueue: entries of one account in order
+tenants       Tenant, its account, quota and share
+"""
+
+from .policies import Cost, Entry, LearningPolicy, Policy, ReuseHistory
+from .registry import POLICIES, make_policy
+from .tenants import Account, Tenant
+
+__all__ = [
+    "POLICIES",
+    "Account",
+    "Cost",
+    "Entry",
+    "LearningPolicy",
+    "Policy",
+    "ReuseHistory",
+    "Tenant",
+    "make_policy",
+]

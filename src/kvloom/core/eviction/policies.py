@@ -8,11 +8,24 @@ no pages. The queue asks for an entry's priority when it is queued and again whe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = ["POLICIES", "Cost", "Entry", "LearningPolicy", "Policy", "ReuseHistory", "make_policy"]
+__all__ = [
+    "FIFO",
+    "LFU",
+    "LRU",
+    "MRU",
+    "SLRU",
+    "Cost",
+    "CostAware",
+    "Entry",
+    "LearningPolicy",
+    "Policy",
+    "PriorityTTL",
+    "ReuseHistory",
+]
 
 
 FIRST = -(1 << 31)
@@ -223,31 +236,3 @@ class CostAware:
 
     def on_evict(self, entry: Entry, now: float) -> None:
         self.age = max(self.age, entry.value)
-
-
-def _adaptive() -> Policy:
-    from .adaptive import Adaptive  # it needs the types above
-
-    return Adaptive()
-
-
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "lru": LRU,
-    "lfu": LFU,
-    "fifo": FIFO,
-    "mru": MRU,
-    "slru": SLRU,
-    "priority": PriorityTTL,
-    "cost": CostAware,
-    "adaptive": _adaptive,
-}
-
-
-def make_policy(policy: str | Policy) -> Policy:
-    """A fresh policy by name, or the given one."""
-    if not isinstance(policy, str):
-        return policy
-    try:
-        return POLICIES[policy]()
-    except KeyError:
-        raise ValueError(f"unknown eviction policy {policy!r}; known: {', '.join(POLICIES)}") from None

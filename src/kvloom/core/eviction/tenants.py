@@ -1,6 +1,6 @@
-"""Who pays for which pages: one account a tenant, with a quota and a fair share.
+"""Tenants: one account each, with a quota and a guaranteed share of the pool.
 
-Isolation is not here but in the names: a tenant's salt makes its pages unreachable to others.
+Isolation is elsewhere: a tenant's salt in the block hashes makes its pages unreachable for others.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ __all__ = ["Account", "Accounts", "Tenant"]
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`quota` is the most bytes of the pool it may use; `weight` its share when the pool is full.
+    """`quota` limits the bytes of the pool that the tenant may use; `weight` sets its guaranteed share.
 
-    A tenant at or below its share (weight over the sum of weights) loses nothing to others. Weight
-    0 claims no share: it may use what is free, and loses it to anyone; where others' shares fill the pool there is no
-    room for it. Where all weights are 0 nobody has a share, and the policy alone decides. Shares follow the size of the
-    pool, quotas do not.
+    The share is weight / sum of weights. Pages of a tenant at or below its share are not evicted for others. Weight 0
+    has no share: such a tenant uses free pages and loses them first. If all weights are 0, the policy alone decides.
+    Shares follow the size of the pool, quotas do not.
     """
 
     name: str
@@ -35,12 +34,12 @@ class Tenant:
         if self.weight < 0:
             raise ValueError(f"tenant {self.name!r}: weight {self.weight} is negative")
         if not self.weight < inf:
-            raise ValueError(f"tenant {self.name!r}: weight {self.weight} is no number to share by")
+            raise ValueError(f"tenant {self.name!r}: weight {self.weight} is not finite")
 
 
 class Account:
-    """Bytes of one tenant: `used` in all, of which `held` by its sequences and pins. Beside them what it has looked up and
-    found so far, in tokens, and how many of its entries left."""
+    """Bytes of one tenant: `used` in total, `in_use` by sequences, pins and transfers. Also its counters of tokens looked
+    up, tokens hit and entries evicted."""
 
     __slots__ = (
         "evictions",
@@ -62,26 +61,43 @@ class Account:
         self.queue: EvictionQueue[Entry] = EvictionQueue(policy)
 
     def charge(self, size: int) -> None:
-        """Pages of `size` bytes were lent to it."""
+        """Count `size` bytes of allocated pages."""
         self.used += size
         self.in_use += size
 
+    def retain(self, size: int) -> None:
+        """Count `size` bytes of cached pages as in use."""
+        self.in_use += size
+
     def release(self, idle: int, freed: int) -> None:
-        """It holds `idle` bytes less, of which `freed` are nobody's now."""
+        """Count `idle` bytes as not in use any more, and `freed` of them as free."""
         self.in_use -= idle
         self.used -= freed
 
+    def free(self, size: int) -> None:
+        """Count `size` bytes of evicted pages as free."""
+        self.used -= size
+
+    def count_lookup(self, tokens: int, hit: int) -> None:
+        """Count the tokens of a prompt and those hit."""
+        self.looked_up_tokens += tokens
+        self.hit_tokens += hit
+
+    def count_eviction(self) -> None:
+        """Count an evicted entry."""
+        self.evictions += 1
+
     def over_quota(self, need: int) -> int:
-        """Bytes that must leave before `need` more fit the quota."""
+        """Bytes to evict before `need` more fit the quota."""
         return 0 if self.tenant.quota is None else max(0, self.used + need - self.tenant.quota)
 
     def beyond_quota(self, need: int) -> int:
-        """Bytes lacking for `need` even with everything of its own evicted."""
+        """Bytes missing for `need` even if all its cached pages were evicted."""
         return 0 if self.tenant.quota is None else max(0, self.in_use + need - self.tenant.quota)
 
 
 class Accounts:
-    """The accounts of one pool. Tenants that were not declared share the account of DEFAULT."""
+    """The accounts of one pool. Undeclared tenants share the account of DEFAULT."""
 
     DEFAULT = ""
 
@@ -92,7 +108,7 @@ class Accounts:
         self.set_pool_bytes(pool_bytes)
 
     def set_pool_bytes(self, pool_bytes: int) -> None:
-        """The pool has so many bytes (now): everyone's share of it. O(tenants)."""
+        """Recompute the shares for a pool of this size. O(tenants)."""
         weights = sum(account.tenant.weight for account in self.accounts.values())
         for account in self.accounts.values():
             account.guaranteed = pool_bytes * account.tenant.weight / weights if weights else 0.0
@@ -101,9 +117,9 @@ class Accounts:
         return self.accounts.get(tenant) or self.accounts[self.DEFAULT]
 
     def victim(self, requester: Account | None, now: float) -> Account | None:
-        """Whose entry leaves next so that `requester` gets room: spares first, then the smallest key
-        among the requester and those above their share. For the pool itself (None), which outranks
-        shares, anyone's where those have nothing. O(tenants)."""
+        """Return the account whose entry is evicted next for `requester`: unneeded pages first, then the smallest key
+        among the requester and accounts above their share. None stands for the pool itself, which may also evict
+        from accounts below their share. O(tenants)."""
         if len(self.accounts) == 1:
             only = requester or self.accounts[self.DEFAULT]
             return only if only.queue.live or only.queue.unneeded else None

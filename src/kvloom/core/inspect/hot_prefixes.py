@@ -1,6 +1,6 @@
-"""The prefix tree's hottest branches, found by a walk that can be left and taken up again.
+"""Hot prefixes: the nodes of the radix tree with the most hits, found by an interruptible walk.
 
-Hits never grow on the way down (who hits a run has hit all above it), so that what is hot hangs together. Reads only.
+A hit of a node is a hit of all nodes above it, so hot nodes are connected. Does not modify the cache.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvloom.core.eviction.tenants import Account
-from kvloom.core.kv_cache import KVCache
 from kvloom.core.prefix.node import Node, Root
+from kvloom.core.state import CacheState
 
 __all__ = ["HotPrefixes"]
 
 Heat = tuple[int, float, int]
 TURNS = 16
-"""Looks within which every branch's place on the map is looked up again, though nothing seems to have changed."""
+"""Reports within which the cells of every branch are looked up again, changed or not."""
 
 
 class HotPrefixes:
-    """Up to `most` branches of one cache's tree. A pass sees every node once; its best are told until the next is over."""
+    """Up to `most` nodes of one tree. A pass visits every node once; its result is reported until the next pass ends."""
 
-    def __init__(self, cache: KVCache, most: int) -> None:
-        self._cache, self._most = cache, most
+    def __init__(self, state: CacheState, most: int) -> None:
+        self._state, self._most = state, most
         self._todo: list[Node] = []
-        self._best: list[tuple[Heat, Node]] = []  # of the pass under way: a heap, the coldest first
+        self._best: list[tuple[Heat, Node]] = []  # of the current pass: a heap, the coldest first
         self._hot: list[Node] = []
         self._places: dict[int, tuple[int, int, list[int]]] = {}
         self._looks = 0
-        self._whole = 0.0  # when a pass was last over
+        self._complete = 0.0  # when the last pass ended
 
     def walk(self, until: float) -> Iterator[Node]:
-        """The nodes that a pass comes to, until it is over or the thread has spent its time (thread_time)."""
+        """Yield the nodes of a pass until it ends, or until `time.thread_time()` reaches `until`."""
         if not self._todo:
-            self._todo, self._best = list(self._cache.tree.roots.values()), []
+            self._todo, self._best = list(self._state.tree.roots.values()), []
         while self._todo:
             node = self._todo.pop()
-            if node.parent is not None:  # neither a root, nor gone since it was put here
+            if node.parent is not None:  # neither a root nor evicted meanwhile
                 yield node
                 one = (node.hits, node.last_used, node.serial), node
                 if len(self._best) < self._most:
@@ -50,13 +50,13 @@ class HotPrefixes:
             if time.thread_time() > until and self._todo:
                 return
         self._hot = self._sorted()
-        self._whole = self._cache.clock.now()
+        self._complete = self._state.clock.now()
 
     def report(
         self, where: Callable[[Node], list[int]], tenant: Callable[[Account], int]
     ) -> dict[str, Any]:  # fmt: skip
-        """The branches, each after the one it hangs from."""
-        now = self._cache.clock.now()
+        """Return the hot nodes, each after its parent."""
+        now = self._state.clock.now()
         self._looks += 1
         chosen: dict[int, Node] = {}
         for node in self._hot or self._sorted():
@@ -70,9 +70,9 @@ class HotPrefixes:
                     chosen.update((one.serial, one) for one in reversed(path))
         self._places = {serial: place for serial, place in self._places.items() if serial in chosen}
         return {
-            "nodes": self._cache.tree.nodes,
-            "roots": len(self._cache.tree.roots),
-            "age": round(now - self._whole, 1) if self._whole else None,
+            "nodes": self._state.tree.nodes,
+            "roots": len(self._state.tree.roots),
+            "age": round(now - self._complete, 1) if self._complete else None,
             "branches": [self._branch(node, now, where, tenant) for node in chosen.values()],
         }
 

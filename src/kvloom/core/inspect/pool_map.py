@@ -1,11 +1,11 @@
-"""A cache at one moment as a picture that stays small however large the pool: a map of cells, and the hottest branches.
+"""Pool map: a picture of the pool in a bounded number of cells, with the hottest prefixes.
 
-    pool  |.. .. .. ..|.. .. .. ..|  …      a cell is a run of slabs: which shares of it are held, cached, pinned,
-    cells |     0     |     1     |         by which group, for which tenant
+    pool  |.. .. .. ..|.. .. .. ..|  …      a cell is a run of slabs: the shares of it in use, cached and pinned,
+    cells |     0     |     1     |         by group and by tenant
 
-Counts of a page's state are read where they are. Whose a page is stands in tables only: a walk over the tree paints it, a few
-milliseconds a look, and goes on where it stopped; so a small tree is told exactly and a large one a few looks late. Reads
-only; nothing of it exists until somebody looks. Tells numbers, and names of groups and tenants: no token, no text.
+The state of a page is read from the pool. Its group and tenant come from a walk over the tree, a few milliseconds per
+picture, which continues where it stopped: a small tree is exact, a large one a few pictures late. Does not modify the
+cache. Contains numbers and names of groups and tenants, no tokens.
 """
 
 from __future__ import annotations
@@ -19,58 +19,58 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core.eviction.tenants import Account
-from kvloom.core.kv_cache import KVCache
 from kvloom.core.pool.block_pages import BlockPages
 from kvloom.core.pool.page_pool import Ids, SizeClass
 from kvloom.core.prefix.multimodal import MediaRun
 from kvloom.core.prefix.node import Node
-from kvloom.core.sequences.sequence import Sequence
+from kvloom.core.state import CacheState
 
 from .hot_prefixes import HotPrefixes
+from .inspector import cache_stats
 
 __all__ = ["STATES", "PoolMap"]
 
 STATES = ("unknown", "cached", "in use", "pinned", "unbacked")
 CACHED, IN_USE, PINNED, UNBACKED = range(1, len(STATES))
 TENANTS = 32
-"""Places for tenants: the last is for all those together that have none, and the one before it for those not seen yet."""
+"""Tenant codes: the last is for all tenants without a code, the one before it for pages not visited yet."""
 OTHERS, UNSEEN = TENANTS - 1, TENANTS - 2
 PAGES_A_LOOK = 1 << 17
 CODES = np.int32
 
 
 class PoolMap:
-    """Looks at one cache, again and again. Call it where the cache is called: it is no more thread-safe than that."""
+    """Pictures of one cache. Not thread-safe, like the cache."""
 
-    def __init__(self, cache: KVCache, cells: int = 4096, branches: int = 200) -> None:
+    def __init__(self, state: CacheState, cells: int = 4096, branches: int = 200) -> None:
         if cells < 1 or branches < 1:
             raise ValueError(f"cells {cells} and branches {branches} must be positive")
-        self.cache = cache
-        pool, layout = cache.pool, cache.layout
-        self._tenants = list(cache.accounts.accounts)[:UNSEEN]
+        self._state = state
+        pool, layout = state.pool, state.layout
+        self._tenants = list(state.accounts.accounts)[:UNSEEN]
         self._place = {name: i for i, name in enumerate(self._tenants)}
-        # Of every page the group and tenant it was last seen with: 1 + group * TENANTS + tenant; 0 for none yet.
+        # The last known group and tenant of every page: 1 + group * TENANTS + tenant; 0 for unknown.
         self._owner = [np.full(c.in_use.size, self._first_guess(c.index), np.int16) for c in pool.classes]
         self._codes = {
             numbering: np.array([1 + g.index * TENANTS for g in layout.of(numbering) for _ in range(g.runs)], np.int16)
             for numbering in ("token", "state", "media")
         }  # fmt: skip
-        total = pool.reserved - 1  # slab 0 is never lent
+        total = pool.reserved - 1  # slab 0 is never used
         self.cells = min(cells, total)
         self._starts = 1 + np.arange(self.cells + 1, dtype=np.int64) * total // self.cells
         self._chunks = self._cut()
         self._found: list[list[tuple[Ids, Ids, Ids, Ids]]] = [[] for _ in self._chunks]
         self._next = 0
-        self._painted: dict[int, tuple[Sequence, int]] = {}
-        self._branches = HotPrefixes(cache, branches)
+        self._painted: dict[int, tuple[object, int]] = {}
+        self._branches = HotPrefixes(state, branches)
 
     def look(self, seconds: float = 0.003) -> dict[str, Any]:
-        """The picture. The walk takes `seconds` of it at most; the rest depends on cells, branches and open sequences."""
+        """Return the picture. The walk takes at most `seconds`; the rest grows with cells, branches and open sequences."""
         self._paint_sequences()
         for node in self._branches.walk(time.thread_time() + seconds):
             self._paint_node(node)
         for run in self._runs():
-            self._paint(self.cache.media, "media", run.rows, run.account)
+            self._paint(self._state.media, "media", run.rows, run.account)
         pinned = self._pinned()
         looked = 0
         for _ in self._chunks:
@@ -81,30 +81,30 @@ class PoolMap:
         return {
             "pool": self._pool(),
             "groups": self._groups(),
-            "tenants": [self._account(name) for name in self._tenants],  # one place beyond them: all others
+            "tenants": [self._account(name) for name in self._tenants],  # one code beyond them: all others
             "map": self._map(),
             "tree": self._branches.report(self._where, self._listed),
         }
 
-    # -- whose pages ----------------------------------------------------------------------------
+    # -- owners of pages ------------------------------------------------------------------------
 
     def _tenant(self, account: Account) -> int:
         return self._place.get(account.tenant.name, OTHERS)
 
     def _listed(self, account: Account) -> int:
-        """A tenant's place in the list that is told; one beyond it for those that have none."""
+        """Index of a tenant in the reported list; one beyond it for tenants without a code."""
         return min(self._tenant(account), len(self._tenants))
 
     def _first_guess(self, cls: int) -> int:
-        """Whose a page of this size must be, before it is seen: where one group has such pages, its."""
+        """Code of unvisited pages of a size class: its group, if only one group has such pages."""
         groups = [
             g.index
-            for g, c in zip(self.cache.layout.groups, self.cache.pool.class_of, strict=True)
+            for g, c in zip(self._state.layout.groups, self._state.pool.class_of, strict=True)
             if c == cls
         ]
         if len(groups) > 1:
             return 0
-        return 1 + groups[0] * TENANTS + (0 if len(self.cache.accounts.accounts) == 1 else UNSEEN)
+        return 1 + groups[0] * TENANTS + (0 if len(self._state.accounts.accounts) == 1 else UNSEEN)
 
     def _paint(self, columns: BlockPages, numbering: str, rows: Ids, account: Account) -> None:
         codes = self._codes[numbering] + self._tenant(account)
@@ -115,14 +115,14 @@ class PoolMap:
     def _paint_node(self, node: Node) -> None:
         account = node.root.account
         if node.count:
-            self._paint(self.cache.pages, "token", node.pages[: node.count], account)
+            self._paint(self._state.pages, "token", node.pages[: node.count], account)
         for checkpoint in node.checkpoints:
             if checkpoint.states is not None:
-                self._paint(self.cache.states, "state", checkpoint.states, account)
+                self._paint(self._state.states, "state", checkpoint.states, account)
 
     def _paint_sequences(self) -> None:
-        """What open sequences hold beyond what was painted for them before."""
-        rows, painted = self.cache.block_tables, self._painted
+        """Paint the pages that open sequences got since the last picture."""
+        rows, painted = self._state.block_tables, self._painted
         self._painted = {}
         for row in rows.open_rows():
             seq, blocks = rows.sequences[row], int(rows.blocks[row])
@@ -130,25 +130,25 @@ class PoolMap:
             before = painted.get(row)
             first = before[1] if before is not None and before[0] is seq else 0
             if blocks > first:
-                self._paint(self.cache.pages, "token", rows.tables[:, row, first:blocks].T, seq.root.account)
-            if self.cache.has_states:
-                self._paint(self.cache.states, "state", rows.states[:, row][None], seq.root.account)
+                self._paint(self._state.pages, "token", rows.tables[:, row, first:blocks].T, seq.root.account)
+            if self._state.has_states:
+                self._paint(self._state.states, "state", rows.states[:, row][None], seq.root.account)
             self._painted[row] = seq, blocks
 
     def _runs(self) -> Iterator[MediaRun]:
-        """Of images, those that were used last."""
-        runs = self.cache.allocator.media_runs
-        yield from heapq.nlargest(256, runs.values(), key=lambda run: run.last_used) if runs else ()
+        """The most recently used media runs."""
+        runs = self._state.media_cache.runs()
+        yield from heapq.nlargest(256, runs, key=lambda run: run.last_used) if runs else ()
 
     def _pinned(self) -> list[Ids]:
-        """Of each size class the pages that pins hold."""
-        cache = self.cache
-        found: list[list[Ids]] = [[] for _ in cache.pool.classes]
-        for pin in cache.pins():
-            held = [(cache.pages, pin.rows)]
+        """Pinned pages of each size class."""
+        state = self._state
+        found: list[list[Ids]] = [[] for _ in state.pool.classes]
+        for pin in state.pins.pins():
+            held = [(state.pages, pin.rows)]
             if pin.states is not None:
-                held.append((cache.states, pin.states))
-            held += [(cache.media, run.rows) for run in pin.media_runs]
+                held.append((state.states, pin.states))
+            held += [(state.media, run.rows) for run in pin.media_runs]
             for columns, rows in held:
                 for c, ids in columns.by_class(rows):
                     found[c].append(ids[ids > 0])
@@ -157,17 +157,17 @@ class PoolMap:
     # -- the map --------------------------------------------------------------------------------
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Runs of cells of about so many pages as one look counts."""
-        pages = sum(c.per_slab for c in self.cache.pool.classes)
+        """Runs of cells of about as many pages as one picture counts."""
+        pages = sum(c.per_slab for c in self._state.pool.classes)
         slabs = max(1, PAGES_A_LOOK // pages)
-        cells = max(1, slabs * self.cells // (self.cache.pool.reserved - 1))
+        cells = max(1, slabs * self.cells // (self._state.pool.reserved - 1))
         return [(a, min(a + cells, self.cells)) for a in range(0, self.cells, cells)]
 
     def _count(self, chunk: int, pinned: list[Ids]) -> int:
-        """Count the pages of a run of cells anew, by what they are; returns how many were looked at."""
+        """Recount the pages of a run of cells by code and state; returns the count of pages visited."""
         first, last = self._chunks[chunk]
         found, looked = [], 0
-        for c in self.cache.pool.classes:
+        for c in self._state.pool.classes:
             begin, end = int(self._starts[first]) * c.per_slab, int(self._starts[last]) * c.per_slab
             looked += end - begin
             state = (c.cached[begin:end] > 0).astype(np.int8)
@@ -177,7 +177,7 @@ class PoolMap:
             at = np.flatnonzero(state)
             code = self._owner[c.index][begin:end][at].astype(CODES) * len(STATES) + state[at]
             found.append(self._tallied(c, first, last, at, code))
-        pool = self.cache.pool
+        pool = self._state.pool
         if pool.reserved > pool.slabs:
             absent = pool.unbacked_slabs(pool.reserved - pool.slabs)
             absent = absent[(absent >= self._starts[first]) & (absent < self._starts[last])]
@@ -189,7 +189,7 @@ class PoolMap:
     def _tallied(
         self, c: SizeClass | None, first: int, last: int, at: npt.NDArray[np.intp], code: npt.NDArray[CODES]
     ) -> tuple[Ids, Ids, Ids, Ids]:
-        """Cells, codes, thousandths of the cell, pages: one place each for what a cell has of one code."""
+        """Arrays of cells, codes, thousandths of the cell and pages: one element per cell and code."""
         per_slab = 1 if c is None else c.per_slab
         slabs = np.diff(self._starts[first : last + 1])
         cell = np.repeat(np.arange(last - first), slabs * per_slab)[at]
@@ -217,12 +217,12 @@ class PoolMap:
         for value, count in zip(present.tolist(), totals.tolist(), strict=True):
             owner, state = divmod(value, len(STATES))
             group, tenant = divmod(owner - 1, TENANTS) if owner else (None, UNSEEN)
-            told = None if tenant == UNSEEN else min(tenant, len(self._tenants))
-            legend.append({"group": group, "tenant": told, "state": STATES[state], "pages": count})
+            listed = None if tenant == UNSEEN else min(tenant, len(self._tenants))
+            legend.append({"group": group, "tenant": listed, "state": STATES[state], "pages": count})
         order = np.argsort(at, kind="stable")
         return {
             "cells": self.cells,
-            "slabs": self.cache.pool.reserved - 1,
+            "slabs": self._state.pool.reserved - 1,
             "legend": legend,
             "at": at[order].tolist(),
             "what": what[order].tolist(),
@@ -230,12 +230,12 @@ class PoolMap:
         }
 
     def _where(self, node: Node) -> list[int]:
-        """The cells that have pages of a branch: first and last of each run of them, the longest 32 runs."""
-        cache = self.cache
-        parts = [(cache.pages, node.pages[: node.count])]
-        parts += [(cache.states, c.states) for c in node.checkpoints if c.states is not None]
+        """The cells with pages of a node: first and last of each run of cells, the longest 32 runs."""
+        state = self._state
+        parts = [(state.pages, node.pages[: node.count])]
+        parts += [(state.states, c.states) for c in node.checkpoints if c.states is not None]
         slabs = [
-            ids[ids > 0] // cache.pool.classes[c].per_slab
+            ids[ids > 0] // state.pool.classes[c].per_slab
             for columns, rows in parts
             for c, ids in columns.by_class(rows)
         ]
@@ -253,9 +253,9 @@ class PoolMap:
 
     def _pool(self) -> dict[str, Any]:
         return {
-            **self.cache.stats(),
-            "slab_bytes": self.cache.layout.slab_bytes,
-            "block_tokens": self.cache.block_tokens,
+            **cache_stats(self._state),
+            "slab_bytes": self._state.layout.slab_bytes,
+            "block_tokens": self._state.block_tokens,
         }
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -267,11 +267,11 @@ class PoolMap:
                 "page_bytes": group.page_bytes,
                 "pages_per_slab": group.pages_per_slab,
             }
-            for group in self.cache.layout.groups
+            for group in self._state.layout.groups
         ]
 
     def _account(self, name: str) -> dict[str, Any]:
-        account = self.cache.accounts.accounts[name]
+        account = self._state.accounts.accounts[name]
         return {
             "name": name,
             "used": account.used,

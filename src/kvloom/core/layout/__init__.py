@@ -1,3 +1,22 @@
-"""TODO: map of this folder."""
+"""Layout: what layers store per token, and how pages of all layers fit into slabs.
 
-__all__: list[str] = []
+layer_spec    LayerSpec: fields and visibility of one layer
+pool_layout   PoolLayout: groups of layers, page sizes, the slab
+"""
+
+from .layer_spec import DTYPE_BYTES, PROMPT, QUANTISED, Field, LayerSpec, Visibility, attention_fields
+from .pool_layout import HASH_TOKENS, MAX_WASTE, PageGroup, PoolLayout
+
+__all__ = [
+    "DTYPE_BYTES",
+    "HASH_TOKENS",
+    "MAX_WASTE",
+    "PROMPT",
+    "QUANTISED",
+    "Field",
+    "LayerSpec",
+    "PageGroup",
+    "PoolLayout",
+    "Visibility",
+    "attention_fields",
+]

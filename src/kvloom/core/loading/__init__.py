@@ -1,3 +1,11 @@
-"""TODO: map of this folder."""
+"""Loading: pages that a prompt lacks and a tier has, and pages on their way between pool and tiers.
 
-__all__: list[str] = []
+load_plan   which pages of a prompt to query, and how far it could resume with them
+reserve     allocate pages for a load job; publish or cancel them
+loading     Loading, the interface of the offload manager (`cache.loading`)
+"""
+
+from .load_plan import LoadPlan, MissingPages, TierQuery
+from .loading import Loading
+
+__all__ = ["LoadPlan", "Loading", "MissingPages", "TierQuery"]

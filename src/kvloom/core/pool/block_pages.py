@@ -1,27 +1,47 @@
-"""Rows of page ids over the pool: what a block, a state or a block of an image has of each page size.
+"""Rows of page ids: the pages of one block, one state or one block of an image, over all page sizes.
 
-Knows which column is of which size, adds up bytes for the accounts, and remembers who keeps a page
-where slabs hold several (only there can pages move). Knows no tokens and no policies.
+Maps columns to size classes, converts pages to bytes for the accounts, and records the owner of each cached page where
+slabs hold several pages (only those move). Has no tokens and no policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .page_pool import Ids, PagePool
+from .page_pool import Ids, Index, PagePool
 
-__all__ = ["BlockPages"]
+__all__ = ["BlockPages", "PageHolder", "PageOwner", "replace_page"]
+
+
+class PageOwner(Protocol):
+    """An entry of the prefix cache with rows of page ids."""
+
+    def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
+        """Replace a page id in some columns of its rows."""
+
+
+class PageHolder(Protocol):
+    """An object that retains pages outside the block tables: pins, loads, pending copies, sequences."""
+
+    def retained(self) -> Iterable[tuple[BlockPages, Ids]]:
+        """Every row of page ids it retains, as arrays that compaction may rewrite in place."""
+
+
+def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
+    """Replace a page id in some columns of `rows`; other columns hold ids of other page sizes."""
+    part = rows[:, columns]
+    hit = part == page
+    if hit.any():
+        part[hit] = target
+        rows[:, columns] = part
 
 
 class BlockPages:
-    """The pool as one numbering sees it: rows of page ids, one column a page of a block, 0 for none.
-
-    Adds up bytes, so that accounts can be charged, and remembers who keeps a page where slabs hold
-    several (only there can pages move).
-    """
+    """The pool as rows of page ids of one numbering: a column per page of a block, 0 for no page."""
 
     def __init__(self, pool: PagePool, classes: Sequence[int], slab_bytes: int) -> None:
         self.pool = pool
@@ -31,7 +51,7 @@ class BlockPages:
         self._strides = {c: slab_bytes // pool.classes[c].per_slab for c in self.classes}
         self.row_bytes = sum(self._strides[c] for c in classes)
         self._single_class = self.classes[0] if len(self.classes) == 1 else None
-        """The one page size there is, where there is one: most models have no other."""
+        """The only size class of this numbering, else None."""
         self.owners: dict[int, npt.NDArray[np.object_]] = {
             c: np.empty(pool.reserved * pool.classes[c].per_slab, object)
             for c in self.classes
@@ -39,7 +59,7 @@ class BlockPages:
         }
 
     def needs(self, rows: int) -> list[int]:
-        """Pages of each of the pool's classes in `rows` rows."""
+        """Pages of each size class of the pool in `rows` rows."""
         needs = [0] * len(self.pool.classes)
         if self._single_class is not None:
             needs[self._single_class] = rows * self.width
@@ -55,7 +75,7 @@ class BlockPages:
         return [(c, rows[:, self._columns[c]].ravel()) for c in self.classes]
 
     def allocate(self, n: int, near: Ids | None = None) -> Ids:
-        """`n` rows of fresh pages; the caller has made sure that they are there."""
+        """Allocate `n` rows of pages. The caller has made sure that they are free."""
         if self._single_class is not None and near is None:
             ids = self.pool.allocate(self._single_class, n * self.width)
             assert ids is not None
@@ -69,13 +89,13 @@ class BlockPages:
         return rows
 
     def retain(self, rows: Ids) -> int:
-        """Hold every page of `rows`; returns the bytes that nobody held before."""
+        """Add one use of every page in `rows`. Returns the bytes that were not in use before."""
         if self._single_class is not None:
             return self.pool.retain(self._single_class, rows.ravel()) * self._strides[self._single_class]
         return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
 
     def release(self, rows: Ids) -> tuple[int, int]:
-        """Let go of every page; returns the bytes that nobody holds now, and those of them now free."""
+        """Drop one use of every page. Returns the bytes no longer in use, and the part of them now free."""
         if self._single_class is not None:
             stride = self._strides[self._single_class]
             idle, freed = self.pool.release(self._single_class, rows.ravel())
@@ -87,24 +107,28 @@ class BlockPages:
             freed_bytes += freed * self._strides[c]
         return idle_bytes, freed_bytes
 
-    def add_cached(self, rows: Ids, keeper: object) -> None:
-        """The cache keeps every page of `rows` for `keeper`."""
+    def add_cached(self, rows: Ids, owner: PageOwner | None) -> None:
+        """Count every page of `rows` as cached once more, for `owner`."""
         if self._single_class is not None and not self.owners:
             self.pool.add_cached(self._single_class, rows.ravel())
             return
         for c, ids in self.by_class(rows):
             self.pool.add_cached(c, ids)
             if c in self.owners:
-                self.owners[c][ids[ids > 0]] = keeper
+                self.owners[c][ids[ids > 0]] = owner
 
-    def own(self, rows: Ids, keeper: object) -> None:
-        """Pages already kept change their keeper."""
-        for c, keepers in self.owners.items():
+    def own(self, rows: Ids, owner: PageOwner) -> None:
+        """Change the owner of cached pages."""
+        for c, owners in self.owners.items():
             ids = rows[:, self._columns[c]].ravel()
-            keepers[ids[ids > 0]] = keeper
+            owners[ids[ids > 0]] = owner
+
+    def set_owner(self, cls: int, page: int, owner: PageOwner) -> None:
+        """Change the owner of one cached page."""
+        self.owners[cls][page] = owner
 
     def drop_cached(self, rows: Ids) -> int:
-        """The cache lets go; returns the bytes now free."""
+        """Count every page of `rows` as cached once less. Returns the bytes now free."""
         if self._single_class is not None and not self.owners:
             return self.pool.drop_cached(self._single_class, rows.ravel()) * self._strides[self._single_class]
         freed = 0
@@ -115,7 +139,7 @@ class BlockPages:
         return freed
 
     def orphans(self, rows: Ids) -> list[tuple[int, int]]:
-        """Pages of `rows` that are still kept, but whose keeper let go: (class, page) each."""
+        """Pages of `rows` that are still cached but have no owner: (class, page) each."""
         return [
             (c, page)
             for c in self.owners
@@ -124,17 +148,18 @@ class BlockPages:
         ]
 
     def shared(self, rows: Ids) -> bool:
-        """Whether anyone but the one who asks (and holds them once) could read a page of `rows`."""
+        """Whether a page of `rows` is cached or has more than one use."""
         classes = self.pool.classes
         return any(
             bool((classes[c].in_use[ids] > 1).any() or (classes[c].cached[ids] > 0).any())
             for c, ids in ((c, ids[ids > 0]) for c, ids in self.by_class(rows))
         )
 
-    def columns_of(self, cls: int) -> npt.NDArray[np.intp]:
+    def columns_of(self, cls: int) -> Index:
+        """Columns whose pages belong to size class `cls`."""
         return self._columns[cls]
 
     def in_use(self, rows: Ids, column: int) -> npt.NDArray[np.bool_]:
-        """Which rows someone holds, judged by one column."""
+        """Which rows are in use, judged by one column."""
         c = next(c for c in self.classes if column in self._columns[c])
         return self.pool.classes[c].in_use[rows[:, column]] > 0

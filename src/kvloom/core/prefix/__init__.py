@@ -1,3 +1,46 @@
-"""TODO: map of this folder."""
+"""Prefix cache: finds the longest cached prefix of a prompt.
 
-__all__: list[str] = []
+radix_tree      RadixTree: cached tokens and their pages
+node            nodes, roots and checkpoints of the tree
+checkpoints     resumable positions, window pages, unneeded pages
+resume_rule     the positions at which a prompt may resume
+lookup          Lookup: a prompt's match, and the reason of a miss
+lookup_counts   counters of hits and misses
+block_hash      block hashes
+hash_index      HashIndex: pages of tiers, peers and workers by hash
+publisher       hashes of nodes, and events
+multimodal      images in a prompt; media runs
+media_cache     MediaCache: cached media runs
+pins            pins, prefixes of waiting requests, sessions
+ghosts          recently evicted runs
+offload_batch   pages offered to tiers
+in_transfer     pages that load jobs fill and tiers read
+"""
+
+from .block_hash import HASH_BYTES, TOKEN_BYTES, hash_chain, media_hash, root_hash, tail_hash, token_bytes
+from .hash_index import HashIndex
+from .in_transfer import Reservation
+from .lookup import MISS_REASONS, NOT_CACHED, Match, Miss
+from .multimodal import Media
+from .offload_batch import OffloadBatch
+from .pins import Pin, QueuedPrefix
+
+__all__ = [
+    "HASH_BYTES",
+    "MISS_REASONS",
+    "NOT_CACHED",
+    "TOKEN_BYTES",
+    "HashIndex",
+    "Match",
+    "Media",
+    "Miss",
+    "OffloadBatch",
+    "Pin",
+    "QueuedPrefix",
+    "Reservation",
+    "hash_chain",
+    "media_hash",
+    "root_hash",
+    "tail_hash",
+    "token_bytes",
+]

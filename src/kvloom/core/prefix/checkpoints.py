@@ -1,8 +1,8 @@
-"""Resume points of a prefix tree: the checkpoints in its nodes, the window pages they protect, and those nobody needs.
+"""Checkpoints of a radix tree: resumable positions, the window pages they need, and unneeded window pages.
 
-A checkpoint marks a point where later requests will resume: it protects the window pages that end there and
-owns the state snapshot taken there. `marks` of a node count, for each block and window, the checkpoints that
-need its page; what has none and is held by no sequence is spare. Knows pages and positions, no tokens.
+A checkpoint owns the state snapshot at its position and protects the window pages that end there.
+`Node.checkpoint_counts` counts, per block and window, the checkpoints that need the page. A page with count 0 that
+is not in use is unneeded: it is evicted first. Handles pages and positions, no tokens.
 """
 
 from __future__ import annotations
@@ -30,46 +30,62 @@ def _position(checkpoint: Checkpoint) -> int:
 
 
 class Checkpoints:
-    """The part of the prefix tree that knows where one can resume. Costs are in proportion to the window."""
+    """The part of the radix tree that handles windows and snapshots. Costs grow with the window, not the prefix."""
 
     def __init__(
-        self, layout: PoolLayout, pages: BlockPages, states: BlockPages, teller: EventPublisher
+        self, layout: PoolLayout, pages: BlockPages, states: BlockPages, publisher: EventPublisher
     ) -> None:
         self.block = layout.block_tokens
         self.pages = pages
         self.states = states
-        self.publisher = teller
-        self.events = teller.events
-        self.offload_source: OffloadSource | None = None  # for whoever keeps copies below the pool
+        self.publisher = publisher
+        self.events = publisher.events
+        self.offload_source: OffloadSource | None = None
         self.has_states = bool(states.width)
         windowed = [g for g in layout.of("token") if g.spec.visibility.windowed]
         self.windows: tuple[Visibility, ...] = tuple(g.spec.visibility for g in windowed)
         self.window_columns = tuple(g.columns for g in windowed)
         self.window_groups = tuple(g.index for g in windowed)
-        self.keeps_checkpoints = bool(self.windows) or self.has_states
-        self.version = 0  # changes when a path or its pages may have
-        self.replaced = 0  # how often a partial block's page gave way to a fuller one
+        self.needs_checkpoints = bool(self.windows) or self.has_states
+        """Whether a prompt can resume only at some positions: the model has windows or states."""
+        self.version = 0  # increases when a path or its pages may have changed
+        self.replaced = 0  # pages of partial blocks replaced by fuller ones
         self._serials = count(1)
 
-    # -- where one can resume -------------------------------------------------------------------
+    def set_offload_source(self, source: OffloadSource | None) -> None:
+        """Attach the builder of offload batches, or detach it."""
+        self.offload_source = source
+
+    def invalidate_matches(self) -> None:
+        """Mark every match as stale."""
+        self.version += 1
+
+    # -- resumable positions --------------------------------------------------------------------
 
     def last_resume(self, node: Node) -> int:
-        """The deepest point of a leaf that a request can resume at, or its start if there is none."""
-        if not self.keeps_checkpoints:
+        """Return the deepest resumable position of a leaf, or its start."""
+        if not self.needs_checkpoints:
             return node.end
         if not self.has_states and self.complete(node, node.end):
             return node.end
         return node.checkpoints[-1].position if node.checkpoints else node.start
 
     def presence(self, rows: Ids) -> list[tuple[Visibility, Ids]]:
-        """Of each windowed group its span, and which rows have its page."""
+        """For each windowed group its visibility, and its page in each row (0 for none)."""
         columns = (rows[:, c.start] for c in self.window_columns)
         return list(zip(self.windows, columns, strict=True))
+
+    def visible_rows(self, rows: Ids, position: int) -> Ids:
+        """Return a copy of `rows` without the pages that a query at `position` cannot see."""
+        rows = rows.copy()
+        for visibility, columns in zip(self.windows, self.window_columns, strict=True):
+            rows[: visibility.first_visible(position) // self.block, columns] = 0
+        return rows
 
     def _window_rows(
         self, node: Node, position: int, window: int, query: int
     ) -> Iterator[tuple[Node, slice]]:
-        """The node rows that hold what `query` sees of the tokens before `position`, upwards from `node`."""
+        """The node rows that `query` sees of the tokens before `position`, upwards from `node`."""
         first, last = self.windows[window].first_visible(query) // self.block, (position - 1) // self.block
         current: Node | None = node
         while current is not None and current.parent is not None and last >= first:
@@ -84,8 +100,8 @@ class Checkpoints:
             current = current.parent
 
     def complete(self, node: Node, position: int, query: int | None = None) -> bool:
-        """Whether every window that ends at `position` (in `node`) has its pages for the query there, or
-        for `query`. The deepest node's row counts where a block stands in two."""
+        """Whether every window that ends at `position` (in `node`) has the pages that `query` sees, by default the query
+        at `position`. The deepest node's row counts where nodes share a block."""
         for window, columns in enumerate(self.window_columns):
             covered = (position - 1) // self.block + 1
             for current, rows in self._window_rows(
@@ -98,24 +114,24 @@ class Checkpoints:
                 covered = min(covered, base)
         return True
 
-    # -- coming and going -----------------------------------------------------------------------
+    # -- adding and dropping --------------------------------------------------------------------
 
     def checkpoint(self, node: Node, position: int, states: Ids | None, now: float) -> Checkpoint | None:
-        """Mark `position` in `node` as a resume point; the tree takes over the `states` row if it has none
-        there yet (returns None otherwise, or where a window is broken)."""
+        """Add a checkpoint at `position` in `node` and return it. The tree caches the `states` row. Returns None if the
+        position has a checkpoint, or a window lacks a page."""
         existing = self.checkpoint_at(node, position)
         if existing is not None or not self.complete(node, position):
             if existing is not None:
                 existing.last_used = now
             return None
         checkpoint = Checkpoint(next(self._serials), now, node, position, states)
-        # Resuming one token earlier must work too: the same prompt again leaves its last token to compute.
+        # Resuming one token earlier must work too: an identical prompt computes its last token again.
         checkpoint.reach = position - 1 if self.complete(node, position, position - 1) else position
         if states is not None:
             checkpoint.row_bytes = self.states.row_bytes
             self.states.add_cached(states, checkpoint)
-        for span, columns in zip(self.windows, self.window_columns, strict=True):
-            rows = -(-position // self.block) - span.first_visible(position) // self.block
+        for visibility, columns in zip(self.windows, self.window_columns, strict=True):
+            rows = -(-position // self.block) - visibility.first_visible(position) // self.block
             checkpoint.row_bytes += (
                 rows * self.pages.row_bytes * (columns.stop - columns.start) // self.pages.width
             )
@@ -130,6 +146,7 @@ class Checkpoints:
 
     @staticmethod
     def checkpoint_at(node: Node, position: int) -> Checkpoint | None:
+        """Return the checkpoint at `position` in `node`, or None."""
         i = bisect_left(node.checkpoints, position, key=_position)
         return (
             node.checkpoints[i]
@@ -137,12 +154,12 @@ class Checkpoints:
             else None
         )
 
-    def drop_checkpoint(self, checkpoint: Checkpoint, why: str) -> None:
-        """Forget a resume point and its snapshot; its window pages become spare."""
+    def drop_checkpoint(self, checkpoint: Checkpoint, reason: str) -> None:
+        """Drop a checkpoint and its snapshot; its window pages may become unneeded."""
         if self.events.listening:
-            self.publisher.checkpoint_dropped(checkpoint, why)
+            self.publisher.checkpoint_dropped(checkpoint, reason)
         if self.offload_source is not None:
-            firsts = [span.first_visible(checkpoint.reach) // self.block for span in self.windows]
+            firsts = [window.first_visible(checkpoint.reach) // self.block for window in self.windows]
             self.offload_source.on_checkpoint_dropped(
                 checkpoint, list(zip(self.window_columns, firsts, strict=True))
             )
@@ -152,7 +169,7 @@ class Checkpoints:
         account = checkpoint.node.root.account
         account.queue.remove(checkpoint)
         if checkpoint.states is not None:
-            account.used -= self.states.drop_cached(checkpoint.states)
+            account.free(self.states.drop_cached(checkpoint.states))
 
     def _mark(self, checkpoint: Checkpoint, delta: int) -> None:
         for window in range(len(self.windows)):
@@ -164,16 +181,16 @@ class Checkpoints:
                 if delta < 0:
                     self.queue_unneeded(node, window)
 
-    # -- pages nobody needs ---------------------------------------------------------------------
+    # -- unneeded window pages ------------------------------------------------------------------
 
     def queue_unneeded(self, node: Node, window: int) -> None:
-        """Some pages of `node` may now be needed by no sequence and no checkpoint: first to leave."""
+        """Queue a node for `drop_unneeded`: some of its window pages may have become unneeded."""
         if not node.unneeded_windows >> window & 1:
             node.unneeded_windows |= 1 << window
             node.root.account.queue.unneeded.append((node, window))
 
     def queue_unneeded_range(self, node: Node, window: int, first: int, last: int) -> None:
-        """Offer the nodes above (and at) `node` that hold blocks `first` to `last`."""
+        """`queue_unneeded` for `node` and the nodes above it that have blocks `first` to `last`."""
         current: Node | None = node
         while current is not None and current.parent is not None:
             if current.start // self.block <= last:
@@ -182,8 +199,8 @@ class Checkpoints:
                 return
             current = current.parent
 
-    def drop_unneeded(self, node: Node, window: int, most: int, why: str) -> None:
-        """Free the pages of up to `most` rows of a window that nobody needs."""
+    def drop_unneeded(self, node: Node, window: int, most: int, reason: str) -> None:
+        """Evict the unneeded pages of one window in up to `most` rows of a node."""
         node.unneeded_windows &= ~(1 << window)
         if node.checkpoint_counts is None or node.parent is None:
             return
@@ -199,17 +216,17 @@ class Checkpoints:
         gone = np.zeros((rows.size, self.pages.width), np.int32)
         gone[:, columns] = pages[rows, columns]
         if self.events.listening:
-            self.publisher.window_pages_dropped(node, rows, self.window_groups[window], why)
+            self.publisher.window_pages_dropped(node, rows, self.window_groups[window], reason)
         self.version += 1
         pages[rows, columns] = 0
-        node.root.account.used -= self.pages.drop_cached(gone)
+        node.root.account.free(self.pages.drop_cached(gone))
         self._reassign_owner(node, gone[[0, -1]])
 
     def _reassign_owner(self, node: Node, rows: Ids) -> None:
-        """Pages that `node` let go and a node that meets it still keeps are that one's now."""
+        """Give pages that `node` dropped to a node that shares their block and still has them."""
         if self.pages.owners:
             for cls, page in self.pages.orphans(rows):
                 columns = self.pages.columns_of(cls)
                 for other in nodes_sharing_block(node, self.block):
                     if (other.pages[: other.count, columns] == page).any():
-                        self.pages.owners[cls][page] = other
+                        self.pages.set_owner(cls, page, other)

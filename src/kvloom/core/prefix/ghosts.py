@@ -1,4 +1,4 @@
-"""What left lately, and why: so that a miss can be explained, and a policy learn from it. No pages are here."""
+"""Ghosts: recently evicted runs, to explain misses and to train policies. Has no pages."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ __all__ = ["Ghost", "Ghosts"]
 
 
 class Ghost(NamedTuple):
-    """Something that left: when, by which policy, and what the policy remembers of it."""
+    """An evicted run: time, policy, and the policy's history of it."""
 
     when: float
-    why: str
-    memo: ReuseHistory | None
+    reason: str
+    history: ReuseHistory | None
 
 
 class Ghosts:
-    """What left lately, so that a miss can be explained and learned from. Bounded; the oldest are
-    forgotten."""
+    """Evicted runs by the node before them and a hash of their first tokens. Bounded; the oldest are dropped."""
 
     LIMIT = 1 << 16
-    SEEN = 64  # bytes of text by which a run is known again
+    SEEN = 64  # bytes of text that identify a run
 
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[int | bytes, int], tuple[float, str, ReuseHistory | None]] = (
@@ -34,19 +33,20 @@ class Ghosts:
 
     @staticmethod
     def place(node: Node) -> int | bytes:
-        """What stands for the end of a node; for a root its name, which outlives it."""
+        """Key of a node's end; a root's is its hash, which outlives the root."""
         return node.root.hash if node.parent is None else node.serial
 
     def add(
         self, after: Node, text: bytes | bytearray, ghost: tuple[float, str, ReuseHistory | None]
     ) -> None:
-        """The run that began with `text` (no more than SEEN of it) after the end of a node left. `ghost` is what
-        `Ghost` names: far more leave than are ever asked for."""
+        """Record that the run starting with `text` (at most SEEN bytes) after a node was evicted. `ghost` has the fields
+        of `Ghost`; a plain tuple, because evictions far outnumber lookups."""
         seen = self._seen
         seen[self.place(after), hash(bytes(text))] = ghost
         if len(seen) > self.LIMIT:
             seen.popitem(last=False)
 
     def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
+        """Return the evicted run that `data` from byte `start` on begins with, or None."""
         ghost = self._seen.get((place, hash(data[start : start + self.SEEN])))
         return None if ghost is None else Ghost(*ghost)

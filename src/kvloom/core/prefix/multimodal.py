@@ -1,9 +1,8 @@
-"""Images and other media: ids for their tokens in the text, and runs of pages of their own.
+"""Images and other media: ids for their placeholder tokens, and the media run, an image's own pages.
 
-Two images never match by their placeholders: each content digest gets an id of its own (negative,
-so that it is no token), good for this process; names use the digest itself. Layers on the media
-axis keep a run of pages per image, found by its digest alone: cross attention for as long as a sequence
-lives, embeddings until the image's tokens are computed (the cache keeps them for the next prompt).
+Each content digest gets a negative id, valid in this process; block hashes use the digest itself. Layers on the media
+axis have one run of pages per image. Cross attention reads it while the sequence is open, embeddings are read until
+the image's tokens are computed; both stay cached for the next prompt.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ import numpy.typing as npt
 
 from kvloom.core.eviction.policies import Entry
 from kvloom.core.eviction.tenants import Account
-from kvloom.core.pool.page_pool import Ids
+from kvloom.core.pool.block_pages import replace_page
+from kvloom.core.pool.page_pool import Ids, Index
 
 __all__ = ["Media", "MediaIds", "MediaRun"]
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """The placeholder tokens [start, stop) of a prompt stand for content with this digest.
+    """Placeholder tokens [start, stop) of a prompt and the digest of their content.
 
-    `tokens` counts its tokens on the media axis, where the model has such layers.
+    `tokens` is the count of tokens on the media axis, where the model has such layers.
     """
 
     start: int
@@ -44,9 +44,9 @@ class Media:
 
 
 class MediaRun(Entry):
-    """The pages of one image in the media groups."""
+    """The cached pages of one image in the media groups. `users` are sequences and pins that retain it."""
 
-    __slots__ = ("_bytes", "_tokens", "account", "holds", "key", "rows")
+    __slots__ = ("_bytes", "_tokens", "account", "key", "rows", "users")
 
     def __init__(
         self, serial: int, now: float, key: bytes, account: Account, rows: Ids, tokens: int, size: int
@@ -55,7 +55,7 @@ class MediaRun(Entry):
         self.key = key
         self.account = account
         self.rows = rows
-        self.holds = 0
+        self.users = 0
         self._tokens = tokens
         self._bytes = size
 
@@ -71,10 +71,13 @@ class MediaRun(Entry):
     def bytes(self) -> int:
         return self._bytes
 
+    def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
+        """Replace a page id in its rows."""
+        replace_page(self.rows, columns, page, target)
+
 
 class MediaIds:
-    """digest ↔ negative id. Bounded: a forgotten digest gets a new id, so old pages of it are missed,
-    never mistaken."""
+    """Maps digests to negative ids and back. Bounded: a dropped digest gets a new id, so its old pages miss."""
 
     LIMIT = 1 << 18
 
@@ -84,12 +87,13 @@ class MediaIds:
         self._next = -1
 
     def id_of(self, digest: bytes) -> int:
+        """Return the id of a digest, a new one if it has none."""
         known = self._ids.get(digest)
         if known is not None:
             self._ids.move_to_end(digest)
             return known
         if self._next < -(2**31) + 1:
-            raise OverflowError("2**31 different media were seen; start a new cache")
+            raise OverflowError("all 2**31 media ids are used; create a new cache")
         new, self._next = self._next, self._next - 1
         self._ids[digest] = new
         self._digests[new] = digest
@@ -98,11 +102,11 @@ class MediaIds:
         return new
 
     def digest_of(self, media_id: int) -> bytes:
-        """The digest behind an id. One that was forgotten gives a digest that matches nothing."""
+        """Return the digest of an id; for a dropped one a digest that matches nothing."""
         return self._digests.get(media_id) or b"forgotten media " + str(media_id).encode()
 
     def place(self, tokens: npt.NDArray[np.int32], media: Sequence[Media]) -> npt.NDArray[np.int32]:
-        """`tokens` with every placeholder replaced by the id of its content."""
+        """Return `tokens` with every placeholder replaced by the id of its content."""
         if not media:
             return tokens
         placed = tokens.copy()

@@ -1,4 +1,4 @@
-"""What the prefix tree is made of: nodes, the roots they hang from, and checkpoints in them."""
+"""Entries of the radix tree: nodes, roots and checkpoints. Data; the tree changes them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,23 @@ import numpy.typing as npt
 
 from kvloom.core.eviction.policies import Entry, ReuseHistory
 from kvloom.core.eviction.tenants import Account
-from kvloom.core.pool.page_pool import Ids
+from kvloom.core.pool.block_pages import replace_page
+from kvloom.core.pool.page_pool import Ids, Index
 
 from .block_hash import TOKEN_BYTES
 
-__all__ = ["Checkpoint", "Node", "Root", "nodes_sharing_block"]
+__all__ = ["Checkpoint", "Node", "OffloadMarks", "Root", "nodes_sharing_block"]
+
+
+class OffloadMarks:
+    """What an offload source records of a node. Absent while no tier is attached."""
+
+    __slots__ = ("grown", "offloaded_tokens", "settled")
+
+    def __init__(self, settled: int, grown: int = 0, offloaded_tokens: int = 0) -> None:
+        self.offloaded_tokens = offloaded_tokens  # end of the tokens whose pages were offered
+        self.grown = grown  # step marks set before the node got its last pages
+        self.settled = settled  # end of the node at that mark
 
 
 class Node(Entry):
@@ -25,15 +37,13 @@ class Node(Entry):
         "children",
         "count",
         "end",
-        "grown",
         "hashes",
         "locks",
-        "offloaded_tokens",
+        "offload",
         "pages",
         "parent",
         "root",
         "row_bytes",
-        "settled",
         "start",
         "text",
         "unneeded_windows",
@@ -47,18 +57,16 @@ class Node(Entry):
         self.start = start
         self.end = start + len(text) // TOKEN_BYTES
         self.text = text
-        self.pages = pages  # may have spare capacity; `count` rows are real
+        self.pages = pages  # rows beyond `count` are unused capacity
         self.count = len(pages)
         self.row_bytes = 0
         self.children: dict[int, Node] = {}
         self.checkpoints: list[Checkpoint] = []
-        self.checkpoint_counts: npt.NDArray[np.int32] | None = None
-        self.hashes: list[bytes] = []  # of the grains that end in it, as far as anyone asked
-        self.locks = 0
-        self.unneeded_windows = 0
-        self.offloaded_tokens = 0  # tokens whose pages were offered to whoever keeps copies below
-        self.grown = 0  # after how many marks of theirs it got its last pages
-        self.settled = start  # where it ended at that mark
+        self.checkpoint_counts: npt.NDArray[np.int32] | None = None  # per block and window
+        self.hashes: list[bytes] = []  # of the HASH_TOKENS units that end in it, computed on demand
+        self.locks = 0  # sequences, pins and loads that end here
+        self.unneeded_windows = 0  # bit mask of windows queued for `drop_unneeded`
+        self.offload: OffloadMarks | None = None
 
     @property
     def tokens(self) -> int:
@@ -74,26 +82,31 @@ class Node(Entry):
 
     @property
     def leaf(self) -> bool:
-        """May it leave: nothing hangs below it and nobody is there."""
+        """Whether it can be evicted: no children, no locks, and not a root."""
         return not self.children and self.locks == 0 and self.parent is not None
+
+    def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
+        """Replace a page id in its rows and in those of nodes that share a block with it."""
+        for node in (self, *nodes_sharing_block(self, block_tokens)):
+            replace_page(node.pages[: node.count], columns, page, target)
 
 
 class Root(Node):
-    """Where the names of one model, tenant and adapter begin."""
+    """Parent of all first nodes of one model, tenant and adapter."""
 
     __slots__ = ("account", "hash", "tenant")
 
-    def __init__(self, serial: int, name: bytes, account: Account, width: int, tenant: str) -> None:
+    def __init__(self, serial: int, root_hash: bytes, account: Account, width: int, tenant: str) -> None:
         super().__init__(serial, 0.0, 0, bytearray(), np.empty((0, width), np.int32))
-        self.hash = name
-        self.account = account  # who pays: the tenant's own, or one that it shares with others
+        self.hash = root_hash
+        self.account = account  # the tenant's own, or the default one
         self.tenant = tenant
         self.parent = None
         self.root = self
 
 
 class Checkpoint(Entry):
-    """A resume point at `position` in `node`, with its state snapshot where the model keeps states."""
+    """A resumable position in `node`, with a state snapshot where the model has states."""
 
     __slots__ = ("is_offloaded", "locks", "node", "position", "reach", "row_bytes", "states")
 
@@ -104,16 +117,16 @@ class Checkpoint(Entry):
         self.reach = position  # the earliest query whose window it protects
         self.states = states
         self.row_bytes = 0
-        self.locks = 0  # pins that need it
-        self.is_offloaded = False  # its states were, as for a node
+        self.locks = 0  # pins of this checkpoint
+        self.is_offloaded = False  # its states were offered to the offload listener
 
     @property
-    def memo(self) -> ReuseHistory | None:
-        """That of the run it stands in: whoever comes back comes back to both."""
+    def history(self) -> ReuseHistory | None:
+        """History of its node: a request that returns uses both."""
         return self.node.history
 
-    @memo.setter
-    def memo(self, memo: ReuseHistory | None) -> None:
+    @history.setter
+    def history(self, history: ReuseHistory | None) -> None:
         pass
 
     @property
@@ -129,9 +142,14 @@ class Checkpoint(Entry):
     def bytes(self) -> int:
         return self.row_bytes
 
+    def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
+        """Replace a page id in its state snapshot."""
+        if self.states is not None:
+            replace_page(self.states, columns, page, target)
+
 
 def nodes_sharing_block(node: Node, block: int) -> Iterator[Node]:
-    """The nodes that meet `node` inside its first block of `block` tokens or its last, where a page may stand in several."""
+    """Nodes that share the first or the last block of `node`; a page may be in the rows of several of them."""
     current, first = node, node.start // block * block
     while current.start > first and current.parent is not None and current.parent.parent is not None:
         current = current.parent

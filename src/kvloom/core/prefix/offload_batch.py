@@ -1,6 +1,6 @@
-"""Pages offered to whoever keeps copies below the pool: with their names, when they leave, or when a sequence ends.
+"""Offload batches: pages with their hashes, offered to the offload listener when they are evicted or a sequence closes.
 
-A page is offered under the name of the prefix that ends where its tokens do. Nothing is named unless someone listens.
+The hash of a page is that of the prefix which ends where its tokens do. Without a listener nothing is hashed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ from typing import NamedTuple
 from kvloom.core.layout.pool_layout import HASH_TOKENS
 from kvloom.core.pool.page_pool import Ids
 
-from .node import Checkpoint, Node
+from .node import Checkpoint, Node, OffloadMarks
 from .publisher import EventPublisher
 
 __all__ = ["OffloadBatch", "OffloadSource"]
 
 
 class OffloadBatch(NamedTuple):
-    """Rows of page ids, one a name, in the columns of one numbering ("token" or "state"); 0 where there is no page.
+    """Rows of page ids, one per hash, of one numbering ("token" or "state"); 0 for no page.
 
-    The bytes of `rows` are those of the pages `at` (0: nobody can say where) until the next `take_copies`. `leaving`: the bytes will be overwritten soon; else their sequence has ended, and they stay for now. `used`: someone
-    came back to them. `tenant` is whose they are, `root` where their names begin. `age`: 1 if they were in the tree, where they
-    are, at the last mark, so that whoever wrote them had been launched by then; 2 if at the mark before, too (or if that says
-    nothing any more: pages moved since).
+    | field   | meaning                                                                                    |
+    |---------|--------------------------------------------------------------------------------------------|
+    | pages   | pages that have the bytes of `rows` until the next `take_copies`; 0 where unknown          |
+    | evicted | the bytes will be overwritten soon; else their sequence closed and they stay cached        |
+    | was_hit | a later request hit them                                                                   |
+    | tenant  | owner of the pages; `root` is the root of their hashes                                     |
+    | age     | step marks since the pages are in the tree at this place: 0, 1 or 2 (2 also if unknown)    |
+
+    A page of age 1 was written by a step launched before the last mark, age 2 before the mark before that.
     """
 
     numbering: str
@@ -39,125 +44,151 @@ class OffloadBatch(NamedTuple):
 
 
 class OffloadSource:
-    """Makes parcels of what the tree holds, for one listener. A listener must not call the cache back."""
+    """Builds offload batches from nodes, for one listener. The listener must not call the cache."""
 
     def __init__(
         self,
-        teller: EventPublisher,
+        publisher: EventPublisher,
         block: int,
-        where: Callable[[str, Ids], Ids],
+        current_pages: Callable[[str, Ids], Ids],
         listener: Callable[[OffloadBatch], None],
-        ends: bool,
+        on_close: bool,
     ) -> None:
-        self.publisher, self.block, self.where, self.listener = teller, block, where, listener
-        self.ends = ends
-        """Whether the listener wants to hear of sequences that end, too."""
-        self.marks = 0
-        """How often was marked."""
+        self._publisher, self._block = publisher, block
+        self._current_pages, self._listener = current_pages, listener
+        self.on_close = on_close
+        """Whether pages of closed sequences are offered, too."""
+        self._marks = 0
         self._before = 0
         self._marked = -math.inf, -math.inf
 
-    def mark(self, now: float, moved: bool) -> None:
-        """What is in the tree now is older from now on. `moved`: some of it has moved since the mark before, which says nothing any more."""
-        self._before = self.marks + moved
-        self.marks += 1
+    def mark_step(self, now: float, moved: bool) -> None:
+        """Increment the age of everything in the tree. `moved`: pages moved since the last mark, which is void."""
+        self._before = self._marks + moved
+        self._marks += 1
         self._marked = now, now if moved else self._marked[0]
 
-    def on_trim(self, node: Node, end: int) -> None:
-        """The pages of a run from `end` on are about to leave; a block that `end` cuts is offered whole, too."""
-        first = max(end, node.start) // self.block - node.start // self.block
-        self._collect(node, first, node.count, leaving=True)
+    # -- notifications of the tree --------------------------------------------------------------
 
-    def on_checkpoint_dropped(self, checkpoint: Checkpoint, columns: list[tuple[slice, int]]) -> None:
-        """A resume point leaves: its states, the partial block it stands in, and of each window (its columns, the first
-        block it sees) the pages that nothing else may protect."""
+    def on_grow(self, node: Node, end: int) -> None:
+        """A node gets pages from token `end` on."""
+        marks = node.offload
+        if marks is None:
+            marks = node.offload = OffloadMarks(node.start)
+        marks.settled = end if marks.grown < self._marks else min(end, marks.settled)
+        marks.grown = self._marks
+
+    @staticmethod
+    def on_split(upper: Node, lower: Node, at: int) -> None:
+        """A node was cut at token `at`; `lower` is the original."""
+        marks = lower.offload
+        if marks is not None:
+            upper.offload = OffloadMarks(min(marks.settled, at), marks.grown, marks.offloaded_tokens)
+            marks.settled = max(marks.settled, at)
+
+    def on_trim(self, node: Node, end: int) -> None:
+        """The pages of a node from `end` on will be evicted; a block cut by `end` is offered whole."""
+        first = max(end, node.start) // self._block - node.start // self._block
+        self._collect(node, first, node.count, evicted=True)
+        if node.offload is not None:
+            node.offload.offloaded_tokens = min(node.offload.offloaded_tokens, end)
+
+    def on_checkpoint_dropped(self, checkpoint: Checkpoint, windows: list[tuple[slice, int]]) -> None:
+        """A checkpoint will be dropped: offer its states, its partial block and its window pages. `windows` has the
+        columns of each window and the first block it sees."""
         node, position = checkpoint.node, checkpoint.position
-        self._collect_states(checkpoint, leaving=True)
-        if position % self.block:
-            self._collect_tail(node, position, leaving=True)
-        for at, first in columns:
+        self._collect_states(checkpoint, evicted=True)
+        if position % self._block:
+            self._collect_tail(node, position, evicted=True)
+        for columns, first in windows:
             current: Node | None = node
             while current is not None and current.parent is not None:
-                base = current.start // self.block
-                stop = min(position // self.block - base, current.count)
+                base = current.start // self._block
+                stop = min(position // self._block - base, current.count)
                 if stop > max(0, first - base):
-                    self._collect(current, max(0, first - base), stop, leaving=True, columns=at)
+                    self._collect(current, max(0, first - base), stop, evicted=True, columns=columns)
                 if base <= first:
                     break
                 current = current.parent
 
     def on_sequence_closed(self, node: Node) -> None:
-        """A sequence ended at `node`: what is on its path and was not offered before."""
+        """A sequence closed at `node`: offer the pages of its path that were not offered before."""
+        if not self.on_close:
+            return
         current: Node | None = node
         while current is not None and current.parent is not None:
-            base = current.start // self.block
-            if current.offloaded_tokens < current.end:
-                first = max(current.offloaded_tokens, current.start) // self.block - base
-                self._collect(current, first, current.count, leaving=False)
-                current.offloaded_tokens = current.end
+            base = current.start // self._block
+            marks = current.offload
+            if marks is None:
+                marks = current.offload = OffloadMarks(current.start)
+            if marks.offloaded_tokens < current.end:
+                first = max(marks.offloaded_tokens, current.start) // self._block - base
+                self._collect(current, first, current.count, evicted=False)
+                marks.offloaded_tokens = current.end
             for checkpoint in current.checkpoints:
                 if not checkpoint.is_offloaded:
                     checkpoint.is_offloaded = True
-                    self._collect_states(checkpoint, leaving=False)
-                    if checkpoint.position % self.block and checkpoint.position < current.end:
-                        self._collect_tail(current, checkpoint.position, leaving=False)
+                    self._collect_states(checkpoint, evicted=False)
+                    if checkpoint.position % self._block and checkpoint.position < current.end:
+                        self._collect_tail(current, checkpoint.position, evicted=False)
             current = current.parent
 
+    # -- building batches -----------------------------------------------------------------------
+
     def _collect(
-        self, node: Node, first: int, last: int, leaving: bool, columns: slice | None = None
+        self, node: Node, first: int, last: int, evicted: bool, columns: slice | None = None
     ) -> None:
         if last <= first:
             return
         rows = node.pages[first:last].copy()
         if columns is not None:
-            kept = rows[:, columns].copy()
+            window = rows[:, columns].copy()
             rows[:] = 0
-            rows[:, columns] = kept
+            rows[:, columns] = window
         if not rows.any():
             return
-        names = self._row_hashes(node, first, last)
+        hashes = self._row_hashes(node, first, last)
         age = self._age(node)
-        # Of a run that grew since a mark, the blocks that were whole then are older.
-        settled = last if age == 2 else node.settled // self.block - node.start // self.block
-        cut = max(0, min(last, settled) - first)
+        # In a node that grew since a mark, the blocks that were full at the mark are older.
+        settled = node.start if node.offload is None else node.offload.settled
+        full = last if age == 2 else settled // self._block - node.start // self._block
+        cut = max(0, min(last, full) - first)
         if cut:
-            self._emit("token", names[:cut], rows[:cut], node, leaving, min(2, age + 1))
+            self._emit("token", hashes[:cut], rows[:cut], node, evicted, min(2, age + 1))
         if cut < len(rows):
-            self._emit("token", names[cut:], rows[cut:], node, leaving, age)
+            self._emit("token", hashes[cut:], rows[cut:], node, evicted, age)
 
     def _age(self, node: Node) -> int:
-        """The age of the last pages that a run got."""
-        return 2 if node.grown < self._before else int(node.grown < self.marks)
+        """Age of the last pages that a node got."""
+        grown = 0 if node.offload is None else node.offload.grown
+        return 2 if grown < self._before else int(grown < self._marks)
 
-    def _collect_tail(self, node: Node, position: int, leaving: bool) -> None:
-        row = node.pages[(position - 1) // self.block - node.start // self.block][None].copy()
+    def _collect_tail(self, node: Node, position: int, evicted: bool) -> None:
+        row = node.pages[(position - 1) // self._block - node.start // self._block][None].copy()
         if row.any():
-            names = [self.publisher.hash_at(node, position)]
-            self._emit("token", names, row, node, leaving, self._age(node))
+            hashes = [self._publisher.hash_at(node, position)]
+            self._emit("token", hashes, row, node, evicted, self._age(node))
 
-    def _collect_states(self, checkpoint: Checkpoint, leaving: bool) -> None:
+    def _collect_states(self, checkpoint: Checkpoint, evicted: bool) -> None:
         if checkpoint.states is not None:
             node, states = checkpoint.node, checkpoint.states.copy()
             used = max(checkpoint.last_used, node.last_used)
             age = sum(used < marked for marked in self._marked)
-            self._emit(
-                "state", [self.publisher.hash_at(node, checkpoint.position)], states, node, leaving, age
-            )
+            hashes = [self._publisher.hash_at(node, checkpoint.position)]
+            self._emit("state", hashes, states, node, evicted, age)
 
     def _emit(
-        self, numbering: str, names: list[bytes], rows: Ids, node: Node, leaving: bool, age: int
+        self, numbering: str, hashes: list[bytes], rows: Ids, node: Node, evicted: bool, age: int
     ) -> None:
-        at, root = self.where(numbering, rows), node.root
-        self.listener(
-            OffloadBatch(numbering, names, rows, at, root.tenant, leaving, node.hits > 0, root.hash, age)
+        pages, root = self._current_pages(numbering, rows), node.root
+        self._listener(
+            OffloadBatch(numbering, hashes, rows, pages, root.tenant, evicted, node.hits > 0, root.hash, age)
         )
 
     def _row_hashes(self, node: Node, first: int, last: int) -> list[bytes]:
-        """The names of the prefixes that end where some of the node's rows do."""
-        base, each = node.start // self.block, self.block // HASH_TOKENS
-        whole = max(
-            first, min(last, node.end // self.block - base)
-        )  # rows whose tokens end where a block does
+        """Hashes of the prefixes that end where rows [first, last) of a node end."""
+        base, each = node.start // self._block, self._block // HASH_TOKENS
+        full = max(first, min(last, node.end // self._block - base))  # rows that end with a full block
         start = (base + first + 1) * each - node.start // HASH_TOKENS - 1
-        names = self.publisher.hashes(node)[start : start + (whole - first) * each : each]
-        return names if whole == last else [*names, self.publisher.hash_at(node, node.end)]
+        hashes = self._publisher.hashes(node)[start : start + (full - first) * each : each]
+        return hashes if full == last else [*hashes, self._publisher.hash_at(node, node.end)]

@@ -1,6 +1,6 @@
-"""Names of what the tree holds, computed when someone asks, and events that tell them.
+"""Hashes of nodes, computed on demand, and the events that publish them.
 
-Nobody asks unless someone listens: a cache without tiers, peers or routers never hashes.
+Without listeners nothing is hashed: a cache without tiers, peers and routers never computes a block hash.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvloom.core.layout.pool_layout import HASH_TOKENS, PoolLayout
 from .block_hash import TOKEN_BYTES, hash_chain, media_hash, tail_hash
 from .node import Checkpoint, Node
 
-__all__ = ["PLACE", "EventPublisher"]
+__all__ = ["MEDIUM", "EventPublisher"]
 
-PLACE = "device"
+MEDIUM = "device"
 
 
 class EventPublisher:
-    """Names nodes and tells listeners what entered or left the tree."""
+    """Computes the hashes of nodes, and publishes blocks stored in and removed from the tree."""
 
     def __init__(self, layout: PoolLayout, events: EventBus, resolve: Callable[[int], bytes]) -> None:
         self.block = layout.block_tokens
@@ -36,7 +36,7 @@ class EventPublisher:
         self.window_groups = tuple(g.index for g in windowed)
 
     def hash_before(self, node: Node) -> bytes:
-        """The name of the last whole grain that ends at or before the node's start."""
+        """Return the hash of the last HASH_TOKENS unit that ends at or before the node's start."""
         return self._last_hash(node.parent) if node.parent is not None else node.root.hash
 
     def _last_hash(self, node: Node | None) -> bytes:
@@ -48,16 +48,16 @@ class EventPublisher:
         return node.root.hash
 
     def hashes(self, node: Node) -> list[bytes]:
-        """The names of the grains that end in `node`, computed once and kept with it."""
-        unnamed = []
+        """Return the hashes of the HASH_TOKENS units that end in `node`. Computed once."""
+        unhashed = []
         current = node
-        while current.parent is not None:  # up to the first node that has a name to go on from
+        while current.parent is not None:  # up to the first node with a hash
             if self._unhashed_tokens(current):
-                unnamed.append(current)
+                unhashed.append(current)
             if current.hashes:
                 break
             current = current.parent
-        for current in reversed(unnamed):
+        for current in reversed(unhashed):
             first = current.start // HASH_TOKENS
             begin = (first + len(current.hashes)) * HASH_TOKENS
             data = bytes(current.text[max(0, begin - current.start) * TOKEN_BYTES :])
@@ -80,7 +80,7 @@ class EventPublisher:
         return text[-tokens * TOKEN_BYTES :]
 
     def hash_at(self, node: Node, position: int) -> bytes:
-        """The name of the prefix that ends at `position` in `node`: a grain's, or a partial tail's."""
+        """Return the hash of the prefix that ends at `position` in `node`."""
         grains = position // HASH_TOKENS - node.start // HASH_TOKENS
         parent = self.hashes(node)[grains - 1] if grains else self.hash_before(node)
         if position % HASH_TOKENS == 0:
@@ -94,73 +94,82 @@ class EventPublisher:
         return tail_hash(parent, text, self.resolve)
 
     def stored(self, node: Node, at: int) -> None:
+        """Publish that tokens of `node` from `at` on were stored."""
         base = node.start // HASH_TOKENS
         first, last = at // HASH_TOKENS - base, node.end // HASH_TOKENS - base
         if last > first:
-            names = self.hashes(node)
-            parent = names[first - 1] if first else self.hash_before(node)
-            self.events.emit(BlockStored(parent, tuple(names[first:last]), self.token_groups, PLACE))
+            hashes = self.hashes(node)
+            parent = hashes[first - 1] if first else self.hash_before(node)
+            self.events.emit(BlockStored(parent, tuple(hashes[first:last]), self.token_groups, MEDIUM))
         tail = node.end % HASH_TOKENS
         if tail:
-            name = self.hash_at(node, node.end)
+            block_hash = self.hash_at(node, node.end)
             parent = self.hash_at(node, node.end - tail) if last else self.hash_before(node)
-            self.events.emit(BlockStored(parent, (name,), self.token_groups, PLACE, tail))
+            self.events.emit(BlockStored(parent, (block_hash,), self.token_groups, MEDIUM, tail))
 
     def checkpoint_stored(self, checkpoint: Checkpoint) -> None:
+        """Publish a state snapshot."""
         node, position = checkpoint.node, checkpoint.position
-        name = self.hash_at(node, position)
+        block_hash = self.hash_at(node, position)
         before = (position - 1) // HASH_TOKENS * HASH_TOKENS
         parent = self.hash_at(node, before) if before > node.start else self.hash_before(node)
-        # A tail inside a longer run has its pages there; only the snapshot makes its name worth telling.
+        # A tail inside a longer run has pages, but only a snapshot makes its hash resumable.
         groups = self.state_groups + (self.token_groups if position % HASH_TOKENS else ())
-        self.events.emit(BlockStored(parent, (name,), groups, PLACE, position % HASH_TOKENS))
+        self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS))
 
     def adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
+        """Publish window pages that were stored again."""
         for window, columns in enumerate(self.window_columns):
             rows = np.flatnonzero(missing[:, columns.start])
-            for name, parent in self._row_hashes(node, rows):
-                self.events.emit(BlockStored(parent, (name,), (self.window_groups[window],), PLACE))
+            for block_hash, parent in self._row_hashes(node, rows):
+                self.events.emit(BlockStored(parent, (block_hash,), (self.window_groups[window],), MEDIUM))
 
-    def window_pages_dropped(self, node: Node, rows: npt.NDArray[np.intp], group: int, why: str) -> None:
-        names = tuple(name for name, _ in self._row_hashes(node, rows))
-        if names:
-            self.events.emit(BlockRemoved(names, (group,), PLACE, why))
+    def window_pages_dropped(self, node: Node, rows: npt.NDArray[np.intp], group: int, reason: str) -> None:
+        """Publish that window pages of some rows were removed."""
+        hashes = tuple(block_hash for block_hash, _ in self._row_hashes(node, rows))
+        if hashes:
+            self.events.emit(BlockRemoved(hashes, (group,), MEDIUM, reason))
 
     def _row_hashes(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes]]:
-        """(name, parent) of the grains in some of the node's blocks that end in the node."""
-        names = self.hashes(node)
+        """(hash, parent) of the HASH_TOKENS units in some rows that end in the node."""
+        hashes = self.hashes(node)
         per_block = self.block // HASH_TOKENS
         skipped = node.start // HASH_TOKENS - node.start // self.block * per_block
         found = []
         for row in rows.tolist():
-            for grain in range(row * per_block - skipped, (row + 1) * per_block - skipped):
-                if 0 <= grain < len(names):
-                    found.append((names[grain], names[grain - 1] if grain else self.hash_before(node)))
+            for unit in range(row * per_block - skipped, (row + 1) * per_block - skipped):
+                if 0 <= unit < len(hashes):
+                    found.append((hashes[unit], hashes[unit - 1] if unit else self.hash_before(node)))
         return found
 
-    def dropped(self, node: Node, end: int, why: str) -> None:
+    def dropped(self, node: Node, end: int, reason: str) -> None:
+        """Publish that tokens of `node` from `end` on were removed."""
         base = node.start // HASH_TOKENS
-        names = self.hashes(node)[end // HASH_TOKENS - base :]
+        hashes = self.hashes(node)[end // HASH_TOKENS - base :]
         if node.end % HASH_TOKENS:
-            names = [*names, self.hash_at(node, node.end)]
-        if names:
-            self.events.emit(BlockRemoved(tuple(reversed(names)), self.token_groups, PLACE, why))
+            hashes = [*hashes, self.hash_at(node, node.end)]
+        if hashes:
+            self.events.emit(BlockRemoved(tuple(reversed(hashes)), self.token_groups, MEDIUM, reason))
 
     def media_stored(self, root: bytes, digest: bytes) -> None:
-        self.events.emit(BlockStored(root, (media_hash(root, digest),), self.media_groups, PLACE))
+        """Publish a media run."""
+        self.events.emit(BlockStored(root, (media_hash(root, digest),), self.media_groups, MEDIUM))
 
-    def media_dropped(self, root: bytes, digest: bytes, why: str) -> None:
-        self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, PLACE, why))
+    def media_dropped(self, root: bytes, digest: bytes, reason: str) -> None:
+        """Publish that a media run was removed."""
+        self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, MEDIUM, reason))
 
     def grown(self, node: Node) -> None:
-        """A partial tail is about to be filled; its name goes unless a checkpoint stands there."""
+        """Publish that the hash of a partial tail ends: the tail grows. A checkpoint there keeps it."""
         if node.end % HASH_TOKENS and all(c.position != node.end for c in node.checkpoints):
-            self.events.emit(BlockRemoved((self.hash_at(node, node.end),), self.token_groups, PLACE, "grown"))
+            self.events.emit(
+                BlockRemoved((self.hash_at(node, node.end),), self.token_groups, MEDIUM, "grown")
+            )
 
-    def checkpoint_dropped(self, checkpoint: Checkpoint, why: str) -> None:
-        """A checkpoint goes, and with it the name of a tail that only it stood for."""
-        name = self.hash_at(checkpoint.node, checkpoint.position)
+    def checkpoint_dropped(self, checkpoint: Checkpoint, reason: str) -> None:
+        """Publish that a snapshot was removed, with the hash of its partial tail."""
+        block_hash = self.hash_at(checkpoint.node, checkpoint.position)
         inner_tail = checkpoint.position % HASH_TOKENS and checkpoint.position != checkpoint.node.end
         groups = self.state_groups + (self.token_groups if inner_tail else ())
         if groups:
-            self.events.emit(BlockRemoved((name,), groups, PLACE, why))
+            self.events.emit(BlockRemoved((block_hash,), groups, MEDIUM, reason))

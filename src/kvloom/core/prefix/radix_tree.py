@@ -1,11 +1,11 @@
-"""The prefix tree: what this process has computed, found by comparing runs of tokens.
+"""Radix tree: the prefixes that this process computed, found by comparing tokens.
 
-    root ── [0,37) ──┬── [37,80)         a node is a run of tokens of any length, cut where prompts part
+    root ── [0,37) ──┬── [37,80)         a node is a run of tokens of any length, cut where prompts diverge
                      └── [37,64)         a node has a row of page ids for every block it touches
 
-Nodes meet inside a block where prompts part there; the block's row then stands in both (the upper
-node's copy is good for its own tokens). Rows hold 0 for pages that left (windows). Where one can resume
-is the matter of its checkpoints. The tree decides nothing about when things leave; it knows how.
+Where prompts diverge inside a block, the nodes share it: each has a row for it, valid for its own tokens. A row has 0
+for an evicted window page. Resumable positions are in `checkpoints`. The tree evicts on request; when and what is
+decided by the allocator.
 """
 
 from __future__ import annotations
@@ -25,31 +25,34 @@ from .publisher import EventPublisher
 __all__ = ["RadixTree", "Retention"]
 
 Retention = tuple[int, float | None]
-"""Priority, and when it expires."""
+"""Priority and its expiry time."""
 
 
 class RadixTree(Checkpoints):
-    """See the module. Costs: walking is in proportion to nodes passed (and bytes compared), splitting
-    and trimming to the node."""
+    """See the module. A walk costs nodes passed and bytes compared; a split or trim costs the size of the node."""
 
     def __init__(
-        self, layout: PoolLayout, pages: BlockPages, states: BlockPages, teller: EventPublisher
+        self, layout: PoolLayout, pages: BlockPages, states: BlockPages, publisher: EventPublisher
     ) -> None:
-        super().__init__(layout, pages, states, teller)
+        super().__init__(layout, pages, states, publisher)
         self.roots: dict[bytes, Root] = {}
         self.nodes = 0
+        self.locked: set[Node] = set()
+        """Nodes with locks: those that sequences, pins and loads end at."""
         self._no_rows: Ids = np.empty((0, pages.width), np.int32)
 
     # -- finding --------------------------------------------------------------------------------
 
-    def root(self, name: bytes, account: Account, tenant: str = "") -> Root:
-        root = self.roots.get(name)
+    def root(self, root_hash: bytes, account: Account, tenant: str = "") -> Root:
+        """Return the root under a hash, a new one if there is none."""
+        root = self.roots.get(root_hash)
         if root is None:
-            root = self.roots[name] = Root(next(self._serials), name, account, self.pages.width, tenant)
+            root = Root(next(self._serials), root_hash, account, self.pages.width, tenant)
+            self.roots[root_hash] = root
         return root
 
     def walk(self, node: Node, data: bytes, limit: int) -> tuple[list[Node], int]:
-        """The nodes that `data`, the tokens after `node`, passes; how many of the first `limit` they match."""
+        """Return the nodes below `node` that match `data`, and how many of its first `limit` tokens match."""
         path: list[Node] = []
         at = 0
         while at < limit and node.children:
@@ -65,7 +68,7 @@ class RadixTree(Checkpoints):
         return path, at
 
     def _common(self, node: Node, data: bytes, at: int, most: int) -> int:
-        """How many tokens of `node` equal those of `data` from `at` on, `most` at the most."""
+        """Count the tokens of `node` that equal those of `data` from `at` on, at most `most`."""
         size = node.end - node.start
         if size <= most and data.startswith(node.text, at * TOKEN_BYTES):
             return size
@@ -76,7 +79,7 @@ class RadixTree(Checkpoints):
         return first if differs[first] else size
 
     def rows(self, path: list[Node], stop: int) -> Ids:
-        """The rows of page ids of the blocks below `stop` tokens along a path; a view where one node has all."""
+        """Return the rows of page ids of the first `stop` tokens along a path; a view if one node has all."""
         block = self.block
         if not path:
             return self._no_rows
@@ -92,6 +95,16 @@ class RadixTree(Checkpoints):
             parts.append(node.pages[:last])
         return np.concatenate(parts) if parts else self._no_rows
 
+    @staticmethod
+    def path(node: Node) -> list[Node]:
+        """Return the nodes from below the root down to `node`."""
+        path = []
+        current: Node | None = node
+        while current is not None and current.parent is not None:
+            path.append(current)
+            current = current.parent
+        return path[::-1]
+
     # -- growing --------------------------------------------------------------------------------
 
     def publish(
@@ -101,21 +114,21 @@ class RadixTree(Checkpoints):
         rows: Ids,
         now: float,
         retention: Retention = (0, None),
-        standing: Node | None = None,
+        locked: Node | None = None,
         last: bool = False,
         lock: bool = False,
     ) -> tuple[Node, bool]:
-        """Enter the tokens `data` after `cursor` (which ends at a block's start) with their pages, whose `rows` the
-        tree may keep: nobody else may change them afterwards.
+        """Add the tokens `data` and their pages after `cursor`, which ends at a block boundary. The tree takes over
+        `rows`: the caller must not change them afterwards.
 
-        Where the tree already has a block's page, `rows` is changed to it: the caller then holds the
-        tree's page instead of its own. Returns the node that now ends where `data` does, and
-        whether anything of it was in the tree before. `standing` is the node that the caller has
-        locked, if it is not `cursor`; `last` says that it will not stand there any more, so that the
-        node may grow by a partial block too; `lock` moves its lock to the node returned.
+        Where the tree already has a page, `rows` is changed to it: the caller must use the tree's page instead of
+        its own. Returns the node that ends where `data` ends, and whether the tree had any of the tokens before.
+
+        `locked` is the node that the caller has locked, by default `cursor`. `last`: the caller will unlock it next,
+        so the node may grow by a partial block. `lock` moves the caller's lock to the returned node.
         """
         node, start = cursor, cursor.end
-        standing = standing or cursor
+        locked = locked or cursor
         at, stop = start, start + len(data) // TOKEN_BYTES
         while at < stop and node.children:
             child = node.children.get(token_at(data, (at - start) * TOKEN_BYTES)[0])
@@ -127,29 +140,29 @@ class RadixTree(Checkpoints):
             node.last_used = now
             node.ended = False
             at += common
-        born = False
+        is_new = False
         if at < stop:
             rest, fresh = data, rows
             if at > start:
                 rest = data[(at - start) * TOKEN_BYTES :]
                 fresh = rows[at // self.block - start // self.block :]
-            stays = node is standing and stop % self.block and not last
-            if not stays and self._may_grow(node, standing, retention) and not self._loses(node, fresh):
+            stays = node is locked and stop % self.block and not last
+            if not stays and self._may_grow(node, locked, retention) and not self._loses(node, fresh):
                 self._grow(node, rest, fresh, now)
             else:
-                born = True
+                is_new = True
                 node = self._add_child(node, rest, fresh, now, retention, lock)
             if self.events.listening:
                 self.publisher.stored(node, at)
-        if lock and node is not standing:
-            if not born:
+        if lock and node is not locked:
+            if not is_new:
                 self.lock(node)
-            self.unlock(standing, now)
+            self.unlock(locked, now)
         return node, at > start
 
     def _adopt(self, node: Node, rows: Ids, stop: int) -> None:
-        """Take pages that the tree lacks from `rows` (which begins at the node's first block), and put
-        the tree's into `rows` for the rest."""
+        """Take pages that the tree lacks from `rows` (which starts at the node's first block), and write the tree's
+        pages into `rows` for the rest."""
         whole = node.end // self.block - node.start // self.block
         ours, theirs = node.pages[:whole], rows[:whole]
         if self.windows:
@@ -158,49 +171,50 @@ class RadixTree(Checkpoints):
                 taken = np.where(missing, theirs, 0)
                 self.pages.add_cached(taken, node)
                 ours[missing] = theirs[missing]
-                self._unsettle(node, node.start)
+                self._note_growth(node, node.start)
                 if self.events.listening:
                     self.publisher.adopted(node, missing)
             np.copyto(theirs, ours, where=theirs != 0)
             if node.end == stop and node.end % self.block:
-                # The data ends in this block as the node does: a page the node lacks may be taken.
+                # The data ends where the node ends, inside this block: a missing page may be taken.
                 tail, given = node.pages[whole], rows[whole]
                 lacking = (tail == 0) & (given != 0)
                 if lacking.any():
                     self.pages.add_cached(np.where(lacking, given, 0)[None], node)
                     tail[lacking] = given[lacking]
-                    self._unsettle(node, node.start)
+                    self._note_growth(node, node.start)
         else:
             theirs[:] = ours
 
-    def _may_grow(self, node: Node, standing: Node, retention: Retention) -> bool:
-        """A run grows in place while it is one sequence's own: nobody else is there, none has hit it."""
+    def _may_grow(self, node: Node, locked: Node, retention: Retention) -> bool:
+        """Whether a node may grow in place: only the caller uses it, and it was never hit."""
         return (
             node.parent is not None
             and not node.children
-            and node.locks == (1 if node is standing else 0)
+            and node.locks == (1 if node is locked else 0)
             and node.hits == 0
             and (node.priority, node.expires) == retention
         )
 
     def _loses(self, node: Node, rows: Ids) -> bool:
-        """Whether a run that grows from `rows` on would lose a window's page, which may protect a resume point: a partial block's
-        fuller page came without it."""
+        """Whether growing by `rows` would lose a window page that a checkpoint may need: the fuller page of the partial
+        block lacks it."""
         if not self.windows or not node.end % self.block:
             return False
         return bool(((node.pages[node.count - 1] > 0) & (rows[0] == 0)).any())
 
     def may_append(self, cursor: Node) -> bool:
-        """Whether a block after `cursor` can be added by `append_blocks`: it is one sequence's own run."""
+        """Whether `append_blocks` may add a block to `cursor`: only one sequence uses it."""
         return self._may_grow(cursor, cursor, (0, None))
 
     def append_blocks(self, nodes: list[Node], data: bytes, rows: Ids, now: float) -> None:
-        """`publish` of one block each for many nodes that may be appended to."""
+        """`publish` of one block for each of many nodes that `may_append`."""
         self.pages.add_cached(rows, None)
         size = self.block * TOKEN_BYTES
         for i, node in enumerate(nodes):
             have = node.count
-            self._unsettle(node, node.end)
+            if self.offload_source is not None:
+                self.offload_source.on_grow(node, node.end)
             if have == len(node.pages):
                 self._make_capacity(node, 2 * have)
             node.pages[have] = rows[i]
@@ -222,24 +236,22 @@ class RadixTree(Checkpoints):
             marks[: node.count] = node.checkpoint_counts[: node.count]
             node.checkpoint_counts = marks
 
-    def _unsettle(self, node: Node, end: int) -> None:
-        """A run gets pages from `end` on, which were not in it when whoever keeps copies below last set a mark."""
-        marks = 0 if self.offload_source is None else self.offload_source.marks
-        node.settled = end if node.grown < marks else min(end, node.settled)
-        node.grown = marks
+    def _note_growth(self, node: Node, end: int) -> None:
+        if self.offload_source is not None:
+            self.offload_source.on_grow(node, end)
 
     def _grow(self, node: Node, data: bytes, rows: Ids, now: float) -> None:
-        self._unsettle(node, node.end)
+        self._note_growth(node, node.end)
         self.pages.add_cached(rows, node)
         have = node.count
-        if node.end % self.block:  # a partial tail goes on: its last block gets the fuller page
+        if node.end % self.block:  # the page of the partial block is replaced by the fuller one
             if self.events.listening:
                 self.publisher.grown(node)
             have -= 1
             self.version += 1
             self.replaced += 1
             old = node.pages[have : have + 1].copy()
-            node.root.account.used -= self.pages.drop_cached(old)
+            node.root.account.free(self.pages.drop_cached(old))
             node.pages[have] = 0
             self.pages.own(rows[:1], node)
             self._reassign_owner(node, old)
@@ -261,7 +273,7 @@ class RadixTree(Checkpoints):
         node.parent, node.root = parent, parent.root
         node.priority, node.expires = retention
         node.row_bytes = self.pages.row_bytes
-        self._unsettle(node, node.start)
+        self._note_growth(node, node.start)
         if self.windows:
             node.checkpoint_counts = np.zeros((node.count, len(self.windows)), np.int32)
         self.pages.add_cached(rows, node)
@@ -272,14 +284,14 @@ class RadixTree(Checkpoints):
             queue.remove(parent)
         queue.policy.on_insert(node, now)
         if lock:
-            node.locks = 1  # someone stands there from the first: no need to queue it until they leave
+            node.locks = 1  # locked from the start, so not queued
+            self.locked.add(node)
         else:
             queue.push(node, now)
         return node
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut a run in two; returns the new upper node. `node` stays the lower one, so whoever stands at
-        its end still does."""
+        """Cut a node at token `at` and return the new upper node. `node` becomes the lower one and keeps its locks."""
         self.version += 1
         first, cut = node.start // self.block, at // self.block
         offset = (at - node.start) * TOKEN_BYTES
@@ -288,18 +300,10 @@ class RadixTree(Checkpoints):
             next(self._serials), node.created, node.start, node.text[:offset], node.pages[:upper_rows].copy()
         )
         upper.parent, upper.root, upper.row_bytes = node.parent, node.root, node.row_bytes
-        for name in (
-            "last_used",
-            "hits",
-            "priority",
-            "expires",
-            "ended",
-            "value",
-            "offloaded_tokens",
-            "grown",
-        ):
+        for name in ("last_used", "hits", "priority", "expires", "ended", "value"):
             setattr(upper, name, getattr(node, name))
-        upper.settled, node.settled = min(node.settled, at), max(node.settled, at)
+        if self.offload_source is not None:
+            self.offload_source.on_split(upper, node, at)
         if node.history is not None:
             upper.history = node.history.split()
         upper.checkpoints = [c for c in node.checkpoints if c.position <= at]
@@ -314,8 +318,8 @@ class RadixTree(Checkpoints):
             node.checkpoint_counts = node.checkpoint_counts[cut - first :].copy()
             if at % self.block:
                 node.checkpoint_counts[0] -= sum(c.position > cut * self.block for c in upper.checkpoints)
-        grains = at // HASH_TOKENS - node.start // HASH_TOKENS
-        upper.hashes, node.hashes = node.hashes[:grains], node.hashes[grains:]
+        units = at // HASH_TOKENS - node.start // HASH_TOKENS
+        upper.hashes, node.hashes = node.hashes[:units], node.hashes[units:]
         assert node.parent is not None
         node.parent.children[token_at(node.text)[0]] = upper
         node.pages = node.pages[cut - first : node.count].copy()
@@ -333,20 +337,19 @@ class RadixTree(Checkpoints):
 
     # -- shrinking ------------------------------------------------------------------------------
 
-    def trim(self, node: Node, end: int, why: str) -> None:
-        """Cut a leaf's run to `end`, or remove it if nothing is left."""
+    def trim(self, node: Node, end: int, reason: str) -> None:
+        """Evict the tokens of a leaf from `end` on, or the whole leaf."""
         self.version += 1
         start, block = node.start, self.block
         while node.checkpoints and node.checkpoints[-1].position > end:
-            self.drop_checkpoint(node.checkpoints[-1], why)
+            self.drop_checkpoint(node.checkpoints[-1], reason)
         if self.events.listening:
-            self.publisher.dropped(node, max(end, start), why)
+            self.publisher.dropped(node, max(end, start), reason)
         if self.offload_source is not None:
             self.offload_source.on_trim(node, end)
-            node.offloaded_tokens = min(node.offloaded_tokens, end)
         keep = 0 if end <= start else (end - 1) // block - start // block + 1
         gone = node.pages[keep : node.count]
-        node.root.account.used -= self.pages.drop_cached(gone)
+        node.root.account.free(self.pages.drop_cached(gone))
         node.count = keep
         if self.pages.owners:
             self._reassign_owner(node, gone[:1])
@@ -365,30 +368,46 @@ class RadixTree(Checkpoints):
         node.root.account.queue.remove(node)
         node.end = node.start
         node.parent = None
-        # Whoever remembers the node needs no more of it.
+        # Sessions and ghosts may still refer to the node; its contents are not needed.
         node.text, node.hashes, node.pages = bytearray(), [], self._no_rows
         self.nodes -= 1
         if parent.parent is None and not parent.children and not parent.locks:
             self.roots.pop(parent.root.hash, None)
 
-    # -- who stands where -----------------------------------------------------------------------
+    # -- locks and hits -------------------------------------------------------------------------
+
+    def hit(self, node: Node, now: float) -> None:
+        """Record a hit of a node; the policy still sees the previous `last_used`."""
+        node.hits += 1
+        if node.hits == 1 and node.offload is not None:
+            node.offload.offloaded_tokens = 0  # offer it again: listeners for reused pages want it now
+        node.ended = False
+        node.root.account.queue.policy.on_hit(node, now)
+        node.last_used = now
 
     def lock(self, node: Node) -> None:
+        """Forbid eviction of a node and of those above it."""
+        if not node.locks:
+            self.locked.add(node)
         node.locks += 1
         if node.queued is not None:
             node.root.account.queue.remove(node)
 
     def unlock(self, node: Node, now: float) -> None:
+        """Drop one lock; a leaf without locks is queued for eviction, a root without nodes removed."""
         node.locks -= 1
-        if not node.children and not node.locks:
+        if node.locks:
+            return
+        self.locked.discard(node)
+        if not node.children:
             if node.parent is None:
                 self.roots.pop(node.root.hash, None)
             else:
                 self.requeue(node, now)
 
     def requeue(self, node: Node, now: float) -> None:
-        """Queue a node if it may leave; at the front if it has a tail in which nobody can resume."""
-        if not node.children and not node.locks and node.parent is not None:  # a leaf, as `leaf` says
-            if self.keeps_checkpoints:
+        """Queue a leaf for eviction; first if its tail is not resumable."""
+        if not node.children and not node.locks and node.parent is not None:  # inlined `node.leaf`
+            if self.needs_checkpoints:
                 node.useless = self.last_resume(node) < node.end
             node.root.account.queue.push(node, now)

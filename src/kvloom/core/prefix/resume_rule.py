@@ -1,8 +1,8 @@
-"""The one rule of where a prompt may resume, shared by the prefix tree and the name index.
+"""The resume rule: positions at which a prompt may resume. Shared by radix tree, hash index and load plan.
 
-A resume point p is valid when every windowed group has all its units over [first_visible(p), p)
-and every state group has a snapshot at exactly p. (Full groups are present wherever the text
-matches: both indexes guarantee it.) A unit is a block for the tree and a grain for the names.
+Position p is valid if every windowed group has its units over [first_visible(p), p), and every state group has a
+snapshot at p. Full groups have a page wherever the text matches. A unit is a block in the tree, and HASH_TOKENS
+tokens in the hash index.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Present = npt.NDArray[np.generic]
 
 
 def missing_unit(
-    point: int, windows: Sequence[tuple[Visibility, Present]], unit: int
+    position: int, windows: Sequence[tuple[Visibility, Present]], unit: int
 ) -> tuple[int, int] | None:
-    """The last unit that resuming at `point` lacks, as (window, unit), or None if it is valid.
+    """Return the last unit missing for position `position`, as (window, unit), or None if `position` is valid.
 
-    `windows` holds, for each windowed group, its span and one truth value a unit of the path.
+    `windows` has, for each windowed group, its visibility and one truth value per unit of the path.
     """
-    stop = -(-point // unit)
+    stop = -(-position // unit)
     worst = None
-    for window, (span, present) in enumerate(windows):
-        first = span.first_visible(point) // unit
+    for window, (visibility, present) in enumerate(windows):
+        first = visibility.first_visible(position) // unit
         if first < stop and not present[first:stop].all():
-            hole = first + int(np.flatnonzero(present[first:stop] == 0)[-1])
-            if worst is None or hole > worst[1]:
-                worst = (window, hole)
+            missing = first + int(np.flatnonzero(present[first:stop] == 0)[-1])
+            if worst is None or missing > worst[1]:
+                worst = (window, missing)
     return worst
 
 
@@ -43,32 +43,32 @@ def longest_resume(
     unit: int,
     snapshots: Iterable[int] | None = None,
 ) -> tuple[int, int | None]:
-    """The longest valid resume point at or below `limit`, and the window that stopped a longer one.
+    """Return the longest valid position at or below `limit`, and the window that made it shorter, if any.
 
-    `snapshots` are the positions that have one, deepest first, where the model keeps states; None
-    where it does not. Jumps from hole to hole: no position is tried that a hole already excludes.
+    `snapshots` are the positions with a state snapshot, deepest first; None in models without states. Jumps from
+    missing unit to missing unit: positions that a missing unit excludes are not tried.
     """
     stopped = None
     if snapshots is not None:
-        for point in snapshots:
-            if point <= limit:
-                hole = missing_unit(point, windows, unit)
-                if hole is None:
-                    return point, stopped
-                stopped = hole[0]
+        for position in snapshots:
+            if position <= limit:
+                missing = missing_unit(position, windows, unit)
+                if missing is None:
+                    return position, stopped
+                stopped = missing[0]
         return 0, stopped
-    point = limit
-    while point > 0:
-        hole = missing_unit(point, windows, unit)
-        if hole is None:
+    position = limit
+    while position > 0:
+        missing = missing_unit(position, windows, unit)
+        if missing is None:
             break
-        stopped = hole[0]
-        # Every point above the hole needs it too; the next candidate ends a run of present units.
-        before = np.flatnonzero(windows[hole[0]][1][: hole[1]])
-        point = min(hole[1] * unit, (int(before[-1]) + 1) * unit if before.size else 0)
-        # Where a query sees only itself (the start of a chunk), nothing is needed, holes or not.
-        span = windows[hole[0]][0]
-        start = span.first_visible(hole[1] * unit)
-        if span.first_visible(start) == start:
-            point = max(point, start)
-    return point, stopped
+        stopped = missing[0]
+        # Every position above the missing unit needs it too; the next candidate ends a run of present units.
+        before = np.flatnonzero(windows[missing[0]][1][: missing[1]])
+        position = min(missing[1] * unit, (int(before[-1]) + 1) * unit if before.size else 0)
+        # A query that sees only itself (the start of a chunk) needs no unit.
+        visibility = windows[missing[0]][0]
+        start = visibility.first_visible(missing[1] * unit)
+        if visibility.first_visible(start) == start:
+            position = max(position, start)
+    return position, stopped

@@ -1,4 +1,4 @@
-"""Reserving pages for tokens to come: new blocks, a copy of a shared tail, live states, media runs."""
+"""Extend sequences: reserve pages for the next tokens (new blocks, a copy of a shared tail, states, media runs)."""
 
 from __future__ import annotations
 
@@ -7,177 +7,187 @@ from operator import index
 import numpy as np
 
 from kvloom.core.eviction.tenants import Account
+from kvloom.core.pool.block_tables import Rows
 from kvloom.core.prefix.multimodal import Media, MediaRun
+from kvloom.core.state import CacheState
 
-from .sequence import Sequence
-from .state import Rows, SequenceOps
+from .open import retain_media
+from .sequence import Sequence, ensure_open, mark_special, sequence_at
 
-__all__ = ["Extender"]
+__all__ = ["exceeds_quota", "extend", "extend_many", "give_states"]
 
 
-class Extender(SequenceOps):
-    def extend(self, seq: Sequence, n: int) -> int:
-        self.ensure_open(seq)
-        n = index(n)
-        if n < 0:
-            raise ValueError(f"cannot extend by {n} tokens")
-        length = self.block_tables.length.item(seq.row)
-        if length + n > self.max_tokens:
-            raise ValueError(f"{length} + {n} tokens exceed max_tokens {self.max_tokens}")
+def extend(state: CacheState, seq: Sequence, n: int) -> int:
+    """Reserve pages for `n` more tokens; returns the count of missing pages."""
+    ensure_open(state, seq)
+    n = index(n)
+    if n < 0:
+        raise ValueError(f"cannot extend by {n} tokens; give 0 or more")
+    length = state.block_tables.length.item(seq.row)
+    if length + n > state.max_tokens:
+        raise ValueError(f"{length} + {n} tokens exceed max_tokens {state.max_tokens}")
+    account = seq.root.account
+    new_runs: list[Media] = []
+    retained: list[MediaRun] = []
+    media = 0
+    if seq.media:
+        retained = _retain_cached_runs(state, seq, length + n)
+        new_runs = _new_runs(state, seq, length + n)
+        media = sum(-(-m.tokens // state.block_tokens) for m in new_runs)
+    blocks, copy_tail, states = _wants(state, seq, length, n)
+    missing = state.take(account, state.needs(blocks + copy_tail, states, media))
+    if missing:
+        for run in retained:
+            del seq.media_runs[run.key]
+            state.media_cache.release(run, state.clock.now())
+        return missing
+    if copy_tail:
+        _copy_tail(state, seq, length // state.block_tokens)
+    if blocks:
+        _reserve(state, seq, blocks)
+    if states:
+        give_states(state, seq)
+    for item in new_runs:
+        rows = state.media.allocate(-(-item.tokens // state.block_tokens))
+        seq.media_runs[seq.root.hash + item.digest] = rows
+    if copy_tail or states or seq.media:
+        mark_special(state, seq)
+    return 0
+
+
+def exceeds_quota(state: CacheState, seq: Sequence, n: int) -> bool:
+    """Whether `n` more tokens exceed the tenant's quota even if all its cached pages were evicted."""
+    ensure_open(state, seq)
+    needs = _needs(state, seq, n)
+    return seq.root.account.beyond_quota(state.allocator.bytes_of(needs)) > 0
+
+
+def extend_many(state: CacheState, rows: Rows, n: int = 1) -> int:
+    """`extend` for many rows at once; returns the count of missing pages."""
+    table, block = state.block_tables, state.block_tokens
+    n, rows = index(n), table.validated(rows)
+    if n < 0:
+        raise ValueError(f"cannot extend by {n} tokens; give 0 or more")
+    lengths = table.length[rows]
+    new = (lengths + (n + block - 1)) // block - table.blocks[rows]
+    special = table.special[rows]
+    if lengths.size and int(lengths.max()) + n > state.max_tokens:
+        raise ValueError(f"{int(lengths.max())} + {n} tokens exceed max_tokens {state.max_tokens}")
+    if special.any() or len(state.accounts.accounts) > 1 or n > block:
+        return _extend_each(state, rows[(new > 0) | special], n)
+    grow = rows[new > 0]
+    if not grow.size:
+        return 0
+    account = sequence_at(state, int(grow[0])).root.account
+    missing = state.take(account, state.pages.needs(grow.size))
+    if missing:
+        return missing
+    if state.pages.owners:
+        for row in grow.tolist():
+            _reserve(state, sequence_at(state, row), 1)
+        return 0
+    table.tables[:, grow, table.blocks[grow]] = state.pages.allocate(grow.size).T
+    table.first_changed[grow] = np.minimum(table.first_changed[grow], table.blocks[grow])
+    table.blocks[grow] += 1
+    return 0
+
+
+def _extend_each(state: CacheState, rows: Rows, n: int) -> int:
+    """Extend rows one by one, after checking that all of them fit together."""
+    sequences = [sequence_at(state, row) for row in rows.tolist()]
+    total: dict[int, tuple[Account, list[int]]] = {}
+    for seq in sequences:
         account = seq.root.account
-        new_runs: list[Media] = []
-        held_runs: list[MediaRun] = []
-        media = 0
-        if seq.media:
-            new_runs, held_runs = self._runs_for(seq, length + n, self.clock.now())
-            media = sum(-(-m.tokens // self.block_tokens) for m in new_runs)
-        blocks, copy_tail, states = self._wants(seq, length, n)
-        needs = self.needs(blocks + copy_tail, states, media)
-        missing = self.allocator.make_room(account, needs)
-        if missing:
-            for run in held_runs:
-                self._drop_run(seq, run, self.clock.now())
+        _, sums = total.setdefault(id(account), (account, [0] * len(state.pool.classes)))
+        for cls, pages in enumerate(_needs(state, seq, n)):
+            sums[cls] += pages
+    together = [sum(pages) for pages in zip(*(sums for _, sums in total.values()), strict=True)]
+    if together and state.pool.missing_slabs(together):
+        account, _ = next(iter(total.values()))
+        missing = state.allocator.make_room(account, together)
+        if missing:  # 0 if expired pins were released
             return missing
-        account.charge(self.allocator.bytes_of(needs))
-        if copy_tail:
-            self._copy_tail(seq, length // self.block_tokens)
-        if blocks:
-            self._reserve(seq, blocks)
-        if states:
-            self.give_states(seq)
-        for item in new_runs:
-            rows = self.media.allocate(-(-item.tokens // self.block_tokens))
-            seq.media_runs[seq.root.hash + item.digest] = rows
-        if copy_tail or states or seq.media:
-            self.mark_special(seq)
-        return 0
-
-    def short_of_quota(self, seq: Sequence, n: int) -> bool:
-        self.ensure_open(seq)
-        length = int(self.block_tables.length[seq.row])
-        blocks, copy_tail, states = self._wants(seq, length, n)
-        media = sum(-(-item.tokens // self.block_tokens) for item in self._new_runs(seq, length + n))
-        return (
-            seq.root.account.beyond_quota(
-                self.allocator.bytes_of(self.needs(blocks + copy_tail, states, media))
-            )
-            > 0
-        )
-
-    def _wants(self, seq: Sequence, length: int, n: int) -> tuple[int, int, int]:
-        """Blocks to reserve, whether the tail must be copied, whether states are needed."""
-        blocks = -(-(length + n) // self.block_tokens) - self.block_tables.blocks.item(seq.row)
-        copy_tail = int(n > 0 and seq.shared_tail)
-        states = int(n > 0 and self.has_states and not self.block_tables.states[0, seq.row])
-        return blocks if blocks > 0 else 0, copy_tail, states
-
-    def _reserve(self, seq: Sequence, blocks: int) -> None:
-        row, have = seq.row, self.block_tables.blocks.item(seq.row)
-        near = self.block_tables.tables[:, row, have - 1] if have and self.pages.owners else None
-        fresh = self.pages.allocate(blocks, near)
-        self.block_tables.tables[:, row, have : have + blocks] = fresh.T
-        self.block_tables.blocks[row] = have + blocks
-        self.block_tables.mark_changed(row, have)
-
-    def _copy_tail(self, seq: Sequence, block: int) -> None:
-        """The partial block is someone else's page: write to a copy."""
-        row = seq.row
-        source = self.block_tables.tables[:, row, block][None].copy()
-        target = self.pages.allocate(1, source[0] if self.pages.owners else None)
-        self.allocator.copies.add_rows(self.pages, source, target)
-        self.allocator.copies.retain_sources(self.pages, source, seq.root.account)
-        self.block_tables.tables[:, row, block] = target[0]
-        self.block_tables.mark_changed(row, block)
-        seq.shared_tail = False
-
-    def give_states(self, seq: Sequence) -> None:
-        live = self.states.allocate(1)
-        self.block_tables.states[:, seq.row] = live[0]
-        if seq.state_source is not None:
-            self.allocator.copies.add_rows(self.states, seq.state_source, live)
-            self.allocator.copies.retain_sources(self.states, seq.state_source, seq.root.account)
-            seq.state_source = None
-
-    def extend_many(self, rows: Rows, n: int = 1) -> int:
-        n, rows = index(n), self.block_tables.validated(rows)
-        if n < 0:
-            raise ValueError(f"cannot extend by {n} tokens")
-        lengths = self.block_tables.length[rows]
-        new = (lengths + (n + self.block_tokens - 1)) // self.block_tokens - self.block_tables.blocks[rows]
-        special = self.block_tables.special[rows]
-        if lengths.size and int(lengths.max()) + n > self.max_tokens:
-            raise ValueError(f"{int(lengths.max())} + {n} tokens exceed max_tokens {self.max_tokens}")
-        if special.any() or len(self.accounts.accounts) > 1 or n > self.block_tokens:
-            return self._extend_each(rows[(new > 0) | special], n)
-        grow = rows[new > 0]
-        if not grow.size:
-            return 0
-        account = self.sequence(int(grow[0])).root.account
-        needs = self.pages.needs(grow.size)
-        missing = self.allocator.make_room(account, needs)
-        if missing:
-            return missing
-        account.charge(self.allocator.bytes_of(needs))
-        if self.pages.owners:
-            for row in grow.tolist():
-                self._reserve(self.sequence(row), 1)
-            return 0
-        self.block_tables.tables[:, grow, self.block_tables.blocks[grow]] = self.pages.allocate(grow.size).T
-        self.block_tables.first_changed[grow] = np.minimum(
-            self.block_tables.first_changed[grow], self.block_tables.blocks[grow]
-        )
-        self.block_tables.blocks[grow] += 1
-        return 0
-
-    def _extend_each(self, rows: Rows, n: int) -> int:
-        sequences = [self.sequence(row) for row in rows.tolist()]
-        total: dict[int, tuple[Account, list[int]]] = {}
-        for seq in sequences:
-            blocks, copy_tail, states = self._wants(seq, int(self.block_tables.length[seq.row]), n)
-            account = seq.root.account
-            _, sums = total.setdefault(id(account), (account, [0] * len(self.allocator.pool.classes)))
-            stop = int(self.block_tables.length[seq.row]) + n
-            media = sum(-(-item.tokens // self.block_tokens) for item in self._new_runs(seq, stop))
-            for cls, pages in enumerate(self.needs(blocks + copy_tail, states, media)):
-                sums[cls] += pages
-        together = [sum(pages) for pages in zip(*(sums for _, sums in total.values()), strict=True)]
-        if together and self.allocator.pool.missing_slabs(together):
-            account, _ = next(iter(total.values()))
-            missing = self.allocator.make_room(account, together)
-            if missing:  # else pins have ended meanwhile
-                return missing
-        for account, sums in total.values():
-            if account.beyond_quota(self.allocator.bytes_of(sums)):
-                missing = self.allocator.make_room(account, sums)
-                if missing:
-                    return missing
-        for seq in sequences:
-            missing = self.extend(seq, n)
+    for account, sums in total.values():
+        if account.beyond_quota(state.allocator.bytes_of(sums)):
+            missing = state.allocator.make_room(account, sums)
             if missing:
                 return missing
-        return 0
+    for seq in sequences:
+        missing = extend(state, seq, n)
+        if missing:
+            return missing
+    return 0
 
-    def _runs_for(self, seq: Sequence, stop: int, now: float) -> tuple[list[Media], list[MediaRun]]:
-        """Media runs that tokens up to `stop` need and the sequence lacks: to allocate, and now held."""
-        held = []
-        for item in seq.media:
-            key = seq.root.hash + item.digest
-            run = self.allocator.media_runs.get(key) if seq.control.read else None
-            if run is not None and self.needs_run(item, seq.length, stop) and key not in seq.media_runs:
-                self.retain_media(seq, run, now)
-                held.append(run)
-        return self._new_runs(seq, stop), held
 
-    def _new_runs(self, seq: Sequence, stop: int) -> list[Media]:
-        """Media before `stop` whose runs neither the sequence nor, as far as it may read, the cache has."""
-        new: dict[bytes, Media] = {}
-        for item in seq.media:
-            key = seq.root.hash + item.digest
-            known = key in seq.media_runs or (seq.control.read and key in self.allocator.media_runs)
-            if self.needs_run(item, seq.length, stop) and not known:
-                new.setdefault(item.digest, item)
-        return list(new.values())
+def give_states(state: CacheState, seq: Sequence) -> None:
+    """Allocate live states, charged before, and queue the copy of the snapshot."""
+    live = state.states.allocate(1)
+    state.block_tables.states[:, seq.row] = live[0]
+    if seq.state_source is not None:
+        state.copy_rows(seq.root.account, state.states, seq.state_source, live)
+        seq.state_source = None
 
-    def _drop_run(self, seq: Sequence, run: MediaRun, now: float) -> None:
-        del seq.media_runs[run.key]
-        self.allocator.release_media(run, now)
+
+def _needs(state: CacheState, seq: Sequence, n: int) -> list[int]:
+    """Pages of each size class that `n` more tokens need."""
+    length = int(state.block_tables.length[seq.row])
+    blocks, copy_tail, states = _wants(state, seq, length, n)
+    media = sum(-(-item.tokens // state.block_tokens) for item in _new_runs(state, seq, length + n))
+    return state.needs(blocks + copy_tail, states, media)
+
+
+def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, int, int]:
+    """Blocks to reserve, 1 if the tail must be copied, 1 if states are needed."""
+    blocks = -(-(length + n) // state.block_tokens) - state.block_tables.blocks.item(seq.row)
+    copy_tail = int(n > 0 and seq.shared_tail)
+    states = int(n > 0 and state.has_states and not state.block_tables.states[0, seq.row])
+    return blocks if blocks > 0 else 0, copy_tail, states
+
+
+def _reserve(state: CacheState, seq: Sequence, blocks: int) -> None:
+    """Allocate blocks, charged before."""
+    row, table = seq.row, state.block_tables
+    have = table.blocks.item(row)
+    near = table.tables[:, row, have - 1] if have and state.pages.owners else None
+    pages = state.pages.allocate(blocks, near)
+    table.tables[:, row, have : have + blocks] = pages.T
+    table.blocks[row] = have + blocks
+    table.mark_changed(row, have)
+
+
+def _copy_tail(state: CacheState, seq: Sequence, block: int) -> None:
+    """Replace the shared page of a partial block by a copy."""
+    row, table = seq.row, state.block_tables
+    source = table.tables[:, row, block][None].copy()
+    target = state.pages.allocate(1, source[0] if state.pages.owners else None)
+    state.copy_rows(seq.root.account, state.pages, source, target)
+    table.tables[:, row, block] = target[0]
+    table.mark_changed(row, block)
+    seq.shared_tail = False
+
+
+def _retain_cached_runs(state: CacheState, seq: Sequence, stop: int) -> list[MediaRun]:
+    """Retain the cached media runs that tokens up to `stop` read, and return them."""
+    retained: list[MediaRun] = []
+    if not seq.control.read:
+        return retained
+    now = state.clock.now()
+    for item in seq.media:
+        key = seq.root.hash + item.digest
+        run = state.media_cache.get(key)
+        needed = run is not None and state.media_cache.needs_run(item, seq.length, stop)
+        if run is not None and needed and key not in seq.media_runs:
+            retain_media(state, seq, run, now)
+            retained.append(run)
+    return retained
+
+
+def _new_runs(state: CacheState, seq: Sequence, stop: int) -> list[Media]:
+    """Media before `stop` whose runs must be allocated: neither the sequence has them nor, if it reads, the cache."""
+    new: dict[bytes, Media] = {}
+    for item in seq.media:
+        key = seq.root.hash + item.digest
+        known = key in seq.media_runs or (seq.control.read and key in state.media_cache)
+        if state.media_cache.needs_run(item, seq.length, stop) and not known:
+            new.setdefault(item.digest, item)
+    return list(new.values())

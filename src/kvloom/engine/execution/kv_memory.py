@@ -16,13 +16,11 @@ from typing import Any
 import torch
 
 from kvloom.core import CheckpointPolicy, KVCache, PoolLayout, Tenant
-from kvloom.kernels.views import allocate
-from kvloom.models.attention import install
-from kvloom.models.crossing import eyes
-from kvloom.models.fingerprint import model_fingerprint
-from kvloom.models.scales import Scales, fingerprint, load_scales
+from kvloom.kernels.memory import allocate
+from kvloom.models.loading import model_fingerprint
+from kvloom.models.paged import Scales, fingerprint, install, load_scales
 from kvloom.models.specs import KVDtype, model_spec
-from kvloom.models.vision import Vision
+from kvloom.models.vision import Vision, vision_of
 
 from .memory_budget import MemoryBudget, measure_budget
 
@@ -81,9 +79,9 @@ def allocate_kv_memory(
     )
     scales = None if kv_scales == "dynamic" else load_scales(kv_scales, model, spec.layers)
     layout = PoolLayout.build(spec.layers, block_tokens)
-    vision = eyes(model)
+    vision = vision_of(model)
     if vision is not None:
-        layout = vision.lay_out(spec.layers, layout)
+        layout = vision.extend_layout(spec.layers, layout)
     limit = _limit(spec.max_context, max_context)
     longest = limit or MAX_TOKENS
     install(model, limit)

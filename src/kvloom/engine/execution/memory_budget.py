@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from kvloom.core import KVCache, PoolLayout
-from kvloom.kernels.views import allocate
-from kvloom.models.batch import Work
-from kvloom.models.scales import Scales
+from kvloom.kernels.memory import allocate
+from kvloom.models.paged import Scales, Work
 from kvloom.models.vision import Vision
 
 from .model_runner import ModelRunner, graph_sizes

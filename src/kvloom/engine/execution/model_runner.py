@@ -23,13 +23,11 @@ import numpy as np
 import torch
 
 from kvloom.core import CacheControl, KVCache, Sequence
+from kvloom.kernels.attention import SharedRun, find_shared_runs, is_worth_sharing, visible_shared_runs
 from kvloom.kernels.copy import copy_pages
-from kvloom.kernels.shapes import upload
-from kvloom.kernels.sharing import SharedRun, find_shared, in_sight, worth_sharing
-from kvloom.models.batch import Batch, Stage, Work
-from kvloom.models.fusing import fuse
-from kvloom.models.pages import Cutter, Pages
-from kvloom.models.scales import Scales
+from kvloom.kernels.device import upload
+from kvloom.models.fusion import fuse
+from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Scales, Work
 from kvloom.models.vision import Vision
 
 from .piecewise_graphs import PiecewiseGraphs, uncollected
@@ -76,13 +74,13 @@ class ModelRunner:
         """What numbers are computed in, here and by whoever goes on with them."""
         if invariant:
             self._refuse()
-            from kvloom.kernels.invariant_mode import BatchInvariant
+            from kvloom.kernels.batch_invariant import BatchInvariant
 
             self.steady = BatchInvariant()  # type: ignore[no-untyped-call]
         if vision is not None:
-            vision.keep(cache.layout, buffer, self.pages.crosses)
-        turns = vision is not None and vision.turns
-        self.stage = Stage(cache, buffer.device, tokens + rows, rows, shifted=turns)
+            vision.bind_pool(cache.layout, buffer, self.pages.cross_views)
+        turns = vision is not None and vision.uses_mrope
+        self.stage = BatchBuilder(cache, buffer.device, tokens + rows, rows, shifted=turns)
         self.tokens, self.rows = tokens, rows
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=buffer.device)
         """The tokens that the step before chose, by their place; a work's `source` points here."""
@@ -94,26 +92,26 @@ class ModelRunner:
         self._windows = [
             group
             for group in cache.layout.of("token")
-            if group.spec.visibility.windowed and worth_sharing(group.spec.visibility)
+            if group.spec.visibility.windowed and is_worth_sharing(group.spec.visibility)
         ]
         self._sharers: tuple[object, ...] = ()
         self._shares = False
         self._pool: Any = None
-        self._sizes = graph_sizes(rows) if graphs and buffer.is_cuda and self.pages.replayable else []
+        self._sizes = graph_sizes(rows) if graphs and buffer.is_cuda and self.pages.is_replayable else []
         self.piecewise: PiecewiseGraphs | None = None
         """Graphs of steps with prompts in them, where the model can be recorded so."""
-        if self._sizes and not turns and not self.pages.keeps_states:
+        if self._sizes and not turns and not self.pages.has_states:
             self.piecewise = PiecewiseGraphs(
                 self.pages, self.stage, self._forward, self.chosen, tokens + rows
             )
 
     def _refuse(self) -> None:
         """Raise ValueError for what has no batch-invariant way."""
-        if self.pages.crosses:
+        if self.pages.cross_views:
             raise ValueError(
                 "batch_invariant: this model reads images in layers without such a way; run it without"
             )
-        if not self.pages.replayable:
+        if not self.pages.is_replayable:
             raise ValueError(
                 "batch_invariant: the GPU's kernels do not take this model's heads; run it without"
             )
@@ -125,7 +123,7 @@ class ModelRunner:
         if (
             single
             and self._sizes
-            and not (self.pages.keeps_states and any(w.sequence.state_length == 0 for w in works))
+            and not (self.pages.has_states and any(w.sequence.state_length == 0 for w in works))
         ):
             return self._replay(works, wanted)
         if self.piecewise is not None and not whole and not any(_shows(work) for work in works):
@@ -134,7 +132,7 @@ class ModelRunner:
                 return self.piecewise.run(works, size, wanted)
         batch = self.stage.lay_out(works, self.chosen)
         if self.vision is not None:
-            batch = self.vision.see(batch, works)
+            batch = self.vision.add_images(batch, works)
         last = batch.last
         if whole or (wanted is not None and len(wanted) < len(works)):
             ends = [batch.bounds[i + 1] - 1 for i in (range(len(works)) if wanted is None else wanted)]
@@ -213,7 +211,7 @@ class ModelRunner:
 
     def try_replay(self) -> None:
         """Run, without a graph, the step of as many single tokens as there may be, all of nobody's."""
-        if self.pages.replayable:
+        if self.pages.is_replayable:
             self.stage.send_singles([], self.rows)
             self._forward(self.stage.replayed(self.rows, self.chosen), None)
 
@@ -226,7 +224,7 @@ class ModelRunner:
         for done, (size, shares) in enumerate(wanted):
             if shares:
                 runs = [SharedRun(0, 256, (0, 1), 0)]
-                self.pages.share(runs, runs if self._windows else None, size)
+                self.pages.set_shared_runs(runs, runs if self._windows else None, size)
             self._captured(size, shares)
             if progress is not None:
                 progress(done + 1, len(wanted) + len(strips))
@@ -259,16 +257,16 @@ class ModelRunner:
         sharers = (size, *(work.sequence for work in works))
         if sharers != self._sharers:
             rows = np.array([work.sequence.row for work in works])
-            settled = self._cache.block_tables.length[rows]
+            settled = self._cache.lengths[rows]
             blocks = int(settled.max()) // self._cache.block_tokens
-            tables = self._cache.block_tables.tables[self._shared_column, rows, :blocks]
-            runs = windows = find_shared(tables, settled, self._cache.block_tokens)
+            tables = self._cache.page_tables[self._shared_column, rows, :blocks]
+            runs = windows = find_shared_runs(tables, settled, self._cache.block_tokens)
             for group in self._windows:
-                tables = self._cache.block_tables.tables[group.columns.start, rows, :blocks]
+                tables = self._cache.page_tables[group.columns.start, rows, :blocks]
                 first = group.spec.visibility.first_visible_each(settled)
-                windows = in_sight(windows, tables, first, self._cache.block_tokens)
+                windows = visible_shared_runs(windows, tables, first, self._cache.block_tokens)
             told = windows if self._windows else None
-            self._sharers, self._shares = sharers, bool(runs) and self.pages.share(runs, told, size)
+            self._sharers, self._shares = sharers, bool(runs) and self.pages.set_shared_runs(runs, told, size)
         return self._shares
 
     def _captured(self, size: int, shares: bool) -> _Captured:
@@ -291,7 +289,9 @@ class ModelRunner:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
-    def _forward(self, batch: Batch, last: torch.Tensor | None, cutter: Cutter | None = None) -> torch.Tensor:
+    def _forward(
+        self, batch: Batch, last: torch.Tensor | None, cutter: GraphSplitter | None = None
+    ) -> torch.Tensor:
         self.pages.begin(batch, cutter)
         extra: dict[str, Any] = {"cache_params": self.pages}
         if not self._plain:
@@ -323,7 +323,7 @@ def _piece(longest: int) -> int:
 
 def _shows(work: Work) -> bool:
     """Whether a work has more to it than its tokens: images, or their positions."""
-    return work.sight is not None and work.sight.concerns(work.sequence.length)
+    return work.images is not None and work.images.affects_step(work.sequence.length)
 
 
 def _turned(batch: Batch) -> torch.Tensor:

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.kernels.shapes import upload
-from kvloom.models.batch import Batch, Stage, Work
-from kvloom.models.pages import Cutter, Pages
+from kvloom.kernels.device import upload
+from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Work
 
 __all__ = ["PiecewiseGraphs", "piece_sizes", "uncollected"]
 
@@ -65,8 +64,8 @@ class PiecewiseGraphs:
     def __init__(
         self,
         pages: Pages,
-        stage: Stage,
-        forward: Callable[[Batch, torch.Tensor | None, Cutter | None], torch.Tensor],
+        stage: BatchBuilder,
+        forward: Callable[[Batch, torch.Tensor | None, GraphSplitter | None], torch.Tensor],
         chosen: torch.Tensor,
         most: int,
     ) -> None:
@@ -99,7 +98,7 @@ class PiecewiseGraphs:
         counts = np.array([len(work.tokens) for work in works])
         bounds = np.concatenate(([0], counts.cumsum()))
         rows = [work.sequence.row for work in works]
-        lengths = self._stage.cache.block_tables.length[rows] + counts
+        lengths = self._stage.cache.lengths[rows] + counts
         ends = bounds[1:] - 1
         if wanted is not None:
             ends = ends[list(wanted)]
@@ -167,7 +166,7 @@ class _Recording:
         if self._pool is not None:
             self.graphs[-1].capture_end()
 
-    def cut(
+    def split_at(
         self,
         call: Callable[..., torch.Tensor],
         query: torch.Tensor,

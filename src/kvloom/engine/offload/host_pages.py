@@ -20,14 +20,14 @@ import numpy.typing as npt
 import torch
 
 from kvloom.core import PageGroup, PoolLayout
-from kvloom.kernels.copy import Copier, Done
+from kvloom.kernels.copy import Copier, FinishedEvent
 from kvloom.tiers import Form, HostConfig, HostTier
 from kvloom.tiers.host.arena import copy_pages
 from kvloom.tiers.host.shared_memory import SharedMemory
 
 __all__ = ["Event", "HostPages", "LoadEvent", "form_of", "open_host"]
 
-Event = torch.cuda.Event | Done
+Event = torch.cuda.Event | FinishedEvent
 Ids = npt.NDArray[np.integer[Any]]
 _SLAB = 8 << 20
 _CHECKED_RUN = 32 * 1024
@@ -146,17 +146,17 @@ class HostPages:
         the one before it (2), if there was one."""
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)
-            return Done()
+            return FinishedEvent()
         after = self._marks[:age][-1] if age and self._marks else None
         return self._copiers[stride].gather(
             pages, self._rows[stride], offsets // stride, after=after, trusted=True
         )
 
-    def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> LoadEvent | Done:
+    def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> LoadEvent | FinishedEvent:
         """Places in the arena to pages; begins after what the current stream has still to do."""
         if self._pool is not None:
             copy_pages(self._pool, np.asarray(pages, np.int64) * stride, self._arena, offsets, stride)
-            return Done()
+            return FinishedEvent()
         assert self._up is not None
         begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._up.wait_stream(torch.cuda.current_stream(self.buffer.device))

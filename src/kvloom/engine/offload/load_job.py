@@ -11,7 +11,7 @@ import numpy as np
 
 from kvloom.core import LoadPlan, Reservation
 from kvloom.engine.request import Request
-from kvloom.kernels.copy import Done
+from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers import Lease, Objects
 from kvloom.tiers.transfers.transfer_manager import Fetch, Finding
 
@@ -64,7 +64,7 @@ class LoadJob:
     loaded: np.ndarray | None = None
     states_loaded: bool = True
     leases: list[Lease] = field(default_factory=list)
-    events: list[LoadEvent | Done] = field(default_factory=list)
+    events: list[LoadEvent | FinishedEvent] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     copy_started: float = 0.0
     bytes: int = 0

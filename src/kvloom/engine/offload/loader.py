@@ -90,7 +90,7 @@ class TierLoader:
         if not trip.is_planned:
             if trip.plan is None:
                 assert match is not None
-                trip.plan = self.cache.plan_load(match)
+                trip.plan = self.cache.loading.plan(match)
             while True:
                 if trip.lookup is None:
                     questions = trip.plan.next_queries()

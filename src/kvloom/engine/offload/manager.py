@@ -136,7 +136,7 @@ class OffloadManager:
         if trip is None:
             if not self._may_load(request, match):
                 return False
-            question = self.cache.first_query(match)
+            question = self.cache.loading.first_query(match)
             if question is not None and self._store.is_queued(question.hashes):
                 self._store.flush()  # it left for someone of this very step
             if self.host.empty and not self.transfers.lanes:
@@ -271,7 +271,7 @@ class OffloadManager:
 
     def _copy_to_pool(self, trip: LoadJob, match: Match) -> bool:
         """Copy what host memory has of a request's pages into the pool; whether that is under way."""
-        prospect, due = self.cache.plan_load(match), list[bytes]()
+        prospect, due = self.cache.loading.plan(match), list[bytes]()
         while questions := prospect.next_queries():
             asked = [self._loader.objects_for(question, trip.request) for question in questions]
             prospect.answer([self.host.lookup(objects) for objects in asked])
@@ -298,7 +298,7 @@ class OffloadManager:
         for need in needs:  # what leaves the pool for these wants places in host memory, and might get theirs
             for form in self._loader.forms_of(trip.request)[need.group.index]:
                 trip.leases.append(self.host.hold(Objects(need.hashes, need.group.index, form)))
-        trip.reservation = arrival = self.cache.reserve(prospect)
+        trip.reservation = arrival = self.cache.loading.reserve(prospect)
         if arrival is None:
             self._release(trip)
             self.counts["no_room"] += 1
@@ -335,7 +335,7 @@ class OffloadManager:
         if not all(event.query() for event in trip.events):
             return True
         assert trip.reservation is not None
-        resumed = self.cache.publish_loaded(trip.reservation, trip.loaded, trip.states_loaded)
+        resumed = self.cache.loading.publish(trip.reservation, trip.loaded, trip.states_loaded)
         gained = max(0, resumed - trip.resume)
         now = time.monotonic()
         self.last_load = now - trip.copy_started
@@ -366,7 +366,7 @@ class OffloadManager:
         for trip in self._orphans:
             if all(event.query() for event in trip.events):
                 assert trip.reservation is not None
-                self.cache.cancel_load(trip.reservation)
+                self.cache.loading.cancel(trip.reservation)
                 self._release(trip)
             else:
                 waiting.append(trip)

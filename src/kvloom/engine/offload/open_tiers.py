@@ -60,8 +60,8 @@ def open_offload(
         told = HostText.read(plain)
     offer = _offer_of(told)
     host, memory = open_host(layout, told.capacity, told.checked, device, shared=offer is not None)
-    tenants = (account.tenant for account in cache.accounts.accounts.values())
-    shares = shares_of(tenants, (cache.pool.slabs - 1) * layout.slab_bytes)
+    tenants = (account.tenant for account in cache.inspect.accounts.values())
+    shares = shares_of(tenants, cache.usable_slabs * layout.slab_bytes)
     if hosts:  # what pages only pass through is shared by whoever needs it
         host.share_out(shares)
     places: list[Place] = []

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core import KVCache, OffloadBatch
-from kvloom.kernels.copy import Done
+from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers import Lease, Objects, Outcome
 from kvloom.tiers.transfers.transfer_manager import Mover
 
@@ -28,7 +28,7 @@ __all__ = ["HostStore"]
 
 Moment = tuple[int, int, int]
 _PENDING = int(Outcome.PENDING)
-_DONE: Event = Done()
+_DONE: Event = FinishedEvent()
 MOST_ROOTS = 4096
 """Roots of lossy names that are remembered before those that have gone are looked for."""
 
@@ -76,13 +76,13 @@ class HostStore:
         self._pending: list[_PendingOffload] = []
         self.copying_keys: set[bytes] = set()
         """The keys of what is being copied to host memory."""
-        cache.set_offload_listener(self._on_offload, ends=bool(writes & {"through", "second-use"}))
+        cache.loading.set_listener(self._on_offload, on_close=bool(writes & {"through", "second-use"}))
 
     def note_root(self, lossy: bool, root: bytes) -> None:
         """Whether what is named from `root` on is of requests that allow for loss. Told before any of them computes."""
         if lossy:
             if len(self._lossy) > MOST_ROOTS:
-                self._lossy &= self.cache.tree.roots.keys()  # of the others nothing is cached any more
+                self._lossy &= self.cache.roots  # of the others nothing is cached any more
             self._lossy.add(root)
 
     @property
@@ -103,7 +103,7 @@ class HostStore:
         """A step is about to be launched, or copies inside the pool were (`moved`): what is in the tree now is written by what the
         stream has been told so far."""
         self._pages.mark(moved)
-        self.cache.mark_step(moved)
+        self.cache.loading.mark_step(moved)
 
     def _age(self, parcel: OffloadBatch) -> int:
         """By which mark pages that leave were written: 1 by what the stream had been told at the last one, 2 at the one before, 0 if
@@ -114,13 +114,13 @@ class HostStore:
 
     def _now(self) -> Moment:
         """What changes whenever pages left, moved or gave way to others."""
-        return self.cache.allocator.evictions, self.cache.allocator.moved_pages, self.cache.tree.replaced
+        return self.cache.loading.page_changes()
 
     def offload_ahead(self, busy: Callable[[], bool]) -> None:
         """While the device is `busy`, and whoever asks would wait for it: where pages are copied when they leave, let some leave
         before they must."""
         if "back" in self._writes:
-            while busy() and self.cache.allocator.evict_ahead():
+            while busy() and self.cache.loading.evict_ahead():
                 self.flush()
 
     def is_queued(self, names: Iterable[bytes]) -> bool:
@@ -176,7 +176,7 @@ class HostStore:
                     rows = np.zeros_like(parcel.rows)
                     rows[:, column] = parcel.rows[:, column]
                     down.lent = parcel._replace(rows=rows)
-                    self.cache.retain_batch(down.lent)
+                    self.cache.loading.retain_batch(down.lent)
 
     def poll(self) -> None:
         """Tell of the copies that are made."""
@@ -194,7 +194,7 @@ class HostStore:
         down.lease.release(True)
         self.copying_keys.difference_update(down.keys)
         if down.lent is not None:
-            self.cache.release_batch(down.lent)
+            self.cache.loading.release_batch(down.lent)
         objects, fresh = down.objects, down.fresh
         kept = len(objects) if fresh is None else int(fresh.sum())
         self.offloaded_pages += kept

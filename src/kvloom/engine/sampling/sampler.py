@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvloom.engine.request import Request
-from kvloom.kernels.likeliest import likeliest
+from kvloom.kernels.fused import row_argmax
 
 from . import grammar
 from .logit_processors import (
@@ -34,7 +34,7 @@ from .params import SamplingParams
 __all__ = ["SampledTokens", "Sampler"]
 
 WIDTHS = (64, 256, 1024)
-"""How many of the likeliest are looked at for a `top_k` of up to half of them: what equals the last one kept is there, too."""
+"""How many of the row_argmax are looked at for a `top_k` of up to half of them: what equals the last one kept is there, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Rows that are drawn in the same way: from the `width` likeliest tokens, or from all as they stand (None). Which way a
+    """Rows that are drawn in the same way: from the `width` row_argmax tokens, or from all as they stand (None). Which way a
     row goes hangs on its own parameters alone, so that sums round the same whatever else is in the batch."""
 
     width: int | None
@@ -136,11 +136,11 @@ class Sampler:
         return odds
 
     def _tokens(self, odds: torch.Tensor, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
-        """The likeliest token of each row, or the one drawn."""
+        """The row_argmax token of each row, or the one drawn."""
         draws = plan.draws
         if len(draws) == 1 and draws[0].rows is None:
             return self._drawn(odds, draws[0], plan, counts)
-        tokens = likeliest(odds)
+        tokens = row_argmax(odds)
         for draw in draws:
             assert draw.rows is not None
             drawn = self._drawn(odds.index_select(0, draw.rows), draw, plan, counts)
@@ -179,7 +179,7 @@ class Sampler:
 
 
 def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
-    """The least of a row's logits, likeliest first, that may be drawn ([rows, 1]); those that equal it may, too."""
+    """The least of a row's logits, row_argmax first, that may be drawn ([rows, 1]); those that equal it may, too."""
     outside = torch.arange(ordered.shape[1], device=ordered.device) >= draw.k
     share = ordered.masked_fill(outside, -math.inf).softmax(-1)
     before = share.cumsum(-1) - share  # the first token that passes the bound is kept, too
@@ -220,7 +220,7 @@ def _make_plan(requests: list[Request], vocabulary: int, device: torch.device) -
 
 
 def _draws(every: list[SamplingParams], vocabulary: int, device: torch.device) -> Iterable[_Draw]:
-    """The rows that are drawn, by how many of the likeliest tokens are looked at."""
+    """The rows that are drawn, by how many of the row_argmax tokens are looked at."""
     by_width: dict[int | None, list[int]] = {}
     for i, params in enumerate(every):
         if not params.greedy:

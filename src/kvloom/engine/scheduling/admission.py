@@ -38,11 +38,11 @@ class Admission:
         self._cache = cache
         self._typical = float(TYPICAL)
         self._courses: Ints | None = None
-        self._per_slab = np.array([[cls.per_slab] for cls in cache.pool.classes])
+        self._per_slab = np.array([[cls.per_slab] for cls in cache.inspect.size_classes])
         self._block, self._states = np.zeros((2, len(self._per_slab), 1), np.int64)
         for pages, kind in ((self._block, "token"), (self._states, "state")):
             for group in cache.layout.of(kind):
-                pages[cache.pool.class_of[group.index]] += group.runs
+                pages[cache.class_of[group.index]] += group.runs
         self._promised = self._lacked = np.zeros_like(self._block)
 
     def request_finished(self, request: Request) -> None:
@@ -68,7 +68,7 @@ class Admission:
                 [*self._all_of(running), *((one, have, 0) for one, have in coming)]
             )
         own, mine, lacked = self._part([(request, found, found)])
-        held = np.array([[cls.in_use_pages] for cls in self._cache.pool.classes])
+        held = np.array([[cls.in_use_pages] for cls in self._cache.inspect.size_classes])
         held += self._lacked + lacked + self._states
         if self._fits(held + self._promised + mine):
             return True
@@ -95,9 +95,7 @@ class Admission:
     def _all_of(self, running: Iterable[Request]) -> list[tuple[Request, int, int]]:
         """Requests that run, for how many tokens each has pages, and how many of those it found in the cache."""
         some = [(request, request.sequence) for request in running if request.sequence is not None]
-        have = (
-            self._cache.block_tables.blocks[[sequence.row for _, sequence in some]] * self._cache.block_tokens
-        )
+        have = self._cache.reserved_blocks[[sequence.row for _, sequence in some]] * self._cache.block_tokens
         return [(one, n, sequence.resumed) for (one, sequence), n in zip(some, have.tolist(), strict=True)]
 
     def _part(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
@@ -115,7 +113,7 @@ class Admission:
     def _fits(self, pages: Ints) -> bool:
         """Whether the pool holds so many pages of each class ([classes, times]) at every time."""
         slabs = (-(-pages // self._per_slab)).sum(0)
-        return int(slabs.max()) < self._cache.pool.slabs  # one of which is nobody's
+        return int(slabs.max()) <= self._cache.usable_slabs
 
     def _end_of(self, request: Request) -> int:
         """How many tokens a request is expected to have at its end."""
@@ -133,5 +131,5 @@ class Admission:
                 last = np.maximum(first - 1, 0), np.maximum(ends - 1, 0)
                 seen = [at // block - span.first_visible_each(at) // block for at in last]
                 blocks = np.minimum(more, np.maximum(seen[1] - seen[0], 0) + 1)
-            total[self._cache.pool.class_of[group.index]] += blocks * group.runs
+            total[self._cache.class_of[group.index]] += blocks * group.runs
         return total

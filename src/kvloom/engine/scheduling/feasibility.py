@@ -25,10 +25,10 @@ class Feasibility:
 
     def check(self, request: Request) -> None:
         """Raise ValueError where a request could never run."""
-        slab, pool = self.cache.layout.slab_bytes, self.cache.pool
-        quota = self.cache.accounts[request.control.tenant].tenant.quota
+        slab = self.cache.layout.slab_bytes
+        quota = self.cache.account(request.control.tenant).tenant.quota
         for whose, needed, there in (
-            ("pool has", self._slabs_of(request) * slab, (pool.slabs - 1) * slab),
+            ("pool has", self._slabs_of(request) * slab, self.cache.usable_slabs * slab),
             ("tenant's quota is", 0 if quota is None else self._bytes_of(request), quota),
         ):
             if there is not None and needed > there:
@@ -36,9 +36,9 @@ class Feasibility:
                     f"{len(request.prompt)} prompt tokens and up to {request.params.max_tokens} new ones need "
                     f"{needed:,} bytes of cache, but the {whose} {there:,}"
                 )
-        if request.images is not None and request.images.largest > self.token_budget:
+        if request.images is not None and request.images.min_step_tokens > self.token_budget:
             raise ValueError(
-                f"an image of {request.images.largest} tokens, which are computed together, exceeds the {self.token_budget} "
+                f"an image of {request.images.min_step_tokens} tokens, which are computed together, exceeds the {self.token_budget} "
                 "tokens of a step: raise token_budget"
             )
 
@@ -56,7 +56,7 @@ class Feasibility:
 
     def _bytes_of(self, request: Request) -> int:
         """The same in bytes, by the pages alone."""
-        layout, classes = self.cache.layout, self.cache.pool.classes
+        layout, classes = self.cache.layout, self.cache.inspect.size_classes
         pages = self._pages_for(request.limit)
         each = [count * (layout.slab_bytes / cls.per_slab) for cls, count in zip(classes, pages, strict=True)]
         length, media = self._seeing(request)
@@ -69,14 +69,17 @@ class Feasibility:
         sight = request.images
         if sight is None:
             return 0, []
-        if self.cache.allocator.media_outlives_prompt:
+        if self.cache.media_outlives_prompt:
             return request.limit, list({item.digest: item.tokens for item in sight.media}.values())
         return sight.media[-1].stop, [max(item.tokens for item in sight.media)]
 
     def _most_slabs(self, length: int) -> int:
         """The most slabs that a sequence fills on its way to `length` tokens. Costs milliseconds where layers have windows."""
         pages = self._pages_for(length)
-        slabs = [-(-count // cls.per_slab) for cls, count in zip(self.cache.pool.classes, pages, strict=True)]
+        slabs = [
+            -(-count // cls.per_slab)
+            for cls, count in zip(self.cache.inspect.size_classes, pages, strict=True)
+        ]
         return int(np.sum(slabs, 0).max())
 
     def _pages_for(self, length: int) -> list[npt.NDArray[np.int64]]:
@@ -85,11 +88,11 @@ class Feasibility:
         layout = self.cache.layout
         windowed = any(group.spec.visibility.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)
-        pages = [np.zeros(len(ends), np.int64) for _ in self.cache.pool.classes]
+        pages = [np.zeros(len(ends), np.int64) for _ in self.cache.inspect.size_classes]
         for group in (*layout.of("token"), *layout.of("state")):
             units = np.ones_like(ends)
             if group.spec.unit == "token":
                 left = group.spec.visibility.first_visible_each(ends - 1) // layout.block_tokens
                 units = -(-ends // layout.block_tokens) - left
-            pages[self.cache.pool.class_of[group.index]] += units * group.runs
+            pages[self.cache.class_of[group.index]] += units * group.runs
         return pages

@@ -33,8 +33,7 @@ class Lookahead:
 
     def protect_queued(self) -> None:
         """Where room is short, what those in line will find stays for as long as anything else can leave."""
-        pool = self._cache.allocator.pool
-        if pool.free_slabs * SHORT >= pool.slabs:
+        if self._cache.free_slabs * SHORT > self._cache.usable_slabs:
             return
         for request in self._queue.nearest(MOST_FORESEEN):
             if request.queued_prefix is None and not request.inflight_tokens:
@@ -50,7 +49,7 @@ class Lookahead:
         """A request that begins leaves resume points where those next in line will part from it. (What sees everything can
         resume anywhere.)"""
         sequence, cache = request.sequence, self._cache
-        if sequence is None or not cache.tree.keeps_checkpoints or not cache.snapshots.branch:
+        if sequence is None or not cache.needs_checkpoints or not cache.snapshots.branch:
             return
         start, block = sequence.length, cache.block_tokens
         points = Counter(

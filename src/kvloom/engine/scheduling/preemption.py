@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from kvloom.core import KVCache
 from kvloom.engine.request import Request
-from kvloom.models.batch import Work
+from kvloom.models.paged import Work
 
 __all__ = ["RANK", "Scheduled", "choose_victim"]
 
@@ -24,9 +24,8 @@ def choose_victim(
     assert request.sequence is not None
     busy = {id(other) for other, _ in picked} | {id(request)}
     others = [r for r in running if id(r) not in busy and (r.rank > request.rank or r.parked)]
-    accounts = cache.accounts
-    if len(accounts.accounts) > 1 and others:
-        mine, own = accounts[request.control.tenant], cache.exceeds_quota(request.sequence, count)
-        theirs = [(r, accounts[r.control.tenant]) for r in others]
+    if len(cache.inspect.accounts) > 1 and others:
+        mine, own = cache.account(request.control.tenant), cache.exceeds_quota(request.sequence, count)
+        theirs = [(r, cache.account(r.control.tenant)) for r in others]
         others = [r for r, a in theirs if a is mine or not (own or a.used <= a.guaranteed)]
     return max(others, key=RANK, default=None)

@@ -19,7 +19,7 @@ from kvloom.core import NOT_CACHED, KVCache, Match
 from kvloom.engine.offload.manager import OffloadManager
 from kvloom.engine.request import Finish, Request
 from kvloom.engine.sampling.beam_search import Successor, seated
-from kvloom.models.batch import Work
+from kvloom.models.paged import Work
 
 from .admission import Admission
 from .feasibility import Feasibility
@@ -181,7 +181,7 @@ class Scheduler:
                         continue
                     if (picked or places) and self.offload.is_blocked_by_pool(waiting):
                         break  # it would compute what it could load, and with as little room; who ends makes some
-                    if found.version != self.cache.tree.version:  # what it needed has come
+                    if found.version != self.cache.version:  # what it needed has come
                         found = self._match(waiting)
                 if self.admission is not None and picked:
                     coming = () if self.offload is None else self.offload.loading_requests
@@ -327,7 +327,7 @@ class Scheduler:
             lacking = request.miss  # of what lies below, which the pool knows nothing of
             if lacking is not None and lacking.position == found.resume and found.miss.reason in NOT_CACHED:
                 request.stop = lacking
-            if len(self.cache.tree.roots) <= MOST_ROOTS:
+            if len(self.cache.roots) <= MOST_ROOTS:
                 request.elsewhere = self.cache.explain(found).reason == "other tenant"
             request.looked_up, request.began = looked_up, self.cache.clock.now()
             self.begun.append(request)
@@ -397,7 +397,7 @@ class Scheduler:
         if request.inflight_tokens and request.pending == 1:
             return Work(request.sequence, UNKNOWN, places[id(request)], request.images)
         tokens = np.array(request.tokens[request.computed : request.computed + count])
-        return Work(request.sequence, tokens, sight=request.images)
+        return Work(request.sequence, tokens, images=request.images)
 
     def _unpark(self) -> bool:
         """Where beams that wait for others hold every row, one gives its up; whether that is so."""
@@ -436,4 +436,4 @@ class Scheduler:
 
 def _fitting(request: Request, count: int) -> int:
     """How many of `count` tokens a step may take so that it cuts no image that must stay whole."""
-    return count if request.images is None else request.images.fitting(request.computed, count)
+    return count if request.images is None else request.images.step_tokens(request.computed, count)

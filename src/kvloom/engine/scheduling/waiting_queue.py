@@ -97,7 +97,7 @@ def front_of(request: Request, start: int, block: int) -> Front | None:
     alone = request.uncached or request.wants_prompt_logprobs
     if end > len(request.tokens) or alone or not (control.read and control.store):
         return None
-    shown = b"" if request.images is None else request.images.content(end)
+    shown = b"" if request.images is None else request.images.content_key(end)
     return control.tenant, f"{control.adapter}{'~' * control.lossy}", request.ids(end).tobytes() + shown
 
 

@@ -98,7 +98,7 @@ class Connection(HttpToolsProtocol):
 
 def limited_connection(connections: int) -> type[Connection]:
     """Return a Connection class with a limit of open connections."""
-    return type("LimitedConnection", (Connection,), {"most": connections})
+    return type("LimitedConnection", (Connection,), {"max_connections": connections})
 
 
 def close_idle(connections: Iterable[Any], seconds: float) -> None:

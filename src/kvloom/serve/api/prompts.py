@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 from jinja2.exceptions import TemplateError
 
-from kvloom.models.catalog import known_models
+from kvloom.models.specs import known_models
 from kvloom.serve.api.control_tokens import MARK_CHARACTERS, ControlTokens, Encode
 from kvloom.serve.api.templates import (
     RenderError,

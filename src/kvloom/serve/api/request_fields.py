@@ -178,8 +178,8 @@ def read_fields(body: bytes, kind: type[Some]) -> Some:
     try:
         with paused_gc():
             fields = msgspec.json.decode(body, type=kind)
-            for name in NESTED_FIELDS:
-                check_depth(name, getattr(fields, name, None))
+            for nested in NESTED_FIELDS:
+                check_depth(nested, getattr(fields, nested, None))
             if isinstance(fields, ChatFields):
                 values = [fields.messages, fields.tools, fields.documents, fields.chat_template_kwargs]
                 count_characters(values, "messages")

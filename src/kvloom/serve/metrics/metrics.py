@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvloom.core.histogram import Histogram
+from kvloom.core import Histogram
 from kvloom.serve.auth import RequestLimiter
 from kvloom.serve.worker import EngineClient, TenantUsage
 

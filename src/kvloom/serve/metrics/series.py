@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvloom.core import MISS_REASONS
-from kvloom.core.histogram import SECONDS, Histogram
+from kvloom.core import MISS_REASONS, SECONDS, Histogram
 from kvloom.serve.worker import EngineStats, HistogramCounts, TenantUsage
 
 __all__ = [

@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kvloom.core.layout.pool_layout import HASH_TOKENS
-from kvloom.core.prefix.block_hash import TOKEN_BYTES, hash_chain, root_hash, token_bytes
+from kvloom.core import HASH_TOKENS, TOKEN_BYTES, hash_chain, root_hash, token_bytes
 
 __all__ = ["VERSION", "Recorder"]
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import asdict
 
-from kvloom.core.inspect.pool_map import PoolMap
 from kvloom.serve.worker.stats import tier_usages
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ class CacheSnapshot:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._pool_map = PoolMap(engine.cache)
+        self._pool_map = engine.cache.pool_map()
 
     def json(self) -> bytes:
         """Return a snapshot as JSON. Takes milliseconds at any pool size."""

@@ -71,7 +71,7 @@ def main(fd: int) -> None:
     grace = CLOSE_SECONDS if start.tiers else 0.0
     threading.Thread(target=_read_messages, args=(link, inbox, grace), daemon=True).start()
     threading.Thread(target=sender.send_heartbeats, daemon=True).start()
-    from kvloom.models.reading import ModelError
+    from kvloom.models.specs import ModelError
 
     try:
         worker, ready = _load_worker(start)
@@ -112,9 +112,9 @@ def load_engine(start: Start) -> Engine:
     from kvloom.engine.engine import Engine
     from kvloom.engine.execution.threads import use_threads
     from kvloom.engine.sampling.grammar import GrammarLimits
-    from kvloom.models.load import device_of, load
+    from kvloom.models.loading import choose_device, load
 
-    device = device_of(start.device)
+    device = choose_device(start.device)
     use_threads(start.threads)
     model, tokenizer = load(
         start.model,
@@ -160,7 +160,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
     began = time.monotonic()
     engine = load_engine(start)
     layout, cache = engine.layout, engine.cache
-    slabs = cache.pool.slabs - 1
+    slabs = cache.usable_slabs
     quotas = {t.name: min(t.quota, slabs * layout.slab_bytes) for t in start.tenants if t.quota is not None}
     ready = Ready(
         device=str(engine.device),

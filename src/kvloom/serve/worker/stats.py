@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvloom.core.histogram import Histogram
+from kvloom.core import Histogram
 from kvloom.engine.engine import Engine
 from kvloom.engine.offload.manager import OffloadManager
 from kvloom.tiers import TierStats
@@ -40,11 +40,12 @@ def engine_stats(
 ) -> EngineStats:
     """Return the engine's counters. `waiting_for_quota` counts requests per tenant that wait for their quota; `open_requests`
     are the tenants of all others, and whether each has started. O(requests + tenants + groups)."""
-    cache, scheduler, pool = engine.cache, engine.scheduler, engine.cache.pool
-    sizes = [engine.layout.slab_bytes // c.per_slab for c in pool.classes]
+    cache, scheduler, inspect = engine.cache, engine.scheduler, engine.cache.inspect
+    classes = inspect.size_classes
+    sizes = [engine.layout.slab_bytes // c.per_slab for c in classes]
     started = Counter((tenant, began) for tenant, began in open_requests)
     tenants = {}
-    for name, account in cache.accounts.accounts.items():
+    for name, account in inspect.accounts.items():
         tenants[name] = TenantUsage(
             account.used,
             account.in_use,
@@ -58,27 +59,27 @@ def engine_stats(
         running=len(scheduler.running),
         waiting=scheduler.waiting + sum(waiting_for_quota.values()),
         preemptions=preemptions,
-        slabs=pool.slabs - 1,
-        free_slabs=pool.free_slabs,
-        in_use_pages=sum(c.in_use_pages for c in pool.classes),
-        cached_pages=sum(c.cached_pages for c in pool.classes),
-        in_use_bytes=sum(c.in_use_pages * size for c, size in zip(pool.classes, sizes, strict=True)),
-        cached_bytes=sum(c.cached_pages * size for c, size in zip(pool.classes, sizes, strict=True)),
-        looked_up_tokens=cache.looked_up_tokens,
-        hit_tokens=cache.hit_tokens,
-        evictions=cache.allocator.evictions,
-        evicted_bytes=cache.allocator.evicted_bytes,
-        moved_pages=cache.allocator.moved_pages,
-        nodes=cache.tree.nodes,
-        fragmented_bytes=sum(c.free_pages * size for c, size in zip(pool.classes, sizes, strict=True)),
-        unused_tokens=cache.unused_tokens(),
+        slabs=cache.usable_slabs,
+        free_slabs=cache.free_slabs,
+        in_use_pages=sum(c.in_use_pages for c in classes),
+        cached_pages=sum(c.cached_pages for c in classes),
+        in_use_bytes=sum(c.in_use_pages * size for c, size in zip(classes, sizes, strict=True)),
+        cached_bytes=sum(c.cached_pages * size for c, size in zip(classes, sizes, strict=True)),
+        looked_up_tokens=inspect.looked_up_tokens,
+        hit_tokens=inspect.hit_tokens,
+        evictions=inspect.evicted.total(),
+        evicted_bytes=inspect.evicted_bytes,
+        moved_pages=inspect.moved_pages,
+        nodes=inspect.nodes,
+        fragmented_bytes=sum(c.free_pages * size for c, size in zip(classes, sizes, strict=True)),
+        unused_tokens=inspect.unused_tokens(),
         steps=steps,
         output_tokens=output_tokens,
-        miss_reasons=dict(cache.misses),
-        evicted=dict(cache.allocator.evicted),
-        hit_pages=cache.hit_pages(),
-        eviction_age=_counts(cache.allocator.idle_seconds),
-        reuse_age=_counts(cache.reused),
+        miss_reasons=dict(inspect.misses),
+        evicted=dict(inspect.evicted),
+        hit_pages=inspect.hit_pages(),
+        eviction_age=_counts(inspect.idle_seconds),
+        reuse_age=_counts(inspect.reuse_seconds),
         tenants=tenants,
         **({} if engine.offload is None else _offload_stats(engine.offload)),
     )

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core.sizes import format_bytes
+from kvloom.core import format_bytes
 from kvloom.tiers.encoding.codec import OLD_CIPHER, Compression, make_codec, most_bytes
 from kvloom.tiers.encoding.encryption import NoKeyError, Protect, check_protect, read_keys
 from kvloom.tiers.shares import Shares

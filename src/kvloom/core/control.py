@@ -1,0 +1,61 @@
+"""Caching options of a request, and the checkpoint policy of a cache. Frozen data, validated when created."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CacheControl", "CheckpointPolicy", "RetainRange"]
+
+
+@dataclass(frozen=True, slots=True)
+class RetainRange:
+    """Priority of the tokens [start, stop) for `ttl` seconds: above 0 is evicted later, below 0 earlier."""
+
+    start: int = 0
+    stop: int | None = None
+    priority: int = 1
+    ttl: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or (self.stop is not None and self.stop <= self.start):
+            raise ValueError(
+                f"token range [{self.start}, {self.stop}) is empty or negative; give 0 <= start < stop"
+            )
+        if self.ttl is not None and self.ttl <= 0:
+            raise ValueError(f"ttl {self.ttl} is not positive; give seconds, or None for no limit")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheControl:
+    """Caching options of one request.
+
+    `tenant` and `adapter` salt the block hashes. `store` publishes computed blocks, `read` looks them up.
+    `lossy` accepts pages that a tier re-encoded (int8, fp8); such requests share blocks only with each other.
+    """
+
+    tenant: str = ""
+    adapter: str = ""
+    store: bool = True
+    read: bool = True
+    session: str | None = None
+    retain: tuple[RetainRange, ...] = ()
+    lossy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """Positions at which sequences take checkpoints, in models with windows or states.
+
+    `before_last` takes the prompt's checkpoint one token early, so that an identical prompt can resume there.
+    With states this costs one more step of one token for every prompt longer than a block.
+    """
+
+    prompt_end: bool = True
+    before_last: bool = False
+    turn_end: bool = True
+    branch: bool = True
+    every_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every_blocks < 0:
+            raise ValueError(f"every_blocks {self.every_blocks} is negative; 0 disables periodic checkpoints")

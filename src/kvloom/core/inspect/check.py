@@ -1,0 +1,126 @@
+"""Integrity check: recounts every page from scratch. For tests, and for idle time in debug runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvloom.core.pool.block_pages import BlockPages
+from kvloom.core.pool.page_pool import Ids
+from kvloom.core.prefix.node import Node
+from kvloom.core.state import CacheState
+
+__all__ = ["check_integrity"]
+
+
+def check_integrity(state: CacheState) -> None:
+    """Recount uses and cached entries of every page. Raises AssertionError on the first difference. O(pool)."""
+    pool, tables, tree = state.pool, state.block_tables, state.tree
+    in_use = [np.zeros_like(c.in_use) for c in pool.classes]
+    cached = [np.zeros_like(c.in_use) for c in pool.classes]
+    locked = set()
+    for row, seq in tables.open_sequences():
+        blocks = int(tables.blocks[row])
+        assert not tables.tables[:, row, blocks:].any(), f"row {row} has pages beyond its blocks"
+        assert tables.state_length[row] <= tables.length[row], f"row {row}: its states are beyond its tokens"
+        assert tables.length[row] <= blocks * state.block_tokens, f"row {row} is longer than its pages"
+        assert seq.node.locks > 0, f"the node of row {row} is not locked"
+        assert not seq.control.store or seq.node.end == seq.published, (
+            f"row {row}: its node does not end where it published"
+        )
+        locked.add(seq.node)
+        _count(in_use, state.pages, tables.tables[:, row, :blocks].T)
+        if tables.states[:, row].any():
+            _count(in_use, state.states, tables.states[:, row][None])
+        for columns, rows in seq.retained():
+            _count(in_use, columns, rows)
+    for holder in (state.pins, state.in_transfer, state.copies):
+        for columns, rows in holder.retained():
+            _count(in_use, columns, rows)
+    locked.update(pin.node for pin in state.pins.pins() if pin.node is not None)
+    assert locked <= tree.locked, "a node in use is not among the locked nodes"
+    assert all(node.locks > 0 for node in tree.locked), "a locked node has no locks"
+    for c, slabs in zip(pool.classes, state.in_transfer.slabs_in_place(), strict=True):
+        assert c.fixed == slabs, f"class {c.index}: slabs pinned in place differ"
+    nodes = 0
+    for root in tree.roots.values():
+        for node in _below(root):
+            nodes += 1
+            _check_node(state, node)
+            assert (node.locks > 0) == (node in tree.locked), "locks and the set of locked nodes differ"
+            _count(cached, state.pages, node.pages[: node.count])
+            for checkpoint in node.checkpoints:
+                assert checkpoint.node is node and node.start < checkpoint.position <= node.end
+                assert tree.complete(node, checkpoint.position), "a checkpoint lacks a window page"
+                if checkpoint.states is not None:
+                    _count(cached, state.states, checkpoint.states)
+    assert nodes == tree.nodes, f"{nodes} nodes, counted {tree.nodes}"
+    for run in state.media_cache.runs():
+        _count(cached, state.media, run.rows)
+    for c, uses, entries in zip(pool.classes, in_use, cached, strict=True):
+        wrong = np.flatnonzero(c.in_use != uses)[:8]
+        assert not wrong.size, f"class {c.index}: uses differ at pages {wrong}"
+        wrong = np.flatnonzero(c.cached != entries)[:8]
+        assert not wrong.size, f"class {c.index}: cached entries differ at pages {wrong}"
+    pool.check()
+    unbacked = pool.unbacked_slabs(pool.reserved - pool.slabs).tolist()
+    touched = state.copies.slabs().intersection(unbacked)
+    assert not touched, f"a pending copy reads or writes the unbacked slabs {touched}"
+    _check_accounts(state)
+
+
+def _below(root: Node) -> Iterable[Node]:
+    todo = list(root.children.values())
+    while todo:
+        node = todo.pop()
+        yield node
+        todo.extend(node.children.values())
+
+
+def _check_node(state: CacheState, node: Node) -> None:
+    block = state.block_tokens
+    assert len(node.text) == 4 * (node.end - node.start) > 0, "a node's text and range differ"
+    assert node.count == (node.end - 1) // block - node.start // block + 1, "a node's rows and range differ"
+    assert node.parent is not None and node.start == node.parent.end, (
+        "a node does not start where its parent ends"
+    )
+    assert all(int.from_bytes(c.text[:4], "little", signed=True) == k for k, c in node.children.items())
+    windowed = {c for columns in state.tree.window_columns for c in range(columns.start, columns.stop)}
+    full = [c for c in range(state.pages.width) if c not in windowed]
+    assert (node.pages[: node.count, full] > 0).all(), "a page of a full group is missing"
+    if node.checkpoint_counts is not None:
+        assert (node.checkpoint_counts >= 0).all(), "negative checkpoint counts"
+        for window, columns in enumerate(state.tree.window_columns):
+            marked = node.checkpoint_counts[: node.count, window] > 0
+            shared = np.zeros(node.count, bool)
+            shared[-1] = node.end % block != 0 and bool(node.children)
+            assert (node.pages[: node.count, columns.start][marked & ~shared] > 0).all(), (
+                "a page that a checkpoint needs is missing"
+            )
+    if node.leaf:
+        assert node.queued is not None, "a leaf is not queued for eviction"
+
+
+def _count(counts: list[Ids], columns: BlockPages, rows: Ids) -> None:
+    for cls, ids in columns.by_class(rows):
+        np.add.at(counts[cls], ids[ids > 0], 1)
+
+
+def _check_accounts(state: CacheState) -> None:
+    strides = [state.layout.slab_bytes // c.per_slab for c in state.pool.classes]
+    in_use = sum(c.in_use_pages * s for c, s in zip(state.pool.classes, strides, strict=True))
+    used = in_use + sum(c.cached_pages * s for c, s in zip(state.pool.classes, strides, strict=True))
+    accounts = state.accounts.accounts.values()
+    assert sum(a.in_use for a in accounts) == in_use, (
+        f"accounts have {sum(a.in_use for a in accounts)} bytes in use, pages {in_use}"
+    )
+    assert sum(a.used for a in accounts) == used, (
+        f"accounts use {sum(a.used for a in accounts)}, pages {used}"
+    )
+    shares = sum(a.guaranteed for a in accounts)
+    total = (state.pool.slabs - 1) * state.layout.slab_bytes
+    assert not shares or abs(shares - total) < 1, f"shares of {shares} in a pool of {total} bytes"
+    for account in accounts:
+        quota = account.tenant.quota
+        assert quota is None or account.used <= quota, f"tenant {account.tenant.name!r} is over its quota"

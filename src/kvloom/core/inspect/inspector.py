@@ -1,0 +1,115 @@
+"""Inspector: counters and pictures of a cache, for metrics and dashboards. Does not modify the cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from kvloom.core.eviction.tenants import Account
+from kvloom.core.histogram import Histogram
+from kvloom.core.pool.page_pool import SizeClass
+from kvloom.core.state import CacheState
+
+__all__ = ["Inspector", "cache_stats"]
+
+
+def cache_stats(state: CacheState) -> dict[str, float | int | dict[str, int]]:
+    """Counters of the pool, the tree and lookups. O(size classes)."""
+    classes = state.pool.classes
+    return {
+        "slabs": state.pool.slabs - 1,
+        "reserved_slabs": state.pool.reserved - 1,
+        "free_slabs": state.pool.free_slabs,
+        "in_use_pages": sum(c.in_use_pages for c in classes),
+        "cached_pages": sum(c.cached_pages for c in classes),
+        "free_pages_in_occupied_slabs": sum(c.free_pages for c in classes),
+        "nodes": state.tree.nodes,
+        "looked_up_tokens": state.counts.looked_up_tokens,
+        "hit_tokens": state.counts.hit_tokens,
+        "evictions": state.allocator.evictions,
+        "evicted_bytes": state.allocator.evicted_bytes,
+        "moved_pages": state.compaction.moved_pages,
+        "miss_reasons": dict(state.counts.misses),
+    }
+
+
+class Inspector:
+    """Read access to the counters of one cache."""
+
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
+
+    @property
+    def size_classes(self) -> tuple[SizeClass, ...]:
+        """Size classes of the pool with their page counts; do not modify them."""
+        return self._state.pool.classes
+
+    @property
+    def accounts(self) -> Mapping[str, Account]:
+        """Accounts by tenant name; do not modify them."""
+        return self._state.accounts.accounts
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the radix tree."""
+        return self._state.tree.nodes
+
+    @property
+    def looked_up_tokens(self) -> int:
+        """Tokens of the prompts of all opened sequences."""
+        return self._state.counts.looked_up_tokens
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens of those prompts that were hit."""
+        return self._state.counts.hit_tokens
+
+    @property
+    def moved_pages(self) -> int:
+        """Pages moved by compaction."""
+        return self._state.compaction.moved_pages
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that are cached and not in use."""
+        return sum(c.cached_pages for c in self._state.pool.classes)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of pages in use."""
+        classes = self._state.pool.classes
+        return sum(c.in_use_pages * (self._state.layout.slab_bytes // c.per_slab) for c in classes)
+
+    @property
+    def misses(self) -> Counter[str]:
+        """Opened sequences by miss reason."""
+        return self._state.counts.misses
+
+    @property
+    def evicted(self) -> Counter[str]:
+        """Evictions by kind: blocks, window, snapshot, media."""
+        return self._state.allocator.evicted
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Bytes evicted so far."""
+        return self._state.allocator.evicted_bytes
+
+    @property
+    def idle_seconds(self) -> Histogram:
+        """Seconds since the last use of evicted entries."""
+        return self._state.allocator.idle_seconds
+
+    @property
+    def reuse_seconds(self) -> Histogram:
+        """Seconds between a hit and the previous use."""
+        return self._state.counts.reuse_seconds
+
+    def hit_pages(self) -> dict[str, int]:
+        """Pages hit so far, by group name. O(groups)."""
+        return self._state.counts.hit_pages()
+
+    def unused_tokens(self) -> int:
+        """Tokens that open sequences have reserved and not computed. O(max_sequences), in array operations."""
+        tables = self._state.block_tables
+        return int(tables.blocks.sum()) * self._state.block_tokens - int(tables.length.sum())

@@ -1,0 +1,101 @@
+"""Loading: the part of the cache's interface that the offload manager calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvloom.core.pool.page_pool import Ids
+from kvloom.core.prefix.in_transfer import Mask, Reservation
+from kvloom.core.prefix.lookup import Match
+from kvloom.core.prefix.offload_batch import OffloadBatch, OffloadSource
+from kvloom.core.state import CacheState
+
+from .load_plan import LoadPlan, TierQuery, deciding_group, first_query
+from .reserve import cancel, publish_loaded, reserve
+
+__all__ = ["Loading"]
+
+
+class Loading:
+    """Load plans, reservations and offload batches of one cache. Not thread-safe, like the cache."""
+
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
+        self._deciding_group = deciding_group(state.layout)
+
+    # -- loading --------------------------------------------------------------------------------
+
+    def plan(self, match: Match) -> LoadPlan:
+        """Return the load plan of a prompt. Repeats the lookup if the cache has changed. Does not modify the cache."""
+        lookup = self._state.lookup
+        return LoadPlan(self._state.layout, lookup, lookup.refreshed(match))
+
+    def first_query(self, match: Match) -> TierQuery | None:
+        """Return the query whose miss makes a load plan useless, or None if no single query decides. Hashes one block."""
+        group, lookup = self._deciding_group, self._state.lookup
+        return None if group is None else first_query(group, lookup, lookup.refreshed(match))
+
+    def reserve(self, plan: LoadPlan) -> Reservation | None:
+        """Allocate the missing pages of a plan for a load job to fill; None if they do not fit. Evicts by policy.
+
+        The cache must not have changed since the plan was made, else ValueError.
+        """
+        if plan.match.version != self._state.tree.version:
+            raise ValueError("the cache has changed since this load plan was made; make a new one")
+        return reserve(self._state, plan)
+
+    def publish(
+        self, reservation: Reservation, loaded: Mask | None = None, states_loaded: bool = True
+    ) -> int:
+        """Publish the loaded pages (None: all) as if they were computed, and end the reservation. Returns the length at
+        which the prompt can resume on them, 0 for none. Pages that were not loaded become free."""
+        return publish_loaded(self._state, reservation, loaded, states_loaded)
+
+    def cancel(self, reservation: Reservation) -> None:
+        """End a reservation and free its pages. No transfer may write to them any more."""
+        cancel(self._state, reservation)
+
+    # -- offloading -----------------------------------------------------------------------------
+
+    def set_listener(self, listener: Callable[[OffloadBatch], None], on_close: bool) -> None:
+        """Call `listener` with pages before they are evicted and, with `on_close`, when a sequence closes.
+
+        The listener must not call the cache. Without a listener no page is hashed for offloading.
+        """
+        state = self._state
+
+        def current_pages(numbering: str, rows: Ids) -> Ids:
+            columns = state.states if numbering == "state" else state.pages
+            return state.copies.current_pages(columns, rows)
+
+        publisher = state.tree.publisher
+        state.tree.set_offload_source(
+            OffloadSource(publisher, state.block_tokens, current_pages, listener, on_close)
+        )
+
+    def remove_listener(self) -> None:
+        """Stop offering pages."""
+        self._state.tree.set_offload_source(None)
+
+    def mark_step(self, moved: bool = False) -> None:
+        """Increment the age of all cached pages in later batches. `moved`: pages were copied inside the pool."""
+        source = self._state.tree.offload_source
+        if source is not None:
+            source.mark_step(self._state.clock.now(), moved)
+
+    def retain_batch(self, batch: OffloadBatch) -> None:
+        """Keep the pages of a batch in use and in place until `release_batch`: a transfer reads them."""
+        self._state.in_transfer.retain_batch(batch)
+
+    def release_batch(self, batch: OffloadBatch) -> None:
+        """End `retain_batch`."""
+        self._state.in_transfer.release_batch(batch)
+
+    def evict_ahead(self) -> bool:
+        """Evict a few pages before they are needed. Returns whether any was evicted; see `Allocator.evict_ahead`."""
+        return self._state.allocator.evict_ahead()
+
+    def page_changes(self) -> tuple[int, int, int]:
+        """Counts of evictions, of moved pages and of replaced partial blocks. Equal counts: every page is in place."""
+        state = self._state
+        return state.allocator.evictions, state.compaction.moved_pages, state.tree.replaced

@@ -1,0 +1,125 @@
+"""Block tables of all sequences: page ids, lengths and flags, one array row per sequence.
+
+Arrays make a decode step of many sequences a few numpy operations. Tables are indexed [column, row, block]; a
+column is one page of a block. Entry 0 means no page: never written, or outside the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import loops
+from .page_pool import Ids
+
+__all__ = ["BlockTables", "Rows"]
+
+Rows = npt.NDArray[np.integer]
+
+
+class BlockTables:
+    """Arrays with one row per sequence. Memory is touched only as far as sequences reach.
+
+    | array            | meaning                                                                    |
+    |------------------|----------------------------------------------------------------------------|
+    | tables           | page ids [column, row, block]                                              |
+    | states           | page ids of the live states [column, row]                                  |
+    | length           | computed tokens                                                            |
+    | state_length     | tokens that the live states cover                                          |
+    | blocks           | reserved blocks                                                            |
+    | first            | first block inside each window [window, row]                               |
+    | tail             | tokens after the last published block                                      |
+    | special          | the row cannot be extended or committed in bulk                            |
+    | wants_checkpoint | a checkpoint position lies ahead                                           |
+    | first_changed    | first block whose page ids changed since `take_changed`                    |
+    """
+
+    def __init__(
+        self, sequences: int, max_blocks: int, block: int, width: int, states: int, windows: int
+    ) -> None:
+        self.tables: Ids = np.zeros((width, sequences, max_blocks), np.int32)
+        self.states: Ids = np.zeros((states, sequences), np.int32)
+        self.length = np.zeros(sequences, np.int64)
+        self.blocks: Ids = np.zeros(sequences, np.int32)
+        self.state_length = np.zeros(sequences, np.int64)
+        self.first: Ids = np.zeros((windows, sequences), np.int32)
+        self.tail: Ids = np.zeros((sequences, block), np.int32)
+        self.special = np.zeros(sequences, np.bool_)
+        self.wants_checkpoint = np.zeros(sequences, np.bool_)
+        self.first_changed: Ids = np.full(sequences, max_blocks, np.int32)
+        self._has_states, self._has_windows = states > 0, windows > 0
+        self.sequences: list[Any] = [None] * sequences
+        """The sequence of each open row, else None."""
+        self._open = np.zeros(sequences, np.bool_)
+        self._free = list(range(sequences - 1, -1, -1))
+
+    @property
+    def open(self) -> int:
+        """Count of open rows."""
+        return len(self.sequences) - len(self._free)
+
+    def take_row(self) -> int:
+        """Open a free row and return its index. Raises RuntimeError if none is free."""
+        if not self._free:
+            count = len(self.sequences)
+            raise RuntimeError(f"all {count} sequences are open; close one or raise max_sequences")
+        row = self._free.pop()
+        self._open[row] = True
+        return row
+
+    def assign(self, row: int, sequence: object) -> None:
+        """Store the sequence of an open row."""
+        self.sequences[row] = sequence
+
+    def free_row(self, row: int) -> None:
+        """Clear a row and mark it free. The caller has released its pages."""
+        self.tables[:, row, : self.blocks.item(row)] = 0
+        if self._has_states:
+            self.states[:, row] = 0
+        if self._has_windows:
+            self.first[:, row] = 0
+        self.length[row] = self.blocks[row] = self.state_length[row] = 0
+        self.special[row] = self.wants_checkpoint[row] = False
+        self.first_changed[row] = 0
+        self.sequences[row] = None
+        self._open[row] = False
+        self._free.append(row)
+
+    def validated(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Return `rows` as int64. Raises ValueError unless each is open and listed once."""
+        at = np.asarray(rows)
+        if at.ndim != 1 or (at.size and at.dtype.kind not in "iu"):
+            raise ValueError(f"rows must be a 1-D array of integers, got {at.dtype} {at.shape}")
+        at = np.ascontiguousarray(at, np.int64)
+        wrong = loops.wrong_row(at, self._open)
+        if wrong >= 0:
+            row = int(at[wrong])
+            twice = row in at[:wrong].tolist()
+            raise ValueError(f"row {row} is listed twice" if twice else f"row {row} has no open sequence")
+        return at
+
+    def mark_changed(self, row: int, block: int) -> None:
+        """Record that a row's page ids changed from `block` on. Entries outside windows need no mark: they are not read."""
+        if block < self.first_changed.item(row):
+            self.first_changed[row] = block
+
+    def mark_each_changed(self, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> None:
+        """`mark_changed` for many entries; a row may occur several times."""
+        np.minimum.at(self.first_changed, rows, blocks.astype(np.int32))
+
+    def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
+        """Return the first changed block of each row (its end if none changed), and clear the marks."""
+        first = np.minimum(self.first_changed[rows], self.blocks[rows])
+        self.first_changed[rows] = self.tables.shape[2]
+        return first
+
+    def open_rows(self) -> list[int]:
+        """Indices of the open rows."""
+        return [row for row, sequence in enumerate(self.sequences) if sequence is not None]
+
+    def open_sequences(self) -> Iterator[tuple[int, Any]]:
+        """Each open row with its sequence."""
+        return ((row, sequence) for row, sequence in enumerate(self.sequences) if sequence is not None)

@@ -1,0 +1,242 @@
+"""Lookup: the longest resumable prefix of a prompt, and the reason why it is not longer. Does not modify the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvloom.core.control import CacheControl
+from kvloom.core.layout.pool_layout import HASH_TOKENS
+from kvloom.core.pool.page_pool import Ids
+
+from .block_hash import TOKEN_BYTES, hash_chain, media_hash, tail_hash
+from .ghosts import Ghosts
+from .hash_index import HashIndex
+from .media_cache import MediaCache
+from .multimodal import Media
+from .node import Checkpoint, Node
+from .radix_tree import RadixTree
+from .resume_rule import longest_resume
+
+__all__ = ["MISS_REASONS", "NOT_CACHED", "Lookup", "Match", "Miss"]
+
+MISS_REASONS = {
+    "complete": "everything but the last token is cached; the last token is computed to get logits",
+    "never seen": "no earlier request computed these tokens",
+    "evicted": "the pages were cached and evicted",
+    "other tenant": "another tenant has this prefix; tenants never share pages",
+    "snapshot missing": "the tokens match further, but no recurrent state was cached there",
+    "window page missing": "the tokens match further, but pages of a sliding or chunked window were evicted",
+    "media missing": "the tokens match further, but the pages of an image before that position were evicted",
+    "reading off": "the request disabled reading the cache",
+}
+NOT_CACHED = ("never seen", "evicted")
+"""Reasons for which the pool has no page of the next tokens."""
+
+
+class Miss(NamedTuple):
+    """Position where a lookup ended, and the reason; `when` and `policy` for evicted pages."""
+
+    reason: str
+    position: int
+    when: float | None = None
+    policy: str | None = None
+
+    def __str__(self) -> str:
+        detail = f" at {self.when:.3f} s by {self.policy}" if self.when is not None else ""
+        return f"stopped at token {self.position}: {self.reason}{detail} ({MISS_REASONS[self.reason]})"
+
+
+@dataclass(slots=True)
+class Match:
+    """Result of a lookup. It becomes stale when the tree changes; `open` then repeats the lookup.
+
+    | tokens       | meaning                                    |
+    |--------------|--------------------------------------------|
+    | [0, resume)  | need not be computed: the hit              |
+    | [0, matched) | are in the tree, perhaps without all pages |
+    | [0, limit)   | were looked up                             |
+    | [0, length)  | the prompt                                 |
+    """
+
+    root_hash: bytes
+    data: bytes
+    length: int
+    limit: int
+    control: CacheControl
+    media: tuple[Media, ...]
+    path: list[Node]
+    matched: int
+    resume: int
+    rows: Ids
+    checkpoint: Checkpoint | None
+    miss: Miss
+    version: int
+
+
+class Lookup:
+    """Looks prompts up in one tree. Cost: nodes passed and bytes compared."""
+
+    def __init__(self, tree: RadixTree, media: MediaCache, ghosts: Ghosts) -> None:
+        self._tree = tree
+        self._media = media
+        self._ghosts = ghosts
+
+    def find(
+        self, root_hash: bytes, data: bytes, control: CacheControl, media: Sequence[Media], limit: int
+    ) -> Match:
+        """Return the match of `data` (token bytes) at or below `limit` tokens."""
+        tree = self._tree
+        root = tree.roots.get(root_hash) if control.read else None
+        path, matched = ([], 0) if root is None else tree.walk(root, data, limit)
+        rows = tree.rows(path, matched)
+        resume, reason = matched, ""
+        if media and self._media.pages.width:
+            for item in media:
+                run = self._media.get(root_hash + item.digest)
+                if run is not None and item.tokens not in (0, run.tokens):
+                    raise ValueError(f"media {item.digest.hex()} has {run.tokens} tokens, not {item.tokens}")
+                if item.tokens and item.start < resume and run is None and self._media.outlives_prompt:
+                    resume, reason = item.start, "media missing"
+        checkpoint = None
+        if tree.needs_checkpoints and resume:
+            rows, resume, checkpoint, reason = self._resume(path, resume, rows, reason)
+        if not control.read:
+            miss = Miss("reading off", 0)
+        elif resume < matched:
+            miss = Miss(reason, resume)
+        else:
+            miss = self._end_of_match(root_hash, path, matched, data, limit)
+        if resume < matched:
+            rows = rows[: -(-resume // tree.block)]
+        length = len(data) // TOKEN_BYTES
+        return Match(
+            root_hash,
+            data,
+            length,
+            limit,
+            control,
+            tuple(media),
+            path,
+            matched,
+            resume,
+            rows,
+            checkpoint,
+            miss,
+            tree.version,
+        )
+
+    def refreshed(self, match: Match) -> Match:
+        """Return `match`, or a new lookup if the tree has changed since."""
+        if match.version == self._tree.version:
+            return match
+        return self.find(match.root_hash, match.data, match.control, match.media, match.limit)
+
+    def rows(self, match: Match) -> Ids:
+        """Rows of page ids of all matched tokens."""
+        return self._tree.rows(match.path, match.matched)
+
+    def ghost(self, match: Match) -> tuple[int | bytes, int]:
+        """Key and byte offset under which `Ghosts` has the run that would follow the match."""
+        return match.path[-1].serial if match.path else match.root_hash, match.matched * TOKEN_BYTES
+
+    def _resume(
+        self, path: list[Node], limit: int, rows: Ids, reason: str
+    ) -> tuple[Ids, int, Checkpoint | None, str]:
+        """Rows, longest resumable length, its checkpoint, and the reason why it is not `limit`."""
+        tree = self._tree
+        windows = tree.presence(rows)
+        found = {c.position: c for c in self._checkpoints(path, limit)} if tree.has_states else None
+        resume, broken = longest_resume(limit, windows, tree.block, found)
+        if resume < limit:
+            reason = "window page missing" if broken is not None else reason or "snapshot missing"
+            above = path[:-1]
+            while (
+                above and above[-1].end > resume and (above[-1].end > limit or not above[-1].end % tree.block)
+            ):
+                above = above[:-1]
+            if above and above[-1].end > resume:
+                # Nodes that share a block: the upper one may have a page that the lower one lost.
+                upper = self._resume(above, above[-1].end, tree.rows(above, above[-1].end), reason)
+                if upper[1] > resume:
+                    return upper
+        return rows, resume, found.get(resume) if found else None, reason
+
+    @staticmethod
+    def _checkpoints(path: list[Node], limit: int) -> Iterator[Checkpoint]:
+        for node in reversed(path):
+            for checkpoint in reversed(node.checkpoints):
+                if checkpoint.position <= limit:
+                    yield checkpoint
+
+    def _end_of_match(
+        self, root_hash: bytes, path: list[Node], matched: int, data: bytes, limit: int
+    ) -> Miss:
+        if matched == limit:
+            return Miss("complete", matched)
+        if not path or path[-1].end == matched:
+            place = path[-1].serial if path else root_hash
+            ghost = self._ghosts.find(place, data, matched * TOKEN_BYTES)
+            if ghost is not None:
+                return Miss("evicted", matched, ghost.when, ghost.reason)
+        return Miss("never seen", matched)
+
+    def explain(self, match: Match, across_tenants: bool = True) -> Miss:
+        """Return the miss, and "other tenant" where another root has the prompt. For operators: the answer reveals
+        another tenant's prompt. O(roots)."""
+        if across_tenants and match.miss.reason in NOT_CACHED:
+            for root_hash, root in self._tree.roots.items():
+                if root_hash != match.root_hash:
+                    _, matched = self._tree.walk(root, match.data, match.limit)
+                    if matched > max(match.matched, self._tree.block - 1):
+                        return Miss("other tenant", match.resume)
+        return match.miss
+
+    # -- hashes for tiers, peers and routers ----------------------------------------------------
+
+    def block_hashes(self, match: Match) -> list[bytes]:
+        """Hashes of every HASH_TOKENS tokens of the prompt. Hashes stored in the tree are not computed again."""
+        publisher = self._tree.publisher
+        known: list[bytes] = []
+        for node in match.path:
+            if node.end <= match.matched:
+                known += publisher.hashes(node)
+        parent = known[-1] if known else match.root_hash
+        return known + hash_chain(
+            parent, match.data[len(known) * HASH_TOKENS * TOKEN_BYTES :], publisher.resolve
+        )
+
+    def hash_at(self, match: Match, end: int) -> bytes:
+        """Hash of the prompt's first `end` tokens, a multiple of HASH_TOKENS beyond the matched ones."""
+        publisher, known = self._tree.publisher, match.matched // HASH_TOKENS * HASH_TOKENS
+        parent = publisher.hash_at(match.path[-1], known) if match.path else match.root_hash
+        more = hash_chain(parent, match.data[known * TOKEN_BYTES : end * TOKEN_BYTES], publisher.resolve)
+        return more[-1] if more else parent
+
+    def tail_hash(self, match: Match, parent: bytes, start: int, stop: int) -> bytes:
+        """Hash of the prompt's tokens [start, stop) after `parent`, fewer than HASH_TOKENS."""
+        text = match.data[start * TOKEN_BYTES : stop * TOKEN_BYTES]
+        return tail_hash(parent, text, self._tree.publisher.resolve)
+
+    def media_limit(self, match: Match, has_run: Callable[[Media], bool]) -> int:
+        """Tokens of `match.limit` before the first image whose run is needed and, by `has_run`, missing."""
+        limit = match.limit
+        if self._media.pages.width and self._media.outlives_prompt:
+            for item in match.media:
+                if item.tokens and item.start < limit and not has_run(item):
+                    limit = item.start
+        return limit
+
+    def cached_media_limit(self, match: Match) -> int:
+        """`media_limit` by the runs in this cache."""
+        return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
+
+    def resumable_with(self, match: Match, index: HashIndex) -> int:
+        """Return the longest resumable length that the pages in `index` give this prompt."""
+
+        def tail(parent: bytes, start: int, length: int) -> bytes:
+            return self.tail_hash(match, parent, start, start + length)
+
+        limit = self.media_limit(match, lambda item: media_hash(match.root_hash, item.digest) in index)
+        return index.match(self.block_hashes(match), limit, root=match.root_hash, tail=tail)

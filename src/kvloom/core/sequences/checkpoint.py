@@ -1,0 +1,124 @@
+"""Take checkpoints of a sequence, and publish its tokens in the radix tree."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvloom.core.prefix.node import Node
+from kvloom.core.prefix.radix_tree import Retention
+from kvloom.core.state import CacheState
+
+from .sequence import Sequence, ensure_open
+
+__all__ = ["checkpoint", "node_at", "publish", "take_checkpoints"]
+
+
+def take_checkpoints(state: CacheState, seq: Sequence, before: int) -> None:
+    """Take the checkpoints at positions that a commit passed; `before` is the length before it."""
+    if not state.tree.needs_checkpoints or not seq.control.store:
+        return
+    table = state.block_tables
+    length = int(table.length[seq.row])
+    positions = {p for p in seq.checkpoint_positions if before < p <= length}
+    every = state.snapshots.every_blocks * state.block_tokens
+    if every:
+        positions.update(range((before // every + 1) * every, length + 1, every))
+    if state.has_states:
+        positions &= {int(table.state_length[seq.row])}
+    for position in sorted(positions):
+        checkpoint(state, seq, position)
+    if seq.checkpoint_positions and seq.checkpoint_positions[-1] <= length:
+        seq.checkpoint_positions = ()
+        table.wants_checkpoint[seq.row] = False
+
+
+def checkpoint(state: CacheState, seq: Sequence, position: int | None = None) -> bool:
+    """Take a checkpoint, or schedule it if `position` lies ahead; False if it was not taken."""
+    ensure_open(state, seq)
+    tree, table = state.tree, state.block_tables
+    length = int(table.length[seq.row])
+    here = int(table.state_length[seq.row]) if state.has_states else length
+    position = here if position is None else position
+    if not 0 <= position <= state.max_tokens:
+        raise ValueError(f"checkpoint position {position} is outside 0 to max_tokens {state.max_tokens}")
+    if not tree.needs_checkpoints or not seq.control.store or not position:
+        return False
+    if position > length:
+        seq.checkpoint_positions = tuple(sorted({*seq.checkpoint_positions, position}))
+        table.wants_checkpoint[seq.row] = True
+        return True
+    now = state.clock.now()
+    if not state.has_states:
+        node = node_at(state, seq, position, now)
+        return node is not None and tree.checkpoint(node, position, None, now) is not None
+    if position != here or not table.states[0, seq.row]:
+        return False
+    node = node_at(state, seq, position, now)
+    if node is None or tree.checkpoint_at(node, position) is not None:
+        return False
+    account = seq.root.account
+    tree.lock(node)
+    taken = None
+    if not state.take(account, state.states.needs(1)):
+        copy = state.states.allocate(1)
+        live = table.states[:, seq.row][None].copy()
+        taken = tree.checkpoint(node, position, copy.copy(), now)
+        if taken is not None:
+            account.retain(state.states.retain(live))
+            state.copy_rows(account, state.states, live, copy)
+        state.release(account, state.states, copy)
+    tree.unlock(node, now)
+    return taken is not None
+
+
+def node_at(
+    state: CacheState, seq: Sequence, position: int, now: float, closing: bool = False
+) -> Node | None:
+    """Return the node that contains `position` of a sequence. A partial tail is published if needed."""
+    if position <= seq.published:
+        node: Node | None = seq.node
+        while node is not None and node.start >= position:
+            node = node.parent
+        return node if node is not None and node.parent is not None else None
+    data = state.block_tables.tail[seq.row, : position - seq.published].tobytes()
+    return publish(state, seq, seq.node, data, seq.published, position, now, closing)
+
+
+def publish(
+    state: CacheState,
+    seq: Sequence,
+    node: Node,
+    data: bytes,
+    first: int,
+    last: int,
+    now: float,
+    closing: bool = False,
+    lock: bool = False,
+) -> Node:
+    """Add tokens [first, last) of a sequence after `node` and return the last node; `lock` moves the sequence's lock there.
+
+    Where the tree already has a full block, the sequence uses the tree's page instead of its own.
+    """
+    block = state.block_tokens
+    table = state.block_tables.tables[:, seq.row, first // block : -(-last // block)]
+    rows = table.T.copy()
+    retention = _retention(seq, first, block) if seq.control.retain else (0, None)
+    node, had_some = state.tree.publish(node, data, rows, now, retention, seq.node, closing, lock)
+    if had_some and last % block == 0:
+        differs = rows != table.T
+        if differs.any():
+            account = seq.root.account
+            account.retain(state.pages.retain(np.where(differs, rows, 0)))
+            state.release(account, state.pages, np.where(differs, table.T, 0))
+            table[:] = rows.T
+            state.block_tables.mark_changed(seq.row, first // block)
+    return node
+
+
+def _retention(seq: Sequence, position: int, block: int) -> Retention:
+    """Priority and expiry time that the request gives the token at `position`."""
+    for item in seq.control.retain:
+        start = item.start // block * block
+        if start <= position and (item.stop is None or position < item.stop):
+            return item.priority, None if item.ttl is None else seq.opened + item.ttl
+    return 0, None

@@ -1,0 +1,179 @@
+"""State of one cache: its components, and the helpers that sequences, loads and inspection share.
+
+    layout ── pool ── block tables          pages in slabs, page ids per sequence
+              │
+    tree, media cache, ghosts, lookup       cached prefixes
+              │
+    accounts, pins, loads, compaction ── allocator
+
+Components are created here, in this order; none is replaced afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .allocator import Allocator
+from .clock import Clock
+from .control import CheckpointPolicy
+from .events import EventBus
+from .eviction.policies import Policy
+from .eviction.registry import make_policy
+from .eviction.tenants import Account, Accounts, Tenant
+from .layout.layer_spec import PROMPT
+from .layout.pool_layout import PoolLayout
+from .pool.block_pages import BlockPages
+from .pool.block_tables import BlockTables
+from .pool.compaction import Compaction
+from .pool.page_pool import Ids, PagePool
+from .pool.pending_copies import PendingCopies
+from .prefix.ghosts import Ghosts
+from .prefix.in_transfer import PagesInTransfer
+from .prefix.lookup import Lookup
+from .prefix.lookup_counts import LookupCounts
+from .prefix.media_cache import MediaCache
+from .prefix.multimodal import MediaIds
+from .prefix.pins import Pins
+from .prefix.publisher import EventPublisher
+from .prefix.radix_tree import RadixTree
+
+__all__ = ["CacheState"]
+
+
+class CacheState:
+    """The components of one cache. `KVCache` owns it; functions of `sequences` and `loading` change it."""
+
+    __slots__ = (
+        "accounts",
+        "allocator",
+        "block_tables",
+        "block_tokens",
+        "clock",
+        "compaction",
+        "copies",
+        "counts",
+        "events",
+        "ghosts",
+        "has_states",
+        "in_transfer",
+        "layout",
+        "lookup",
+        "max_tokens",
+        "media",
+        "media_cache",
+        "media_ids",
+        "pages",
+        "pins",
+        "pool",
+        "snapshots",
+        "states",
+        "tree",
+    )
+
+    def __init__(
+        self,
+        layout: PoolLayout,
+        slabs: int,
+        reserved: int | None,
+        policy: str | Policy,
+        max_sequences: int,
+        max_tokens: int,
+        tenants: Iterable[Tenant],
+        snapshots: CheckpointPolicy,
+        clock: Clock,
+    ) -> None:
+        if max_sequences < 1 or max_tokens < 1:
+            raise ValueError(f"max_sequences {max_sequences} and max_tokens {max_tokens} must be positive")
+        self.layout, self.block_tokens = layout, layout.block_tokens
+        self.max_tokens, self.snapshots, self.clock = max_tokens, snapshots, clock
+        self.events = EventBus()
+        self.pool = PagePool([g.pages_per_slab for g in layout.groups], slabs, reserved)
+        self.pages, self.states, self.media = (self._numbering(n) for n in ("token", "state", "media"))
+        self.has_states = bool(self.states.width)
+        self._refuse_too_small()
+        self.media_ids = MediaIds()
+        publisher = EventPublisher(layout, self.events, self.media_ids.digest_of)
+        self.tree = RadixTree(layout, self.pages, self.states, publisher)
+        outlives_prompt = any(group.spec.lifetime != PROMPT for group in layout.of("media"))
+        self.media_cache = MediaCache(self.media, publisher, outlives_prompt)
+        self.ghosts = Ghosts()
+        self.lookup = Lookup(self.tree, self.media_cache, self.ghosts)
+        self.counts = LookupCounts(layout)
+        self.accounts = Accounts(tenants, make_policy(policy), (slabs - 1) * layout.slab_bytes)
+        blocks, windows = -(-max_tokens // self.block_tokens), len(self.tree.windows)
+        widths = self.pages.width, self.states.width
+        self.block_tables = BlockTables(max_sequences, blocks, self.block_tokens, *widths, windows)
+        self.copies = PendingCopies(self.pool, layout.slab_bytes)
+        self.pins = Pins(self.tree, self.media_cache, self.accounts, clock)
+        self.in_transfer = PagesInTransfer(self.pages, self.states, self.accounts)
+        self.compaction = Compaction(
+            self.pool,
+            self.pages,
+            self.states,
+            self.media,
+            self.block_tables,
+            self.copies,
+            (self.pins, self.in_transfer),
+            self.block_tokens,
+        )
+        self.allocator = Allocator(
+            self.pool,
+            self.tree,
+            self.media_cache,
+            self.accounts,
+            self.pins,
+            self.compaction,
+            self.copies,
+            self.ghosts,
+            clock,
+            layout.slab_bytes,
+        )
+
+    def _numbering(self, numbering: str) -> BlockPages:
+        classes = [self.pool.class_of[g.index] for g in self.layout.of(numbering) for _ in range(g.runs)]
+        return BlockPages(self.pool, classes, self.layout.slab_bytes)
+
+    def _refuse_too_small(self) -> None:
+        least = [a + b for a, b in zip(self.pages.needs(1), self.states.needs(1), strict=True)]
+        short = self.pool.missing_slabs(least)
+        if short:
+            slabs = self.pool.slabs
+            raise ValueError(
+                f"a pool of {slabs} slabs of {self.layout.slab_bytes} bytes cannot hold one block and one state of "
+                f"this model; give it {slabs + short} or more"
+            )
+
+    # -- pages ----------------------------------------------------------------------------------
+
+    def needs(self, rows: int, states: int, media: int) -> list[int]:
+        """Pages of each size class in `rows` blocks, `states` states and `media` blocks of images."""
+        needs = self.pages.needs(rows)
+        if states:
+            needs = [a + b for a, b in zip(needs, self.states.needs(states), strict=True)]
+        if media:
+            needs = [a + b for a, b in zip(needs, self.media.needs(media), strict=True)]
+        return needs
+
+    def take(self, account: Account, needs: list[int]) -> int:
+        """Make room for `needs` and charge `account`. Returns the count of missing pages; if not 0, nothing is charged."""
+        missing = self.allocator.make_room(account, needs)
+        if not missing:
+            account.charge(self.allocator.bytes_of(needs))
+        return missing
+
+    @staticmethod
+    def release(account: Account, columns: BlockPages, rows: Ids) -> None:
+        """Drop one use of every page in `rows`, charged to `account`."""
+        account.release(*columns.release(rows))
+
+    def copy_rows(self, account: Account, columns: BlockPages, source: Ids, target: Ids) -> None:
+        """Queue the copy of `source` to `target`. Takes over the caller's use of `source`."""
+        self.copies.add_rows(columns, source, target)
+        self.copies.retain_sources(columns, source, account)
+
+    # -- rows of the block tables ---------------------------------------------------------------
+
+    def set_window_edges(self, row: int, position: int) -> None:
+        """Set the first block inside each window for a query at `position`."""
+        for window, visibility in enumerate(self.tree.windows):
+            self.block_tables.first[window, row] = visibility.first_visible(position) // self.block_tokens

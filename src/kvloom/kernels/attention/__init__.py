@@ -1,0 +1,77 @@
+"""Attention over pages: a plan made once a step, run by every layer.
+
+| files                                        | hold                                                                       |
+|----------------------------------------------|----------------------------------------------------------------------------|
+| plan, cpu_plan                               | the interface `Plan`, the choice of an implementation, plans on a CPU      |
+| mask, shape, reference                       | visible tokens, supported shapes, the oracle in plain torch                |
+| decode, work_list                            | `DecodePlan`: 1 to 64 queries a row, in CUDA graphs                        |
+| cascade                                      | runs of pages that several sequences share, read once                      |
+| prefill, prefill_*                           | `PrefillPlan` and its backends: over pages, gathered, cuDNN, libraries     |
+| dense                                        | attention over packed K and V; joining two results                         |
+| batch_invariant                              | plans whose results do not depend on the batch                             |
+| triton_*                                     | the kernels                                                                |
+
+A new layer kind (`core.Visibility`) adds one mask rule here: its number in `mask.SPANS`, and the first token that a query sees in
+`triton_mask.first_visible`. The oracle and the host's lists read `Visibility.first_visible_each`. `QueryRows.count_pairs`
+estimates the work of a kind; `prefill_libraries` refuse kinds that they do not name.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .cascade import SharedRun, SharedRuns, find_shared_runs, is_worth_sharing, visible_shared_runs
+from .cpu_plan import ReferencePlan
+from .dense import attend_dense, merge_outputs
+from .mask import FULL, Mask
+from .plan import Plan, decode_plan, prefill_plan
+from .prefill_backends import QueryRows
+from .prefill_libraries import installed_libraries
+from .reference import attend
+from .shape import Shape, plan_capacity, split_dim
+
+if TYPE_CHECKING:
+    from .batch_invariant import BatchInvariantDecodePlan, BatchInvariantPrefillPlan
+    from .decode import DecodePlan
+    from .prefill import PrefillPlan
+
+__all__ = [
+    "FULL",
+    "BatchInvariantDecodePlan",
+    "BatchInvariantPrefillPlan",
+    "DecodePlan",
+    "Mask",
+    "Plan",
+    "PrefillPlan",
+    "QueryRows",
+    "ReferencePlan",
+    "Shape",
+    "SharedRun",
+    "SharedRuns",
+    "attend",
+    "attend_dense",
+    "decode_plan",
+    "find_shared_runs",
+    "installed_libraries",
+    "is_worth_sharing",
+    "merge_outputs",
+    "plan_capacity",
+    "prefill_plan",
+    "split_dim",
+    "visible_shared_runs",
+]
+
+_NEEDS_TRITON = {
+    "DecodePlan": "decode",
+    "BatchInvariantDecodePlan": "batch_invariant",
+    "PrefillPlan": "prefill",
+    "BatchInvariantPrefillPlan": "batch_invariant",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _NEEDS_TRITON:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f".{_NEEDS_TRITON[name]}", __name__), name)

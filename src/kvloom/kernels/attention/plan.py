@@ -1,0 +1,84 @@
+"""The attention interface: a plan is made once a step and run by every layer, wherever the tensors are.
+
+| rows                  | on a GPU                            | on a CPU        |
+|-----------------------|-------------------------------------|-----------------|
+| 1 to 64 queries each  | `decode.DecodePlan`, in CUDA graphs | `ReferencePlan` |
+| any number of queries | `prefill.PrefillPlan`               | `CpuPlan`       |
+
+Every plan returns what `reference.attend` returns. Knows no cache and no models.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from kvloom.core import Visibility
+
+from .cascade import SharedRuns
+from .cpu_plan import CpuPlan, ReferencePlan
+from .mask import FULL, Mask
+from .shape import Shape
+
+__all__ = ["Plan", "decode_plan", "prefill_plan"]
+
+
+class Plan(Protocol):
+    """Attention of one step, as a layer sees it."""
+
+    shape: Shape
+    span: Visibility
+
+    def make(self, starts: Any, lengths: Any) -> None:
+        """Set the step's rows: `starts` of their queries in q ([rows + 1]), and their `lengths`, queries included."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tables: torch.Tensor,
+        mask: Mask | None = None,
+        scale: float | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        new_k: torch.Tensor | None = None,
+        new_v: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return outputs [queries, heads, v_dim] and the natural log-sum-exp of scores [queries, heads].
+
+        The log-sum-exp may be None if it costs extra and no `lse` buffer is given. `new_k` and `new_v` are the new tokens' keys
+        and values as written to the pages; a plan may use them instead of reading the pages.
+        """
+        ...
+
+
+def decode_plan(
+    shape: Shape,
+    sequences: int,
+    queries: int = 1,
+    span: Visibility = FULL,
+    device: torch.device | str = "cuda",
+    sharing: SharedRuns | None = None,
+) -> Plan:
+    """Return a plan for up to `sequences` rows of up to `queries` query tokens.
+
+    On a GPU `starts` and `lengths` are int32 tensors on the device. On a CPU `sharing` is ignored; results are the same.
+    """
+    if torch.device(device).type == "cpu":
+        return ReferencePlan(shape, span)
+    from .decode import DecodePlan
+
+    return DecodePlan(shape, sequences, queries, span, device, sharing)
+
+
+def prefill_plan(shape: Shape, span: Visibility = FULL, device: torch.device | str = "cuda") -> Plan:
+    """Return a plan for rows of any number of queries; `starts` and `lengths` are on the host."""
+    if torch.device(device).type == "cpu":
+        return CpuPlan(shape, span)
+    from .prefill import PrefillPlan
+
+    return PrefillPlan(shape, span, device)

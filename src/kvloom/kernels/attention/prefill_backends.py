@@ -1,0 +1,312 @@
+"""Prefill's work lists and the choice between its backends: plain arrays, no launches, no Triton.
+
+| backend     | reads                              | supports                                                          |
+|-------------|------------------------------------|-------------------------------------------------------------------|
+| pages       | pages in place                     | everything                                                        |
+| descriptors | pages gathered to one run a row    | half precision; windows, chunks and sinks; any mix of lengths     |
+| cudnn       | the same, in batches of equal size | half precision; sinks; torch's cuDNN operator, fastest for large batches |
+
+Of a windowed row only tokens visible to the step are gathered. A span that cuts no row of a step counts as full. cuDNN
+plans every new size for 40 milliseconds on the host, so it gets even sizes only: chunks of long prompts repeat them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core import Visibility
+
+from .shape import Shape
+
+__all__ = [
+    "Backend",
+    "BlockTile",
+    "CudnnBatch",
+    "QueryRows",
+    "block_list",
+    "choose_backend",
+    "choose_gathered_tile",
+    "choose_tile",
+    "copy_list",
+    "cudnn_batches",
+    "span_list",
+]
+
+Backend = Literal["pages", "descriptors", "cudnn"]
+Ints = npt.NDArray[np.int64]
+Lists = npt.NDArray[np.int32]
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+GATHERED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+"""Dims of keys and values that the kernels over gathered tokens support."""
+MIN_CUDNN_TILES = 512
+"""Tiles of 128 queries by a head in each cuDNN batch, at least: fewer leave processors idle."""
+MIN_CUDNN_PAIRS = 1 << 26
+"""Pairs of query and key, over all heads, from which cuDNN is worth its plan for a new size."""
+MAX_CUDNN_BATCHES = 4
+"""cuDNN batches of a step, at most; more and smaller batches run faster as one list."""
+MIN_GATHERED_PAIRS = 1 << 26
+"""Pairs of query and key, over all heads, from which gathering pays; below, launches cost more."""
+MIN_GATHERED_PAIRS_WIDE = 1 << 24
+"""The same for heads of more than 128 dims, which are slower over pages."""
+MANY_VISIBLE_TOKENS = 2048
+"""Mean visible tokens of a query from which descriptors are faster than cuDNN for heads of up to 64 dims."""
+NARROW_WINDOW = 128
+"""Largest window that is processed in short steps."""
+MIN_GATHERED_QUERIES = 64
+"""Rows of fewer queries are computed over pages: gathering would cost more than their attention."""
+COPY_TOKENS = 64
+MIN_PIECE_UNITS = 4
+"""Steps over tokens of a piece of a block, at least."""
+SMALL_ROWS = 16
+"""Query rows a KV head up to which a sequence gets short blocks, beside the long ones of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRows:
+    """A step's sequences on the host: starts of their queries in q, and their lengths. `context_lengths` come before the queries."""
+
+    starts: Ints
+    lengths: Ints
+
+    @classmethod
+    def from_lists(cls, starts: Sequence[int] | Ints, lengths: Sequence[int] | Ints) -> QueryRows:
+        rows = cls(np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64))
+        if rows.starts.ndim != 1 or rows.starts.shape[0] != rows.lengths.shape[0] + 1:
+            raise ValueError(
+                f"{rows.starts.shape[0]} starts for {rows.lengths.shape[0]} lengths: there must be one more"
+            )
+        if rows.starts[0] != 0 or (np.diff(rows.starts) < 0).any():
+            raise ValueError(f"starts must begin with 0 and never fall, got {rows.starts[:8].tolist()}…")
+        return rows
+
+    @property
+    def queries(self) -> Ints:
+        return np.diff(self.starts)
+
+    @property
+    def context_lengths(self) -> Ints:
+        return self.lengths - self.queries
+
+    def count_pairs(self, span: Visibility, chosen: Ints | slice = slice(None)) -> int:
+        """Pairs of a query of the `chosen` rows and a token it sees, of one head."""
+        lengths, context_lengths = self.lengths[chosen], np.maximum(self.context_lengths[chosen], 0)
+        return int((_count_visible_pairs(span, lengths) - _count_visible_pairs(span, context_lengths)).sum())
+
+    def mean_visible(self, span: Visibility, chosen: Ints | slice = slice(None)) -> float:
+        """Mean number of tokens that a query of the `chosen` rows sees."""
+        return self.count_pairs(span, chosen) / max(1, int(self.queries[chosen].sum()))
+
+    def sees_all_context(self, span: Visibility) -> bool:
+        """Whether every query sees all earlier tokens: the span is full, or no sequence exceeds it."""
+        last = self.lengths[self.queries > 0]
+        return not bool((span.first_visible_each(np.maximum(last - 1, 0)) > 0).any())
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTile:
+    """A block's query rows, tokens of a step, warps, stages, programs on a processor, and a register limit if needed."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+    programs_per_processor: int = 2
+    registers: int | None = None
+
+
+def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) -> BlockTile:
+    """Return the tile over pages for sequences of `rows` query rows a KV head."""
+    wide = max(shape.k_dim, shape.v_dim)
+    if dtype == torch.float32:  # multiplied without tensor cores, out of registers
+        return BlockTile(16, 16, 4, 2, 2)
+    if wide > 256:
+        return BlockTile(16 if rows <= SMALL_ROWS else 64, 32, 8, 2, 1)
+    if rows <= SMALL_ROWS:
+        return BlockTile(16, 64 if wide <= 128 else 32, 4, 3, 4)
+    if wide > 128:
+        return BlockTile(64, 32, 4, 3, 2)
+    return BlockTile(128, 64, 4, 3, 2)
+
+
+def choose_gathered_tile(k_dim: int, span: Visibility, seen: float = 0.0) -> BlockTile:
+    """Return the tile over gathered tokens, of which a query sees `seen` on average.
+
+    8 warps where 4 could not hold a block's outputs. Small heads take wide steps over many tokens, short ones in a window.
+    """
+    if k_dim <= 64 and span.windowed and span.size <= NARROW_WINDOW:
+        return BlockTile(64, 32, 4, 3, 3)
+    if k_dim <= 64 and seen >= MANY_VISIBLE_TOKENS:
+        return BlockTile(64, 128, 4, 2, 3, 168)
+    if k_dim <= 128:
+        return BlockTile(64, 64, 4, 3, 2)
+    return BlockTile(128, 64, 8, 3 if k_dim <= 192 else 2, 1)
+
+
+def choose_backend(
+    shape: Shape,
+    rows: QueryRows,
+    chosen: Ints,
+    dtype: torch.dtype,
+    span: Visibility,
+    plain: bool,
+    cudnn: bool,
+) -> Backend:
+    """Return the backend for the `chosen` rows, those with many queries; the others run over pages.
+
+    `span` is the layer's, or full if no row exceeds it. `plain`: no softcap, images or scales. `cudnn`: whether it is available.
+    """
+    gathers = (
+        plain
+        and (shape.k_dim, shape.v_dim) in GATHERED_DIMS
+        and dtype in HALF_DTYPES
+        and shape.dtype == dtype
+    )
+    if not gathers or not len(chosen):
+        return "pages"
+    pairs = rows.count_pairs(span, chosen) * shape.heads
+    many = shape.k_dim <= 64 and rows.mean_visible(span, chosen) >= MANY_VISIBLE_TOKENS
+    if cudnn and not span.windowed and pairs >= MIN_CUDNN_PAIRS and not many:
+        groups = cudnn_batches(rows, chosen)
+        tiles = [len(group.rows) * shape.heads * -(-group.queries // 128) for group in groups]
+        if 0 < len(groups) <= MAX_CUDNN_BATCHES and min(tiles) >= MIN_CUDNN_TILES:
+            return "cudnn"
+    return (
+        "descriptors"
+        if pairs >= (MIN_GATHERED_PAIRS_WIDE if shape.k_dim > 128 else MIN_GATHERED_PAIRS)
+        else "pages"
+    )
+
+
+def block_list(
+    rows: QueryRows,
+    chosen: Ints,
+    group: int,
+    heads: int,
+    span: Visibility,
+    tile: BlockTile,
+    programs: int,
+    reach: Ints | None,
+) -> tuple[Lists, Lists, int]:
+    """Return the blocks of the `chosen` sequences for `attend_blocks`, long ones first; the joins of split blocks; their slots.
+
+    Blocks are split so that `programs` run at once. `reach` is, by query, the last token of its image.
+    """
+    queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
+    times = -(-queries * group // tile.rows)
+    row = chosen.repeat(times)
+    row0 = _index_within(times) * tile.rows
+    count, own = queries.repeat(times), context_lengths.repeat(times)
+    begin, end = row0 // group, np.minimum((row0 + tile.rows - 1) // group, count - 1)
+    hi = own + end + 1
+    if reach is not None and len(row):
+        first = rows.starts[row]
+        bounds = np.stack((first + begin, first + end + 1), 1).ravel()
+        hi = np.maximum(hi, np.maximum.reduceat(np.append(reach, -1), bounds)[::2] + 1)
+    hi = np.clip(hi, 0, rows.lengths[row])
+    lo = np.minimum(span.first_visible_each(np.maximum(own + begin, 0)), hi)
+    units = -(-(hi - lo // 16 * 16) // tile.tokens)
+    limit = max(MIN_PIECE_UNITS, int(-(-units.sum() * heads // programs)))
+    per = -(-units // np.maximum((units + limit // 2) // limit, 1))  # a block a little too long stays whole
+    pieces = np.maximum(-(-units // np.maximum(per, 1)), 1)
+    slots = np.where(pieces > 1, np.cumsum(np.where(pieces > 1, pieces, 0)) - pieces, -1)
+    joins = np.stack((slots, pieces, row0, rows.starts[row], count), 1)[pieces > 1]
+    piece = _index_within(pieces)
+    of = np.arange(len(row)).repeat(pieces)
+    origin = (lo // 16 * 16)[of]
+    step = (per * tile.tokens)[of]
+    p_lo = np.maximum(lo[of], origin + piece * step)
+    p_hi = np.minimum(hi[of], origin + (piece + 1) * step)
+    slot = np.where(slots[of] < 0, -1, slots[of] + piece)
+    items = np.stack((row[of], p_lo, p_hi, row0[of], rows.starts[row][of], count[of], own[of], slot), 1)
+    order = np.argsort(p_lo - p_hi, kind="stable")
+    return items[order].astype(np.int32), joins.astype(np.int32), int((slot >= 0).sum())
+
+
+def span_list(
+    queries: Ints,
+    firsts: Ints,
+    context_lengths: Ints,
+    bases: Ints,
+    tokens: Ints,
+    group: int,
+    rows: int,
+    causal: bool,
+    span: Visibility,
+) -> Lists:
+    """Return the blocks of `attend_gathered`, long ones first. A sequence's K and V begin at `bases`; `context_lengths` of its `tokens` precede its queries."""
+    times = -(-queries * group // rows)
+    row0 = _index_within(times) * rows
+    columns = (row0, *(x.repeat(times) for x in (firsts, queries, context_lengths, bases, tokens)))
+    items = np.stack(columns, 1)
+    seen = items[:, 5]
+    if causal:
+        at = np.maximum(items[:, 3] + row0 // group, 0)
+        seen = at - span.first_visible_each(at)
+    return items[np.argsort(-seen, kind="stable")].astype(np.int32)
+
+
+def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
+    """Return the copies of `gather_pages`: tokens [begins, ends) of each table row to `into`, zeros up to `sizes`."""
+    times = -(-sizes // COPY_TOKENS)
+    offset = _index_within(times) * COPY_TOKENS
+    there = np.clip((ends - begins).repeat(times) - offset, 0, COPY_TOKENS)
+    wanted = np.minimum(sizes.repeat(times) - offset, COPY_TOKENS)
+    columns = (
+        table_rows.repeat(times),
+        begins.repeat(times) + offset,
+        there,
+        into.repeat(times) + offset,
+        wanted,
+    )
+    return np.stack(columns, 1).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class CudnnBatch:
+    """A cuDNN batch: consecutive `rows` of the step with equal `context` and equal `queries`."""
+
+    rows: Ints
+    context: int
+    queries: int
+
+
+def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
+    """Return the chosen rows batched by size; none if a size is not even."""
+    queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
+    if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
+        return []
+    follows = (
+        (np.diff(rows.starts[chosen]) == queries[:-1])
+        & (np.diff(queries) == 0)
+        & (np.diff(context_lengths) == 0)
+    )
+    parts = np.split(np.arange(len(chosen)), np.flatnonzero(~follows) + 1)
+    return [CudnnBatch(chosen[at], int(context_lengths[at[0]]), int(queries[at[0]])) for at in parts]
+
+
+def _even_size(tokens: Ints, parts: int) -> Ints:
+    """Return the step of even sizes: the largest power of two below `tokens`, over `parts`; 128 at least."""
+    exponents = np.log2(np.maximum(tokens, 1)).astype(np.int64)  # exact for powers of two up to 2**52
+    return np.asarray(np.maximum((1 << exponents) // parts, 128), dtype=np.int64)
+
+
+def _index_within(times: Ints) -> Ints:
+    """0, 1, … for each of `times`, one after the other."""
+    found: Ints = np.arange(times.sum()) - (np.cumsum(times) - times).repeat(times)
+    return found
+
+
+def _count_visible_pairs(span: Visibility, tokens: Ints) -> Ints:
+    """Pairs of a query and a token it sees, if each of `tokens` tokens from a sequence's first on is a query."""
+    if span.kind == "chunked":
+        rest = tokens % span.size
+        return tokens // span.size * (span.size * (span.size + 1) // 2) + rest * (rest + 1) // 2
+    rising = np.minimum(tokens, span.size) if span.windowed else tokens
+    return rising * (rising + 1) // 2 + (tokens - rising) * span.size

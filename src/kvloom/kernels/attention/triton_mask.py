@@ -1,0 +1,25 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+"""The mask rule of every layer kind, as kernels compute it. A new kind adds one branch, and its number to `mask.SPANS`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .mask import SPAN_NUMBERS
+
+__all__ = ["first_visible"]
+
+SLIDING: tl.constexpr = tl.constexpr(SPAN_NUMBERS["sliding"])
+CHUNKED: tl.constexpr = tl.constexpr(SPAN_NUMBERS["chunked"])
+
+
+@triton.jit
+def first_visible(position, SPAN: tl.constexpr, SIZE: tl.constexpr):
+    """The first token that the query at `position` sees: `core.Visibility.first_visible`."""
+    if SPAN == SLIDING:
+        return tl.maximum(position - (SIZE - 1), 0)
+    elif SPAN == CHUNKED:
+        return tl.maximum(position, 0) // SIZE * SIZE
+    else:
+        return position * 0

@@ -1,0 +1,353 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+"""The work list on the device: segments divided into tiles and units, distributed evenly, and partial results joined.
+
+A segment is a run of tokens [lo, hi) of one table row and the queries that read it. It is divided into tiles of `BM` query
+rows (a row is one query head of one query token), and each tile into units of `BN` tokens. All units of all tiles form one
+line; every lane takes an equal stretch of it, with one program per KV head:
+
+    segment 0          segment 1                    segment 2
+    |tile 0 |tile 1 |  |tile 0        |tile 1    …
+    |---- lane 0 ---|---- lane 1 ---|---- lane 2 ---|        stretch = ceil(units / lanes)
+
+The heads of a lane run together, so that pages are read whole. A tile counts TOLL units more than it has, the cost of
+starting it. A tile inside one lane is written to the output; parts of other tiles go to `slot = tile + lane` (both grow
+along the line, so slots are distinct), and a merge joins them by log-sum-exp. The list is made on the device from lengths,
+so a captured graph fits any lengths.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait as wait_for_launcher
+
+from .triton_mask import first_visible
+
+__all__ = [
+    "merge_levels",
+    "merge_split",
+    "plan_rows",
+    "plan_segments",
+    "plan_sources",
+    "plan_visible_runs",
+    "with_sink",
+]
+
+# What a segment is, as int32: one sector, read at once.
+ROW: tl.constexpr = tl.constexpr(0)  # table row
+LO: tl.constexpr = tl.constexpr(1)  # first token
+HI: tl.constexpr = tl.constexpr(2)  # end of tokens
+UNITS: tl.constexpr = tl.constexpr(3)  # units of each tile, its toll included
+BASE: tl.constexpr = tl.constexpr(4)  # units before this segment
+TILE: tl.constexpr = tl.constexpr(5)  # tiles before this segment
+COUNT: tl.constexpr = tl.constexpr(6)  # query tokens
+FIRST: tl.constexpr = tl.constexpr(7)  # where they begin, in q or in the list of members
+WIDTH: tl.constexpr = tl.constexpr(8)
+
+# What a query token is, as int32.
+POSITION: tl.constexpr = tl.constexpr(0)
+OWN: tl.constexpr = tl.constexpr(1)  # position of its sequence's first query
+SEQUENCE: tl.constexpr = tl.constexpr(2)
+TOKEN_WIDTH: tl.constexpr = tl.constexpr(4)
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # a value's size, below which it counts as this small
+
+
+@triton.jit
+def with_sink(norm, log, SINKS, head, mine):
+    """The softmax's norm and logarithm (of two) once a logit without a value takes part."""
+    sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
+    top = tl.maximum(log, sink)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    both = tl.where(top == float("-inf"), top, top + tl.log2(tl.exp2(log - safe) + tl.exp2(sink - safe)))
+    return norm * tl.where(top == float("-inf"), 0.0, tl.exp2(log - both)), both
+
+
+@triton.jit
+def _lay_out(
+    segments, places, firsts, totals, at, ok, row, lo, hi, count, first,
+    LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Order the segments that have work (`places`: index of each, -1 for none), and find the segment where each lane begins."""
+    some = ok & (hi > lo) & (count > 0)
+    units = tl.where(some, tl.cdiv(hi - lo // PAGE * PAGE, BN) + TOLL, 0)
+    tiles = tl.where(some, tl.cdiv(count * GROUP, BM), 0)
+    work = units * tiles
+    end = tl.cumsum(work, 0)
+    total = tl.sum(work, 0)
+    stretch = tl.maximum(tl.cdiv(total, LANES), LEAST)
+    place = tl.cumsum(some.to(tl.int32), 0) - 1
+    tl.store(places + at, tl.where(some, place, -1), mask=ok)
+    into = segments + place * WIDTH
+    tl.store(into + ROW, row, mask=some)
+    tl.store(into + LO, lo, mask=some)
+    tl.store(into + HI, hi, mask=some)
+    tl.store(into + UNITS, units, mask=some)
+    tl.store(into + BASE, end - work, mask=some)
+    tl.store(into + TILE, tl.cumsum(tiles, 0) - tiles, mask=some)
+    tl.store(into + COUNT, count, mask=some)
+    tl.store(into + FIRST, first, mask=some)
+    tl.store(totals, total)
+    tl.store(totals + 1, stretch)
+    tl.store(totals + 2, tl.sum((ok & (count > 0) & ((hi > lo) == 0)).to(tl.int32), 0))
+    for begin in range(0, LANES, STEP):
+        lane = begin + tl.arange(0, STEP)
+        passed = (end[None, :] <= (lane * stretch)[:, None]) & some[None, :]
+        tl.store(firsts + lane, tl.sum(passed.to(tl.int32), 1), mask=lane < LANES)
+
+
+@triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["starts", "lengths"])
+def plan_rows(
+    starts, lengths, begin, segments, places, firsts, totals, tokens, sequences,
+    LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
+    SIZE: tl.constexpr, QUERIES: tl.constexpr, ROOM: tl.constexpr, BEGIN: tl.constexpr,
+):  # fmt: skip
+    """One segment a sequence: the tokens its queries see, from `begin` on where shared segments hold the rest.
+    Run by one program, once a step."""
+    at = tl.arange(0, CAPACITY)
+    ok = at < sequences
+    first = tl.load(starts + at, mask=ok, other=0)
+    count = tl.minimum(tl.load(starts + at + 1, mask=ok, other=0) - first, QUERIES)
+    length = tl.load(lengths + at, mask=ok, other=0)
+    own = length - count
+    lo = first_visible(tl.maximum(own, 0), SPAN, SIZE)
+    if BEGIN:
+        lo = tl.maximum(lo, tl.load(begin + at, mask=ok, other=0))
+    _lay_out(
+        segments, places, firsts, totals, at, ok, at, lo, length, count, first,
+        LANES, LEAST, TOLL, GROUP, PAGE, BM, BN, STEP,
+    )  # fmt: skip
+    for i in range(QUERIES):
+        mine = ok & (i < count) & (first + i < ROOM)
+        token = tokens + (first + i) * TOKEN_WIDTH
+        tl.store(token + POSITION, own + i, mask=mine)
+        tl.store(token + OWN, own, mask=mine)
+        tl.store(token + SEQUENCE, at, mask=mine)
+
+
+@triton.jit
+def plan_visible_runs(
+    given, number, members, tokens, seen, SPAN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """What windows see of `given` segments: from the first token that any member sees on, by the table of that member, which
+    holds its pages the longest. One program a segment."""
+    at = tl.program_id(0)
+    if at < tl.load(number):
+        source = given + at * 5
+        count = tl.load(source + 3)
+        first = tl.load(source + 4)
+        position = tl.full([BLOCK], 2147483647, tl.int32)
+        token = tl.zeros([BLOCK], tl.int32)
+        for begin in range(0, count, BLOCK):
+            i = begin + tl.arange(0, BLOCK)
+            each = tl.load(members + first + i, mask=i < count, other=0)
+            there = tl.load(tokens + each * TOKEN_WIDTH + POSITION, mask=i < count, other=2147483647)
+            token = tl.where(there < position, each, token)
+            position = tl.minimum(position, there)
+        least = tl.min(position, 0)
+        furthest = tl.max(tl.where(position == least, token, 0), 0)
+        into = seen + at * 5
+        tl.store(into, tl.load(tokens + furthest * TOKEN_WIDTH + SEQUENCE))
+        tl.store(into + 1, tl.maximum(tl.load(source + 1), first_visible(least, SPAN, SIZE)))
+        tl.store(into + 2, tl.load(source + 2))
+        tl.store(into + 3, count)
+        tl.store(into + 4, first)
+
+
+@triton.jit
+def plan_segments(
+    given, number, segments, places, firsts, totals,
+    LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Segments as given ([capacity, 5]: row, lo, hi, count, first), `number` of them (on the device)."""
+    at = tl.arange(0, CAPACITY)
+    ok = at < tl.load(number)
+    source = given + at * 5
+    _lay_out(
+        segments, places, firsts, totals, at, ok,
+        tl.load(source, mask=ok, other=0), tl.load(source + 1, mask=ok, other=0),
+        tl.load(source + 2, mask=ok, other=0), tl.load(source + 3, mask=ok, other=0),
+        tl.load(source + 4, mask=ok, other=0),
+        LANES, LEAST, TOLL, GROUP, PAGE, BM, BN, STEP,
+    )  # fmt: skip
+
+
+@triton.jit
+def _join(
+    PART, PART_LSE, units, base, tiles, stretch, row, head, peak, weight, acc, column, fits,
+    HEADS: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Add the pieces of one row of a segment to a running softmax."""
+    tile = row // BM
+    begin = base + tile * units
+    last = (begin + units - 1) // stretch
+    for i in range(begin // stretch, last + 1, CHUNK):
+        lane = i + tl.arange(0, CHUNK)
+        ok = lane <= last
+        piece = ((tiles + tile + lane).to(tl.int64) * HEADS + head) * BM + row % BM
+        log = tl.load(PART_LSE + piece, mask=ok, other=float("-inf"))
+        values = tl.load(
+            PART + piece[:, None] * DV + column[None, :], mask=ok[:, None] & fits[None, :], other=0.0
+        )
+        top = tl.maximum(peak, tl.max(log, 0))
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        share = tl.exp2(log - safe)
+        fade = tl.exp2(peak - safe)
+        acc = acc * fade + tl.sum(values * share[:, None], 0)
+        weight = weight * fade + tl.sum(share, 0)
+        peak = top
+    return peak, weight, acc
+
+
+@triton.jit
+def _finish(
+    OUT, LSE, SINKS, token, head, peak, weight, acc, column, fits, out_token, out_head, lse_token, SINK: tl.constexpr
+):  # fmt: skip
+    if SINK:
+        sink = tl.load(SINKS + head).to(tl.float32) * LOG2E
+        top = tl.maximum(peak, sink)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        fade = tl.exp2(peak - safe)
+        weight = weight * fade + tl.exp2(sink - safe)
+        acc = acc * fade
+        peak = top
+    norm = tl.where(weight > 0, 1.0 / weight, 0.0)
+    log = tl.where(weight > 0, (peak + tl.log2(weight)) / LOG2E, float("-inf"))
+    into = OUT + token.to(tl.int64) * out_token + head * out_head
+    tl.store(into + column, (acc * norm).to(OUT.dtype.element_ty), mask=fits)
+    tl.store(LSE + token * lse_token + head, log)
+
+
+@triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["STARTS"])
+def merge_split(
+    OUT, LSE, PART, PART_LSE, SEGMENTS, PLACES, FIRSTS, TOTALS, STARTS, SINKS, sequences,
+    out_token, out_head, lse_token,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
+    SINK: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Join the tiles that were cut, one program for each cut, head and row: the first cut of a tile does it, others
+    leave at once. Sequences that saw nothing get zeros. Programs are small, so that all of them can wait beside the launch
+    whose pieces they join."""
+    cut = tl.program_id(0) + 1
+    head = tl.program_id(1)
+    place = tl.program_id(2)
+    column = tl.arange(0, COLUMNS)
+    fits = column < DV
+    nothing = tl.zeros([COLUMNS], tl.float32)
+    zero = tl.sum(nothing, 0)
+    none = zero + float("-inf")
+    if tl.load(TOTALS + 2) > 0:
+        for s in range(tl.program_id(0), sequences, LANES):
+            if tl.load(PLACES + s) < 0:
+                first = tl.load(STARTS + s)
+                for i in range(tl.load(STARTS + s + 1) - first):
+                    for row in range(place, GROUP, tl.num_programs(2)):
+                        _finish(
+                            OUT, LSE, SINKS, first + i, head * GROUP + row, none, zero, nothing, column, fits,
+                            out_token, out_head, lse_token, SINK,
+                        )  # fmt: skip
+    stretch = tl.load(TOTALS + 1)
+    unit = cut * stretch
+    if cut < LANES and unit < tl.load(TOTALS):
+        segment = SEGMENTS + tl.load(FIRSTS + cut) * WIDTH
+        units = tl.load(segment + UNITS)
+        base = tl.load(segment + BASE)
+        count = tl.load(segment + COUNT)
+        tile = (unit - base) // units
+        begin = base + tile * units
+        row = tile * BM + place
+        if begin < unit and begin >= unit - stretch and row < count * GROUP:
+            token = tl.load(segment + FIRST) + row // GROUP
+            tiles = tl.load(segment + TILE)
+            if OVERLAP:
+                wait_for_launcher()
+            peak, weight, acc = _join(
+                PART, PART_LSE, units, base, tiles, stretch, row, head, none, zero, nothing, column, fits,
+                HEADS, DV, BM, CHUNK,
+            )  # fmt: skip
+            _finish(
+                OUT, LSE, SINKS, token, head * GROUP + row % GROUP, peak, weight, acc, column, fits,
+                out_token, out_head, lse_token, SINK,
+            )  # fmt: skip
+    if OVERLAP:
+        # Also where nothing was to join: what follows this launch counts on the one before it to have ended.
+        wait_for_launcher()
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["STARTS"])
+def plan_sources(
+    SEGMENTS, PLACES, S_SEGMENTS, S_PLACES, LEVELS, TOKENS, STARTS, SOURCES, sequences, rows, count,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For each query token, where its results come from: SOURCES ([tokens, 1 + depth, 4]: units or 0 for nothing, units
+    and tiles before the segment, and the token's place in it), its own segment first. LEVELS ([depth, sequences, 2])
+    names a shared segment (-1: none) and the place of the sequence's first query in it."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = token < count
+    s = tl.load(TOKENS + token * TOKEN_WIDTH + SEQUENCE, mask=ok, other=0)
+    # Tokens beyond the step's are what an earlier step left: they have no source.
+    known = ok & (s < rows)
+    i = token - tl.load(STARTS + s, mask=known, other=0)
+    known = known & (i >= 0) & (token < tl.load(STARTS + s + 1, mask=known, other=0))
+    place = tl.load(PLACES + s, mask=known, other=-1)
+    into = SOURCES + token * (1 + DEPTH) * 4
+    _source(into, SEGMENTS + place * WIDTH, i, ok, place >= 0)
+    for level in range(DEPTH):
+        named = LEVELS + (level * sequences + s) * 2
+        shared = tl.load(named, mask=known, other=-1)
+        some = ok & (shared >= 0)
+        place = tl.load(S_PLACES + shared, mask=some, other=-1)
+        i_shared = i + tl.load(named + 1, mask=some, other=0)
+        _source(into + (1 + level) * 4, S_SEGMENTS + place * WIDTH, i_shared, ok, some & (place >= 0))
+
+
+@triton.jit
+def _source(into, segment, i, ok, some):
+    tl.store(into, tl.load(segment + UNITS, mask=some, other=0), mask=ok)
+    tl.store(into + 1, tl.load(segment + BASE, mask=some, other=0), mask=ok)
+    tl.store(into + 2, tl.load(segment + TILE, mask=some, other=0), mask=ok)
+    tl.store(into + 3, i, mask=ok)
+
+
+@triton.jit
+def merge_levels(
+    OUT, LSE, PART, PART_LSE, TOTALS, S_PART, S_PART_LSE, S_TOTALS, SOURCES, SINKS, out_token, out_head, lse_token,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
+    S_BM: tl.constexpr, DEPTH: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Join, for each query token and head, its own pieces and those of every shared segment above it."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    column = tl.arange(0, COLUMNS)
+    fits = column < DV
+    source = SOURCES + token * (1 + DEPTH) * 4
+    stretch = tl.load(TOTALS + 1)
+    s_stretch = tl.load(S_TOTALS + 1)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    weight = tl.sum(acc, 0)
+    peak = weight + float("-inf")
+    if OVERLAP:
+        wait_for_launcher()
+    for level in tl.static_range(1 + DEPTH):
+        units = tl.load(source + level * 4)
+        base = tl.load(source + level * 4 + 1)
+        tiles = tl.load(source + level * 4 + 2)
+        row = tl.load(source + level * 4 + 3) * GROUP + head % GROUP
+        if units > 0:
+            if level == 0:
+                peak, weight, acc = _join(
+                    PART, PART_LSE, units, base, tiles, stretch, row, head // GROUP, peak, weight, acc, column, fits,
+                    HEADS, DV, BM, CHUNK,
+                )  # fmt: skip
+            else:
+                peak, weight, acc = _join(
+                    S_PART, S_PART_LSE, units, base, tiles, s_stretch, row, head // GROUP, peak, weight, acc,
+                    column, fits, HEADS, DV, S_BM, CHUNK,
+                )  # fmt: skip
+    _finish(
+        OUT, LSE, SINKS, token, head, peak, weight, acc, column, fits, out_token, out_head, lse_token, SINK
+    )

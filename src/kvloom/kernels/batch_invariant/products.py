@@ -1,0 +1,122 @@
+"""Matrix products and sums whose results for a row do not depend on other rows, bit by bit: CUDA tensors, Triton.
+
+Tiles have one size for one row and for many. Larger tiles serve large products only if they gave the same bits on random
+input on this device. Knows no models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from . import triton_products as kernels
+
+__all__ = ["grouped_product", "product", "row_cumsum", "row_sum"]
+
+SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+LARGE_TILE = _Tile(128, 128, 64, 8, 3)
+
+
+_large_tile_agrees: dict[tuple[Any, ...], bool] = {}
+
+
+def _small_tile(columns: int, dtype: torch.dtype) -> _Tile:
+    """Return the tile for a weight of `columns` outputs: few columns, so that one row alone occupies the whole device."""
+    if dtype == torch.float32:  # multiplied without tensor cores, out of registers
+        return _Tile(16, 32, 32, 4, 2)
+    return _Tile(64, 128 if columns >= 32768 else 64 if columns >= 8192 else 32, 64, 4, 4)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a [m, k] b [k, n] (+ bias [n]), or [batch, m, k] [batch, k, n], of any strides; summed along k in float32, rounded once."""
+    if a.shape[-1] != b.shape[-2] or a.dim() != b.dim() or (a.dim() == 3 and len(a) != len(b)):
+        raise ValueError(f"a product of {tuple(a.shape)} and {tuple(b.shape)} has no meaning")
+    if a.shape[-1] == 1 and bias is None:
+        return a * b  # nothing is summed
+    # In a batched product b's columns may be the step's tokens: the tile must not depend on them.
+    small = _small_tile(b.shape[-1] if b.dim() == 2 else 0, a.dtype)
+    m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
+    large = -(-m // LARGE_TILE.rows) * -(-n // LARGE_TILE.columns) * (len(a) if a.dim() == 3 else 1)
+    if a.is_cuda and a.dtype != torch.float32 and large >= _processors(a.device):
+        key = n, k, a.dtype, a.device, b.stride()[-2:] == (1, k)
+        if key not in _large_tile_agrees:
+            _large_tile_agrees[key] = _tiles_agree(small, b[0] if b.dim() == 3 else b)
+        return _launch(a, b, bias, LARGE_TILE if _large_tile_agrees[key] else small)
+    return _launch(a, b, bias, small)
+
+
+def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Multiply the rows of a [m, k] by groups: rows up to `offsets[i]` by b[i] ([groups, k, n]). Offsets stay on the device."""
+    return _launch(a, b, None, _small_tile(b.shape[-1], a.dtype), offsets)
+
+
+def _tiles_agree(small: _Tile, b: torch.Tensor) -> bool:
+    """Whether the large tile gives the small tile's bits on this device for such a weight."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(300, b.shape[0], generator=generator).to(b.device, b.dtype)
+    return torch.equal(_launch(a, b, None, small), _launch(a, b, None, LARGE_TILE))
+
+
+def _launch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: _Tile,
+    offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
+    out = torch.empty((*a.shape[:-1], n), dtype=a.dtype, device=a.device)
+    if not out.numel():
+        return out
+    batches = (a.stride(0), b.stride(0), out.stride(0)) if a.dim() == 3 else (0, b.stride(0), 0)
+    tiles = triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns)
+    kernels.product[(tiles, len(b) if b.dim() == 3 else 1)](
+        a, b, a if bias is None else bias, out, a if offsets is None else offsets, m, n, k, batches[0], *a.stride()[-2:], batches[1], *b.stride()[-2:],
+        batches[2], n, BM=tile.rows, BN=tile.columns, BK=tile.depth, TOGETHER=8, BIASED=bias is not None,
+        EXACT=a.dtype == torch.float32, GROUPED=offsets is not None, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def row_sum(x: torch.Tensor) -> torch.Tensor:
+    """The sum along the last dimension, in float32."""
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = torch.empty(len(rows), dtype=torch.float32, device=x.device)
+    if len(rows):
+        block = min(SUM_BLOCK, triton.next_power_of_2(x.shape[-1]))
+        kernels.row_sum[(len(rows),)](rows, out, x.shape[-1], rows.stride(0), BLOCK=block, num_warps=4)
+    return out.view(x.shape[:-1])
+
+
+def row_cumsum(x: torch.Tensor) -> torch.Tensor:
+    """Running sums along the last dimension, in float32."""
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
+    if out.numel():
+        block = min(SUM_BLOCK, triton.next_power_of_2(x.shape[-1]))
+        kernels.row_cumsum[(len(rows),)](
+            rows, out, x.shape[-1], rows.stride(0), out.stride(0), BLOCK=block, num_warps=4
+        )
+    return out.view(x.shape)
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # the interpreter: lanes that take several pieces each
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,31 @@
+"""Helpers for every kernel's device: uploads without waiting, and overlapping launches. Knows no operation."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+__all__ = ["pdl_options", "supports_pdl", "upload"]
+
+
+def upload(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy a small array to the device, ordered on the current stream. The host does not wait.
+
+    The array is pinned first: a copy from pageable memory would wait for all earlier work of the stream.
+    """
+    sent = torch.from_numpy(numbers)
+    return sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent.to(device)
+
+
+@lru_cache(maxsize=16)
+def supports_pdl(device: torch.device) -> bool:
+    """Whether a launch can start before the previous one ends (programmatic dependent launch, from sm_90)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Return the launch options for programmatic dependent launch; none if the device lacks it."""
+    return {"launch_pdl": True} if supports_pdl(device) else {}

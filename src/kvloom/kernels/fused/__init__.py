@@ -1,0 +1,39 @@
+"""Small operations between a model's matrix products, one launch each.
+
+| file        | holds                                                                      | kernels                            |
+|-------------|----------------------------------------------------------------------------|------------------------------------|
+| operations  | RMS norms, gated activations, rotary embedding, products of a single row   | triton_operations, triton_linear   |
+| argmax      | the position of each row's largest value: greedy sampling                  | triton_argmax                      |
+| step_layout | a decode step's tokens, positions, slots and block tables                  | triton_step_layout                 |
+"""
+
+from .argmax import row_argmax
+from .operations import (
+    Activation,
+    NormForm,
+    RMSNorm,
+    act_and_mul,
+    add_norm,
+    apply_rotary,
+    linear,
+    rms_norm,
+    rms_norms,
+)
+from .step_layout import ROW_FIELDS, StepLayout, field_count, lay_out_step
+
+__all__ = [
+    "ROW_FIELDS",
+    "Activation",
+    "NormForm",
+    "RMSNorm",
+    "StepLayout",
+    "act_and_mul",
+    "add_norm",
+    "apply_rotary",
+    "field_count",
+    "lay_out_step",
+    "linear",
+    "rms_norm",
+    "rms_norms",
+    "row_argmax",
+]

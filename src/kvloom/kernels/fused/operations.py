@@ -1,0 +1,175 @@
+"""Small operations between a model's matrix products, one launch each: norms, gated activations, rotary embedding.
+
+Results are rounded where modeling code rounds, so they are the same bits. CPU tensors run in torch, the oracle, or natively
+(`cpu`); CUDA tensors in Triton. Knows no modules: `models/fusion` puts these in place.
+
+| function       | takes                                             | returns                  |
+|----------------|---------------------------------------------------|--------------------------|
+| `rms_norm`     | x [..., dim], any strides but dense in dim        | the same shape, dense    |
+| `rms_norms`    | x [tokens, heads, dim], two norms                 | the same shape, dense    |
+| `act_and_mul`  | x [tokens, 2 * dim]: gates, then gated values     | [tokens, dim]            |
+| `add_norm`     | x, y [..., dim], dense                            | x with y's norm added in place; and its norm |
+| `linear`       | x [..., in], weight [out, in], addend             | [..., out]               |
+| `apply_rotary` | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms) rotated; dense by token |
+
+`linear` is torch's matrix product, except for a single token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from kvloom.kernels import cpu
+
+__all__ = [
+    "Activation",
+    "NormForm",
+    "RMSNorm",
+    "act_and_mul",
+    "add_norm",
+    "apply_rotary",
+    "linear",
+    "rms_norm",
+    "rms_norms",
+]
+
+NormForm = Literal["llama", "gemma"]
+"""How the weight comes in: `llama` rounds before multiplying by it, `gemma` multiplies by 1 + weight in float32."""
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """Parameters of an RMS norm, callable on its input."""
+
+    weight: torch.Tensor
+    eps: float
+    form: NormForm = "llama"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, self.form)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm = "llama") -> torch.Tensor:
+    """Return x over the root of its mean square along the last dimension, times the weight."""
+    if x.shape[-1:] != weight.shape:
+        raise ValueError(
+            f"a weight of {tuple(weight.shape)} does not fit x {tuple(x.shape)} in its last dimension"
+        )
+    if x.is_cuda and x.stride(-1) == 1:
+        from . import triton_operations
+
+        return triton_operations.rms_norm(x, weight, eps, form == "gemma")
+    if cpu.supports(x, weight):
+        return cpu.rms_norm(x, weight, eps, form == "gemma")
+    if x.dtype == torch.float32:  # no intermediate rounding
+        return functional.rms_norm(x, weight.shape, weight if form == "llama" else 1.0 + weight, eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if form == "gemma":
+        return (wide * (1.0 + weight.float())).type_as(x)
+    return weight * wide.to(x.dtype)
+
+
+def rms_norms(x: torch.Tensor, first: int, norms: tuple[RMSNorm, RMSNorm]) -> torch.Tensor:
+    """Apply one norm to the `first` heads of x, the other norm to the rest."""
+    if x.is_cuda and x.stride(-1) == 1 and _fuse_in_one_launch(norms, x):
+        from . import triton_operations
+
+        return triton_operations.rms_norms(x, first, norms)
+    return torch.cat((norms[0](x[:, :first]), norms[1](x[:, first:])), 1)
+
+
+def _fuse_in_one_launch(norms: tuple[RMSNorm, RMSNorm], x: torch.Tensor) -> bool:
+    """Whether one launch can compute both norms."""
+    a, b = norms
+    return a.eps == b.eps and a.form == b.form and a.weight.shape == b.weight.shape == x.shape[-1:]
+
+
+def act_and_mul(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    """Return the activation of each row's first half, times its second half."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"rows of {x.shape[-1]} have no halves")
+    if x.is_cuda and x.is_contiguous():
+        from . import triton_operations
+
+        return triton_operations.act_and_mul(x, activation)
+    if cpu.supports(x):
+        return cpu.act_and_mul(x, activation == "gelu_tanh")
+    gate, up = x.chunk(2, -1)
+    acted = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    return acted * up
+
+
+def add_norm(
+    x: torch.Tensor, y: torch.Tensor, post: RMSNorm, pre: RMSNorm | None = None
+) -> torch.Tensor | None:
+    """Add y's norm to x in place; return the norm `pre` of the sum, if given."""
+    if x.shape != y.shape or x.shape[-1:] != post.weight.shape:
+        raise ValueError(
+            f"x {tuple(x.shape)}, y {tuple(y.shape)} and a weight of {tuple(post.weight.shape)} do not fit together"
+        )
+    if x.is_cuda and x.is_contiguous() and y.is_contiguous():
+        from . import triton_operations
+
+        return triton_operations.add_norm(x, y, post, pre)
+    x += post(y)
+    return None if pre is None else pre(x)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return x times the weight, plus a bias; or add it to `into` in place. Sums are rounded once."""
+    if into is not None and bias is not None:
+        raise ValueError("a product with a bias is added to nothing: leave bias or into out")
+    if _get_current_dispatch_mode() is not None:  # a dispatch mode must see every operation
+        found = functional.linear(x, weight, bias)
+        return found if into is None else into.add_(found)
+    alone = x.is_cuda and x.numel() == x.shape[-1] and x.dtype == weight.dtype != torch.float32
+    if alone and bias is None and weight.stride(1) == 1 and x.stride(-1) == 1:
+        from . import triton_linear
+
+        flat = None if into is None else into.view(1, -1)
+        return triton_linear.row_linear(x.view(1, -1), weight, flat).view(*x.shape[:-1], -1)
+    if into is None:
+        return functional.linear(x, weight, bias)
+    into.view(-1, into.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+    return into
+
+
+def apply_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norms: tuple[RMSNorm, RMSNorm] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate q and k, or their norms if given, by angles per token; pairs are half a head apart (`cos`, `sin` cover every dim)."""
+    if cos.shape != sin.shape or cos.shape[-1] != q.shape[-1] or cos.shape[-2] != q.shape[-2]:
+        raise ValueError(
+            f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit q {tuple(q.shape)}: one angle for each "
+            "token and dim"
+        )
+    launched = q.is_cuda and q.stride(-1) == k.stride(-1) == 1 and q.shape[0] == 1
+    if norms is not None and not (launched and _fuse_in_one_launch(norms, q)):
+        q, k, norms = norms[0](q), norms[1](k), None
+    if launched:
+        from . import triton_operations
+
+        return triton_operations.apply_rotary(q, k, cos, sin, norms)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, -1)
+    return torch.cat((-high, low), -1)

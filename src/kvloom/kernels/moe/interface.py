@@ -1,0 +1,171 @@
+"""Mixture of experts as grouped matrix products: each token through its selected experts, and their weighted sum.
+
+    fused_moe(x [tokens, dim], index [tokens, picked], weights [tokens, picked], gate_up [experts, 2 * inner, dim],
+              down [experts, dim, inner]) → [tokens, dim]
+
+CPU tensors run in torch, the oracle; CUDA tensors in Triton without waiting for the device, so that graphs can hold it.
+Results are rounded where modeling code rounds. Knows no modules: `models/fusion/moe.py` puts these in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from kvloom.kernels.fused import Activation, act_and_mul
+
+__all__ = ["Tile", "candidate_tiles", "choose_tile", "fused_moe", "topk_softmax"]
+
+SHARED_MEMORY = 200 << 10
+"""Shared memory for a program's tiles: a little less than an H200's 227 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How products are divided: `rows` of pairs by `columns` of weights (of each half, in the first product), `depth` at a time.
+
+    `described` reads weights by tensor descriptors.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+    described: bool = True
+
+    def with_fitting_stages(self, itemsize: int) -> Tile:
+        """Return the tile with as many stages as fit into shared memory."""
+        stage = (self.rows + 2 * self.columns) * self.depth * itemsize
+        stages = max(1, min(self.stages, SHARED_MEMORY // stage))
+        return Tile(self.rows, self.columns, self.depth, stages, self.warps, self.described)
+
+    def for_down(self) -> Tile:
+        """Return the second product's tile: one product instead of two, so twice the columns."""
+        return Tile(self.rows, 2 * self.columns, self.depth, self.stages, self.warps, self.described)
+
+
+TILES = (
+    (8, Tile(16, 64, 128, 4, 4)),
+    (24, Tile(32, 64, 128, 4, 4)),
+    (48, Tile(64, 64, 64, 4, 4)),
+    (1 << 62, Tile(128, 128, 64, 4, 8)),
+)
+"""Tiles by mean pairs an expert. With few pairs, reading weights dominates: a tile is twice the mean, so that weights are read once."""
+CHUNKS = (512, 4096)
+"""Pairs that one program sorts."""
+EXACT_TILE = Tile(32, 32, 32, 2, 4, described=False)
+
+
+def choose_tile(pairs: int, count: int, dtype: torch.dtype) -> Tile:
+    """Return the tile for `pairs` pairs over `count` experts; depends only on values known to the host."""
+    if dtype == torch.float32:
+        return EXACT_TILE
+    return next(tile for most, tile in TILES if pairs <= most * count).with_fitting_stages(dtype.itemsize)
+
+
+def candidate_tiles(x: torch.Tensor) -> list[Tile]:
+    """Return every tile that inputs of x's dtype may use."""
+    if x.dtype == torch.float32:
+        return [EXACT_TILE]
+    return [tile.with_fitting_stages(x.dtype.itemsize) for _, tile in TILES]
+
+
+def fused_moe(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Activation = "silu",
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Return each token through its experts, `down(act(gate) * up)`, weighted and summed. `tile` replaces the choice on a GPU."""
+    count, both, dim = gate_up.shape
+    if both % 2 or down.shape != (count, dim, both // 2) or x.shape[-1] != dim or x.ndim != 2:
+        raise ValueError(
+            f"x {tuple(x.shape)}, gate and up {tuple(gate_up.shape)}, down {tuple(down.shape)}: they must be [tokens, dim], "
+            "[experts, 2 * inner, dim] and [experts, dim, inner]"
+        )
+    if index.shape != weights.shape or index.ndim != 2 or len(index) != len(x):
+        raise ValueError(
+            f"index {tuple(index.shape)} and weights {tuple(weights.shape)}: each of {len(x)} tokens needs as many of both"
+        )
+    if not x.is_cuda:
+        return _plain(x, index, weights, gate_up, down, activation)
+    return launch(x, index, weights, gate_up, down, activation, tile)
+
+
+def _plain(
+    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    activation: Activation,
+) -> torch.Tensor:  # fmt: skip
+    picked = index.shape[1]
+    order = torch.argsort(index.reshape(-1), stable=True)
+    parts = torch.empty((len(order), x.shape[1]), dtype=x.dtype)
+    ends = torch.bincount(index.reshape(-1), minlength=len(gate_up)).cumsum(0).tolist()
+    begin = 0
+    for expert, end in enumerate(ends):
+        if end > begin:
+            mine = order[begin:end]
+            both = functional.linear(x[mine // picked], gate_up[expert])
+            parts[mine] = functional.linear(act_and_mul(both, activation), down[expert])
+        begin = end
+    return (parts.view(*index.shape, -1) * weights[..., None]).sum(1).to(x.dtype)
+
+
+def launch(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Activation = "silu",
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Run the Triton kernels: four launches, five for many pairs. Arguments as checked by `fused_moe`."""
+    from . import triton_moe as kernels
+
+    picked, pairs, count = index.shape[1], index.numel(), len(gate_up)
+    if not pairs:
+        return torch.zeros_like(x)
+    if tile is None:
+        tile = choose_tile(pairs, count, x.dtype)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    index, weights = index.contiguous(), weights.contiguous()
+    # Enough tiles for any selection of experts.
+    most = pairs // tile.rows + min(pairs, count)
+    rows = torch.empty(most * tile.rows, dtype=torch.int32, device=x.device)
+    owners = torch.empty(most, dtype=torch.int32, device=x.device)
+    tiles = torch.empty(1, dtype=torch.int32, device=x.device)
+    chunk = CHUNKS[0] if pairs <= CHUNKS[0] else CHUNKS[1]  # few sizes: each is compiled
+    bins = max(128, 1 << (count - 1).bit_length())
+    counts = torch.empty((-(-pairs // chunk), bins), dtype=torch.int32, device=x.device)
+    if len(counts) > 1:
+        kernels.count_pairs(index, counts, chunk)
+    kernels.order_pairs(index, counts, rows, owners, tiles, count, chunk, tile.rows)
+    hidden = kernels.gate_up(x, gate_up, rows, owners, tiles, picked, activation, tile)
+    parts = kernels.down(hidden, down, rows, owners, tiles, pairs, tile.for_down())
+    return kernels.sum_parts(parts, weights)
+
+
+def topk_softmax(
+    logits: torch.Tensor, picked: int, shared: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights ([tokens, picked], in `dtype`) and indices of the `picked` experts with the largest softmax of each row.
+
+    `shared` weights sum to 1. Of equal values a GPU takes the first.
+    """
+    if logits.ndim != 2 or not 0 < picked <= logits.shape[1]:
+        raise ValueError(f"{picked} experts of logits {tuple(logits.shape)}: at least 1, at most each row's")
+    if logits.is_cuda:
+        from . import triton_moe
+
+        return triton_moe.topk_softmax(logits.contiguous(), picked, shared, dtype)
+    weights, index = functional.softmax(logits.float(), -1).topk(picked, -1)
+    if shared:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(dtype), index

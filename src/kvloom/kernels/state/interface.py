@@ -1,0 +1,267 @@
+"""Recurrent layers over packed rows: their states are read from pages and written back to pages, in one call.
+
+Each function takes tokens packed as [tokens, …], a view of the pages that hold this layer's states ([pages, *shape],
+any page stride) and `StateRows`, which locate each sequence's tokens and pages. It returns the outputs and
+writes the last states to their pages. Rows of up to STEP_TOKENS tokens take the decode path, longer ones the
+chunked one; the caller chooses by `StateRows.longest`, so nothing waits for the device. CPU tensors (and float64
+ones anywhere) run in plain torch, CUDA tensors in Triton, and so do rows that are `batch_invariant`. Projections, norms and
+models are not known here.
+
+| function      | one token does                                                | state of a page             |
+|---------------|---------------------------------------------------------------|-----------------------------|
+| causal_conv   | y = sum of the last `taps` inputs by weight                   | [channels, columns]         |
+| linear_scan   | h = exp(log_decay) h + x;  y = h                              | [channels]                  |
+| mamba1_scan   | h = exp(dt a) h + dt x b;  y = h c + d x                      | [channels, n]               |
+| mamba2_scan   | h = exp(dt a) h + dt x bᵀ; y = h c + d x   (per head)         | [heads, p, n]               |
+| delta_rule    | S = exp(g) S; S += beta k (v - Sᵀk)ᵀ; y = Sᵀq   (per head)    | [value heads, k dim, v dim] |
+
+Sums are kept in float32 (float64 for float64 inputs) whatever the inputs' dtype; a state is rounded to its page's
+dtype once a call, of batch-invariant rows once a token. Lightning attention (linear attention with a fixed decay) is
+`mamba2_scan` with x = v, b = k, c = q, dt = None and a = -slope; its page then holds [heads, v dim, k dim]. RG-LRU is `linear_scan` over gated inputs.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from . import reference
+from .rows import STEP_TOKENS, StateRows, check_states, check_tokens
+
+__all__ = [
+    "STEP_TOKENS",
+    "StateRows",
+    "causal_conv",
+    "delta_rule",
+    "linear_scan",
+    "mamba1_scan",
+    "mamba2_scan",
+]
+
+NO_LIMITS = (0.0, float("inf"))
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    states: torch.Tensor,
+    rows: StateRows,
+    bias: torch.Tensor | None = None,
+    silu: bool = False,
+) -> torch.Tensor:
+    """Depthwise convolution over each row's past: x [tokens, channels], weight [channels, taps] → like x.
+
+    A state is the last inputs, newest in the last column; it has `taps - 1` columns or more (Hugging Face
+    keeps `taps`). Columns from before a sequence began are zeros.
+    """
+    if x.dim() != 2 or weight.dim() != 2:
+        raise ValueError(
+            f"x is [tokens, channels] and weight [channels, taps], got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    channels, taps = x.shape[1], weight.shape[1]
+    columns = states.shape[-1]
+    if columns < taps - 1 or columns < 1:
+        raise ValueError(
+            f"a state of {columns} columns for {taps} taps: pages must keep at least {max(taps - 1, 1)}"
+        )
+    check_states(states, (channels, columns), "convolution states")
+    check_tokens(
+        rows,
+        x=(x, tuple(x.shape)),
+        weight=(weight, (channels, taps)),
+        bias=(bias, (channels,)),
+        states=_as_is(states),
+    )
+    if _plain(x, rows, states):
+        return reference.causal_conv(x, weight, bias, silu, states, rows)
+    from . import triton_conv
+
+    return triton_conv.causal_conv(x, weight, bias, silu, states, rows)
+
+
+def linear_scan(
+    x: torch.Tensor, log_decay: torch.Tensor, states: torch.Tensor, rows: StateRows
+) -> torch.Tensor:
+    """h = exp(log_decay) h + x for every channel: x and log_decay [tokens, channels] → the h of every token.
+
+    The last h goes to the page. `log_decay` is at most 0.
+    """
+    if x.dim() != 2:
+        raise ValueError(f"x is [tokens, channels], got {tuple(x.shape)}")
+    check_states(states, (x.shape[1],), "states")
+    check_tokens(rows, x=(x, tuple(x.shape)), log_decay=(log_decay, tuple(x.shape)), states=_as_is(states))
+    if _plain(x, rows, states):
+        return reference.linear_scan(x, log_decay, states, rows)
+    from . import triton_scan
+
+    return triton_scan.linear_scan(x, log_decay, states, rows)
+
+
+def mamba1_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    states: torch.Tensor,
+    rows: StateRows,
+    d: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    softplus: bool = True,
+) -> torch.Tensor:
+    """Selective scan: x, dt, z [tokens, channels], a [channels, n], b and c [tokens, n] → like x.
+
+    `a` is the rate itself (-exp(A_log)). b and c may be [tokens, groups, n], each group for an equal run of
+    channels. With `softplus` the step is softplus(dt + dt_bias); y is gated by silu(z).
+    """
+    if x.dim() != 2 or a.dim() != 2:
+        raise ValueError(
+            f"x is [tokens, channels] and a [channels, n], got {tuple(x.shape)} and {tuple(a.shape)}"
+        )
+    (tokens, channels), size = x.shape, a.shape[1]
+    b, c = (part[:, None] if part.dim() == 2 else part for part in (b, c))
+    groups = b.shape[1]
+    if channels % groups:
+        raise ValueError(f"{channels} channels do not fall into {groups} groups of b: give a divisor")
+    check_states(states, (channels, size), "states")
+    check_tokens(
+        rows,
+        x=(x, (tokens, channels)),
+        dt=(dt, (tokens, channels)),
+        a=(a, (channels, size)),
+        b=(b, (tokens, groups, size)),
+        c=(c, (tokens, groups, size)),
+        d=(d, (channels,)),
+        z=(z, (tokens, channels)),
+        dt_bias=(dt_bias, (channels,)),
+        states=_as_is(states),
+    )
+    if _plain(x, rows, states):
+        return reference.mamba1_scan(x, dt, a, b, c, d, z, dt_bias, softplus, states, rows)
+    from . import triton_scan
+
+    return triton_scan.mamba1_scan(x, dt, a, b, c, d, z, dt_bias, softplus, states, rows)
+
+
+def mamba2_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    states: torch.Tensor,
+    rows: StateRows,
+    d: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    softplus: bool = True,
+    limits: tuple[float, float] = NO_LIMITS,
+) -> torch.Tensor:
+    """State space duality: x, z [tokens, heads, p], dt [tokens, heads], a, d, dt_bias [heads], b and c
+    [tokens, groups, n] → like x.
+
+    `a` is the rate itself (-exp(A_log)), at most 0. Without `dt` every step is 1. `limits` clamp the step after
+    softplus (Hugging Face clamps in prefill alone). The gate silu(z) is for modules that do not gate in their norm.
+    """
+    if x.dim() != 3 or b.dim() != 3:
+        raise ValueError(
+            f"x is [tokens, heads, p] and b [tokens, groups, n], got {tuple(x.shape)} and {tuple(b.shape)}"
+        )
+    (tokens, heads, width), (_, groups, size) = x.shape, b.shape
+    if heads % groups:
+        raise ValueError(f"{heads} heads do not fall into {groups} groups of b: give a divisor")
+    check_states(states, (heads, width, size), "states")
+    check_tokens(
+        rows,
+        x=(x, (tokens, heads, width)),
+        dt=(dt, (tokens, heads)),
+        a=(a, (heads,)),
+        b=(b, (tokens, groups, size)),
+        c=(c, (tokens, groups, size)),
+        d=(d, (heads,)),
+        z=(z, (tokens, heads, width)),
+        dt_bias=(dt_bias, (heads,)),
+        states=_as_is(states),
+    )
+    if _plain(x, rows, states):
+        return reference.mamba2_scan(x, dt, a, b, c, d, z, dt_bias, softplus, limits, states, rows)
+    from . import triton_ssd
+
+    return triton_ssd.mamba2_scan(x, dt, a, b, c, d, z, dt_bias, softplus, limits, states, rows)
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    states: torch.Tensor,
+    rows: StateRows,
+    scale: float | None = None,
+    normalise: bool = False,
+) -> torch.Tensor:
+    """Gated delta rule: q, k [tokens, key heads, dk], v [tokens, value heads, dv], g and beta [tokens, value heads]
+    → like v.
+
+    `g` is the log of the decay, at most 0: one number a head, [tokens, value heads, dk] for one a channel
+    (Kimi), None for no decay. Without `beta` it is 1. Value head h belongs to key head h // (value heads / key
+    heads). `normalise` divides q and k by their length; q is then scaled by `scale` (dk ** -0.5 if None).
+    """
+    if q.dim() != 3 or v.dim() != 3:
+        raise ValueError(
+            f"q is [tokens, key heads, dk] and v [tokens, value heads, dv], got {tuple(q.shape)} and {tuple(v.shape)}"
+        )
+    (tokens, key_heads, dk), (_, heads, dv) = q.shape, v.shape
+    if heads % key_heads:
+        raise ValueError(f"{heads} value heads do not fall to {key_heads} key heads: give a multiple")
+    check_states(states, (heads, dk, dv), "states")
+    decays = (tokens, heads, dk) if g is not None and g.dim() == 3 else (tokens, heads)
+    check_tokens(
+        rows,
+        q=(q, (tokens, key_heads, dk)),
+        k=(k, (tokens, key_heads, dk)),
+        v=(v, (tokens, heads, dv)),
+        g=(g, decays),
+        beta=(beta, (tokens, heads)),
+        states=_as_is(states),
+    )
+    scale = dk**-0.5 if scale is None else scale
+    if _plain(v, rows, states):
+        return reference.delta_rule(q, k, v, g, beta, scale, normalise, states, rows)
+    from . import triton_delta
+
+    return triton_delta.delta_rule(q, k, v, g, beta, scale, normalise, states, rows)
+
+
+def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Only where the pages lie is checked: their shape has been."""
+    return states, tuple(states.shape)
+
+
+def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
+    """Whether plain torch computes this call. Values of rows are checked only on a CPU, where reading them is free."""
+    if x.device.type == "cpu":
+        _check_values(x.shape[0], rows, states.shape[0])
+    if rows.batch_invariant:
+        if x.dtype == torch.float64:
+            raise ValueError(
+                "batch-invariant rows are computed in float32 at most, not in float64: convert them"
+            )
+        return False
+    return x.device.type != "cuda" or x.dtype == torch.float64
+
+
+def _check_values(tokens: int, rows: StateRows, pages: int) -> None:
+    starts = rows.starts.tolist()
+    if starts[0] != 0 or starts[-1] > tokens or any(b < a for a, b in pairwise(starts)):
+        raise ValueError(f"starts {starts} must rise from 0 to at most {tokens} tokens")
+    longest = max(b - a for a, b in pairwise(starts))
+    if longest > rows.longest:
+        raise ValueError(f"a row has {longest} tokens, but `longest` is {rows.longest}: raise it")
+    for name, slots in (("read", rows.read), ("write", rows.write)):
+        low, high = int(slots.min()), int(slots.max())
+        if low < 0 or high >= pages:
+            raise ValueError(f"{name} slots from {low} to {high} must lie in 0 (no page) to {pages - 1}")

@@ -1,0 +1,356 @@
+"""Recurrent layers over packed rows, in plain torch: the oracle (in float64) and the CPU path.
+
+Defines what a kernel must compute; `interface` checks shapes. Time runs in a loop only where the recurrence
+leaves no choice, and then by blocks: everything else is one operation over rows, heads and channels.
+
+    rows of about one length   →  one dense batch [rows, longest, …], short rows padded with tokens that change nothing
+    a mix of long and short    →  one row at a time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from kvloom.kernels.dtypes import accumulator_dtype
+
+from .rows import StateRows
+
+__all__ = ["causal_conv", "delta_rule", "linear_scan", "mamba1_scan", "mamba2_scan", "time_steps"]
+
+CHUNK = 64
+"""Tokens that the chunked forms take at once."""
+
+_CHANNEL_CHUNK = 16
+"""The same where every channel decays on its own, and pairs of tokens cost a whole vector."""
+
+_BLOCK_ELEMENTS = 1 << 21
+"""How many states the loops over time hold before they are read out together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Rows of one dense batch: `rows` [b] of the call's rows (all of them: a slice, which copies nothing), `tokens`
+    [b, longest] of its tokens, `real` likewise."""
+
+    rows: torch.Tensor | slice
+    tokens: torch.Tensor
+    real: torch.Tensor
+
+    def take(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[tokens, …] → [b, longest, …], zeros where a row has ended."""
+        dense = packed[self.tokens].to(dtype)
+        mask = self.real.view(*self.real.shape, *[1] * (dense.dim() - 2))
+        return torch.where(mask, dense, torch.zeros((), dtype=dtype, device=dense.device))
+
+    def put(self, packed: torch.Tensor, dense: torch.Tensor) -> None:
+        packed[self.tokens[self.real]] = dense[self.real].to(packed.dtype)
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    states: torch.Tensor,
+    rows: StateRows,
+) -> torch.Tensor:
+    """See `state.causal_conv`."""
+    dtype = accumulator_dtype(x)
+    starts, old = rows.starts.long(), _initial(rows, states, dtype)
+    lengths = starts.diff()
+    tokens, columns, taps = int(starts[-1]), states.shape[2], weight.shape[1]
+    row = torch.repeat_interleave(torch.arange(rows.sequences, device=x.device), lengths)
+    place = torch.arange(tokens, device=x.device) - starts[row]
+    own, weights = x[:tokens].to(dtype), weight.to(dtype)
+    acc = own * weights[:, -1]
+    for shift in range(1, taps):
+        tap = weights[:, taps - 1 - shift]
+        inside = (place >= shift).nonzero()[:, 0]
+        acc[inside] += own[inside - shift] * tap
+        before = (place < shift).nonzero()[:, 0]
+        acc[before] += old[row[before], :, columns + place[before] - shift] * tap
+    if bias is not None:
+        acc += bias.to(dtype)
+    # Column c of the new state is the input at `length - columns + c`, or still an old column where that is negative.
+    at = lengths[:, None] - columns + torch.arange(columns, device=x.device)
+    new = old.gather(2, (at + columns).clamp(max=columns - 1)[:, None].expand_as(old))
+    if tokens:
+        new = torch.where(
+            (at >= 0)[:, None], own[(starts[:-1, None] + at).clamp(0, tokens - 1)].transpose(1, 2), new
+        )
+    _finish(rows, states, new)
+    out = torch.zeros_like(x)
+    out[:tokens] = (functional.silu(acc) if silu else acc).to(x.dtype)
+    return out
+
+
+def linear_scan(
+    x: torch.Tensor, log_decay: torch.Tensor, states: torch.Tensor, rows: StateRows
+) -> torch.Tensor:
+    """See `state.linear_scan`."""
+    dtype, out = accumulator_dtype(x), torch.zeros_like(x)
+    last = _initial(rows, states, dtype)
+    for batch in _batches(rows):
+        inputs, decay = batch.take(x, dtype), batch.take(log_decay, dtype).exp()
+        hidden = torch.empty_like(inputs)
+        last[batch.rows] = _recur(decay, inputs, last[batch.rows], hidden)
+        batch.put(out, hidden)
+    _finish(rows, states, last)
+    return out
+
+
+def mamba1_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    softplus: bool,
+    states: torch.Tensor,
+    rows: StateRows,
+) -> torch.Tensor:
+    """See `state.mamba1_scan`; here b and c are [tokens, groups, n]."""
+    dtype, out = accumulator_dtype(x), torch.zeros_like(x)
+    last = _initial(rows, states, dtype)
+    rates, (channels, size) = a.to(dtype), a.shape
+    groups = b.shape[1]
+    for batch in _batches(rows):
+        inputs = batch.take(x, dtype)
+        # The masked step is 0 after softplus and bias: decay 1, input 0, so a padded token changes nothing.
+        step = time_steps(dt[batch.tokens].to(dtype), dt_bias, softplus) * batch.real[..., None]
+        into, read = batch.take(b, dtype), batch.take(c, dtype)
+        width, length = inputs.shape[:2]
+        state, y = last[batch.rows], torch.empty_like(inputs)
+        block = max(1, min(length, _BLOCK_ELEMENTS // (width * channels * size)))
+        hidden = inputs.new_empty(width, block, channels, size)
+        for first in range(0, length, block):
+            part = slice(first, min(first + block, length))
+            decay = torch.exp(step[:, part, :, None] * rates)
+            drive = (step[:, part] * inputs[:, part]).reshape(width, -1, groups, channels // groups, 1)
+            drive = (drive * into[:, part, :, None]).flatten(2, 3)
+            seen = hidden[:, : part.stop - part.start]
+            state = _recur(decay, drive, state, seen)
+            grouped = seen.reshape(width, -1, groups, channels // groups, size)
+            y[:, part] = torch.einsum("blgpn,blgn->blgp", grouped, read[:, part]).flatten(2)
+        last[batch.rows] = state
+        batch.put(out, _skip_and_gate(y, inputs, d, None if z is None else batch.take(z, dtype)))
+    _finish(rows, states, last)
+    return out
+
+
+def mamba2_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    softplus: bool,
+    limits: tuple[float, float],
+    states: torch.Tensor,
+    rows: StateRows,
+) -> torch.Tensor:
+    """See `state.mamba2_scan`."""
+    dtype, out = accumulator_dtype(x), torch.zeros_like(x)
+    last = _initial(rows, states, dtype)
+    heads, groups = x.shape[1], b.shape[1]
+    for batch in _batches(rows):
+        inputs = batch.take(x, dtype)
+        real = batch.real[..., None].to(dtype)
+        step = real.expand(*batch.real.shape, heads)
+        if dt is not None:
+            step = time_steps(dt[batch.tokens].to(dtype), dt_bias, softplus, limits) * real
+        into, read = (_heads_first(batch.take(part, dtype), heads // groups) for part in (b, c))
+        state = last[batch.rows]
+        y = _chunked_scan(inputs, step, a.to(dtype), into, read, state)
+        last[batch.rows] = state
+        batch.put(out, _skip_and_gate(y, inputs, d, None if z is None else batch.take(z, dtype)))
+    _finish(rows, states, last)
+    return out
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    scale: float,
+    normalise: bool,
+    states: torch.Tensor,
+    rows: StateRows,
+) -> torch.Tensor:
+    """See `state.delta_rule`."""
+    dtype, out = accumulator_dtype(v), torch.zeros_like(v)
+    last = _initial(rows, states, dtype)
+    repeat = v.shape[1] // k.shape[1]
+    for batch in _batches(rows):
+        query, key = batch.take(q, dtype), batch.take(k, dtype)
+        if normalise:
+            query, key = (
+                part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (query, key)
+            )
+        query, key, value = (
+            _heads_first(query * scale, repeat),
+            _heads_first(key, repeat),
+            _heads_first(batch.take(v, dtype)),
+        )
+        # A padded token has decay 1 and strength 0.
+        strength = batch.real[..., None].to(dtype).expand(*batch.real.shape, v.shape[1])
+        strength = _heads_first(strength if beta is None else batch.take(beta, dtype))
+        decay = torch.zeros_like(strength) if g is None else _heads_first(batch.take(g, dtype))
+        state = last[batch.rows]
+        y = _chunked_delta(query, key, value, decay, strength, state)
+        last[batch.rows] = state
+        batch.put(out, y.transpose(1, 2))
+    _finish(rows, states, last)
+    return out
+
+
+def time_steps(
+    dt: torch.Tensor,
+    bias: torch.Tensor | None,
+    softplus: bool,
+    limits: tuple[float, float] = (0.0, float("inf")),
+) -> torch.Tensor:
+    """The length of each token's step: biased, made positive, clamped."""
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    if softplus:
+        dt = functional.softplus(dt)
+    return dt if limits == (0.0, float("inf")) else dt.clamp(*limits)
+
+
+def _recur(decay: torch.Tensor, drive: torch.Tensor, state: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """state = decay * state + drive along dimension 1, every state into `seen`; the last one is returned."""
+    for t in range(seen.shape[1]):
+        state = torch.addcmul(drive[:, t], decay[:, t], state, out=seen[:, t])
+    return state.clone()
+
+
+def _chunked_scan(
+    x: torch.Tensor,
+    step: torch.Tensor,
+    a: torch.Tensor,
+    into: torch.Tensor,
+    read: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Mamba-2 on [b, length, heads, p], b and c as [b, heads, length, n]; `state` is brought up to date."""
+    y = torch.empty_like(x)
+    for first in range(0, x.shape[1], CHUNK):
+        part = slice(first, first + CHUNK)
+        cum = (step[:, part] * a).cumsum(1).transpose(1, 2)
+        scaled = (x[:, part] * step[:, part, :, None]).transpose(1, 2)
+        pairs = read[:, :, part] @ into[:, :, part].transpose(2, 3) * _decay_between(cum)
+        seen = pairs @ scaled + cum.exp()[..., None] * (read[:, :, part] @ state.transpose(2, 3))
+        y[:, part] = seen.transpose(1, 2)
+        left = (cum[..., -1:] - cum).exp()[..., None]
+        _decay_and_add(
+            state, cum[..., -1, None, None].exp(), (scaled * left).transpose(2, 3), into[:, :, part]
+        )
+    return y
+
+
+def _chunked_delta(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Everything [b, heads, length, …]; `state` is brought up to date.
+
+    Inside a chunk the corrected values u solve a unit lower triangular system, with D the decay between tokens:
+    (1 + strictly lower(beta k kᵀ D)) u = beta (v - decayed k S).
+    """
+    y = torch.empty_like(v)
+    single = g.dim() == 3
+    chunk = CHUNK if single else _CHANNEL_CHUNK
+    for first in range(0, v.shape[2], chunk):
+        part = slice(first, first + chunk)
+        query, key, strength = q[:, :, part], k[:, :, part], beta[:, :, part, None]
+        cum = g[:, :, part].cumsum(2)
+        if single:
+            between = _decay_between(cum)
+            qk, kk = (left @ key.transpose(2, 3) * between for left in (query, key))
+            cum = cum[..., None]
+        else:
+            between = (cum[:, :, :, None] - cum[:, :, None]).clamp(max=0).exp() * key[:, :, None]
+            qk, kk = ((between @ left[..., None])[..., 0].tril() for left in (query, key))
+        system = (strength * kk).tril(-1)
+        known = strength * (v[:, :, part] - (key * cum.exp()) @ state)
+        u = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        y[:, :, part] = (query * cum.exp()) @ state + qk @ u
+        end = cum[:, :, -1:]
+        _decay_and_add(state, end.exp().transpose(2, 3), (key * (end - cum).exp()).transpose(2, 3), u)
+    return y
+
+
+def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """state = decay * state + left @ right in place: a decode step is bound by passes over the states."""
+    state.mul_(decay)
+    state.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
+
+
+def _decay_between(cum: torch.Tensor) -> torch.Tensor:
+    """exp(cum_i - cum_j) where j <= i, else 0: masked before the exponential, which would overflow above."""
+    gap = cum[..., :, None] - cum[..., None, :]
+    above = torch.ones(gap.shape[-2:], dtype=torch.bool, device=gap.device).triu(1)
+    return gap.masked_fill(above, -torch.inf).exp()
+
+
+def _heads_first(part: torch.Tensor, repeat: int = 1) -> torch.Tensor:
+    """[b, length, heads, …] → [b, heads * repeat, length, …], each head `repeat` times in a row."""
+    turned = part.transpose(1, 2)
+    return turned if repeat == 1 else turned.repeat_interleave(repeat, 1)
+
+
+def _skip_and_gate(
+    y: torch.Tensor, x: torch.Tensor, d: torch.Tensor | None, z: torch.Tensor | None
+) -> torch.Tensor:
+    if d is not None:
+        y = y + x * d.to(x.dtype).view(*d.shape, *[1] * (x.dim() - 2 - d.dim()))
+    return y if z is None else y * functional.silu(z)
+
+
+def _initial(rows: StateRows, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Every row's first state, a copy; set to zeros, not multiplied by them, as an unwritten page may hold anything."""
+    blank = rows.read == 0
+    if rows.fresh is not None:
+        blank = blank | rows.fresh.bool()
+    found = states[rows.read.long()].to(dtype)
+    found[blank] = 0
+    return found
+
+
+def _finish(rows: StateRows, states: torch.Tensor, last: torch.Tensor) -> None:
+    kept = rows.write > 0
+    states[rows.write[kept].long()] = last[kept].to(states.dtype)
+
+
+def _batches(rows: StateRows) -> Iterator[_Batch]:
+    """Dense batches that cover every row with tokens, with at most as much padding as content."""
+    starts = rows.starts.long()
+    lengths = starts.diff()
+    filled = (lengths > 0).nonzero()[:, 0]
+    if not filled.numel():
+        return
+    together = int(lengths.max()) * filled.numel() <= 2 * int(starts[-1])
+    for group in (filled,) if together else filled[:, None]:
+        place = torch.arange(int(lengths[group].max()), device=starts.device)
+        real = place < lengths[group, None]
+        all_rows = group.numel() == rows.sequences
+        yield _Batch(
+            slice(None) if all_rows else group, torch.where(real, starts[group, None] + place, 0), real
+        )

@@ -1,0 +1,107 @@
+"""The packed rows of one step of recurrent layers, and their checks. Knows nothing of a state's contents.
+
+Rows are built once a step and read by every layer of one table.
+
+| field           | shape           | meaning                                                                       |
+|-----------------|-----------------|-------------------------------------------------------------------------------|
+| starts          | [sequences + 1] | where each row's tokens begin, from 0 on; equal bounds: an empty row          |
+| read            | [sequences]     | the page of a row's first state; 0: it begins from zeros                      |
+| write           | [sequences]     | the page of its last state; 0: it is not kept. May be the read page           |
+| fresh           | [sequences]     | true: begins from zeros despite `read` (a page that was never written)        |
+| longest         | host int        | most tokens of a row; up to STEP_TOKENS, rows run as decode steps             |
+| batch_invariant | host bool       | the same bits in any chunks of a sequence, and in any batch                   |
+
+Rows run in parallel, so a page that one row writes must not be read or written by another row of the call: the caller splits
+a prompt at its snapshots, one call for each part. An empty row's last state is its first. Batch-invariant rows run token by
+token, and a state is rounded to its page's dtype after every token. Decode steps run faster in a call of their own than
+beside long rows. Outputs of tokens past the last start are undefined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["STEP_TOKENS", "StateRows", "check_states", "check_tokens"]
+
+STEP_TOKENS = 8
+"""Rows of at most this many tokens (decode, draft verification) run token by token, in one pass over the state."""
+
+_INTEGERS = (torch.int32, torch.int64)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateRows:
+    """The rows of one step (see the table above). Building it copies nothing and reads no device memory."""
+
+    starts: torch.Tensor
+    read: torch.Tensor
+    write: torch.Tensor
+    longest: int
+    fresh: torch.Tensor | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        parts = {"starts": self.starts, "read": self.read, "write": self.write}
+        for name, part in parts.items():
+            if part.dtype not in _INTEGERS or part.dim() != 1:
+                raise ValueError(
+                    f"{name} is one row of int32 or int64, got {part.dtype} {tuple(part.shape)}: convert it"
+                )
+        if not self.starts.numel() - 1 == self.read.numel() == self.write.numel() >= 1:
+            raise ValueError(
+                f"{self.starts.numel()} starts for {self.read.numel()} read and {self.write.numel()} write slots:"
+                " give one more start than sequences, of which there is at least one"
+            )
+        if self.fresh is not None and self.fresh.shape != self.read.shape:
+            raise ValueError(f"fresh {tuple(self.fresh.shape)} must be like read {tuple(self.read.shape)}")
+        devices = {part.device for part in (*parts.values(), self.fresh) if part is not None}
+        if len(devices) > 1:
+            raise ValueError(f"the rows lie on {sorted(map(str, devices))}: put them on one device")
+        if self.longest < 0:
+            raise ValueError(f"longest is {self.longest}: give the most tokens a row may have, 0 or more")
+
+    @property
+    def sequences(self) -> int:
+        return self.read.numel()
+
+    @property
+    def steps(self) -> bool:
+        """Whether every row is short enough to run token by token."""
+        return self.longest <= STEP_TOKENS
+
+    @classmethod
+    def decode(cls, slots: torch.Tensor, tokens: int = 1) -> StateRows:
+        """Rows of `tokens` tokens each that read and write the same slots. A row on slot 0 is padding: it
+        computes from zeros and keeps nothing."""
+        starts = torch.arange(0, (slots.numel() + 1) * tokens, tokens, dtype=torch.int32, device=slots.device)
+        return cls(starts, slots, slots, tokens)
+
+
+def check_states(states: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
+    """Raise unless `states` is [pages, *shape], contiguous inside a page."""
+    if tuple(states.shape[1:]) != shape or states.dim() != len(shape) + 1:
+        raise ValueError(
+            f"{name} of pages {tuple(states.shape)} do not hold [pages, {', '.join(map(str, shape))}]"
+        )
+    if states.shape[0] and not states[0].is_contiguous():
+        raise ValueError(f"a page of {name} must be contiguous inside, got strides {states.stride()}")
+    if states.dtype not in _FLOATS:
+        raise ValueError(f"{name} are {states.dtype}: keep them in one of {', '.join(map(str, _FLOATS))}")
+
+
+def check_tokens(rows: StateRows, **parts: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
+    """Raise unless every part has the shape it is given with and lies where the rows lie."""
+    for name, (part, shape) in parts.items():
+        if part is None:
+            continue
+        if tuple(part.shape) != shape:
+            raise ValueError(f"{name} is {tuple(part.shape)}, but {shape} fits the other arguments")
+        if part.device != rows.starts.device:
+            raise ValueError(
+                f"{name} lies on {part.device}, the rows on {rows.starts.device}: move one of them"
+            )
+        if part.dtype not in _FLOATS:
+            raise ValueError(f"{name} is {part.dtype}: give one of {', '.join(map(str, _FLOATS))}")

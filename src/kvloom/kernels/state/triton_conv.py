@@ -1,0 +1,177 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
+
+"""The causal convolution in Triton: one program for each chunk of a row and block of channels.
+
+Only the program of a row's first chunk touches the row's page: it reads the old inputs, and writes the new ones
+from x afterwards. So one call can read and write a page, however many chunks run in parallel. An output is
+one thread's sum over the taps: batch-invariant rows need no loop over tokens here, only a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .rows import StateRows
+from .triton_rows import (
+    exact_rounding,
+    locate,
+    packed,
+    places,
+    row_arguments,
+    row_of,
+    search_width,
+    silu,
+    start_page,
+)
+
+__all__ = ["causal_conv"]
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def conv_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    states,
+    starts,
+    read,
+    write,
+    fresh,
+    sequences,
+    channels,
+    x_stride,
+    out_stride,
+    page_stride,
+    TAPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COLUMNS_UP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    STEPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    FRESH: tl.constexpr,
+    INVARIANT: tl.constexpr,
+):
+    if STEPS:
+        row = tl.program_id(0)
+        chunk = 0
+    else:
+        row, chunk = locate(starts, sequences, tl.program_id(0), TOKENS, SEARCH)
+    start, length = row_of(starts, row)
+    if (chunk > 0) & (chunk * TOKENS >= length):
+        return
+    column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    real = column < channels
+    page = start_page(read, fresh, row, FRESH)
+    old = states + page * page_stride + column * COLUMNS
+    # Inputs before this one (counted from the row's start) are read from the page, if there is one and by the first chunk.
+    oldest = tl.where((page > 0) & (chunk == 0), 0, -COLUMNS - TAPS)
+    at = chunk * TOKENS + tl.arange(0, TOKENS)
+    if BIAS:
+        acc = tl.zeros((TOKENS, CHANNELS), tl.float32) + tl.load(bias + column, mask=real, other=0.0)[None, :]
+    else:
+        acc = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    for tap in tl.static_range(TAPS):
+        source = at - (TAPS - 1 - tap)
+        inside = (source >= 0) & (source < length)
+        value = tl.load(
+            x + (start + source)[:, None] * x_stride + column[None, :],
+            mask=inside[:, None] & real[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        if INVARIANT and tap < TAPS - 1:
+            # In the order of the taps, and as a page would give them back, wherever they come from.
+            stored = tl.load(
+                old[None, :] + (source + COLUMNS)[:, None],
+                mask=(source < oldest)[:, None] & real[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            value = tl.where((source < 0)[:, None], stored, value.to(states.dtype.element_ty).to(tl.float32))
+        factor = tl.load(weight + column * TAPS + tap, mask=real, other=0.0).to(tl.float32)
+        acc += value * factor[None, :]
+    if not INVARIANT:
+        if chunk == 0:
+            for tap in tl.static_range(TAPS - 1):
+                before = at - (TAPS - 1 - tap)
+                value = tl.load(
+                    old[None, :] + (before + COLUMNS)[:, None],
+                    mask=(before < oldest)[:, None] & real[None, :],
+                    other=0.0,
+                ).to(tl.float32)
+                factor = tl.load(weight + column * TAPS + tap, mask=real, other=0.0).to(tl.float32)
+                acc += value * factor[None, :]
+    if SILU:
+        acc = silu(acc)
+    tl.store(
+        out + (start + at)[:, None] * out_stride + column[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=(at < length)[:, None] & real[None, :],
+    )
+    target = tl.load(write + row).to(tl.int64)
+    if (chunk == 0) & (target > 0):
+        # Column c of the new state is the input at length - COLUMNS + c; before the row it is an old column.
+        place = tl.arange(0, COLUMNS_UP)
+        origin = length - COLUMNS + place
+        kept = (place < COLUMNS)[None, :] & real[:, None]
+        new = tl.load(
+            x + (start + origin)[None, :] * x_stride + column[:, None],
+            mask=kept & (origin >= 0)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        shifted = tl.load(
+            old[:, None] + (origin + COLUMNS)[None, :], mask=kept & (origin < oldest)[None, :], other=0.0
+        ).to(tl.float32)
+        # Threads read columns that others are about to write.
+        tl.debug_barrier()
+        tl.store(
+            states + target * page_stride + column[:, None] * COLUMNS + place[None, :],
+            (new + shifted).to(states.dtype.element_ty),
+            mask=kept,
+        )
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    states: torch.Tensor,
+    rows: StateRows,
+) -> torch.Tensor:
+    """See `state.causal_conv`."""
+    x = packed(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tokens = triton.next_power_of_2(max(rows.longest, 1)) if rows.steps else 16
+    width = min(256 if rows.steps else 128, max(16, triton.next_power_of_2(x.shape[1])))
+    programs = rows.sequences if rows.steps else places(rows, x.shape[0], tokens)
+    conv_kernel[(programs, triton.cdiv(x.shape[1], width))](
+        x,
+        weight.contiguous(),
+        x if bias is None else bias.contiguous(),
+        out,
+        states,
+        sequences=rows.sequences,
+        channels=x.shape[1],
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+        page_stride=states.stride(0),
+        TAPS=weight.shape[1],
+        COLUMNS=states.shape[2],
+        COLUMNS_UP=triton.next_power_of_2(states.shape[2]),
+        TOKENS=tokens,
+        CHANNELS=width,
+        SEARCH=search_width(rows),
+        STEPS=rows.steps,
+        BIAS=bias is not None,
+        SILU=silu,
+        INVARIANT=rows.batch_invariant,
+        num_warps=4,
+        **row_arguments(rows),
+        **(exact_rounding(x) if rows.batch_invariant else {}),
+    )
+    return out

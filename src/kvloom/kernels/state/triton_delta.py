@@ -1,0 +1,400 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
+
+"""The gated delta rule in Triton: chunks as matrix products, and a decode step that moves each state once.
+
+Inside a chunk, with D the decay between two of its tokens and e the decay since its start, the corrections to the
+values solve a unit lower triangular system: u = T (beta v) - T (beta e k) S, T = (1 + strictly lower(beta k kᵀ D))⁻¹.
+Both products by T need no state, so they are made for all chunks side by side, and only the rest runs in order.
+
+| kernel        | a program is                         | makes                                                    |
+|---------------|--------------------------------------|----------------------------------------------------------|
+| solve_kernel  | a chunk, a value head                | T (beta v), T (beta e k), decays summed inside the chunk |
+| state_kernel  | a row, a head, some of a state's     | every chunk's first state and corrections, in order; the |
+|               | columns                              | row's last state                                         |
+| output_kernel | a chunk, a head, some columns        | y, all chunks side by side                               |
+| decode_kernel | a row, a head, some columns          | y and the last state, token by token                     |
+
+With one decay per channel (Kimi) the pairs of a chunk are not a plain product: such rows run token by token, as do
+batch-invariant rows of any length.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .rows import StateRows
+from .triton_rows import (
+    batch_invariant_kernel,
+    dot_precision,
+    exact_rounding,
+    first_place,
+    locate,
+    packed,
+    places,
+    product,
+    row_arguments,
+    row_of,
+    search_width,
+    start_page,
+)
+
+__all__ = ["delta_rule"]
+
+CHUNK = 64
+
+LARGEST_KEY_BYTES = 512
+"""The tiles of a chunk of larger keys would not fit a device's shared memory: they run token by token."""
+
+# For a measurement to choose: columns of a state that a program holds, warps, stages of loads in flight.
+SOLVE_WARPS = 8  # with 4, Triton 3.6 computes wrong inverses out of short products
+STATE_COLUMNS, STATE_WARPS, STATE_STAGES = 32, 4, 3
+OUTPUT_COLUMNS, OUTPUT_WARPS = 64, 4
+DECODE_ELEMENTS, DECODE_WARPS = 4096, 4
+
+NO_DECAY: tl.constexpr = tl.constexpr(0)
+HEAD_DECAY: tl.constexpr = tl.constexpr(1)
+CHANNEL_DECAY: tl.constexpr = tl.constexpr(2)
+
+
+@triton.jit
+def _over_length(x):
+    """One over the length of every row of a tile."""
+    wide = x.to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
+
+
+@triton.jit
+def _inverse(below, TOKENS: tl.constexpr, SOLVE: tl.constexpr):
+    """(1 + below)⁻¹ of a strictly lower triangular tile: the inverses of blocks of 2, then of blocks twice as large.
+
+    Each doubling multiplies true inverses, so it is as stable as substitution; the series in powers of `below`
+    is not, where keys resemble each other.
+    """
+    i = tl.arange(0, TOKENS)[:, None]
+    j = tl.arange(0, TOKENS)[None, :]
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), below, 0.0)
+    half = 2
+    while half < TOKENS:
+        corner = (i // (2 * half) == j // (2 * half)) & (i // half > j // half)
+        inverse -= product(product(inverse, tl.where(corner, below, 0.0), SOLVE), inverse, SOLVE)
+        half *= 2
+    return inverse
+
+
+@triton.jit(do_not_specialize=["sequences", "tokens"])
+def solve_kernel(
+    k, v, g, beta, u, w, cum, sizes, starts,
+    sequences, tokens, heads, per_key, k_stride, k_head, v_stride, v_head, g_stride, beta_stride,
+    DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr, TOKENS: tl.constexpr,
+    SEARCH: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """`cum` and `sizes` (one over the keys' lengths) are [heads, tokens]; u and w are [tokens, heads, d]."""
+    row, chunk = locate(starts, sequences, tl.program_id(1), TOKENS, SEARCH)
+    start, length = row_of(starts, row)
+    if chunk * TOKENS >= length:
+        return
+    head = tl.program_id(0)
+    at = chunk * TOKENS + tl.arange(0, TOKENS)
+    token = start + at
+    real = at < length
+    column = tl.arange(0, DK_UP)
+    inside = real[:, None] & (column < DK)[None, :]
+    key = tl.load(
+        k + token[:, None] * k_stride + head // per_key * k_head + column[None, :], mask=inside, other=0.0
+    )
+    strength = real.to(tl.float32)
+    if BETA:
+        strength = tl.load(beta + token * beta_stride + head, mask=real, other=0.0).to(tl.float32)
+    decay = tl.zeros((TOKENS,), tl.float32)
+    if DECAY == HEAD_DECAY:
+        decay = tl.cumsum(tl.load(g + token * g_stride + head, mask=real, other=0.0).to(tl.float32), 0)
+    mine = head.to(tl.int64) * tokens + token
+    tl.store(cum + mine, decay, mask=real)
+    i = tl.arange(0, TOKENS)
+    gap = tl.where(i[:, None] > i[None, :], decay[:, None] - decay[None, :], float("-inf"))
+    below = product(key, tl.trans(key), DOT) * tl.exp(gap) * strength[:, None]
+    weight = strength * tl.exp(decay)
+    if NORMALISE:
+        size = _over_length(key)
+        tl.store(sizes + mine, size, mask=real)
+        below *= size[:, None] * size[None, :]
+        weight *= size
+    inverse = _inverse(below, TOKENS, SOLVE)
+    tl.store(
+        w + (token[:, None] * heads + head) * DK + column[None, :],
+        product(inverse * weight[None, :], key, DOT).to(w.dtype.element_ty),
+        mask=inside,
+    )
+    inverse *= strength[None, :]
+    for first in range(0, DV, DV_UP):
+        out_column = first + tl.arange(0, DV_UP)
+        out_inside = real[:, None] & (out_column < DV)[None, :]
+        value = tl.load(
+            v + token[:, None] * v_stride + head * v_head + out_column[None, :], mask=out_inside, other=0.0
+        )
+        tl.store(
+            u + (token[:, None] * heads + head) * DV + out_column[None, :],
+            product(inverse, value, DOT).to(u.dtype.element_ty),
+            mask=out_inside,
+        )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def state_kernel(
+    k, u, w, cum, sizes, states, chunk_states, starts, read, write, fresh,
+    tokens, heads, per_key, k_stride, k_head, page_stride,
+    DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr, TOKENS: tl.constexpr,
+    DOT: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr,
+):  # fmt: skip
+    """Replaces u by the corrections themselves."""
+    column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    start, length = row_of(starts, row)
+    place = first_place(starts, row, TOKENS).to(tl.int64)
+    line = tl.arange(0, DK_UP)
+    inside = (line < DK)[:, None] & (column < DV)[None, :]
+    own = head * DK * DV + line[:, None] * DV + column[None, :]
+    page = start_page(read, fresh, row, FRESH)
+    kept = tl.where(page > 0, DV, 0)
+    s = tl.load(
+        states + page * page_stride + own, mask=(line < DK)[:, None] & (column < kept)[None, :], other=0.0
+    ).to(tl.float32)
+    k += head // per_key * k_head
+    cum += head.to(tl.int64) * tokens
+    sizes += head.to(tl.int64) * tokens
+    for chunk in range(tl.cdiv(length, TOKENS)):
+        at = chunk * TOKENS + tl.arange(0, TOKENS)
+        token = start + at
+        real = at < length
+        tl.store(
+            chunk_states + (place + chunk) * heads * DK * DV + own,
+            s.to(chunk_states.dtype.element_ty),
+            mask=inside,
+        )
+        across = real[:, None] & (line < DK)[None, :]
+        weight = tl.load(w + (token[:, None] * heads + head) * DK + line[None, :], mask=across, other=0.0)
+        key = tl.load(k + token[:, None] * k_stride + line[None, :], mask=across, other=0.0)
+        mine = real[:, None] & (column < DV)[None, :]
+        here = u + (token[:, None] * heads + head) * DV + column[None, :]
+        correction = tl.load(here, mask=mine, other=0.0).to(tl.float32) - product(weight, s, DOT)
+        tl.store(here, correction.to(u.dtype.element_ty), mask=mine)
+        end = tl.load(cum + start + tl.minimum(chunk * TOKENS + TOKENS, length) - 1)
+        left = tl.exp(end - tl.load(cum + token, mask=real, other=0.0))
+        if NORMALISE:
+            left *= tl.load(sizes + token, mask=real, other=0.0)
+        s = s * tl.exp(end) + product(tl.trans(key), correction * left[:, None], DOT)
+    target = tl.load(write + row).to(tl.int64)
+    if target > 0:
+        tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["sequences", "tokens"])
+def output_kernel(
+    q, k, u, cum, sizes, out, chunk_states, starts,
+    scale, sequences, tokens, heads, per_key, q_stride, q_head, k_stride, k_head,
+    DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr, TOKENS: tl.constexpr,
+    SEARCH: tl.constexpr, DOT: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(1)
+    row, chunk = locate(starts, sequences, place, TOKENS, SEARCH)
+    start, length = row_of(starts, row)
+    if chunk * TOKENS >= length:
+        return
+    across = tl.cdiv(DV, DV_UP)
+    head = tl.program_id(0) // across
+    column = tl.program_id(0) % across * DV_UP + tl.arange(0, DV_UP)
+    line = tl.arange(0, DK_UP)
+    at = chunk * TOKENS + tl.arange(0, TOKENS)
+    token = start + at
+    real = at < length
+    shared = head // per_key
+    wide = real[:, None] & (line < DK)[None, :]
+    query = tl.load(q + token[:, None] * q_stride + shared * q_head + line[None, :], mask=wide, other=0.0)
+    key = tl.load(k + token[:, None] * k_stride + shared * k_head + line[None, :], mask=wide, other=0.0)
+    s = tl.load(
+        chunk_states + (place.to(tl.int64) * heads + head) * DK * DV + line[:, None] * DV + column[None, :],
+        mask=(line < DK)[:, None] & (column < DV)[None, :],
+        other=0.0,
+    )
+    mine = head.to(tl.int64) * tokens + token
+    decay = tl.load(cum + mine, mask=real, other=0.0)
+    i = tl.arange(0, TOKENS)
+    earlier = (i[:, None] >= i[None, :]) & real[:, None]
+    pairs = product(query, tl.trans(key), DOT)
+    pairs *= tl.exp(tl.where(earlier, decay[:, None] - decay[None, :], float("-inf")))
+    y = product(query, s, DOT) * tl.exp(decay)[:, None]
+    inside = real[:, None] & (column < DV)[None, :]
+    correction = tl.load(u + (token[:, None] * heads + head) * DV + column[None, :], mask=inside, other=0.0)
+    if NORMALISE:
+        pairs *= tl.load(sizes + mine, mask=real, other=0.0)[None, :]
+        y = (y + product(pairs, correction, DOT)) * (_over_length(query) * scale)[:, None]
+    else:
+        y = (y + product(pairs, correction, DOT)) * scale
+    tl.store(
+        out + (token[:, None] * heads + head) * DV + column[None, :], y.to(out.dtype.element_ty), mask=inside
+    )
+
+
+@triton.jit
+def _token(
+    q, k, v, g, beta, token, some, lines, columns, line, column, q_stride, k_stride, v_stride, g_stride, beta_stride,
+    DECAY: tl.constexpr, BETA: tl.constexpr,
+):  # fmt: skip
+    """What one token brings, as it was given: so many `lines` and `columns`; gates of a head if there are `some`."""
+    query = tl.load(q + token * q_stride + line, mask=line < lines, other=0.0)
+    key = tl.load(k + token * k_stride + line, mask=line < lines, other=0.0)
+    value = tl.load(v + token * v_stride + column, mask=column < columns, other=0.0)
+    decay = 0.0
+    if DECAY == HEAD_DECAY:
+        decay = tl.load(g + token * g_stride, mask=some, other=0.0).to(tl.float32)
+    if DECAY == CHANNEL_DECAY:
+        decay = tl.load(g + token * g_stride + line, mask=line < lines, other=0.0).to(tl.float32)
+    strength = 1.0
+    if BETA:
+        strength = tl.load(beta + token * beta_stride, mask=some, other=0.0).to(tl.float32)
+    return query, key, value, decay, strength
+
+
+@triton.jit
+def decode_kernel(
+    q, k, v, g, beta, out, states, starts, read, write, fresh,
+    scale, heads, per_key, q_stride, q_head, k_stride, k_head, v_stride, v_head, g_stride, g_head, beta_stride,
+    page_stride,
+    DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr,
+    DECAY: tl.constexpr, BETA: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr, INVARIANT: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    start, length = row_of(starts, row)
+    line = tl.arange(0, DK_UP)
+    inside = (line < DK)[:, None] & (column < DV)[None, :]
+    own = head * DK * DV + line[:, None] * DV + column[None, :]
+    page = start_page(read, fresh, row, FRESH)
+    kept = tl.where(page > 0, DV, 0)
+    s = tl.load(
+        states + page * page_stride + own, mask=(line < DK)[:, None] & (column < kept)[None, :], other=0.0
+    ).to(tl.float32)
+    q += head // per_key * q_head
+    k += head // per_key * k_head
+    v += head * v_head
+    g += head * g_head
+    beta += head
+    if INVARIANT:  # rows may be long: the next token is loaded while this one is computed
+        some = length > 0
+        lines, columns = tl.where(some, DK, 0), tl.where(some, DV, 0)
+        q_next, k_next, v_next, decay_next, strength_next = _token(
+            q, k, v, g, beta, start, some, lines, columns, line, column,
+            q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA,
+        )  # fmt: skip
+    for at in range(length):
+        token = start + at
+        if INVARIANT:
+            query, key, value, decay, strength = q_next, k_next, v_next, decay_next, strength_next
+            some = at + 1 < length
+            lines, columns = tl.where(some, DK, 0), tl.where(some, DV, 0)
+            q_next, k_next, v_next, decay_next, strength_next = _token(
+                q, k, v, g, beta, token + 1, some, lines, columns, line, column,
+                q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA,
+            )  # fmt: skip
+        else:
+            query, key, value, decay, strength = _token(
+                q, k, v, g, beta, token, True, DK, DV, line, column,
+                q_stride, k_stride, v_stride, g_stride, beta_stride, DECAY, BETA,
+            )  # fmt: skip
+        query, key = query.to(tl.float32), key.to(tl.float32)
+        if NORMALISE:
+            query *= 1.0 / tl.sqrt(tl.sum(query * query, 0) + 1e-6)
+            key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + 1e-6)
+        if DECAY == HEAD_DECAY:
+            s *= tl.exp(decay)
+        if DECAY == CHANNEL_DECAY:
+            s *= tl.exp(decay)[:, None]
+        correction = value.to(tl.float32) - tl.sum(s * key[:, None], 0)
+        if BETA:
+            correction *= strength
+        s += key[:, None] * correction[None, :]
+        y = tl.sum(s * (query * scale)[:, None], 0)
+        tl.store(out + (token * heads + head) * DV + column, y.to(out.dtype.element_ty), mask=column < DV)
+        if INVARIANT:
+            s = s.to(states.dtype.element_ty).to(tl.float32)
+    target = tl.load(write + row).to(tl.int64)
+    if target > 0:
+        tl.store(states + target * page_stride + own, s.to(states.dtype.element_ty), mask=inside)
+
+
+invariant_kernel = batch_invariant_kernel(decode_kernel)
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    scale: float,
+    normalise: bool,
+    states: torch.Tensor,
+    rows: StateRows,
+) -> torch.Tensor:
+    """See `state.delta_rule`."""
+    q, k, v = packed(q), packed(k), packed(v)
+    g = None if g is None else packed(g)
+    beta = None if beta is None else packed(beta)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    (tokens, key_heads, dk), (_, heads, dv) = k.shape, v.shape
+    known = row_arguments(rows)
+    sizes_of = {"DK": dk, "DV": dv, "DK_UP": max(16, triton.next_power_of_2(dk)), "NORMALISE": normalise}
+    strides = {"heads": heads, "per_key": heads // key_heads, "k_stride": k.stride(0), "k_head": k.stride(1)}
+    decay = (NO_DECAY if g is None else HEAD_DECAY if g.dim() == 2 else CHANNEL_DECAY).value
+    gates = {
+        "g_stride": 0 if g is None else g.stride(0),
+        "beta_stride": 0 if beta is None else beta.stride(0),
+        "DECAY": decay,
+        "BETA": beta is not None,
+    }
+    g_in, beta_in = v if g is None else g, v if beta is None else beta
+    dot = dot_precision(v.dtype)
+    # Products in float32 hold twice the bytes a factor, or more: they get more warps to hold them.
+    kept, more = (torch.bfloat16, 1) if dot == "bf16" else (torch.float32, 2)
+    large = sizes_of["DK_UP"] * kept.itemsize > LARGEST_KEY_BYTES
+    if rows.steps or rows.batch_invariant or decay == CHANNEL_DECAY.value or large:
+        width = max(1, min(triton.next_power_of_2(dv), DECODE_ELEMENTS // sizes_of["DK_UP"]))
+        kernel = invariant_kernel if rows.batch_invariant else decode_kernel
+        kernel[(triton.cdiv(dv, width), heads, rows.sequences)](
+            q, k, v, g_in, beta_in, out, states,
+            scale=scale, q_stride=q.stride(0), q_head=q.stride(1), v_stride=v.stride(0), v_head=v.stride(1),
+            g_head=g_in.stride(1) if decay == CHANNEL_DECAY.value else 1, page_stride=states.stride(0), DV_UP=width, INVARIANT=rows.batch_invariant,
+            num_warps=DECODE_WARPS, **sizes_of, **strides, **gates, **known, **(exact_rounding(v) if rows.batch_invariant else {}),
+        )  # fmt: skip
+        return out
+    count, search = places(rows, tokens, CHUNK), search_width(rows)
+    u = torch.empty((tokens, heads, dv), dtype=kept, device=v.device)
+    w = torch.empty((tokens, heads, dk), dtype=kept, device=v.device)
+    chunk_states = torch.empty((count, heads, dk, dv), dtype=kept, device=v.device)
+    cum, sizes = torch.empty((2, heads, tokens), dtype=torch.float32, device=v.device)
+    columns = max(16, triton.next_power_of_2(dv))
+    wide, narrow = min(OUTPUT_COLUMNS, columns), min(STATE_COLUMNS, columns)
+    solve_kernel[(heads, count)](
+        k, v, g_in, beta_in, u, w, cum, sizes, known["starts"],
+        sequences=rows.sequences, tokens=tokens, v_stride=v.stride(0), v_head=v.stride(1),
+        DV_UP=wide, TOKENS=CHUNK, SEARCH=search, DOT=dot, SOLVE="tf32" if more == 1 else "ieee",
+        num_warps=SOLVE_WARPS, num_stages=2, **sizes_of, **strides, **gates,
+    )  # fmt: skip
+    state_kernel[(triton.cdiv(dv, narrow), heads, rows.sequences)](
+        k, u, w, cum, sizes, states, chunk_states,
+        tokens=tokens, page_stride=states.stride(0), DV_UP=narrow, TOKENS=CHUNK, DOT=dot,
+        num_warps=STATE_WARPS * more, num_stages=STATE_STAGES if sizes_of["DK_UP"] * more <= 128 else 2,
+        **sizes_of, **strides, **known,
+    )  # fmt: skip
+    output_kernel[(heads * triton.cdiv(dv, wide), count)](
+        q, k, u, cum, sizes, out, chunk_states, known["starts"],
+        scale=scale, sequences=rows.sequences, tokens=tokens, q_stride=q.stride(0), q_head=q.stride(1),
+        DV_UP=wide, TOKENS=CHUNK, SEARCH=search, DOT=dot, num_warps=OUTPUT_WARPS * more, num_stages=2,
+        **sizes_of, **strides,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,9 @@
+"""New K and V into their slots: rotary embedding, quantisation and the write in one call.
+
+`interface` checks a call and chooses the kernel, `reference` is the oracle in plain torch, `triton_write` the kernel.
+"""
+
+from .interface import write
+from .reference import Rotary, apply_rotary
+
+__all__ = ["Rotary", "apply_rotary", "write"]

@@ -1,0 +1,134 @@
+"""New K and V into pages: one call a layer that rotates K and q, quantises, and writes.
+
+Pages are views of `memory.views`; a token's slot is `page * block_tokens + offset`. The host reads no value and a GPU
+allocates nothing, so a call can be captured and replayed with other slots. CPU tensors run in torch, CUDA tensors in one
+Triton kernel. Knows no block tables and no models.
+
+| argument         | shape                        | strides                    |                                   |
+|------------------|------------------------------|----------------------------|-----------------------------------|
+| k_pages, v_pages | [pages, b, kv, d]            | any, unit in d (v: any)    | float, int8 or fp8 (e4m3)         |
+| slots            | [tokens]                     | any                        | negative: the token is skipped    |
+| k, v             | [tokens, kv, d]              | any, unit in d             | d of v may differ                 |
+| k_scale, v_scale | [pages, b, kv]; [kv]; []     | any                        | written (dynamic); read (static)  |
+| rotary.cos, .sin | [tokens, pairs]              | any                        | see `Rotary`                      |
+| q, q_out         | [tokens, heads, d]           | any, unit in d             | without q_out, q is rotated in place |
+
+MLA latents are the same call with one head and no V: `write(pages, None, slots, latent, None)`, with
+`Rotary(…, tail=True)` if their last dims still need rotation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvloom.kernels.dtypes import quantised_max
+
+from . import reference
+from .reference import Rotary
+
+__all__ = ["Rotary", "write"]
+
+
+def write(
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor | None,
+    slots: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
+    q: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
+) -> None:
+    """Write `k` and `v` to their slots, and rotate `q` by the same rotary embedding.
+
+    Pages of int8 and fp8 are quantised: with pages of scales, each token and head by its largest value (scale = amax / 127 or
+    / 448, in float32, stored beside it); with static scales, clamped to their range. Values are multiplied by the inverse scale
+    in float32 and rounded half to even. Kernel and reference store the same bytes.
+
+    Two tokens with one slot, and slots beyond the last page, are not detected.
+    """
+    _check("k", k_pages, k, k_scale, slots)
+    if (v is None) != (v_pages is None):
+        raise ValueError("v and v_pages come together or not at all")
+    if v is not None and v_pages is not None:
+        _check("v", v_pages, v, v_scale, slots)
+        if v_pages.shape[:3] != k_pages.shape[:3]:
+            raise ValueError(
+                f"k_pages {tuple(k_pages.shape)} and v_pages {tuple(v_pages.shape)} differ in pages"
+            )
+    if rotary is not None:
+        _check_rotary(rotary, k, q)
+    elif q is not None or q_out is not None:
+        raise ValueError("q is turned by the rotary embedding alone: give rotary, or leave q out")
+    if q_out is not None and (q is None or q_out.shape != q.shape or q_out.stride(-1) != 1):
+        raise ValueError(f"q_out {tuple(q_out.shape)} needs a q of its shape, and dims side by side")
+    if k.is_cuda and k.dtype != torch.float64:
+        from . import triton_write
+
+        triton_write.write(k_pages, v_pages, slots, k, v, k_scale, v_scale, rotary, q, q_out)
+        return
+    reference.write(k_pages, slots, k, k_scale, rotary)
+    if v is not None and v_pages is not None:
+        reference.write(v_pages, slots, v, v_scale)
+    if q is not None and rotary is not None:
+        (q if q_out is None else q_out).copy_(reference.apply_rotary(q, rotary))
+
+
+def _check(
+    name: str, pages: torch.Tensor, new: torch.Tensor, scale: torch.Tensor | None, slots: torch.Tensor
+) -> None:
+    if pages.dim() != 4 or new.dim() != 3 or pages.shape[2:] != new.shape[1:]:
+        raise ValueError(
+            f"{name} {tuple(new.shape)} does not fit pages {tuple(pages.shape)}: "
+            "they are [tokens, heads, dim] and [pages, block tokens, heads, dim]"
+        )
+    if slots.dim() != 1 or slots.shape[0] != new.shape[0]:
+        raise ValueError(
+            f"slots {tuple(slots.shape)} for {new.shape[0]} tokens of {name}: one each is needed"
+        )
+    if (pages.stride(3) != 1 and name != "v") or new.stride(2) != 1:
+        raise ValueError(
+            f"{name} and its pages need the dims of a head side by side, "
+            f"got strides {new.stride()} and {pages.stride()}: make {name} contiguous in its last axis"
+        )
+    if quantised_max(pages.dtype) is None or pages.dtype == new.dtype:
+        if scale is not None:
+            raise ValueError(
+                f"{name}_scale is for int8 and fp8 pages, these keep {pages.dtype}: leave it out"
+            )
+    elif scale is None:
+        if pages.dtype == torch.int8:
+            raise ValueError(f"int8 pages need {name}_scale: pages of scales, or one per head")
+    elif scale.dim() == 3:
+        if scale.shape != pages.shape[:3] or scale.dtype != torch.float32:
+            raise ValueError(
+                f"{name}_scale {scale.dtype} {tuple(scale.shape)} needs to be float32 {tuple(pages.shape[:3])}"
+            )
+    elif scale.numel() not in (1, pages.shape[2]) or scale.dim() > 1:
+        raise ValueError(
+            f"{name}_scale {tuple(scale.shape)} is neither one value nor {pages.shape[2]} heads'"
+        )
+
+
+def _check_rotary(rotary: Rotary, k: torch.Tensor, q: torch.Tensor | None) -> None:
+    cos, sin = rotary.cos, rotary.sin
+    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} need to be [{k.shape[0]} tokens, pairs]"
+        )
+    if not 0 < 2 * cos.shape[1] <= k.shape[2]:
+        raise ValueError(
+            f"{cos.shape[1]} pairs turn {2 * cos.shape[1]} dims, but a head of k has {k.shape[2]}"
+        )
+    if rotary.form not in ("halves", "pairs", "unpaired"):
+        raise ValueError(f"unknown rotary form {rotary.form!r}; known: halves, pairs, unpaired")
+    if q is None:
+        return
+    if q.dim() != 3 or q.shape[0] != k.shape[0] or q.shape[2] < 2 * cos.shape[1] or q.stride(2) != 1:
+        raise ValueError(
+            f"q {tuple(q.shape)} with strides {q.stride()} needs to be [{k.shape[0]} tokens, heads, "
+            f"{2 * cos.shape[1]} dims or more], dims side by side"
+        )

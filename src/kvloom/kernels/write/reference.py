@@ -1,0 +1,113 @@
+"""Writing to pages in plain torch: rotary embedding, quantisation, slots. Defines what the kernel leaves in the pages.
+
+Knows no attention, no models and no pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvloom.kernels.dtypes import accumulator_dtype, quantised_max
+
+__all__ = ["SMALLEST_SCALE", "Rotary", "apply_rotary", "write"]
+
+SMALLEST_SCALE = 2.0**-100
+"""Lower bound of scales, so that their inverse is finite; a row of zeros gets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """A rotation of pairs of dims by angles per token: `cos` and `sin` are [tokens, pairs], any strides.
+
+    | form     | pair i is         | and is written to   | as in                    |
+    |----------|-------------------|---------------------|--------------------------|
+    | halves   | x[i], x[i + n]    | the same places     | Llama, Qwen, Gemma       |
+    | pairs    | x[2i], x[2i + 1]  | the same places     | GPT-J, Cohere, GLM       |
+    | unpaired | x[2i], x[2i + 1]  | x[i], x[i + n]      | DeepSeek's modeling code |
+
+    n pairs rotate 2n dims: a head's first ones, or its last ones with `tail` (latents). Computed in float32 (float64 for
+    float64) and rounded once to the input's dtype; with `rounded`, products are rounded before they are added, as modeling
+    code in that dtype does.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    form: Literal["halves", "pairs", "unpaired"] = "halves"
+    tail: bool = False
+    rounded: bool = False
+
+    @classmethod
+    def from_tables(
+        cls,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        form: Literal["halves", "pairs", "unpaired"] = "halves",
+        tail: bool = False,
+        repeated: Literal["halves", "pairs"] = "halves",
+    ) -> Rotary:
+        """Build from tables [..., tokens, 2n] that hold every angle twice: n apart, or (Cohere) side by side. Views, no copies.
+
+        M-RoPE's tables are such tables; complex ones are `Rotary(f.real, f.imag, "pairs")`.
+        """
+        size = cos.shape[-1]
+        part = slice(0, size // 2) if repeated == "halves" else slice(0, size, 2)
+        return cls(cos.reshape(-1, size)[:, part], sin.reshape(-1, size)[:, part], form, tail)
+
+
+def apply_rotary(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Return `x` ([tokens, heads, dim]) with its rotary dims rotated, as a new tensor of the same dtype."""
+    size = 2 * rotary.cos.shape[1]
+    before = x.shape[-1] - size if rotary.tail else 0
+    part = x[..., before : before + size].to(accumulator_dtype(x))
+    cos, sin = rotary.cos.to(part.dtype)[:, None], rotary.sin.to(part.dtype)[:, None]
+    a, b = part.chunk(2, -1) if rotary.form == "halves" else (part[..., 0::2], part[..., 1::2])
+    parts = [a * cos, b * sin, b * cos, a * sin]
+    if rotary.rounded:
+        parts = [product.to(x.dtype).to(part.dtype) for product in parts]
+    a, b = parts[0] - parts[1], parts[2] + parts[3]
+    turned = torch.stack((a, b), -1).flatten(-2) if rotary.form == "pairs" else torch.cat((a, b), -1)
+    if size == x.shape[-1]:
+        return turned.to(x.dtype)
+    return torch.cat((x[..., :before], turned.to(x.dtype), x[..., before + size :]), -1)
+
+
+def write(
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    new: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
+) -> None:
+    """Write `new` ([tokens, heads, dim]) to `slots` ([tokens]: page * block tokens + offset; negative: skip).
+
+    Pages of int8 and fp8 are quantised. `scales` as pages ([pages, b, heads]): each token and head by its largest value, scale
+    stored in the page. `scales` per head ([heads], or one value): by that, clamped. Fp8 without scales is scaled by 1.
+    """
+    if slots.shape[0] != new.shape[0]:
+        raise ValueError(f"{slots.shape[0]} slots for {new.shape[0]} tokens")
+    kept = (slots >= 0).nonzero().squeeze(1)
+    slots = slots[kept]
+    page, place = slots // pages.shape[1], slots % pages.shape[1]
+    new = (new if rotary is None else apply_rotary(new, rotary))[kept]
+    if pages.dtype == new.dtype or quantised_max(pages.dtype) is None:
+        pages[page, place] = new.to(pages.dtype)
+        return
+    if scales is not None and scales.dim() == 3:
+        size = (new.float().abs().amax(-1) * (1 / (quantised_max(pages.dtype) or 1))).clamp_min(
+            SMALLEST_SCALE
+        )
+        scales[page, place] = size
+    else:
+        size = torch.ones((), device=new.device) if scales is None else scales.float()
+    pages[page, place] = _quantised(new.float() * size.reciprocal()[..., None], pages.dtype)
+
+
+def _quantised(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round half to even; clamp first, because conversion may turn large values into NaN."""
+    most = quantised_max(dtype)
+    if dtype == torch.int8 and most is not None:
+        scaled = scaled.round()
+    return scaled.clamp(-most, most).to(dtype) if most is not None else scaled.to(dtype)

@@ -1,0 +1,14 @@
+"""Fewer, larger operations in Hugging Face modules; optional. A module that computes something else is left as it is.
+
+| file              | replaces                                                        |
+|-------------------|-----------------------------------------------------------------|
+| modules           | norms, gated MLPs, projections, decoder layers; `fuse` runs all |
+| fused_attention   | the forward of attention modules                                |
+| cpu_decoder_layer | the forward of decoder layers on a CPU                          |
+| rotary_cache      | rotary embeddings, by a table of cos and sin                    |
+| moe               | experts and routers                                             |
+"""
+
+from .modules import fuse
+
+__all__ = ["fuse"]

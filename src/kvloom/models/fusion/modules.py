@@ -1,0 +1,405 @@
+"""Fewer, larger operations in Hugging Face modules: an optional step after the seams are installed.
+
+| found in a model                      | replaced by                                               |
+|---------------------------------------|-----------------------------------------------------------|
+| RMS norms                             | one launch                                                |
+| gate_proj, up_proj of a gated MLP     | one matrix product, one launch for the activation         |
+| q_proj, k_proj, v_proj                | one matrix product                                        |
+| `apply_rotary_pos_emb`                | one launch                                                |
+| rotary embeddings (`rotary_cache`)    | on a GPU, a table lookup                                  |
+| decoder layers of these               | residuals added by the product, or by the norm after it   |
+| attention (`fused_attention`)         | on a CPU one rotation in place, and fewer calls; on a GPU  |
+|                                       | single tokens are rotated by the launch that writes them, |
+|                                       | prompts by the launch that norms q and k                  |
+| experts and routers (`moe`)           | two grouped matrix products, one launch for the routing   |
+
+No family is known by name: each replacement is compared on random input first, and a module that computes something else is
+left as it is. Weights are joined in place: the modules' own become views. A fused decoder layer overwrites its input.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kvloom.kernels.fused import (
+    Activation,
+    NormForm,
+    RMSNorm,
+    act_and_mul,
+    add_norm,
+    apply_rotary,
+    linear,
+    rms_norm,
+)
+
+from . import cpu_decoder_layer
+from .fused_attention import FusedAttention, fuse_attention
+from .moe import fuse_experts, fuse_router
+from .rotary_cache import fuse_rotary_embedding
+
+__all__ = ["fuse"]
+
+
+def fuse(model: Any, limit: int = 0) -> Counter[str]:
+    """Fuse what can be fused; return counts by kind. Can be repeated. The model must be on its device.
+
+    Positions given to the model are below `limit` (0: unknown, no rotary cache).
+    """
+    done: Counter[str] = Counter()
+    with torch.no_grad():
+        fresh = [module for module in model.modules() if not getattr(module, "is_fused", False)]
+        for name, tried in FUSIONS.items():  # norms first: attention checks whether its norms are fused
+            for module in fresh:
+                if tried(module):
+                    module.is_fused = True
+                    done[name] += 1
+        for module in model.modules():
+            if not getattr(module, "is_fused", False) and _fuse_layer(module):
+                module.is_fused = True
+                done["layers"] += 1
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList):
+                _link_layers(module)
+        for name in {type(module).__module__ for module in model.modules()}:
+            done["rotary embeddings"] += _fuse_rotary(sys.modules[name], model)
+        like = next(model.parameters())[:1]
+        for module in model.modules() if limit and like.is_cuda else ():
+            done["rotary caches"] += fuse_rotary_embedding(module, limit, like)
+    return +done
+
+
+def _random_input(*shape: int, like: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(shape[-1])
+    return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two results differ by rounding only."""
+    distance = torch.dist(a.float(), b.float())
+    return a.shape == b.shape and bool(distance <= 8 * torch.finfo(a.dtype).eps * a.float().norm())
+
+
+class _FusedNorm:
+    """The forward of a norm. Its weight is looked up at each call, because loading weights later replaces it.
+
+    An input that the weight does not fit (Falcon Mamba) uses the module's own forward.
+    """
+
+    def __init__(self, module: Any, eps: float, form: NormForm) -> None:
+        self._module, self._eps, self._form, self._own = module, eps, form, module.forward
+
+    @property
+    def normed(self) -> RMSNorm:
+        return RMSNorm(self._module.weight, self._eps, self._form)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.normed
+        if x.shape[-1:] != normed.weight.shape:
+            return self._own(x)  # type: ignore[no-any-return]
+        return normed(x)
+
+
+def _fuse_norm(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.dim() != 1:
+        return False
+    if not isinstance(eps, float):
+        return False
+    x = _random_input(3, len(weight), like=weight)
+    own = weight.detach().clone()
+    weight.data.copy_(
+        _random_input(len(weight), like=weight)
+    )  # a weight of ones would not show whether it is used
+    form: NormForm
+    try:
+        for form in ("llama", "gemma"):
+            if _same(module(x), rms_norm(x, weight, eps, form)):
+                module.forward = _FusedNorm(module, eps, form)
+                return True
+    except TypeError:  # a gated norm takes more arguments
+        return False
+    finally:
+        weight.data.copy_(own)
+    return False
+
+
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+
+
+class _FusedMLP:
+    """The forward of a gated MLP; its result is added to `into` if given."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
+        self._joined, self._bias = _join(gate, up)
+        self._down, self._activation = down, activation
+
+    @property
+    def adds(self) -> bool:
+        """Whether the result can be added to a tensor."""
+        return self._down.bias is None
+
+    def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        acted = act_and_mul(linear(x, self._joined, self._bias), self._activation)
+        return linear(acted, self._down.weight, self._down.bias, into=into)
+
+
+def _fuse_mlp(module: Any) -> bool:
+    found = _projections(module, "gate", "up", "down")
+    if found is None or not _can_join(found[0], found[1]):
+        return False
+    gate, up, down = found
+    x = _random_input(2, gate.in_features, like=gate.weight)
+    wanted = module(x)
+    for activation in ACTIVATIONS:
+        both = torch.cat((gate(x), up(x)), -1)
+        if _same(down(act_and_mul(both, activation)), wanted):
+            module.forward = _FusedMLP(gate, up, down, activation)
+            return True
+    return False
+
+
+class _ResidualOutput:
+    """The forward of an output projection: it adds to `into` if a layer has set it."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = module
+        self.into: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        into, self.into = self.into, None
+        return linear(x, self._module.weight, self._module.bias, into=into)
+
+
+class _FusedDecoderLayer:
+    """The forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place.
+
+    With `posts`, each addend is normed first, and the last launch also computes the norm `after` it, with which the next layer
+    begins. x itself carries that norm as an attribute, so it lives no longer than x.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        output: _ResidualOutput,
+        pres: tuple[_FusedNorm, ...],
+        posts: tuple[_FusedNorm, ...],
+    ) -> None:
+        self._module, self._output, self._pres, self._posts = module, output, pres, posts
+        self._mlp: _FusedMLP = module.mlp.forward
+        self.after: _FusedNorm | None = None
+
+    def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+        x, (first, second) = hidden_states, self._pres
+        if self._posts:
+            y = self._module.self_attn(*more, hidden_states=self._first(x), **named)[0]
+            z = add_norm(x, y, self._posts[0].normed, second.normed)
+            assert z is not None
+            after = None if torch.compiler.is_compiling() else self.after
+            z = add_norm(x, self._mlp(z), self._posts[1].normed, None if after is None else after.normed)
+            if after is not None:
+                vars(x)[NORMED_ATTRIBUTE] = after, z
+            return x
+        self._output.into = x
+        self._module.self_attn(*more, hidden_states=first(x), **named)
+        return self._mlp(second(x), into=x)
+
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            norm, z = vars(x).pop(NORMED_ATTRIBUTE, (None, None))
+            if norm is self._pres[0]:
+                return z  # type: ignore[no-any-return]
+        return self._pres[0](x)
+
+
+NORMED_ATTRIBUTE = "_kvloom_normed"
+"""The attribute of hidden states that holds a norm and its result."""
+
+
+def _link_layers(layers: nn.ModuleList) -> None:
+    """Set the norm with which each layer's successor begins; not across hooks, which may change anything.
+
+    Modeling code between such layers passes on its input, or something new.
+    """
+    for one, other in pairwise(layers):
+        here, there, hooks = one.forward, other.forward, (*one._forward_hooks, *other._forward_pre_hooks)
+        if (
+            isinstance(here, _FusedDecoderLayer)
+            and isinstance(there, _FusedDecoderLayer)
+            and here._posts
+            and there._posts
+        ):
+            here.after = None if hooks else there._pres[0]
+
+
+PRES = ("input_layernorm", "post_attention_layernorm")
+SANDWICH = (
+    ("input_layernorm", "pre_feedforward_layernorm"),
+    ("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+
+
+def _fuse_layer(module: Any) -> bool:
+    """Fuse a decoder layer of attention and a gated MLP if the result is the same with attention replaced."""
+    attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
+    output: Any = getattr(attention, "o_proj", None)
+    plain = type(output) is nn.Linear
+    if not plain or not isinstance(getattr(mlp, "forward", None), _FusedMLP):
+        return False
+    posts: tuple[str, ...]
+    for pres, posts in ((PRES, ()), SANDWICH):
+        found_norms = [getattr(getattr(module, name, None), "forward", None) for name in (*pres, *posts)]
+        norms = [norm for norm in found_norms if isinstance(norm, _FusedNorm)]
+        if len(norms) < len(found_norms):
+            continue
+        if not posts and (output.bias is not None or not module.mlp.forward.adds):
+            continue
+        added = _ResidualOutput(output)
+        found = _FusedDecoderLayer(module, added, tuple(norms[:2]), tuple(norms[2:]))
+        if _computes_same(module, attention, output, found):
+            output.forward = added
+            module.forward = _cpu_layer(found)
+            return True
+    return False
+
+
+def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
+    """Return the layer in fewer calls if it is on a CPU and of plain parts; else unchanged."""
+    attention, mlp = layer._module.self_attn.forward, layer._mlp
+    if layer._posts or type(attention) is not FusedAttention or not attention.plain or mlp._bias is not None:
+        return layer
+    first, second = (
+        cpu_decoder_layer.CpuNorm(norm._module, norm._eps, norm._form == "gemma") for norm in layer._pres
+    )
+    output, tanh = layer._output._module, mlp._activation == "gelu_tanh"
+    return cpu_decoder_layer.CpuDecoderLayer(
+        layer, attention, output, (first, second), mlp._joined, mlp._down, tanh
+    )
+
+
+def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecoderLayer) -> bool:
+    """Whether a layer computes what `found` computes, whatever its attention is."""
+    plain = output.forward
+
+    def aside(*_: Any, hidden_states: torch.Tensor, **__: Any) -> tuple[torch.Tensor, None]:
+        wide = torch.cat([hidden_states] * (1 + output.in_features // hidden_states.shape[-1]), -1)
+        return output(wide[..., : output.in_features]), None
+
+    x = _random_input(1, 3, len(module.input_layernorm.weight), like=output.weight)
+    own = vars(attention).get("forward")
+    attention.forward = aside
+    try:
+        wanted = module(x.clone())
+        output.forward = found._output
+        return isinstance(wanted, torch.Tensor) and _same(found(x.clone()), wanted)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return False  # it needs more than hidden states: leave it
+    finally:
+        output.forward = plain
+        if own is None:
+            del attention.forward
+        else:
+            attention.forward = own
+
+
+def _fuse_projections(module: Any) -> bool:
+    found = _projections(module, "q", "k", "v")
+    if found is None or not all(_can_join(found[0], other, rows=False) for other in found):
+        return False
+    q, k, v = found
+    joined, bias = _join(q, k, v)
+    cuts = [q.out_features, k.out_features, v.out_features]
+    held: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        held[:] = [(x, torch.split(linear(x, joined, bias), cuts, -1))]
+        return held[0][1][0]
+
+    def later(place: int, own: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if not held or held[0][0] is not x:
+                return functional.linear(x, own.weight, own.bias)
+            found = held[0][1][place]
+            if place == 2:
+                held.clear()  # else a layer's activations would live until its next run
+            return found
+
+        return forward
+
+    layers: tuple[Any, ...] = (q, k, v)
+    for layer, forward in zip(layers, (first, later(1, k), later(2, v)), strict=True):
+        layer.forward = forward
+    return True
+
+
+def _projections(module: Any, *names: str) -> list[nn.Linear] | None:
+    """Return the module's projections of these names if all are plain linear layers; else None."""
+    found = [getattr(module, f"{name}_proj", None) for name in names]
+    plain = [layer for layer in found if type(layer) is nn.Linear and not layer._forward_pre_hooks]
+    return plain if len(plain) == len(names) else None
+
+
+def _can_join(a: nn.Linear, b: nn.Linear, rows: bool = True) -> bool:
+    same = a.in_features == b.in_features and (a.bias is None) == (b.bias is None)
+    return same and a.weight.dtype == b.weight.dtype and (not rows or a.out_features == b.out_features)
+
+
+def _join(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Join weights (and biases) into one; the layers' own become views of it."""
+    weight = torch.cat([layer.weight.data for layer in layers])
+    biases = [part.data for part in (getattr(layer, "bias", None) for layer in layers) if part is not None]
+    bias = torch.cat(biases) if biases else None
+    at = 0
+    for layer in layers:
+        end = at + layer.out_features
+        layer.weight = nn.Parameter(weight[at:end], requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias[at:end], requires_grad=False)
+        at = end
+    return weight, bias
+
+
+def _fuse_rotary(modeling: Any, model: Any) -> int:
+    """Replace a modeling file's `apply_rotary_pos_emb` if one launch computes the same; return 1 or 0."""
+    original = getattr(modeling, "apply_rotary_pos_emb", None)
+    weight = next(model.parameters())
+    if original is None or getattr(original, "is_fused", False) or not weight.is_cuda:
+        return 0
+    q, k = (_random_input(1, heads, 3, 64, like=weight) for heads in (4, 2))
+    cos, sin = (_random_input(1, 3, 64, like=weight) for _ in range(2))
+    try:
+        wanted, found = original(q, k, cos, sin), apply_rotary(q, k, cos, sin)
+        same = all(_same(a, b) for a, b in zip(wanted, found, strict=True))
+    except (RuntimeError, TypeError, ValueError):
+        return 0  # other arguments or shapes: leave it
+    if not same:
+        return 0
+
+    def turned(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any
+    ) -> Any:
+        if more or named or not q.is_cuda or q.shape[0] != 1 or cos.shape[-1] != q.shape[-1]:
+            return original(q, k, cos, sin, *more, **named)
+        return apply_rotary(q, k, cos, sin)
+
+    turned.is_fused = True  # type: ignore[attr-defined]
+    modeling.apply_rotary_pos_emb = turned
+    return 1
+
+
+FUSIONS: dict[str, Callable[[Any], bool]] = {
+    "norms": _fuse_norm,
+    "gated MLPs": _fuse_mlp,
+    "projections": _fuse_projections,
+    "attentions": fuse_attention,
+    "experts": fuse_experts,
+    "routers": fuse_router,
+}

@@ -1,0 +1,79 @@
+"""Cos and sin of rotary embeddings from a table: on a GPU, where every launch of a step counts.
+
+The table is filled by the module itself; a step is one gather of rows. No family is known by name: a module whose angles
+depend on more than position and layer kind is left as it is.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+
+__all__ = ["RotaryCache", "fuse_rotary_embedding"]
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rope types whose angles depend on the longest position of a call."""
+TABLE_CHUNK = 16384
+
+
+class RotaryCache:
+    """The forward of a rotary embedding, for positions below a limit."""
+
+    def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
+        """`kinds` are the arguments of a call beside positions. Costs 2 * head dim * limit numbers for each."""
+        self.own, self.limit = module.forward, limit
+        self._tables = {kind: self._table(like, kind) for kind in kinds}
+
+    def _table(self, like: torch.Tensor, kind: tuple[str, ...]) -> torch.Tensor:
+        """Return [positions, 2, dim]: cos and sin side by side."""
+        pieces = []
+        for first in range(0, self.limit, TABLE_CHUNK):
+            places = torch.arange(first, min(first + TABLE_CHUNK, self.limit), device=like.device)
+            cos, sin = self.own(like, places[None], *kind)
+            pieces.append(torch.stack((cos[0], sin[0]), 1))
+        return torch.cat(pieces)
+
+    def __call__(
+        self, x: torch.Tensor, position_ids: torch.Tensor, *more: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        table = self._tables.get((*more, *named.values()))
+        if table is None or table.dtype != x.dtype or position_ids.dim() != 2 or len(position_ids) != 1:
+            return self.own(x, position_ids, *more, **named)  # type: ignore[no-any-return]
+        rows = table.index_select(0, position_ids[0])[None]
+        return rows[:, :, 0], rows[:, :, 1]
+
+
+def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
+    """Replace a rotary embedding by a table of `limit` positions, with `like`'s dtype and device, if it gives the same values.
+
+    A module with a shorter table gets a longer one. Returns whether it was replaced.
+    """
+    if not type(module).__name__.endswith("RotaryEmbedding"):
+        return False
+    known = vars(module).get("forward")
+    if isinstance(known, RotaryCache):
+        if known.limit >= limit:
+            return False
+        module.forward = known.own
+    types = getattr(module, "rope_type", "default")
+    kinds: list[tuple[str, ...]] = [()]
+    if isinstance(types, dict):
+        kinds = [(kind,) for kind in types]
+        types = " ".join(map(str, types.values()))
+    names = list(signature(module.forward).parameters)
+    wanted = ["x", "position_ids", *(["layer_type"] if kinds != [()] else [])]
+    if any(way in str(types) for way in LENGTH_DEPENDENT) or names != wanted:
+        return False
+    some = torch.randint(0, limit, (1, 5), generator=torch.Generator().manual_seed(limit)).to(like.device)
+    try:
+        found = RotaryCache(module, limit, kinds, like)
+        for kind in kinds:
+            mine, own = found(like, some, *kind), module.forward(like, some, *kind)
+            if not all(torch.equal(a, b) for a, b in zip(mine, own, strict=True)):
+                return False
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return False  # other arguments or results: leave it
+    module.forward = found
+    return True

@@ -1,0 +1,337 @@
+"""Models from names: a folder or hub id with weights, or a config with random weights.
+
+    load("org/name" | "folder")                                    weights (safetensors) and tokenizer
+    load("llama-3.1-8b" | "config.json" | "folder", load_format="random")    random weights, made on the device
+
+Config, files and code are checked before any weight is read: `refusal` returns why a config cannot run. Knows files and
+transformers' classes; no pages, no requests.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from kvloom.models.paged import prepare, refusal_reason
+from kvloom.models.specs import ModelError, known_models, load_config, model_spec
+from kvloom.models.vision import VISION_FAMILIES
+
+from .probe import examine
+
+__all__ = ["LoadFormat", "choose_device", "load", "refusal", "transformers_config"]
+
+LoadFormat = Literal["auto", "random"]
+STD = 0.02
+_CHUNK = 1 << 22
+_LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def choose_device(named: torch.device | str | None) -> torch.device:
+    """Return the named device, or a GPU if there is one. Raises ValueError if it does not exist."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(named or ("cuda" if gpus else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"{named!r} is not a device; give cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ValueError(
+            f"there is no device {str(device)!r} here: torch sees {gpus} GPUs; give cpu, or leave it out"
+        )
+    return device
+
+
+def load(
+    model: str,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str | None = None,
+    load_format: LoadFormat = "auto",
+    progress: bool = False,
+    seed: int = 0,
+) -> tuple[Any, Any | None]:
+    """Return a model ready to run on `device` (a GPU if there is one), and its tokenizer or None.
+
+    `dtype` "auto" is the checkpoint's. Random weights are equal for equal seed, device and dtype. `progress` shows bars on
+    stderr. Raises ModelError, before weights are read, if a file is missing or the model cannot run.
+    """
+    if load_format not in ("auto", "random"):
+        raise ModelError(f"load format {load_format!r} is not known; known: auto, random")
+    where = choose_device(device)
+    config = transformers_config(model, load_format)
+    if load_format == "auto":
+        _check_files(model)
+    reason = refusal(config)
+    if reason is not None:
+        raise ModelError(f"{model}: {reason}")
+    own = config.dtype or config.get_text_config().dtype or torch.bfloat16
+    kind = _dtype(own if dtype == "auto" else dtype)
+    with _progress_bars(progress):
+        if load_format == "random":
+            loaded = _random(config, kind, where, seed)
+        else:
+            loaded = _weights(model, config, kind, where)
+    prepare(loaded)
+    return loaded.eval().requires_grad_(False), _tokenizer(model)
+
+
+def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
+    """Return transformers' config of a folder or hub id; for random weights also of a config.json or a known model.
+
+    Code inside a checkpoint is never run.
+    """
+    from transformers import AutoConfig
+
+    path = Path(model)
+    if path.is_file() or (model.lower() in known_models() and not path.is_dir()):
+        if load_format != "random":
+            raise ModelError(
+                f"{model!r} is a config without weights: give the folder or hub id of a checkpoint, "
+                'or load_format="random"'
+            )
+        return _from_fields(load_config(model), model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{model}: the folder has no config.json")
+        return _from_fields(load_config(model), model)
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        load_config(model)  # raises with the known names
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{model!r} is not a folder, and the hub has no such model: {_first_line(error)}"
+        ) from error
+
+
+def refusal(config: Any) -> str | None:
+    """Return why a model of this config cannot run, or None. Runs its code on shapes only: no memory, about 10 ms a layer."""
+    try:
+        cls, own = _class(config)
+        reason = refusal_reason(own)
+        if reason is not None:
+            raise ModelError(f"{cls.__name__} cannot run here: {reason}")
+        model = _meta_model(cls, own)
+        prepare(model)
+        examine(model, lambda: model_spec(own.to_dict()).layers)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def _from_fields(fields: dict[str, Any], source: str) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = fields.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        why = (
+            "brings code of its own, which is never run"
+            if fields.get("auto_map")
+            else "is not known to transformers"
+        )
+        raise ModelError(f"{source}: model type {kind!r} {why}")
+    try:
+        if Path(source).exists():
+            return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        given = {name: value for name, value in fields.items() if name != "model_type"}
+        text = AutoConfig.for_model(kind, **given).get_text_config()
+    except Exception as error:  # every family checks its fields differently
+        raise ModelError(f"{source}: transformers cannot read this config: {_first_line(error)}") from error
+    if "vocab_size" not in fields.get("text_config", fields):
+        raise ModelError(
+            f"{source}: the shipped config describes layers, not weights: give a whole config.json"
+        )
+    return text  # also for multimodal models: only the text part is described
+
+
+def _class(config: Any) -> tuple[Any, Any]:
+    """Return the class that runs a config as a language model, and the part of the config for it."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    mapping = AutoModelForCausalLM._model_mapping
+    if config.model_type in VISION_FAMILIES:
+        mapping = AutoModelForImageTextToText._model_mapping
+    if type(config) not in mapping:
+        raise ModelError(f"model type {config.model_type!r} is not a causal language model to transformers")
+    found = mapping[type(config)]
+    cls = found[0] if isinstance(found, tuple) else found
+    made_as = config.architectures or []
+    if made_as and cls.__name__ not in made_as and not any(name.endswith(_LANGUAGE) for name in made_as):
+        raise ModelError(f"the checkpoint is a {', '.join(made_as)}, not a causal language model")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{cls.__name__} is half of an encoder and a decoder; models of text alone run here")
+    text_alone = cls.config_class == config.sub_configs.get("text_config")
+    return cls, config.get_text_config() if text_alone else config
+
+
+def _meta_model(cls: Any, config: Any) -> Any:
+    """Return the model on the meta device, with its own copy of the config."""
+    try:
+        with torch.device("meta"):
+            return cls._from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
+    except Exception as error:
+        raise ModelError(f"{cls.__name__} cannot be built from its config: {_first_line(error)}") from error
+
+
+def _check_files(model: str) -> None:
+    """Raise ModelError unless a folder has all its weights as readable safetensors; transformers checks hub ids."""
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(model)
+    if not folder.is_dir():
+        return
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} is not an index of shards: {error!r}") from error
+    elif single.is_file():
+        shards = [single.name]
+    else:
+        others = [
+            name for name in ("pytorch_model.bin", "pytorch_model.bin.index.json") if (folder / name).exists()
+        ]
+        hint = f"; {others[0]} is a pickle, which is never read: convert it to safetensors" if others else ""
+        raise ModelError(f"{model}: the folder has neither {single.name} nor {index.name}{hint}")
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise ModelError(f"{model}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing)}")
+    for shard in shards:
+        try:
+            with safe_open(folder / shard, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{folder / shard} cannot be read: {error}") from error
+
+
+def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers.utils import is_accelerate_available
+
+    cls, own = _class(config)
+    direct = is_accelerate_available() and device.type != "cpu"
+    place = {"device_map": {"": device}} if direct else {}
+    try:
+        loaded, info = cls.from_pretrained(
+            model, config=own, dtype=dtype, use_safetensors=True, output_loading_info=True, **place
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{model}: the weights cannot be loaded: {_first_line(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{model}: the checkpoint lacks {len(missing)} weights of {type(loaded).__name__}, first {missing[0]}"
+        )
+    return loaded.to(device)
+
+
+def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """Fill weights on their device; transformers then sets norms, biases, rates and rotary tables."""
+    cls, own = _class(config)
+    with torch.device("meta"):
+        model = cls._from_config(copy.deepcopy(own), dtype=dtype)
+    model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in model.parameters():
+        _fill(parameter, generator)
+    for buffer in model.buffers():
+        buffer.zero_()
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            vars(module.weight)["_is_hf_initialized"] = True  # transformers does not initialise it again
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(seed)
+        model.init_weights()
+    return model
+
+
+@torch.no_grad()
+def _fill(weight: torch.Tensor, generator: torch.Generator) -> None:
+    if weight.device.type != "cpu" or weight.dtype == torch.float32:
+        weight.normal_(0, STD, generator=generator)
+        return
+    # A CPU samples half-precision normals one by one.
+    for chunk in torch.split(weight.view(-1), _CHUNK):
+        chunk.copy_(torch.empty(chunk.shape).normal_(0, STD, generator=generator))
+
+
+def _tokenizer(model: str) -> Any | None:
+    from transformers import AutoTokenizer
+
+    folder = Path(model)
+    if folder.is_file() or (not folder.is_dir() and model.lower() in known_models()):
+        return None
+    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZERS):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:
+        if not folder.is_dir() and isinstance(error, OSError):
+            return None  # the hub has none for it
+        raise ModelError(f"{model}: its tokenizer cannot be read: {_first_line(error)}") from error
+
+
+@contextmanager
+def _progress_bars(shown: bool) -> Iterator[None]:
+    """Show transformers' loading progress as rich bars on stderr, or hide it."""
+    from transformers.utils import logging
+
+    with ExitStack() as stack:
+        progress = None
+        if shown:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+
+        def bar(_: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            return _Bar(progress, args[0] if args else keywords.get("iterable"), keywords)
+
+        stack.callback(logging.set_tqdm_hook, logging.set_tqdm_hook(bar))
+        yield
+
+
+class _Bar:
+    """The part of a tqdm bar that loading uses."""
+
+    def __init__(self, progress: Any, items: Any, keywords: dict[str, Any]) -> None:
+        self._progress, self._items = progress, items
+        total = keywords.get("total") or (len(items) if hasattr(items, "__len__") else None)
+        if progress is not None:
+            self._task = progress.add_task(str(keywords.get("desc") or "loading"), total=total)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items or ():
+            yield item
+            self.update()
+
+    def update(self, count: int = 1) -> None:
+        if self._progress is not None:
+            self._progress.advance(self._task, count)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_, **__: None
+
+
+def _dtype(given: torch.dtype | str) -> torch.dtype:
+    found = given if isinstance(given, torch.dtype) else getattr(torch, str(given), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ModelError(f"dtype {given!r} is not known; give bfloat16, float16, float32 or auto")
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,50 @@
+"""Hugging Face modeling code on the page pool: what a step looks like to a model, and how its layers write and read pages.
+
+| file              | holds                                                                          |
+|-------------------|--------------------------------------------------------------------------------|
+| batch             | a step's packed tokens, block tables and slots, in fixed buffers               |
+| pages             | `Pages`, which modeling code finds in `past_key_values`                        |
+| attention         | the attention function of every layer; `install` prepares a model              |
+| mixers, scans     | recurrent layers: their states in pages, their functions as kernels            |
+| cross_attention   | layers that attend to images                                                   |
+| image_inputs      | a prompt's images as data                                                      |
+| empty_cache       | the answers of a cache without a past                                          |
+| family_exceptions | what single families need beyond the seams                                     |
+| scales            | static scales of quantised K and V                                             |
+"""
+
+from .attention import ATTENTION, IGNORED, attend, install
+from .batch import Batch, BatchBuilder, Work
+from .empty_cache import EmptyCache
+from .family_exceptions import calls_registry, prepare, refusal_reason
+from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
+from .pages import GraphSplitter, Pages
+from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
+
+__all__ = [
+    "ATTENTION",
+    "EMBEDDINGS",
+    "IGNORED",
+    "Batch",
+    "BatchBuilder",
+    "EmptyCache",
+    "GraphSplitter",
+    "Image",
+    "ImageGroup",
+    "ImageInputs",
+    "Pages",
+    "Scales",
+    "VisibleImages",
+    "Work",
+    "attend",
+    "calls_registry",
+    "checkpoint_of",
+    "fingerprint",
+    "install",
+    "load_scales",
+    "prepare",
+    "read_scales",
+    "refusal_reason",
+    "scale_sizes",
+    "write_scales",
+]

@@ -1,0 +1,135 @@
+"""The two seams into Hugging Face modeling code: what its layers write, and how their attention reads.
+
+    modeling code   past_key_values.update(k, v, layer)        attention_interface(module, q, k, v, …, pages=…)
+    here            `Pages.update`: remembers new K and V      `attend`: writes them to their slots, reads the pages
+
+Write and read are one call, and for a compiler one opaque operation (`kvloom::attend`) that finds its pages by a number:
+nothing here is traced, and the pool is never copied. A model runs on one packed row of tokens ([1, tokens]) without its own
+cache. State layers are in `mixers`, layers over images in `cross_attention`. Architectures that never call the attention
+registry are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvloom.models.specs import ModelError
+
+from .cross_attention import wrap_cross_attention
+from .family_exceptions import absorb_latent, calls_registry, keeps_latents, prepare
+from .mixers import is_mixer, wrap_mixer
+from .pages import PAGES_BY_HANDLE, Pages
+
+__all__ = ["ATTENTION", "IGNORED", "attend", "install"]
+
+ATTENTION = "kvloom"
+"""The name of `attend` in transformers' registry."""
+IGNORED = frozenset(
+    {
+        *("dropout", "position_ids", "cache_position", "use_cache", "is_causal", "sliding_window"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("cross_attention_states", "cross_attention_mask", "full_text_row_masked_out_mask"),
+    }
+)
+"""Keywords of attention calls that repeat the batch or the layer spec, or have no effect at inference."""
+
+
+@torch.library.custom_op("kvloom::attend", mutates_args=())
+def _operation(
+    handle: int,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    latent_values: int,
+) -> torch.Tensor:
+    """`Pages.attend` as one operation of a compiler's graph. It modifies the pool, which no graph sees.
+
+    It reads only its own writes and those of earlier operations on whose results its queries depend.
+    """
+    found = PAGES_BY_HANDLE[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)
+    return found.contiguous()
+
+
+@_operation.register_fake
+def _(
+    handle: int,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    latent_values: int,
+) -> torch.Tensor:
+    return query.new_empty((*query.shape[:2], latent_values or value.shape[-1]))
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    pages: Pages | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of every layer: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
+    unknown = {name for name, given in keywords.items() if given is not None} - IGNORED
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not supported"
+        )
+    if pages is None:
+        raise ModelError("attention was called without pages: run the model through kvloom")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer, packed = int(module.layer_idx), query[0].transpose(0, 1)  # type: ignore[arg-type]
+    new = pages.take(layer)
+    if not keeps_latents(module):
+        return _attend_pages(pages, layer, packed, *new, scale, softcap, s_aux, 0)[None], None
+    absorbed, up = absorb_latent(module, packed)
+    out = _attend_pages(pages, layer, absorbed, *new, scale, softcap, s_aux, up.shape[-1])
+    return torch.einsum("thr,hdr->thd", out, up)[None], None
+
+
+def _attend_pages(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
+    """Attend through the custom operation while compiling, else directly: the dispatcher costs more than the call."""
+    if torch.compiler.is_compiling():
+        out: torch.Tensor = _operation(pages.handle, layer, *rest)
+        return out
+    return pages.attend(layer, *rest)
+
+
+def install(model: Any, context: int | None = None) -> None:
+    """Make a Hugging Face model's layers call `attend`, and its mixers accept packed rows.
+
+    `context` is the longest sequence (the model's own limit if None). Raises ModelError for a layer that cannot run on pages.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+    recurrent = [module for module in model.modules() if is_mixer(module)]
+    for module in recurrent:
+        wrap_mixer(module)
+    if not recurrent and not calls_registry(model):
+        raise ModelError(
+            f"{type(model).__name__} never calls the attention registry, so it cannot run on pages"
+        )
+    for module in model.modules():
+        wrap_cross_attention(module)
+    prepare(model, context)
+    config = model.config
+    text = config.get_text_config()
+    parts = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    # A vision or audio tower keeps its own attention.
+    config._attn_implementation = {"": ATTENTION, **dict.fromkeys(parts, ATTENTION)} if parts else ATTENTION

@@ -1,0 +1,380 @@
+"""A step as a model sees it: the next tokens of several sequences in one packed row, and their pages.
+
+    tokens   | sequence 0: a chunk of its prompt | sequence 1: one token | sequence 2: … |
+    starts   0                                   7                       8               …
+
+`BatchBuilder` fills fixed buffers: a step uploads one small block of numbers, and only changed entries of the block tables,
+which the device mirrors. The device computes the rest. Knows no model and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core import KVCache, Sequence
+from kvloom.kernels.device import upload
+from kvloom.kernels.fused import ROW_FIELDS, field_count, lay_out_step
+
+from .image_inputs import ImageInputs, VisibleImages
+
+__all__ = ["Batch", "BatchBuilder", "Work"]
+
+Ints = npt.NDArray[np.int64]
+
+
+class Work(NamedTuple):
+    """A sequence's part of a step: the `tokens` that follow its length, for which `extend` reserved pages.
+
+    `source` is the index of its one token among those sampled by the previous step, while the host does not know it (-1: none).
+    `images` are the prompt's images, if any.
+    """
+
+    sequence: Sequence
+    tokens: Ints
+    source: int = -1
+    images: ImageInputs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's packed row.
+
+    | field                 | meaning                                                                              |
+    |-----------------------|--------------------------------------------------------------------------------------|
+    | tables[group]         | page ids [runs, rows, blocks]                                                        |
+    | slots[group]          | write position of each token [runs, tokens]: `page * block_tokens + place`           |
+    | pages[group], places  | the two parts of a slot                                                              |
+    | last                  | index of each row's last token                                                       |
+    | states[group], fresh  | pages of state groups [runs, rows]; which rows begin without a state                 |
+    | bounds, sizes         | starts and lengths on the host. Invalid if `replayed`: every row then has one token  |
+    | shares                | some rows share pages (`Pages.set_shared_runs`)                                      |
+    | embeds                | embeddings in place of `tokens`, if the step has images                              |
+    | spans                 | joins tokens that see each other in both directions (`Mask.spans`)                   |
+    | rotary                | rotary positions where they differ from `positions`: [tokens] or [3, tokens]         |
+    | seen                  | images that cross-attention layers read                                              |
+
+    Beyond the last bound there may be padding tokens and rows.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    last: torch.Tensor
+    tables: dict[int, torch.Tensor]
+    slots: dict[int, torch.Tensor]
+    pages: dict[int, torch.Tensor]
+    places: torch.Tensor
+    states: dict[int, torch.Tensor]
+    fresh: tuple[bool, ...]
+    bounds: tuple[int, ...]
+    sizes: tuple[int, ...]
+    replayed: bool = False
+    shares: bool = False
+    embeds: torch.Tensor | None = None
+    spans: torch.Tensor | None = None
+    rotary: torch.Tensor | None = None
+    seen: VisibleImages | None = None
+
+
+@dataclass(slots=True)
+class _StepNumbers:
+    """A step's numbers on the host, in upload order."""
+
+    tokens: Ints
+    positions: Ints
+    source: Ints
+    row_of: Ints
+    rows: Ints
+    lengths: Ints
+    starts: Ints
+    states: npt.NDArray[np.int32]
+    shifts: Ints
+    fresh: tuple[bool, ...] = field(default=())
+
+    def append_rows(self, other: _StepNumbers) -> _StepNumbers:
+        """Return the numbers of both, those of `other` last."""
+        rows, tokens = len(self.rows), len(self.tokens)
+        return _StepNumbers(
+            np.concatenate((self.tokens, other.tokens)),
+            np.concatenate((self.positions, other.positions)),
+            np.concatenate((self.source, other.source)),
+            np.concatenate((self.row_of, other.row_of + rows)),
+            np.concatenate((self.rows, other.rows)),
+            np.concatenate((self.lengths, other.lengths)),
+            np.concatenate((self.starts, other.starts[1:] + tokens)),
+            np.concatenate((self.states, other.states), 1),
+            np.concatenate((self.shifts, other.shifts)),
+        )
+
+    @property
+    def parts(self) -> tuple[npt.NDArray[np.int64] | npt.NDArray[np.int32], ...]:
+        return (
+            *(self.tokens, self.positions, self.source, self.row_of),
+            *(self.rows, self.lengths, self.starts, self.states.reshape(-1), self.shifts),
+        )
+
+
+class BatchBuilder:
+    """The buffers of one device for steps of up to `tokens` tokens and `rows` rows.
+
+    A step must be launched before the next is built; building waits if the device is two steps behind. `mirrored`: the device
+    has its own block tables (on a CPU the cache's serve). `shifted`: rotary positions include the images' shifts.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        device: torch.device | str,
+        tokens: int,
+        rows: int,
+        mirrored: bool | None = None,
+        shifted: bool = False,
+    ) -> None:
+        self.cache, self.device = cache, torch.device(device)
+        self.rows, self._block, self._shifted = rows, cache.layout.block_tokens, shifted
+        cuda = self.device.type == "cuda"
+        self._mirrored = cuda if mirrored is None else mirrored
+        width, sequences, blocks = cache.page_tables.shape
+        self._states = len(cache.state_pages)
+        if self._mirrored:
+            # One extra row of zeros: padding writes to page 0, which no sequence uses.
+            self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
+        else:
+            self._tables = torch.from_numpy(cache.page_tables)
+        most = 4 * tokens + (3 + self._states + shifted) * (rows + 1) + 1
+        most = max(most, field_count(width, self._states, shifted) * rows)
+        self._counting = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+        self._last = torch.arange(rows, device=self.device)
+        self._sent = torch.zeros(most, dtype=torch.int32, device=self.device)
+        self._host = [torch.zeros(most, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._read = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
+        """Return the batch of `works`, in order. `chosen` are the previous step's tokens, if a work follows it."""
+        numbers = self._numbers(works)
+        blocks = -(-int(numbers.lengths.max()) // self._block)
+        if not self._mirrored:
+            return self._host_batch(numbers, blocks, chosen)
+        self._send(numbers)
+        bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
+        return self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
+
+    def send(self, works: Many[Work], rows: int, tokens: int) -> None:
+        """Upload a step's numbers for a replay of `packed(tokens)`; padding rows fill it, and the last one takes all remaining tokens."""
+        spare = rows - len(works)
+        left = tokens - sum(len(work.tokens) for work in works)
+        padding = _StepNumbers(
+            np.zeros(left, np.int64), np.zeros(left, np.int64), np.full(left, -1), np.full(left, spare - 1),
+            np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), np.append(np.zeros(spare, np.int64), left),
+            np.zeros((self._states, spare), np.int32), np.zeros(spare if self._shifted else 0, np.int64),
+        )  # fmt: skip
+        self._send(self._numbers(works).append_rows(padding) if works else padding)
+
+    def send_singles(self, works: Many[Work], rows: int) -> None:
+        """Upload a step of single tokens for a replay of `replayed(rows)`, with padding rows and changed block table entries."""
+        width, count = len(self._tables), len(works)
+        block = np.zeros((field_count(width, self._states, self._shifted), rows), np.int32)
+        block[2], block[3], block[5] = -1, self._tables.shape[1] - 1, -1
+        if works:
+            numbers = self._numbers(works)
+            if len(numbers.tokens) != count:
+                raise ValueError("a step of single tokens has works of more")
+            patched, pages = self._patches(numbers.rows)
+            of_all = numbers.tokens, numbers.positions, numbers.source, numbers.rows, numbers.lengths, patched
+            block[:ROW_FIELDS, :count] = of_all
+            at = ROW_FIELDS
+            block[at : at + width, :count] = pages
+            block[at + width : at + width + self._states, :count] = numbers.states
+            if self._shifted:
+                block[-1, :count] = numbers.shifts
+        self._copy(block.reshape(-1))
+
+    def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
+        """Return the batch of any `rows` single tokens, recomputed from the last `send_singles` at every replay."""
+        found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
+        layout = self.cache.layout
+        return Batch(
+            tokens=found.tokens,
+            positions=found.positions,
+            starts=self._counting[: rows + 1],
+            lengths=found.lengths,
+            last=self._last[:rows],
+            tables={group.index: found.tables[group.columns] for group in layout.of("token")},
+            slots={group.index: found.slots[group.columns] for group in layout.of("token")},
+            pages={group.index: found.pages[group.columns] for group in layout.of("token")},
+            places=found.places,
+            states={group.index: found.states[group.columns] for group in layout.of("state")},
+            fresh=(False,) * rows,
+            bounds=tuple(range(rows + 1)),
+            sizes=(1,) * rows,
+            replayed=True,
+            shares=shares,
+            rotary=found.positions + found.shifts[0] if self._shifted else None,
+        )
+
+    def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
+        """Return the batch of any step of up to `tokens` tokens, recomputed from the last `send`. Its `bounds` and `sizes` are placeholders."""
+        rows = self.rows + 1
+        bounds = (*(0,) * rows, tokens)
+        return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
+
+    def _numbers(self, works: Many[Work]) -> _StepNumbers:
+        if not works:
+            raise ValueError("a step needs at least one sequence with tokens to compute")
+        counts = np.array([len(work.tokens) for work in works])
+        if (counts == 0).any():
+            raise ValueError(f"sequence {int(np.flatnonzero(counts == 0)[0])} of the step has no tokens")
+        held = self.cache.block_tables
+        rows = np.array([work.sequence.row for work in works])
+        before = held.length[rows]
+        starts = np.concatenate(([0], counts.cumsum()))
+        lengths = before + counts
+        if (lengths > held.blocks[rows] * self._block).any() or (
+            self._states and not held.states[:, rows].all()
+        ):
+            raise ValueError("some tokens of the step have no page; extend the sequence first")
+        row_of = np.arange(len(works)).repeat(counts)
+        source = np.full(len(row_of), -1)
+        source[starts[:-1]] = [work.source for work in works]
+        return _StepNumbers(
+            np.concatenate([work.tokens for work in works]),
+            before[row_of] + np.arange(starts[-1]) - starts[row_of],
+            source,
+            row_of,
+            rows,
+            lengths,
+            starts,
+            held.states[:, rows],
+            self._shifts(works),
+            tuple((held.state_length[rows] == 0).tolist()),
+        )
+
+    def _shifts(self, works: Many[Work]) -> Ints:
+        sights = [work.images for work in works] if self._shifted else []
+        return np.array([0 if sight is None else sight.shift for sight in sights], dtype=np.int64)
+
+    def _send(self, numbers: _StepNumbers) -> None:
+        self._copy(*numbers.parts)
+        if self._mirrored:
+            rows = numbers.rows[numbers.rows < self.cache.page_tables.shape[1]]
+            self._send_tables(rows, self.cache.take_changed(rows))
+
+    def _copy(self, *parts: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> None:
+        """Upload numbers, one part after the other."""
+        turn, self._turn = self._turn, self._turn ^ 1  # the other may still be in transfer
+        host, size = self._host[turn], 0
+        if self._read:
+            self._read[turn].synchronize()
+        view = host.numpy()
+        for part in parts:
+            view[size : size + len(part)] = part
+            size += len(part)
+        self._sent[:size].copy_(host[:size], non_blocking=True)
+        if self._read:
+            self._read[turn].record()
+
+    def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
+        """Return each row's one new block (-1: none) and its pages; upload rows with more new blocks now."""
+        held = self.cache.block_tables
+        first = held.take_changed(rows)
+        unseen = held.blocks[rows] - first
+        some = unseen > 1
+        if some.any():
+            self._send_tables(rows[some], first[some])
+        patched = np.where(unseen == 1, first, -1)
+        return patched, held.tables[:, rows, np.maximum(patched, 0)]
+
+    def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
+        """Update the device's block tables of some rows, from their blocks `first` on."""
+        held = self.cache.block_tables
+        until = held.blocks[rows]
+        changed = np.flatnonzero(until > first)
+        if not len(changed) or not len(held.tables):  # a purely recurrent model has no tables
+            return
+        width, sequences, blocks = self._tables.shape
+        parts = zip(rows[changed], first[changed], until[changed], strict=True)
+        at = np.concatenate([row * blocks + np.arange(begin, end) for row, begin, end in parts])
+        pages = held.tables.reshape(width, -1)[:, at]
+        places = at + np.arange(width)[:, None] * sequences * blocks
+        sent = upload(np.stack((places, pages)).reshape(2, -1), self.device)
+        self._tables.view(-1).index_copy_(0, sent[0], sent[1].int())
+
+    def _host_batch(self, numbers: _StepNumbers, blocks: int, chosen: torch.Tensor | None) -> Batch:
+        """`_batch` without a mirror: computed in numpy, whose calls cost a third of torch's."""
+        ids, positions = torch.from_numpy(numbers.tokens), torch.from_numpy(numbers.positions)
+        if chosen is not None and (numbers.source >= 0).any():
+            source = torch.from_numpy(numbers.source)
+            ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
+        held = np.ascontiguousarray(self.cache.page_tables[:, numbers.rows, :blocks])
+        block, places = np.divmod(numbers.positions, self._block)
+        at = np.ascontiguousarray(held[:, numbers.row_of, block], dtype=np.int64)
+        tables, pages = torch.from_numpy(held), torch.from_numpy(at)
+        slots = torch.from_numpy(at * self._block + places)
+        states = torch.from_numpy(numbers.states.astype(np.int64))
+        tokens, kept = self.cache.layout.of("token"), self.cache.layout.of("state")
+        shifts = numbers.positions + numbers.shifts[numbers.row_of] if self._shifted else None
+        return Batch(
+            tokens=ids,
+            positions=positions,
+            starts=torch.from_numpy(numbers.starts.astype(np.int32)),
+            lengths=torch.from_numpy(numbers.lengths.astype(np.int32)),
+            last=torch.from_numpy(numbers.starts[1:] - 1),
+            tables={group.index: tables[group.columns] for group in tokens},
+            slots={group.index: slots[group.columns] for group in tokens},
+            pages={group.index: pages[group.columns] for group in tokens},
+            places=torch.from_numpy(places),
+            states={group.index: states[group.columns] for group in kept},
+            fresh=numbers.fresh,
+            bounds=tuple(numbers.starts.tolist()),
+            sizes=tuple(numbers.lengths.tolist()),
+            rotary=None if shifts is None else torch.from_numpy(shifts),
+        )
+
+    def _batch(
+        self,
+        blocks: int,
+        chosen: torch.Tensor | None,
+        fresh: tuple[bool, ...],
+        bounds: tuple[int, ...],
+        sizes: tuple[int, ...],
+    ) -> Batch:
+        """Return the batch of the uploaded numbers, computed on the device."""
+        tokens, rows = bounds[-1], len(sizes)
+        parts = [tokens, tokens, tokens, tokens, rows, rows, rows + 1, self._states * rows]
+        parts.append(rows if self._shifted else 0)
+        ids, positions, source, row_of, of, lengths, starts, states, shifts = torch.split(
+            self._sent[: sum(parts)], parts
+        )
+        ids, positions = ids.long(), positions.long()
+        if chosen is not None:
+            ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
+        tables = self._tables[:, :, :blocks].index_select(1, of)
+        pages = tables[:, row_of, positions // self._block].long()
+        places = positions % self._block
+        slots = pages * self._block + places
+        states = states.view(self._states, rows).long()
+        layout = self.cache.layout
+        return Batch(
+            tokens=ids,
+            positions=positions,
+            starts=starts,
+            lengths=lengths,
+            last=starts[1:].long() - 1,
+            tables={group.index: tables[group.columns] for group in layout.of("token")},
+            slots={group.index: slots[group.columns] for group in layout.of("token")},
+            pages={group.index: pages[group.columns] for group in layout.of("token")},
+            places=places,
+            states={group.index: states[group.columns] for group in layout.of("state")},
+            fresh=fresh,
+            bounds=bounds,
+            sizes=sizes,
+            rotary=positions + shifts[row_of] if self._shifted else None,
+        )

@@ -1,0 +1,77 @@
+"""The seam into layers of cross attention: tokens that see an image read its keys and values from pages.
+
+Reading is plain torch; there is no kernel for it. Knows modules and pages; `vision.cross_vision` writes the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Many
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from kvloom.kernels.memory import LayerView
+
+from .image_inputs import ImageGroup
+
+__all__ = ["attend_images", "wrap_cross_attention"]
+
+
+def attend_images(
+    view: LayerView, column: int, query: torch.Tensor, parts: Many[ImageGroup], scale: float
+) -> torch.Tensor:
+    """Attend queries [tokens, heads, dim], group after group, to all images of their group."""
+    fields, out, begin = view.fields, [], 0
+    for part in parts:
+        ids, q = part.pages[column], query[begin : begin + part.count].transpose(0, 1)
+        k, v = (_read_field(fields, name, ids, part.real, query.dtype) for name in "kv")
+        found = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], scale=scale, enable_gqa=True
+        )
+        out.append(found[0].transpose(0, 1))
+        begin += part.count
+    return torch.cat(out)
+
+
+def _read_field(
+    fields: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, real: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return one field of the pages' tokens: [heads, tokens, dim]. Copied as bytes: not every index supports fp8."""
+    pages, scale = fields[name], fields.get(f"{name}_scale")
+    raw = pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
+    found = raw[ids].view(pages.dtype).flatten(0, 1)[real].to(dtype)
+    if scale is not None:
+        each = scale[ids].flatten(0, 1)[real] if scale.dim() == 3 else scale.view(1, -1)
+        found = found * each[..., None].to(dtype)
+    return found.transpose(0, 1)
+
+
+def wrap_cross_attention(layer: Any) -> bool:
+    """Make a cross-attention decoder layer accept packed rows; return whether `layer` is one. Can be repeated.
+
+    Tokens that see an image pass through the layer and read it from pages; the others skip the layer.
+    """
+    attention = getattr(layer, "cross_attn", None)
+    if attention is None or not hasattr(layer, "cross_attn_attn_gate"):
+        return False
+    if not getattr(attention, "is_fused", False):
+        attention.is_fused = True  # keys and values have another input than queries: nothing to fuse
+        own = layer.forward
+
+        def look(hidden_states: torch.Tensor, pages: Any, **_: Any) -> tuple[torch.Tensor, None]:
+            tokens = hidden_states.shape[1]
+            query = attention.q_norm(attention.q_proj(hidden_states).view(tokens, -1, attention.head_dim))
+            view, column = pages.cross_views[attention.layer_idx]
+            out = attend_images(view, column, query, pages.batch.seen.parts, attention.scaling)
+            return attention.o_proj(out.reshape(1, tokens, -1)), None
+
+        def forward(hidden_states: torch.Tensor, pages: Any, **named: Any) -> torch.Tensor:
+            if pages.batch.seen is None:
+                return hidden_states
+            places = pages.batch.seen.places
+            given = {**named, "full_text_row_masked_out_mask": None}
+            return hidden_states.index_copy(1, places, own(hidden_states[:, places], pages=pages, **given))
+
+        attention.forward, layer.forward = look, forward
+    return True

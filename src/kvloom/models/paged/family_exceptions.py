@@ -1,0 +1,127 @@
+"""Exceptions: what single families need beyond the seams. All of them are here.
+
+| family                     | difference                                          | solution                                  |
+|----------------------------|-----------------------------------------------------|-------------------------------------------|
+| DeepSeek (MLA)             | caches latents, expects expanded keys and values    | attention in latent space (`absorb_latent`) |
+| Phi-3 and -4 (longrope)    | rotary frequencies follow the longest row of a step | chosen once (`fix_rope_frequencies`)      |
+| GPT-2, BERT, …             | check every step's tokens for padding, and warn     | the check is disabled (`prepare`)         |
+| Granite hybrids, windows   | look up masks of kinds for which they make none     | an empty mask by kind (`add_mask_names`)  |
+| MiniMax                    | no function that a kernel could replace             | its own forward (`scans.lightning_forward`) |
+| Llama 3.2 Vision           | attends to images in separate layers                | reads image pages (`cross_attention`)     |
+| RecurrentGemma, indexers   | a probe would explain the failure badly             | refused by name or field (`refusal_reason`) |
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from kvloom.models.specs import ModelError
+
+__all__ = [
+    "absorb_latent",
+    "add_mask_names",
+    "calls_registry",
+    "fix_rope_frequencies",
+    "keeps_latents",
+    "prepare",
+    "refusal_reason",
+]
+
+FIXED_LONGROPE = "longrope, settled"
+"""A rope type that transformers does not act on."""
+INDEXER = "it attends to tokens that an indexer of its own chooses, which is not supported yet"
+REFUSED = {
+    "recurrent_gemma": "it keeps its states in its modules and not in a cache, and begins them anew with every chunk",
+    "deepseek_v4": INDEXER,
+}
+
+
+def refusal_reason(config: Any) -> str | None:
+    """Return why a family is refused by name, where `probe.examine` would explain it badly; else None."""
+    text = config.get_text_config()
+    return REFUSED.get(text.model_type) or (INDEXER if getattr(text, "index_topk", None) else None)
+
+
+def calls_registry(model: Any) -> bool:
+    """Whether a model's attention code uses transformers' attention registry."""
+    return any(
+        "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[cls.__module__])
+        for cls in {type(module) for module in model.modules()}
+        if cls.__module__.startswith("transformers.models.")
+    )
+
+
+def prepare(model: Any, context: int | None = None) -> None:
+    """Prepare a model to run on pages or on the meta device. Can be repeated. Raises ModelError (`fix_rope_frequencies`)."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = _nothing
+    fix_rope_frequencies(model, context)
+    add_mask_names(model)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def add_mask_names(model: Any) -> None:
+    """Give a Granite hybrid an empty mask for every layer kind: its forward omits sliding ones. Can be repeated."""
+    kinds = getattr(model.config, "layer_types", None) or ()
+    if model.config.model_type != "granitemoehybrid" or "sliding_attention" not in kinds:
+        return
+    if getattr(model, "has_mask_names", False):
+        return
+    model.has_mask_names = True
+
+    def name(_: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**keywords, "attention_mask": dict.fromkeys(kinds)}
+
+    model.model.register_forward_pre_hook(name, with_kwargs=True)
+
+
+def fix_rope_frequencies(model: Any, context: int | None = None) -> None:
+    """Fix rotary frequencies that would change with the longest sequence of a batch: stored keys must not depend on other requests.
+
+    Chooses the long frequencies if `context` (the model's limit if None) exceeds the original training length; shorter requests
+    then differ from `generate()`. Can be repeated; another `context` chooses again. Raises ModelError for dynamic scaling.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+            if kind == "dynamic":
+                raise ModelError(
+                    "its rotary frequencies change with the length of a batch (rope type dynamic): use yarn or linear"
+                )
+            if kind != "longrope" and not (kind == FIXED_LONGROPE and context is not None):
+                continue
+            config = module.config
+            parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+            first = int(parameters["original_max_position_embeddings"])
+            long = (context or config.max_position_embeddings) > first
+            chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](
+                config, seq_len=first + 1 if long else first, layer_type=layer_type
+            )
+            name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+            old = getattr(module, name)
+            module.register_buffer(name, chosen.to(old.device, old.dtype), persistent=False)
+            module.rope_type = (
+                FIXED_LONGROPE if layer_type is None else {**module.rope_type, layer_type: FIXED_LONGROPE}
+            )
+
+
+def keeps_latents(module: Any) -> bool:
+    """Whether an attention module caches one latent a token and projects keys and values from it."""
+    return hasattr(module, "kv_b_proj")
+
+
+def absorb_latent(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """MLA in latent space: return queries times the keys' up-projection, and the values' up-projection [heads, dim, rank]."""
+    weight = module.kv_b_proj.weight.view(query.shape[1], -1, module.kv_lora_rank)
+    keys, values = torch.split(weight, [module.qk_nope_head_dim, module.v_head_dim], 1)
+    nope, rope = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    return torch.cat((torch.einsum("thd,hdr->thr", nope, keys), rope), -1), values

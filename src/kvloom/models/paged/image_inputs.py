@@ -1,0 +1,83 @@
+"""A prompt's images as data: the model's inputs, and which prompt tokens are theirs. Knows no models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core import Media
+
+__all__ = ["EMBEDDINGS", "Image", "ImageGroup", "ImageInputs", "VisibleImages"]
+
+Ints = npt.NDArray[np.int64]
+EMBEDDINGS = "vision.embeddings"
+"""The name of the image embeddings' layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """One image as model inputs, and the digest of its content."""
+
+    inputs: Mapping[str, torch.Tensor]
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageInputs:
+    """The images of a prompt. Image `i` has the prompt's tokens `places[bounds[i] : bounds[i + 1]]`; `media` are for the cache.
+
+    `axes` ([3, tokens up to the last image's end]) are rotary positions where they differ from token positions; later tokens are
+    at their position plus `shift`. `whole`: no step may end inside an image. `cross_attended`: every token after an image may
+    see it, in cross-attention layers.
+    """
+
+    images: tuple[Image, ...]
+    media: tuple[Media, ...]
+    places: Ints
+    bounds: Ints
+    axes: Ints | None = None
+    shift: int = 0
+    whole: bool = False
+    cross_attended: bool = False
+
+    def step_tokens(self, start: int, count: int) -> int:
+        """Return how many of the `count` tokens from `start` a step may take without ending inside a whole image; may be 0."""
+        if self.whole:
+            for item in self.media:
+                if item.start < start + count < item.stop:
+                    return max(0, item.start - start)
+        return count
+
+    @property
+    def min_step_tokens(self) -> int:
+        """The smallest token budget of a step that can compute this prompt."""
+        return max(item.stop - item.start for item in self.media) if self.whole else 1
+
+    def affects_step(self, start: int) -> bool:
+        """Whether a step from `start` on needs more than token ids and shifted positions."""
+        return self.cross_attended or start < self.media[-1].stop
+
+    def content_key(self, end: int) -> bytes:
+        """Return a key of the images that begin before `end`, for comparing prompts by tokens."""
+        return b"".join(item.digest for item in self.media if item.start < end)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageGroup:
+    """`count` tokens of a step that see the same images: their `pages` ([columns, blocks]), and the `real` tokens in those."""
+
+    count: int
+    pages: torch.Tensor
+    real: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleImages:
+    """The tokens of a step's packed row that see images, in order, and their groups."""
+
+    places: torch.Tensor
+    parts: tuple[ImageGroup, ...]

@@ -1,0 +1,97 @@
+"""The seam into recurrent mixers: each runs once on a step's packed row, with its states in pages.
+
+While a mixer runs, functions of its modeling file are replaced by kernels (`scans`), which split the row into sequences and
+read and write pages. A mixer without such functions (MiniMax) gets its own forward. Knows the cache interface, not the
+mixers' arithmetic.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvloom.kernels.memory import LayerView
+from kvloom.kernels.state import StateRows
+from kvloom.models.specs import ModelError
+
+from .batch import Batch
+from .scans import PackedStates, current_states, lightning_forward, replace_functions, takes_packed_rows
+
+__all__ = ["MixerSteps", "is_mixer", "wrap_mixer"]
+
+
+class MixerSteps:
+    """A step's rows as mixers see them, computed once for all layers on demand."""
+
+    def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
+        """`batch_invariant`: states have the same bits however a sequence was cut into steps (`StateRows.batch_invariant`)."""
+        self.batch, self.batch_invariant = batch, batch_invariant
+        self._known: dict[tuple[int, int], StateRows] = {}
+
+    def rows(self, view: LayerView) -> StateRows:
+        """Return the step's rows with the state pages of layers in `view`'s table."""
+        of = view.group, view.run
+        if of not in self._known:
+            ids, fresh = self.batch.states[view.group][view.run], self._fresh
+            read = ids
+            if self.batch_invariant and fresh is not None:  # applied once, not by every layer's kernel
+                read, fresh = ids.masked_fill(fresh, 0), None
+            self._known[of] = StateRows(
+                self.batch.starts, read, ids, self._longest, fresh, self.batch_invariant
+            )
+        return self._known[of]
+
+    @cached_property
+    def _longest(self) -> int:
+        return 1 if self.batch.replayed else max(b - a for a, b in pairwise(self.batch.bounds))
+
+    @cached_property
+    def _fresh(self) -> torch.Tensor | None:
+        if self.batch.replayed or not any(self.batch.fresh):
+            return None
+        return torch.tensor(self.batch.fresh).to(self.batch.tokens.device, non_blocking=True)
+
+
+def is_mixer(module: nn.Module) -> bool:
+    """Whether a module is a recurrent mixer: it has a layer index and a convolution over tokens, or a decay."""
+    marks = ("conv1d", "conv", "key_decay")
+    return hasattr(module, "layer_idx") and any(hasattr(module, mark) for mark in marks)
+
+
+def wrap_mixer(module: Any) -> None:
+    """Make a mixer accept packed rows; can be repeated. `Pages` in its cache argument give it its states.
+
+    Raises ModelError for a mixer of an unknown kind.
+    """
+    if getattr(module, "takes_packed_rows", False):
+        return
+    names = inspect.signature(module.forward).parameters
+    argument = "cache_params" if "cache_params" in names else "past_key_values"
+    layer = int(module.layer_idx)
+    if takes_packed_rows(module):
+        replace_functions(module)
+        inner = module.forward
+    elif hasattr(module, "key_decay"):
+        inner = partial(lightning_forward, module)
+    else:
+        raise ModelError(
+            f"layer {layer} is a {type(module).__name__}, a recurrent mixer of no known kind: docs/models.md has those that run"
+        )
+    module.takes_packed_rows = True
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        pages = kwargs[argument]
+        view: LayerView = pages.state_view(layer)
+        states = PackedStates(view.fields, pages.steps.rows(view))
+        token = current_states.set(states)
+        try:
+            return inner(hidden_states, *args, **{**kwargs, argument: states})
+        finally:
+            current_states.reset(token)
+
+    module.forward = forward

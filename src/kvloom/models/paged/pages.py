@@ -1,0 +1,354 @@
+"""The page pool as a model's layers see it in one step: what they write, and how they read it.
+
+    begin(batch)   update(k, v, layer): remember new K and V      attend(layer, q, …): write them to their slots, read pages
+
+Attention plans are made once a step and span, and reused between steps. State and cross-attention layers find their views
+here and read pages themselves (`mixers`, `cross_attention`). Knows layouts and steps; of modeling code only its cache calls.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any, Literal, Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from kvloom.core import PoolLayout, Visibility
+from kvloom.kernels import cpu
+from kvloom.kernels.attention import (
+    Mask,
+    Plan,
+    ReferencePlan,
+    Shape,
+    SharedRun,
+    SharedRuns,
+    decode_plan,
+    is_worth_sharing,
+    plan_capacity,
+    prefill_plan,
+    split_dim,
+)
+from kvloom.kernels.dtypes import FLOAT_DTYPES
+from kvloom.kernels.memory import LayerView, layer_views
+from kvloom.kernels.write import Rotary, write
+from kvloom.models.specs import ModelError
+
+from .batch import Batch
+from .empty_cache import EmptyCache
+from .image_inputs import EMBEDDINGS
+from .mixers import MixerSteps
+from .scales import Scales, scale_sizes
+
+__all__ = ["PAGES_BY_HANDLE", "GraphSplitter", "Pages"]
+
+_HANDLES = count()
+PAGES_BY_HANDLE: WeakValueDictionary[int, Pages] = WeakValueDictionary()
+"""All live `Pages`, by handle."""
+
+
+class GraphSplitter(Protocol):
+    """Takes attention calls out of a captured run of the model, so that graphs hold only the parts between them."""
+
+    def split_at(
+        self,
+        call: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        v_dim: int,
+    ) -> torch.Tensor:
+        """Return the buffer that holds `call(query, new_k, new_v, out=…)` ([tokens, heads, v_dim]) whenever the run is replayed."""
+        ...
+
+
+class Pages(EmptyCache):
+    """The object that modeling code finds in `past_key_values`: the pool, viewed by its layers, for the step of `begin`."""
+
+    def __init__(
+        self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None, piece: int = 0
+    ) -> None:
+        """`scales` are the static scales: all that quantised layers need and do not keep in their pages.
+
+        With a `piece`, attention is batch-invariant and sums by that many tokens, and states are batch-invariant too.
+        """
+        self.layout, self.device, self._piece = layout, buffer.device, piece
+        self._views: dict[int, tuple[LayerView, Visibility]] = {}
+        self._states: dict[int, LayerView] = {}
+        self.cross_views: dict[int, tuple[LayerView, int]] = {}
+        """Cross-attention layers: their view, and their column among the page ids of an image."""
+        for name, view in layer_views(buffer, layout).items():
+            spec = layout.groups[view.group].spec
+            if name == EMBEDDINGS:
+                continue
+            found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
+            if found is None:
+                raise ModelError(f"layer {name!r} ({spec.kind}) is not one of a model's: layers.N.KIND")
+            beside = (scales or {}).get(name, {})
+            if beside.keys() != scale_sizes(spec).keys():
+                wanted = ", ".join(scale_sizes(spec)) or "none"
+                raise ModelError(
+                    f"{name} needs static scales: {wanted}; it was given {', '.join(beside) or 'none'}"
+                )
+            view.fields.update(beside)
+            if spec.axis == "media":
+                self.cross_views[int(found[1])] = view, layout.groups[view.group].column + view.run
+            elif spec.unit == "state":
+                self._states[int(found[1])] = view
+            else:
+                self._views[int(found[1])] = view, spec.visibility
+        self._batch: Batch | None = None
+        self.steps: MixerSteps
+        """The current step, as mixers see it."""
+        self._plans: dict[tuple[Shape, Visibility, int, bool], Plan] = {}
+        self._shared_runs: dict[tuple[int, bool], SharedRuns] = {}
+        self._made: set[tuple[Shape, Visibility]] = set()
+        self._layers: dict[int, cpu.LayerPages | None] = {}
+        self._single_token_rows: dict[tuple[int, int], cpu.SingleTokenRows] | Literal[False] | None = None
+        self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self._splitter: GraphSplitter | None = None
+        self.handle = next(_HANDLES)
+        """The number by which a compiled model's operations find these pages."""
+        PAGES_BY_HANDLE[self.handle] = self
+
+    def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
+        """Set the step that the next run of the model computes.
+
+        With a `splitter`, that run reads no pages: each layer's read is handed to it.
+        """
+        self._batch, self._splitter = batch, splitter
+        self.steps = MixerSteps(batch, self._piece > 0)
+        self._made.clear()
+        self._single_token_rows = None
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer keeps a state."""
+        return bool(self._states)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the current step is a replayed step of single tokens."""
+        return self._batch is not None and self._batch.replayed
+
+    @property
+    def is_replayable(self) -> bool:
+        """Whether steps can be captured in a graph: the GPU kernels support every layer."""
+        return all(_shape(view.fields).is_supported for view, _ in self._views.values())
+
+    @property
+    def batch(self) -> Batch:
+        if self._batch is None:
+            raise RuntimeError("no step was begun: call begin(batch) before running the model")
+        return self._batch
+
+    def state_view(self, layer_idx: int) -> LayerView:
+        """Return the pages of a recurrent layer's states."""
+        return self._states[layer_idx]
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Remember one layer's new keys and values ([1, heads, tokens, dim]) and return them unchanged.
+
+        The layer's attention writes them before it reads.
+        """
+        self._new = layer_idx, key, value
+        return key, value
+
+    def take(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values that `update` got for this layer."""
+        if self._new is None or self._new[0] != layer_idx:
+            raise ModelError(
+                f"layer {layer_idx} attends, but has not written its keys and values just before"
+            )
+        _, key, value = self._new
+        self._new = None
+        return key, value
+
+    def _write(self, view: LayerView, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write new keys and values [tokens, heads, dim] to their slots."""
+        fields, batch = view.fields, self.batch
+        if "latent" in fields:
+            slots = batch.slots[view.group][view.run]
+            latents = torch.cat((key, value), -1)
+            write(
+                fields["latent"][:, :, None], None, slots, latents, None, k_scale=fields.get("latent_scale")
+            )
+        elif not key.is_cuda and fields["k"].dtype == key.dtype:
+            at = (
+                batch.pages[view.group][view.run],
+                batch.places,
+            )  # faster on a CPU than computing them from slots
+            for name, new in (("k", key), ("v", value)):
+                if cpu.supports(fields[name], new):
+                    cpu.write_tokens(fields[name], new, *at)
+                else:
+                    fields[name][at] = new
+        else:
+            write(
+                fields["k"], fields["v"], batch.slots[view.group][view.run], key, value,
+                k_scale=fields.get("k_scale"), v_scale=fields.get("v_scale"),
+            )  # fmt: skip
+
+    def _write_rotated(
+        self,
+        view: LayerView,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """`_write` of keys that are not yet rotated; rotates queries with them."""
+        fields, pairs = view.fields, rotary[0].shape[-1] // 2
+        cos, sin = (x[0, :, :pairs] for x in rotary)
+        write(
+            fields["k"], fields["v"], self.batch.slots[view.group][view.run], key, value,
+            k_scale=fields.get("k_scale"), v_scale=fields.get("v_scale"), rotary=Rotary(cos, sin, rounded=True), q=query,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        latent_values: int = 0,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Write a layer's new keys and values ([1, heads, tokens, dim]), then attend packed queries [tokens, heads, dim] to its pages.
+
+        `latent_values`: how many dims of a latent are values. With `rotary` (cos and sin, [1, tokens, dim], every angle twice),
+        queries are rotated in place, and keys while they are written: for replayed steps.
+        """
+        view, span = self._views[layer_idx]
+        new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
+        if rotary is None:
+            self._write(view, new_k, new_v)
+        else:
+            self._write_rotated(view, new_k, new_v, query, rotary)
+        read = partial(self._read, view, span, scale, softcap, sinks, latent_values)
+        if self._splitter is None:
+            return read(query, new_k, new_v)
+        return self._splitter.split_at(read, query, new_k, new_v, latent_values or value.shape[-1])
+
+    def _read(
+        self,
+        view: LayerView,
+        span: Visibility,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        latent_values: int,
+        query: torch.Tensor,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention of packed queries over a layer's pages, in `out` if given."""
+        fields, batch = view.fields, self.batch
+        if latent_values:
+            k = fields["latent"][:, :, None]
+            v = k[..., :latent_values]
+            k_scale = v_scale = fields.get("latent_scale")
+        else:
+            k, v = fields["k"], fields["v"]
+            k_scale, v_scale = fields.get("k_scale"), fields.get("v_scale")
+        own = query.dtype
+        if query.is_cuda and k.dtype in FLOAT_DTYPES:
+            query = query.to(k.dtype)  # the kernels need queries of the pages' dtype
+        shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
+        plan = self._plan(shape, span)
+        kept = not latent_values and k.dtype == new_k.dtype  # else only the pages hold the stored values
+        found, _ = plan.attend(
+            query, k, v, batch.tables[view.group][view.run], Mask(span, softcap, sinks, spans=batch.spans), scale,
+            k_scale, v_scale, out=out if query.dtype == own else None,
+            new_k=new_k if kept else None, new_v=new_v if kept else None,
+        )  # fmt: skip
+        if out is not None and query.dtype != own:
+            return out.copy_(found)
+        return found.to(own)
+
+    def single_token_rows(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.SingleTokenRows] | None:
+        """Return a layer's pages and the step's rows if `cpu.attention_step` supports the step, else None."""
+        if self._single_token_rows is None:
+            batch = self.batch
+            plain = batch.spans is None and not batch.replayed and self._splitter is None and not self._piece
+            self._single_token_rows = {} if plain and batch.bounds[-1] == len(batch.sizes) else False
+        if self._single_token_rows is False or layer_idx not in self._views:
+            return None
+        view, span = self._views[layer_idx]
+        if layer_idx not in self._layers:
+            k, v = view.fields.get("k"), view.fields.get("v")
+            fits = k is not None and v is not None and k.shape == v.shape and cpu.supports(k, v)
+            self._layers[layer_idx] = cpu.LayerPages(k, v) if fits else None  # type: ignore[arg-type]
+        layer, key = self._layers[layer_idx], (view.group, view.run)
+        if layer is None:
+            return None
+        if key not in self._single_token_rows:
+            lengths = np.array(self.batch.sizes)
+            seen = cpu.VisibleTokens(span.first_visible_each(lengths - 1), lengths)
+            self._single_token_rows[key] = cpu.SingleTokenRows(self.batch.tables[view.group][view.run], seen)
+        return layer, self._single_token_rows[key]
+
+    def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
+        """Set the runs of pages that replayed single tokens share, so that each is read once; return whether there are any.
+
+        `windows` are the runs of windowed layers (None: they share nothing). Valid until set again.
+        """
+        if windows is not None:
+            self._shared_runs_for(rows, True).set_runs(windows, np.arange(rows + 1))
+        sharing = self._shared_runs_for(rows, False)
+        sharing.set_runs(runs, np.arange(rows + 1))
+        return sharing.run_count > 0
+
+    def _shared_runs_for(self, rows: int, windowed: bool) -> SharedRuns:
+        key = plan_capacity(rows), windowed
+        if key not in self._shared_runs:
+            self._shared_runs[key] = SharedRuns(key[0], device=self.device)
+        return self._shared_runs[key]
+
+    def _plan(self, shape: Shape, span: Visibility) -> Plan:
+        batch = self.batch
+        # A replayed step has single tokens, and lengths known only to the device.
+        rows = plan_capacity(len(batch.sizes)) if batch.replayed else 0
+        key = shape, span, rows, batch.shares and is_worth_sharing(span)
+        if key not in self._plans:
+            self._plans[key] = self._new_plan(*key)
+        plan = self._plans[key]
+        if key[:2] not in self._made:
+            if rows:
+                plan.make(batch.starts, batch.lengths)
+            else:
+                plan.make(batch.bounds, batch.sizes)
+            self._made.add(key[:2])
+        return plan
+
+    def _new_plan(self, shape: Shape, span: Visibility, rows: int, shared: bool) -> Plan:
+        if self._piece:
+            from kvloom.kernels.attention import BatchInvariantDecodePlan, BatchInvariantPrefillPlan
+
+            longest = next(iter(self.batch.tables.values())).shape[2] * shape.block_tokens
+            if rows:
+                return BatchInvariantDecodePlan(shape, self._piece, rows, longest, span, self.device)
+            return BatchInvariantPrefillPlan(shape, self._piece, span, self.device)
+        if rows:
+            sharing = self._shared_runs_for(rows, span.windowed) if shared else None
+            return decode_plan(shape, rows, 1, span, self.device, sharing)
+        if self.device.type == "cuda" and not shape.is_supported:
+            return ReferencePlan(shape, span)
+        return prefill_plan(shape, span, self.device)
+
+
+def _shape(fields: dict[str, torch.Tensor]) -> Shape:
+    """Return the attention shape of a layer's pages, with as many query heads as KV heads."""
+    k = fields["latent"][:, :, None] if "latent" in fields else fields["k"]
+    v_dim = split_dim(k.shape[3])[0] if "latent" in fields else fields["v"].shape[3]
+    return Shape(k.shape[2], k.shape[2], k.shape[3], v_dim, k.shape[1], k.dtype)

@@ -1,0 +1,177 @@
+"""Transformers' functions over a row's tokens, replaced by kernels: all rows of a step at once, states in pages.
+
+Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, those names call the
+kernels of `kernels.state`; otherwise the original functions. Each gets one packed row ([1, tokens, …] or
+[1, channels, tokens]) as if it were a new prompt.
+
+| modeling code calls                                      | kernel        | of                                   |
+|----------------------------------------------------------|---------------|--------------------------------------|
+| causal_conv1d_fn                                         | causal_conv   | all of them                          |
+| mamba_selective_scan                                     | mamba1_scan   | Mamba, Falcon-Mamba, Jamba           |
+| mamba2_chunk_scan                                        | mamba2_scan   | Mamba-2, Bamba, Falcon-H1, Granite 4 |
+| torch_chunk_gated_delta_rule, chunk_kimi_delta_attention | delta_rule    | Qwen3-Next and 3.5, OLMo, Kimi       |
+| nothing: `lightning_forward` replaces its forward        | mamba2_scan   | MiniMax                              |
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import torch
+
+from kvloom.kernels.state import StateRows, causal_conv, delta_rule, mamba1_scan, mamba2_scan
+
+from .empty_cache import EmptyCache
+
+__all__ = ["PackedStates", "current_states", "lightning_forward", "replace_functions", "takes_packed_rows"]
+
+current_states: ContextVar[PackedStates | None] = ContextVar("states of the running mixer", default=None)
+SILU = {None: False, "silu": True, "swish": True}
+
+
+class PackedStates(EmptyCache):
+    """The object that a mixer finds in its cache argument: it reports no past; the kernels read the states from pages."""
+
+    def __init__(self, fields: dict[str, torch.Tensor], rows: StateRows) -> None:
+        self.fields, self.rows = fields, rows
+
+    def update_conv_state(self, new: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return new
+
+    def update_recurrent_state(self, new: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return new
+
+
+def takes_packed_rows(module: Any) -> bool:
+    """Whether kernels exist for every function that a mixer applies along its tokens."""
+    names = vars(sys.modules[type(module).__module__])
+    recurs = hasattr(module, "A_log")  # a rate of decay
+    return "causal_conv1d_fn" in names and (not recurs or any(name in names for name in _SCANS))
+
+
+def replace_functions(module: Any) -> None:
+    """Replace functions of a mixer's modeling file while it runs on `PackedStates`. Can be repeated."""
+    names = vars(sys.modules[type(module).__module__])
+    for name, ours in {"causal_conv1d_fn": _conv, **_SCANS}.items():
+        if name in names and not hasattr(names[name], "replaced"):
+            names[name] = _dispatch(names[name], ours)
+
+
+def _dispatch(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(theirs)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        packed = current_states.get()
+        return theirs(*args, **kwargs) if packed is None else ours(packed, *args, **kwargs)
+
+    vars(function)["replaced"] = theirs
+    return function
+
+
+# The functions as modeling code calls them, with its argument names. The last state is returned empty: the page has it.
+
+
+def _conv(
+    packed: PackedStates,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    if activation not in SILU:
+        raise ValueError(f"a convolution with activation {activation!r}; known are none and silu")
+    states = packed.fields["conv"]
+    y = causal_conv(x[0].mT.contiguous(), weight, states, packed.rows, bias, SILU[activation])
+    return y.mT[None]
+
+
+def _mamba1(
+    packed: PackedStates,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    D: torch.Tensor | None = None,  # noqa: N803
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """[1, channels, tokens] each, b and c [1, n, tokens]."""
+    x, dt, b, c = (part[0].mT.contiguous() for part in (x, dt, b, c))
+    gate = None if z is None else z[0].mT.contiguous()
+    states = packed.fields["recurrent"]
+    y = mamba1_scan(x, dt, a, b, c, states, packed.rows, D, gate, delta_bias, delta_softplus).mT[None]
+    return (y, y.new_empty(0)) if return_last_state else y
+
+
+def _mamba2(
+    packed: PackedStates,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,  # noqa: N803
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **_: Any,
+) -> Any:
+    """x [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n]. Steps are clamped for every
+    token; transformers clamps in prompts only."""
+    x, dt, b, c = (part[0].contiguous() for part in (x, dt, b, c))
+    gate = None if z is None else z[0].contiguous()
+    limits = float(dt_limit[0]), float(dt_limit[1])
+    states = packed.fields["recurrent"]
+    y = mamba2_scan(x, dt, a, b, c, states, packed.rows, D, gate, dt_bias, dt_softplus, limits)[None]
+    return (y, y.new_empty(0)) if return_final_states else y
+
+
+def _delta(
+    packed: PackedStates,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[1, tokens, heads, dim] each, g [1, tokens, heads] or one decay a channel, beta [1, tokens, heads]."""
+    query, key, value, g, beta = (part[0].contiguous() for part in (query, key, value, g, beta))
+    states = packed.fields["recurrent"]
+    y = delta_rule(query, key, value, g, beta, states, packed.rows, normalise=use_qk_l2norm_in_kernel)
+    return y[None], y.new_empty(0)
+
+
+_SCANS: dict[str, Callable[..., Any]] = {
+    "mamba_selective_scan": _mamba1,
+    "mamba2_chunk_scan": _mamba2,
+    "torch_chunk_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+}
+
+
+def lightning_forward(
+    module: Any, hidden: torch.Tensor, *_: Any, past_key_values: PackedStates, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """The forward of a lightning-attention mixer, which calls no function along its tokens; hidden is [1, tokens, hidden].
+
+    Each head has a fixed decay and a state of values by keys.
+    """
+    qkv = module.act_fn(module.qkv_proj(hidden[0])).view(len(hidden[0]), module.num_attention_heads, -1)
+    query, key, value = (part.contiguous() for part in qkv.chunk(3, -1))
+    states = past_key_values.fields["lightning"]
+    y = mamba2_scan(value, None, -module.slope_rate.flatten(), key, query, states, past_key_values.rows)
+    gate = torch.sigmoid(module.output_gate(hidden))
+    return module.out_proj(gate * module.norm(y.flatten(1)[None])), None

@@ -1,0 +1,33 @@
+"""From a Hugging Face config to layer specs: what each layer keeps of earlier tokens. No torch, no weights, no network.
+
+| file           | holds                                                                    |
+|----------------|--------------------------------------------------------------------------|
+| layer_specs    | `model_spec`: a config to the specs of its layers                        |
+| families_table | one row for each model family                                            |
+| config_reading | the functions that rows name: layer patterns, fields of tokens and states |
+| catalog        | models known by name, configs on disk, embedded models                   |
+"""
+
+from .catalog import embedded, embedded_models, folder_of, known_models, load_config, load_spec
+from .config_reading import ModelError
+from .families_table import FAMILIES
+from .layer_specs import KV_DTYPES, KV_KINDS, KVDtype, Media, ModelSpec, kv_dtypes, model_spec, with_draft
+
+__all__ = [
+    "FAMILIES",
+    "KV_DTYPES",
+    "KV_KINDS",
+    "KVDtype",
+    "Media",
+    "ModelError",
+    "ModelSpec",
+    "embedded",
+    "embedded_models",
+    "folder_of",
+    "known_models",
+    "kv_dtypes",
+    "load_config",
+    "load_spec",
+    "model_spec",
+    "with_draft",
+]

@@ -1,0 +1,323 @@
+"""Functions that read a config: the kind of every layer, the fields of a token, the fields of a recurrent state.
+
+`families_table` selects the functions of a family; `layer_specs` turns their results into layer specs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvloom.core import DTYPE_BYTES, QUANTISED, Field, attention_fields
+
+__all__ = [
+    "MAMBA2",
+    "Config",
+    "Family",
+    "ModelError",
+    "bamba",
+    "delta",
+    "dtype_name",
+    "every_layer",
+    "interleaved",
+    "jamba",
+    "kimi",
+    "kimi_delta",
+    "latent",
+    "lfm2",
+    "lightning",
+    "llama4",
+    "mamba1",
+    "mamba2",
+    "mllama",
+    "multi_query",
+    "nemotron",
+    "olmo_delta",
+    "short_conv",
+    "uniform_window",
+    "windows_from_layer",
+]
+
+_MAX_LAYERS = 10_000
+_MAX_SIZE = 2**40
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+
+
+class ModelError(ValueError):
+    """A model that cannot be read or run; the message states the value and what to do."""
+
+
+def dtype_name(name: object) -> str:
+    text = str(name).removeprefix("torch.")
+    text = _DTYPES.get(text, text)
+    if text not in DTYPE_BYTES:
+        raise ModelError(f"dtype {name!r} is not known; known: {', '.join([*_DTYPES, *DTYPE_BYTES])}")
+    return text
+
+
+class Config:
+    """A config's fields over its family's defaults; a missing or invalid field raises ModelError with its name."""
+
+    def __init__(
+        self, raw: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str] | None = None
+    ) -> None:
+        self._values = {**defaults, **raw}
+        self._values.update({ours: raw[own] for own, ours in (names or {}).items() if own in raw})
+        self.model_type = str(raw.get("model_type"))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def size(self, *keys: str) -> int:
+        """Return the first of `keys` that is set, as a positive integer."""
+        for key in keys:
+            if self.get(key) is not None:
+                return self._integer(key, self.get(key), least=1)
+        raise ModelError(f"{self.model_type}: the config has no {' or '.join(keys)}")
+
+    def optional(self, key: str) -> int | None:
+        return None if self.get(key) is None else self.size(key)
+
+    def count(self, key: str) -> int:
+        """Return a non-negative integer; 0 if unset."""
+        return self._integer(key, self.get(key, 0), least=0)
+
+    def numbers(self, key: str) -> list[int]:
+        values = self.get(key, [])
+        if not isinstance(values, list):
+            raise ModelError(f"{self.model_type}: {key} is {values!r}; a list of integers is needed")
+        return [self._integer(key, value, least=0) for value in values]
+
+    def nested(self, key: str) -> Config:
+        """Return the config inside a field; empty if unset."""
+        inner = self.get(key, {})
+        if not isinstance(inner, Mapping):
+            raise ModelError(f"{self.model_type}: {key} is {inner!r}; an object is needed")
+        return Config({"model_type": self.model_type, **inner}, {})
+
+    def _integer(self, key: str, value: object, least: int) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_SIZE:
+            raise ModelError(
+                f"{self.model_type}: {key} is {value!r}; an integer from {least} to 2**40 is needed"
+            )
+        return value
+
+    def quotient(self, over: str, under: str) -> int:
+        a, b = self.size(over), self.size(under)
+        if a % b:
+            raise ModelError(f"{self.model_type}: {over} {a} is not a multiple of {under} {b}")
+        return a // b
+
+    @property
+    def depth(self) -> int:
+        layers = self.size("num_hidden_layers")
+        if layers > _MAX_LAYERS:
+            raise ModelError(f"{self.model_type}: num_hidden_layers {layers} is over {_MAX_LAYERS}")
+        return layers
+
+
+Pattern = Callable[[Config], list[str]]
+Fields = Callable[[Config, str], tuple[Field, ...]]
+
+
+# Patterns: the kind of every layer, where the config does not list them itself.
+
+
+def every_layer(kind: str) -> Pattern:
+    return lambda config: [kind] * config.depth
+
+
+def interleaved(period: int | str, rare: str, common: str) -> Pattern:
+    """`rare` at the end of every `period` layers (a number, or the field that holds it)."""
+
+    def pattern(config: Config) -> list[str]:
+        n = config.size(period) if isinstance(period, str) else period
+        return [common if (i + 1) % n else rare for i in range(config.depth)]
+
+    return pattern
+
+
+def uniform_window(config: Config) -> list[str]:
+    """Every layer slides where a window is set and not switched off."""
+    slides = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+    return ["sliding_attention" if slides else "full_attention"] * config.depth
+
+
+def windows_from_layer(config: Config) -> list[str]:
+    """Qwen: layers from `max_window_layers` on slide, if windows are switched on at all."""
+    on = config.get("use_sliding_window") and config.get("sliding_window")
+    first = config.count("max_window_layers") if on else config.depth
+    return ["sliding_attention" if i >= first else "full_attention" for i in range(config.depth)]
+
+
+def llama4(config: Config) -> list[str]:
+    """Layers with rotary positions attend in chunks, the others to everything."""
+    rotary = config.numbers("no_rope_layers") or [
+        (i + 1) % config.size("no_rope_layer_interval") for i in range(config.depth)
+    ]
+    chunked = config.get("attention_chunk_size") is not None
+    return ["chunked_attention" if chunked and flag else "full_attention" for flag in rotary]
+
+
+def mllama(config: Config) -> list[str]:
+    cross = set(config.numbers("cross_attention_layers"))
+    return ["cross_attention" if i in cross else "full_attention" for i in range(config.depth)]
+
+
+def jamba(config: Config) -> list[str]:
+    period, offset = config.size("attn_layer_period"), config.count("attn_layer_offset")
+    return ["full_attention" if i % period == offset else "linear_attention" for i in range(config.depth)]
+
+
+def bamba(config: Config) -> list[str]:
+    attention = set(config.numbers("attn_layer_indices"))
+    return ["full_attention" if i in attention else "linear_attention" for i in range(config.depth)]
+
+
+def lfm2(config: Config) -> list[str]:
+    attention = config.numbers("full_attn_idxs") or list(range(config.depth))
+    return ["full_attention" if i in attention else "conv" for i in range(config.depth)]
+
+
+def kimi(config: Config) -> list[str]:
+    """As published: the layers that attend, counted from one."""
+    listed = config.nested("linear_attn_config").numbers("full_attn_layers")
+    attention = [i - 1 for i in listed] or range(4, config.depth, 4)
+    return ["full_attention" if i in attention else "linear_attention" for i in range(config.depth)]
+
+
+def nemotron(config: Config) -> list[str]:
+    letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    pattern = config.get("hybrid_override_pattern")
+    if not isinstance(pattern, str) or not set(pattern) <= set(letters):
+        raise ModelError(
+            f"{config.model_type}: hybrid_override_pattern is {pattern!r}; needed is a text of M, *, - and E, "
+            "or a list layers_block_type"
+        )
+    return [letters[letter] for letter in pattern]
+
+
+# Fields: what an attention layer keeps of a token, what a recurrent layer keeps of everything.
+
+
+def _key_value(config: Config, dtype: str) -> tuple[Field, ...]:
+    heads = config.optional("num_key_value_heads") or config.size("num_attention_heads")
+    head_dim = config.optional("attention_head_dim") or config.optional("head_dim")
+    return attention_fields(heads, head_dim or config.quotient("hidden_size", "num_attention_heads"), dtype)
+
+
+def latent(config: Config, dtype: str) -> tuple[Field, ...]:
+    """MLA: the compressed latent and the shared rotary key side by side, on every rank."""
+    fields: tuple[Field, ...] = (
+        Field("latent", (config.size("kv_lora_rank") + config.size("qk_rope_head_dim"),), dtype),
+    )
+    return fields if dtype not in QUANTISED else (*fields, Field("latent_scale", (1,), "fp32"))
+
+
+def _state(
+    config: Config, dtype: str, channels: int, kernel: int, shape: tuple[int, ...]
+) -> tuple[Field, ...]:
+    """Fields of the convolution's last `kernel` inputs and of the recurrent state.
+
+    The convolution's channels are several parts in sequence (inputs, then shared parts of the heads): sharding along axis 0
+    must split each part. The recurrence runs in float32.
+    """
+    recurrent = config.get("mamba_ssm_cache_dtype", config.get("mamba_ssm_dtype", "float32"))
+    return (
+        Field("conv", (channels, kernel), dtype, shard_axis=0),
+        Field("recurrent", shape, dtype_name(recurrent), shard_axis=0),
+    )
+
+
+def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Mamba-1. A pure Mamba states its inner width; in a hybrid that field is the width of an MLP."""
+    own = None if config.get("mamba_expand") else config.optional("intermediate_size")
+    inner = own or config.size("mamba_expand", "expand") * config.size("hidden_size")
+    state, kernel = config.size("mamba_d_state", "state_size"), config.size("mamba_d_conv", "conv_kernel")
+    return _state(config, dtype, inner, kernel, (inner, state))
+
+
+def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str) -> Fields:
+    """Mamba-2, with the field names of one family."""
+
+    def fields(config: Config, dtype: str) -> tuple[Field, ...]:
+        n = config.size(heads)
+        inner = config.optional("mamba_d_ssm") or 0
+        if config.get(head_dim) in (None, "auto"):
+            width = (inner or config.size("mamba_expand") * config.size("hidden_size")) // n
+        else:
+            width = config.size(head_dim)
+        groups_ = config.size(f"mamba_{groups}", groups)
+        channels = (inner or n * width) + 2 * groups_ * config.size(state)
+        return _state(config, dtype, channels, config.size(kernel), (n, width, config.size(state)))
+
+    return fields
+
+
+MAMBA2 = mamba2("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+
+
+def delta(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Gated delta rule: a key-by-value matrix per value head."""
+    keys, values = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
+    key_heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
+    channels = 2 * key_heads * keys + value_heads * values
+    kernel = config.size("linear_conv_kernel_dim")
+    return _state(config, dtype, channels, kernel, (value_heads, keys, values))
+
+
+def kimi_delta(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Delta rule with a decay for each channel: queries, keys and values have as many heads."""
+    own = config.nested("linear_attn_config")
+    heads = own.optional("num_heads") or config.size("linear_num_heads")
+    width = own.optional("head_dim") or config.size("linear_head_dim")
+    kernel = own.optional("short_conv_kernel_size") or config.size("linear_conv_kernel_dim")
+    return _state(config, dtype, 3 * heads * width, kernel, (heads, width, width))
+
+
+def olmo_delta(config: Config, dtype: str) -> tuple[Field, ...]:
+    """The gated delta rule; unset sizes follow from those of attention."""
+    heads = config.size("num_attention_heads")
+    key_heads = config.optional("linear_num_key_heads") or heads
+    keys = config.optional("linear_key_head_dim") or 3 * config.size("hidden_size") // (4 * key_heads)
+    sizes = {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": config.optional("linear_num_value_heads") or heads,
+        "linear_key_head_dim": keys,
+        "linear_value_head_dim": config.optional("linear_value_head_dim") or 2 * keys,
+        "linear_conv_kernel_dim": config.size("linear_conv_kernel_dim"),
+    }
+    return delta(Config({"model_type": config.model_type, **sizes}, {}), dtype)
+
+
+def lightning(config: Config, dtype: str) -> tuple[Field, ...]:
+    """Linear attention with a fixed decay: a value-by-key matrix per head, in the model's dtype, and no convolution."""
+    heads = config.size("num_attention_heads")
+    width = config.optional("head_dim") or config.quotient("hidden_size", "num_attention_heads")
+    return (Field("lightning", (heads, width, width), dtype, shard_axis=0),)
+
+
+def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:
+    """A gated convolution alone: its last inputs."""
+    return (Field("conv", (config.size("hidden_size"), config.size("conv_L_cache")), dtype, shard_axis=0),)
+
+
+def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
+    """GPT-2 and its kin: one head for all queries, or one each."""
+    heads = config.size("num_attention_heads")
+    width = config.quotient("hidden_size", "num_attention_heads")
+    return attention_fields(1 if config.get("multi_query") else heads, width, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one model type is read. `defaults` are values that published configs may omit, `names` its own field names."""
+
+    pattern: Pattern
+    defaults: Mapping[str, Any]
+    token: Fields = _key_value
+    state: Fields | None = None
+    mixer: str = "mamba"
+    names: Mapping[str, str] | None = None

@@ -1,0 +1,263 @@
+"""How the config of each model family is read: one row of FAMILIES each, and the rule for unlisted types.
+
+A row has the pattern of layers, the fields of tokens and states, and values that published configs may omit. Attention
+sinks (gpt-oss) are weights, one per head: no layer keeps anything for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .config_reading import (
+    MAMBA2,
+    Family,
+    ModelError,
+    bamba,
+    delta,
+    every_layer,
+    interleaved,
+    jamba,
+    kimi,
+    kimi_delta,
+    latent,
+    lfm2,
+    lightning,
+    llama4,
+    mamba1,
+    mamba2,
+    mllama,
+    multi_query,
+    nemotron,
+    olmo_delta,
+    short_conv,
+    uniform_window,
+    windows_from_layer,
+)
+
+__all__ = ["FAMILIES", "TEXT_TYPES", "plain_attention_family"]
+
+
+def _sizes(
+    layers: int | None, hidden: int, heads: int, kv: int | None, context: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": context,
+        **more,
+    }
+
+
+_HYBRID_STATE = {
+    "mamba_expand": 2,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+}
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
+_QWEN_DELTA = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_GPT2_NAMES = {
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+_QWEN_VL = _sizes(80, 8192, 64, 8, 32768, max_window_layers=80, **_QWEN_WINDOW)
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(every_layer("full_attention"), _sizes(32, 4096, 32, None, 2048)),
+    "qwen2": Family(
+        windows_from_layer, _sizes(32, 4096, 32, 32, 32768, max_window_layers=28, **_QWEN_WINDOW)
+    ),
+    "qwen3": Family(
+        windows_from_layer,
+        _sizes(32, 4096, 32, 32, 32768, head_dim=128, max_window_layers=28, **_QWEN_WINDOW),
+    ),
+    "qwen3_moe": Family(uniform_window, _sizes(24, 2048, 32, 4, 32768, **_QWEN_WINDOW)),
+    "qwen2_5_vl_text": Family(windows_from_layer, _QWEN_VL),
+    "mistral": Family(uniform_window, _sizes(32, 4096, 32, 8, 131072, sliding_window=4096)),
+    "ministral": Family(uniform_window, _sizes(32, 4096, 32, 8, 131072, sliding_window=4096)),
+    "gemma2": Family(
+        interleaved(2, rare="full_attention", common="sliding_attention"),
+        _sizes(26, 2304, 8, 4, 8192, head_dim=256, sliding_window=4096),
+    ),
+    "gemma3_text": Family(
+        interleaved("sliding_window_pattern", rare="full_attention", common="sliding_attention"),
+        _sizes(26, 2304, 8, 4, 131072, head_dim=256, sliding_window=4096, sliding_window_pattern=6),
+    ),
+    "gpt_oss": Family(
+        interleaved(2, rare="full_attention", common="sliding_attention"),
+        _sizes(36, 2880, 64, 8, 131072, head_dim=64, sliding_window=128),
+    ),
+    "llama4_text": Family(
+        llama4,
+        _sizes(48, 5120, 40, 8, 131072, head_dim=128, attention_chunk_size=8192, no_rope_layer_interval=4),
+    ),
+    "mllama_text_model": Family(
+        mllama, _sizes(40, 4096, 32, 8, 131072, cross_attention_layers=list(range(3, 40, 5)))
+    ),
+    "deepseek_v2": Family(
+        every_layer("full_attention"),
+        _sizes(32, 4096, 32, None, 2048, **_LATENT),
+        token=latent,
+    ),
+    "deepseek_v3": Family(
+        every_layer("full_attention"),
+        _sizes(61, 7168, 128, 128, 4096, **_LATENT),
+        token=latent,
+    ),
+    "glm4_moe_lite": Family(
+        every_layer("full_attention"), _sizes(47, 2048, 20, 20, 202752, **_LATENT), token=latent
+    ),
+    "youtu": Family(every_layer("full_attention"), _sizes(32, 2048, 16, 16, 131072, **_LATENT), token=latent),
+    "axk1": Family(every_layer("full_attention"), _sizes(61, 7168, 64, 64, 32768, **_LATENT), token=latent),
+    "minicpm3": Family(
+        every_layer("full_attention"),
+        _sizes(62, 2560, 40, 40, 32768, kv_lora_rank=256, qk_rope_head_dim=32),
+        token=latent,
+    ),
+    "gpt2": Family(
+        every_layer("full_attention"), _sizes(12, 768, 12, None, 1024), token=multi_query, names=_GPT2_NAMES
+    ),
+    "gpt_bigcode": Family(
+        every_layer("full_attention"),
+        _sizes(12, 768, 12, None, 1024, multi_query=True),
+        token=multi_query,
+        names=_GPT2_NAMES,
+    ),
+    "mamba": Family(
+        every_layer("linear_attention"),
+        {"num_hidden_layers": 32, "hidden_size": 768, "expand": 2, "state_size": 16, "conv_kernel": 4},
+        state=mamba1,
+    ),
+    "falcon_mamba": Family(
+        every_layer("linear_attention"),
+        {"num_hidden_layers": 32, "hidden_size": 768, "expand": 2, "state_size": 16, "conv_kernel": 4},
+        state=mamba1,
+    ),
+    "mamba2": Family(
+        every_layer("linear_attention"),
+        {
+            "num_hidden_layers": 64,
+            "hidden_size": 4096,
+            "num_heads": 128,
+            "head_dim": 64,
+            "state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+        },
+        state=mamba2("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
+    ),
+    "jamba": Family(
+        jamba,
+        _sizes(32, 4096, 32, 8, 262144, attn_layer_period=8, attn_layer_offset=4)
+        | {"mamba_expand": 2, "mamba_d_state": 16, "mamba_d_conv": 4},
+        state=mamba1,
+    ),
+    "bamba": Family(bamba, _sizes(32, 4096, 32, 8, 262144) | _HYBRID_STATE, state=MAMBA2),
+    "granitemoehybrid": Family(
+        every_layer("linear_attention"), _sizes(32, 4096, 32, None, 2048) | _HYBRID_STATE, state=MAMBA2
+    ),
+    "falcon_h1": Family(
+        every_layer("hybrid"), _sizes(32, 4096, 32, 8, 8192, mamba_d_ssm=1024) | _HYBRID_STATE, state=MAMBA2
+    ),
+    "qwen3_next": Family(
+        interleaved("full_attention_interval", rare="full_attention", common="linear_attention"),
+        _sizes(48, 2048, 16, 2, 32768, head_dim=256, full_attention_interval=4) | _QWEN_DELTA,
+        state=delta,
+        mixer="linear",
+    ),
+    "qwen3_5_text": Family(
+        interleaved("full_attention_interval", rare="full_attention", common="linear_attention"),
+        _sizes(32, 4096, 16, 4, 32768, head_dim=256, full_attention_interval=4) | _QWEN_DELTA,
+        state=delta,
+        mixer="linear",
+    ),
+    "qwen3_5_moe_text": Family(
+        interleaved("full_attention_interval", rare="full_attention", common="linear_attention"),
+        _sizes(40, 2048, 16, 2, 32768, head_dim=256, full_attention_interval=4) | _QWEN_DELTA,
+        state=delta,
+        mixer="linear",
+    ),
+    "olmo_hybrid": Family(
+        interleaved(4, rare="full_attention", common="linear_attention"),
+        _sizes(32, 3840, 30, None, 65536, linear_conv_kernel_dim=4),
+        state=olmo_delta,
+        mixer="linear",
+    ),
+    "kimi_linear": Family(
+        kimi,
+        _sizes(27, 2304, 32, 32, 1048576, **_LATENT)
+        | {"linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
+        token=latent,
+        state=kimi_delta,
+        mixer="linear",
+    ),
+    "minimax": Family(
+        interleaved(2, rare="linear_attention", common="full_attention"),
+        _sizes(32, 4096, 32, 8, 131072),
+        state=lightning,
+        mixer="linear",
+    ),
+    "lfm2": Family(lfm2, _sizes(32, 2560, 32, 8, 128_000, conv_L_cache=3), state=short_conv, mixer="conv"),
+    "lfm2_moe": Family(
+        lfm2, _sizes(32, 2048, 32, 8, 128_000, conv_L_cache=3), state=short_conv, mixer="conv"
+    ),
+    "nemotron_h": Family(
+        nemotron,
+        _sizes(None, 4096, 32, 8, 4096, head_dim=128, mamba_num_heads=128, mamba_head_dim=64)
+        | {"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4},
+        state=mamba2("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+    ),
+}
+
+TEXT_TYPES = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "mllama": "mllama_text_model",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""The text model inside a multimodal one."""
+
+_PLAIN = Family(uniform_window, {})
+_NOT_PLAIN = (
+    "kv_lora_rank",
+    "ssm",
+    "mamba",
+    "linear_num_",
+    "linear_attn",
+    "state_size",
+    "rwkv",
+    "kv_shared",
+    "index_",
+    "cross_attention",
+)
+
+
+def plain_attention_family(text: Mapping[str, Any]) -> Family:
+    """Return the family of an unlisted type if all its fields are those of plain attention; else raise ModelError."""
+    model_type = text["model_type"]
+    missing = [
+        key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads") if not text.get(key)
+    ]
+    odd = sorted(key for key in text if any(mark in key for mark in _NOT_PLAIN) and text[key])
+    if missing or odd:
+        why = f"it lacks {', '.join(missing)}" if missing else f"it has {', '.join(odd)}"
+        raise ModelError(
+            f"model type {model_type!r} is not known and cannot be read as plain attention: {why}. "
+            f"Known types: {', '.join(sorted([*FAMILIES, *TEXT_TYPES]))}"
+        )
+    return _PLAIN

@@ -1,0 +1,227 @@
+"""From a Hugging Face config to layer specs: what each layer keeps of earlier tokens.
+
+No weights, no torch, no network, no pages. `families_table` defines how each family's config is read.
+
+| a layer of kind     | keeps                                                            |
+|---------------------|------------------------------------------------------------------|
+| full_attention      | K and V (or one latent) of every text token                      |
+| sliding_attention   | the same, of the last `sliding_window` tokens                    |
+| chunked_attention   | the same, of the current chunk of `attention_chunk_size`         |
+| cross_attention     | K and V of the image tokens only                                 |
+| linear_attention    | one state: the convolution's last inputs and the recurrent state |
+| conv                | one state: the convolution's last inputs                         |
+| hybrid              | full_attention and linear_attention side by side                 |
+| mlp, moe            | nothing                                                          |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from kvloom.core import LayerSpec, Visibility
+
+from .config_reading import Config, Family, ModelError, dtype_name
+from .families_table import FAMILIES, TEXT_TYPES, plain_attention_family
+
+__all__ = ["KV_DTYPES", "KV_KINDS", "KVDtype", "Media", "ModelSpec", "kv_dtypes", "model_spec", "with_draft"]
+
+KV_DTYPES = ("bf16", "fp16", "fp32", "int8", "fp8")
+KV_KINDS = ("full", "sliding", "chunked", "cross")
+"""Layer kinds that keep K and V; each may use its own dtype."""
+KVDtype = str | Mapping[str, str]
+"""One dtype for all layers ("fp8"), with exceptions ("fp8,sliding=bf16"), or by kind ({"sliding": "int8"})."""
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """Where an image's tokens go: "stream" (positions like text, in every layer) or "cross" (cross-attention layers only).
+
+    `token_id` is the placeholder in the prompt.
+    """
+
+    place: Literal["stream", "cross"]
+    token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the layers of one model keep, by name ("layers.3.attention", "layers.3.mamba").
+
+    `max_context` is None for purely recurrent models, which have no limit; `media` is None for text-only models.
+    """
+
+    name: str
+    layers: Mapping[str, LayerSpec]
+    max_context: int | None
+    media: Media | None = None
+
+    def canonical(self) -> str:
+        """Return one text for one spec, equal in every process: the input of a layout fingerprint.
+
+        It does not cover weights: two checkpoints of one architecture share it.
+        """
+        layers = {name: asdict(spec) for name, spec in self.layers.items()}
+        return json.dumps({"name": self.name, "layers": layers}, sort_keys=True, separators=(",", ":"))
+
+
+def model_spec(
+    config: Mapping[str, Any],
+    name: str | None = None,
+    kv_dtype: KVDtype | None = None,
+    static_scales: bool = False,
+) -> ModelSpec:
+    """Read a Hugging Face config. Raises ModelError for a config it cannot read.
+
+    `kv_dtype` is the dtype of stored K and V (the model's own if None); recurrent states keep the model's dtype. With
+    `static_scales`, quantised tokens store no scales in their pages: the layer has them.
+    """
+    every, by_kind = kv_dtypes(kv_dtype)
+    text = _text_config(config)
+    family = FAMILIES.get(text["model_type"]) or plain_attention_family(text)
+    fields = Config(text, family.defaults, family.names)
+    set_dtypes = [source.get(key) for source in (text, config) for key in ("dtype", "torch_dtype")]
+    dtype = dtype_name(next(filter(None, set_dtypes), "bfloat16"))
+    layers = _layers(fields, family, {kind: by_kind.get(kind, every or dtype) for kind in KV_KINDS}, dtype)
+    if not layers:
+        raise ModelError(f"{fields.model_type}: no layer keeps anything")
+    _check_kinds(fields, by_kind, layers)
+    if static_scales:
+        layers = {layer: _without_scales(spec) for layer, spec in layers.items()}
+    return ModelSpec(
+        name=name or str(config.get("_name_or_path") or config.get("model_type")),
+        layers=layers,
+        max_context=fields.optional("max_position_embeddings"),
+        media=_media(config, layers),
+    )
+
+
+def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
+    """Return the dtype of K and V for all layers (None: the model's own), and the exceptions by kind.
+
+    Raises ModelError for unknown kinds and dtypes.
+    """
+    if given is None:
+        return None, {}
+    parts = given.split(",") if isinstance(given, str) else [f"{kind}={to}" for kind, to in given.items()]
+    every: str | None = None
+    by_kind: dict[str, str] = {}
+    for part in parts:
+        kind, equals, dtype = (word.strip() for word in part.rpartition("="))
+        if dtype not in KV_DTYPES:
+            raise ModelError(f"KV dtype {dtype!r} is not known; known: {', '.join(KV_DTYPES)}")
+        if equals and kind not in KV_KINDS:
+            raise ModelError(f"{kind!r} layers keep no K and V; kinds that do: {', '.join(KV_KINDS)}")
+        if kind in by_kind or (not equals and every):
+            raise ModelError(f"KV dtype {given!r} sets {kind or 'all'} layers twice")
+        if equals:
+            by_kind[kind] = dtype
+        else:
+            every = dtype
+    return every, by_kind
+
+
+def with_draft(target: ModelSpec, draft: ModelSpec) -> ModelSpec:
+    """Return both models in one spec; the draft's layers are under "draft." with their own lifetime."""
+    beside = {f"draft.{name}": replace(spec, lifetime="draft") for name, spec in draft.layers.items()}
+    limits = [spec.max_context for spec in (target, draft) if spec.max_context is not None]
+    return ModelSpec(
+        name=f"{target.name} + {draft.name}",
+        layers={**target.layers, **beside},
+        max_context=min(limits, default=None),
+        media=target.media,
+    )
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the text model, with its model_type set."""
+    outer = config.get("model_type")
+    inner = config.get("text_config")
+    text = dict(inner if isinstance(inner, Mapping) else config)
+    text["model_type"] = TEXT_TYPES.get(str(text.get("model_type") or outer), text.get("model_type") or outer)
+    if not isinstance(text["model_type"], str):
+        raise ModelError("the config has no model_type; is it the config.json of a Hugging Face model?")
+    return text
+
+
+def _kinds(config: Config, family: Family) -> list[str]:
+    """Return the kind of every layer: from the config's list, else by the family's pattern."""
+    older = {"attention": "full_attention", "mamba": "linear_attention"}
+    listed = config.get("layer_types") or config.get("layers_block_type")
+    if listed is not None and not isinstance(listed, list):
+        raise ModelError(f"{config.model_type}: layer_types is {listed!r}; a list of kinds is needed")
+    kinds = family.pattern(config) if listed is None else [older.get(str(kind), str(kind)) for kind in listed]
+    declared = config.optional("num_hidden_layers")
+    if declared is not None and declared != len(kinds):
+        raise ModelError(
+            f"{config.model_type}: {len(kinds)} kinds of layers for {declared} num_hidden_layers"
+        )
+    return kinds
+
+
+def _check_kinds(config: Config, asked: Iterable[str], layers: Mapping[str, LayerSpec]) -> None:
+    """Raise ModelError for a dtype of layers that the model does not have."""
+    there = {spec.kind for spec in layers.values() if spec.unit == "token"}
+    missing = [kind for kind in asked if kind not in there]
+    if missing:
+        raise ModelError(
+            f"{config.model_type} has no {' or '.join(missing)} layers that a KV dtype could be for; "
+            f"it has {', '.join(sorted(there)) or 'states alone'}"
+        )
+
+
+def _without_scales(spec: LayerSpec) -> LayerSpec:
+    if spec.unit == "state":
+        return spec
+    return replace(spec, fields=tuple(field for field in spec.fields if not field.name.endswith("_scale")))
+
+
+def _layers(config: Config, family: Family, kv_dtypes: Mapping[str, str], dtype: str) -> dict[str, LayerSpec]:
+    specs: dict[str, dict[str, LayerSpec]] = {}
+    layers: dict[str, LayerSpec] = {}
+    for index, kind in enumerate(_kinds(config, family)):
+        if kind not in specs:
+            specs[kind] = _parts(config, family, kind, kv_dtypes, dtype)
+        layers.update({f"layers.{index}.{part}": spec for part, spec in specs[kind].items()})
+    return layers
+
+
+def _parts(
+    config: Config, family: Family, kind: str, kv_dtypes: Mapping[str, str], dtype: str
+) -> dict[str, LayerSpec]:
+    """Return what one layer of `kind` keeps: part name → spec."""
+
+    def attention(span: Visibility) -> dict[str, LayerSpec]:
+        return {"attention": LayerSpec("token", family.token(config, kv_dtypes[span.kind]), span)}
+
+    def state() -> dict[str, LayerSpec]:
+        if family.state is None:
+            raise ModelError(f"{config.model_type}: a {kind} layer, but the shape of its state is not known")
+        return {family.mixer: LayerSpec("state", family.state(config, dtype))}
+
+    parts: dict[str, Callable[[], dict[str, LayerSpec]]] = {
+        "full_attention": lambda: attention(Visibility("full")),
+        "sliding_attention": lambda: attention(Visibility("sliding", config.size("sliding_window"))),
+        "chunked_attention": lambda: attention(Visibility("chunked", config.size("attention_chunk_size"))),
+        "cross_attention": lambda: {
+            "cross": LayerSpec("token", family.token(config, kv_dtypes["cross"]), axis="media")
+        },
+        "linear_attention": state,
+        "conv": state,
+        "hybrid": lambda: attention(Visibility("full")) | state(),
+        "mlp": dict,
+        "moe": dict,
+    }
+    if kind not in parts:
+        raise ModelError(f"{config.model_type}: layer kind {kind!r} is not known; known: {', '.join(parts)}")
+    return parts[kind]()
+
+
+def _media(config: Mapping[str, Any], layers: Mapping[str, LayerSpec]) -> Media | None:
+    token = config.get("image_token_id", config.get("image_token_index"))
+    if any(spec.axis == "media" for spec in layers.values()):
+        return Media("cross", token)
+    sees = config.get("model_type") in TEXT_TYPES or "vision_config" in config
+    return Media("stream", token) if sees else None

@@ -1,0 +1,200 @@
+"""Images for models whose cross-attention layers attend to them; text tokens do not stand for image tokens.
+
+    prompt   | text | ▪ | text … |        ▪ one token; the image's states become K and V of every such layer,
+    media    [ tokens of the image ]      in pages of their own: written once for each content, read by every token behind it
+
+A token sees the image before it, or all consecutive images before it. A token that sees no image skips the layers. Tower
+and projections are Hugging Face's; the cache owns the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence as Many
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvloom.core import LayerSpec, Media, PoolLayout
+from kvloom.kernels.device import upload
+from kvloom.kernels.memory import LayerView
+from kvloom.kernels.write import write
+from kvloom.models.paged import Batch, Image, ImageGroup, ImageInputs, VisibleImages, Work
+
+from .encoder import Vision
+
+__all__ = [
+    "CrossVision",
+    "vision_of",
+]
+
+INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
+
+
+def vision_of(model: Any) -> Vision | None:
+    """Return the image side of a model; None if it supports no images."""
+    if Vision.refusal(model):
+        return None
+    cross_views = getattr(model.config.get_text_config(), "cross_attention_layers", None)
+    return CrossVision(model) if cross_views else Vision(model)
+
+
+class CrossVision(Vision):
+    """The image side of a model whose images are visible to cross-attention layers only."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._base = model, model.base_model
+        self.inputs = INPUTS
+        self.token = int(model.config.image_token_id)
+        self.bidirectional = self.uses_mrope = False
+        weight = model.get_input_embeddings().weight
+        self._device, self._dtype = weight.device, weight.dtype
+        self.encoder_runs = 0
+        self._block = 0
+        self._layers: list[tuple[Any, LayerView, int]] = []
+
+    def extend_layout(self, layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
+        return layout
+
+    def bind_pool(
+        self, layout: PoolLayout, buffer: torch.Tensor, cross_views: Mapping[int, tuple[LayerView, int]]
+    ) -> None:
+        self._block = layout.block_tokens
+        self._layers = [
+            (module, *cross_views[module.layer_idx])
+            for module in self._model.modules()
+            if getattr(module, "layer_idx", None) in cross_views and hasattr(module, "k_proj")
+        ]
+
+    def read_prompt(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> ImageInputs:
+        known = tuple(self._image(given, tenant) for given in images)
+        places = np.flatnonzero(np.asarray(prompt, dtype=np.int64) == self.token)
+        if len(places) != len(known):
+            raise ValueError(
+                f"the prompt has {len(places)} image tokens (id {self.token}) for {len(known)} images: each needs one"
+            )
+        media = [
+            Media(place, place + 1, image.digest, self._count(image))
+            for place, image in zip(places.tolist(), known, strict=True)
+        ]
+        return ImageInputs(known, tuple(media), places, np.arange(len(known) + 1), cross_attended=True)
+
+    def add_images(self, batch: Batch, works: Many[Work]) -> Batch:
+        places: list[Any] = []
+        parts: list[ImageGroup] = []
+        for i, work in enumerate(works):
+            if work.images is None:
+                continue
+            start, stop = batch.sizes[i] - len(work.tokens), batch.sizes[i]
+            self._encode_new_images(work, start, stop)
+            for begin, end, seen in _visible_ranges(work.images.places, start, stop):
+                places.append(np.arange(begin, end) - start + batch.bounds[i])
+                parts.append(self._image_group(work, end - begin, seen))
+        if not parts:
+            return batch
+        return replace(batch, seen=VisibleImages(upload(np.concatenate(places), self._device), tuple(parts)))
+
+    def _encode_new_images(self, work: Work, start: int, stop: int) -> None:
+        """Fill the pages of images whose tokens are in [start, stop) and that are not in the cache."""
+        sight, sequence = work.images, work.sequence
+        assert sight is not None
+        for place, item in enumerate(sight.media):
+            earlier = any(other.digest == item.digest for other in sight.media[:place])
+            if not start <= item.start < stop or earlier or sequence.media_is_cached(item.digest):
+                continue
+            states = self.embed(sight.images[place])
+            rows, tokens = sequence.media_rows(item.digest), np.arange(len(states))
+            with torch.inference_mode():
+                for module, view, column in self._layers:
+                    pages = rows[tokens // self._block, column].astype(np.int64)
+                    slots = upload(pages * self._block + tokens % self._block, self._device)
+                    shape = len(states), -1, module.head_dim
+                    key = module.k_norm(module.k_proj(states).view(shape))
+                    write(
+                        view.fields["k"], view.fields["v"], slots, key, module.v_proj(states).view(shape),
+                        k_scale=view.fields.get("k_scale"), v_scale=view.fields.get("v_scale"),
+                    )  # fmt: skip
+
+    def _image_group(self, work: Work, count: int, seen: Iterable[int]) -> ImageGroup:
+        assert work.images is not None
+        rows, real, before = [], [], 0
+        for place in seen:
+            item = work.images.media[place]
+            rows.append(work.sequence.media_rows(item.digest))
+            real.append(before * self._block + np.arange(item.tokens))
+            before += len(rows[-1])
+        pages = np.concatenate(rows).T.astype(np.int64)
+        return ImageGroup(
+            count,
+            upload(np.ascontiguousarray(pages), self._device),
+            upload(np.concatenate(real), self._device),
+        )
+
+    def embed(self, image: Image) -> torch.Tensor:
+        """Run the tower; return an image's states for cross attention ([tokens, hidden]), without padding tiles."""
+        pixels, ratio, mask = (image.inputs[name].to(self._device) for name in INPUTS)
+        self.encoder_runs += 1
+        with torch.inference_mode():
+            found = self._base.vision_model(
+                pixel_values=pixels.to(self._dtype)[None, None],
+                aspect_ratio_ids=ratio.view(1, 1),
+                aspect_ratio_mask=mask.view(1, 1, -1),
+            ).last_hidden_state[0, 0]
+            states = self._base.multi_modal_projector(found[mask.bool()])
+            return states.flatten(0, 1).to(self._dtype)  # type: ignore[no-any-return]
+
+    def _count(self, image: Image) -> int:
+        tiles = int(image.inputs["aspect_ratio_mask"].count_nonzero())
+        return tiles * int(self._base.vision_model.num_patches)
+
+    def _image(self, given: Any, tenant: str = "") -> Image:
+        """Check an image here: the tower runs inside a step that other requests share."""
+        image = super()._image(given, tenant)
+        pixels, ratio, mask = (image.inputs[name] for name in INPUTS)
+        wanted, known = self._shape, int(self._model.config.vision_config.max_aspect_ratio_id)
+        masks = mask.numel() == wanted[0] and bool(mask.any()) and bool(((mask == 0) | (mask == 1)).all())
+        if tuple(pixels.shape) != wanted or not masks or ratio.numel() != 1:
+            raise ValueError(
+                f"an image of {type(self._model).__name__} is pixels {list(wanted)}, one aspect ratio and a mask of its "
+                f"{wanted[0]} tiles (1: shown; one at least), not {list(pixels.shape)}, {list(ratio.shape)} and {mask.tolist()}"
+            )
+        if ratio.is_floating_point() or not 1 <= int(ratio) <= known:
+            raise ValueError(f"aspect_ratio_ids {ratio.tolist()} is none of the model's: 1 to {known}")
+        return image
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        """An image's pixels: tiles, channels, height, width."""
+        config = self._model.config.vision_config
+        size = config.image_size
+        high, wide = (size, size) if isinstance(size, int) else size
+        return int(config.max_num_tiles), int(config.num_channels), int(high), int(wide)
+
+    def sample(self) -> Image:
+        tiles = torch.ones(self._shape[0], dtype=torch.int64)
+        return self._image(
+            dict(zip(INPUTS, (torch.zeros(self._shape), torch.tensor([1]), tiles), strict=True))
+        )
+
+    def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+        pixels, ratios, masks = (torch.as_tensor(made[name]) for name in INPUTS)
+        shown = torch.nonzero(ratios).tolist()  # 0 fills up where others of a batch show more
+        return [
+            dict(zip(INPUTS, (pixels[i, j], ratios[i, j, None], masks[i, j]), strict=True)) for i, j in shown
+        ]
+
+
+def _visible_ranges(places: Any, start: int, stop: int) -> list[tuple[int, int, range]]:
+    """Return ranges [begin, end) of [start, stop) that see the same images, with those images: the last consecutive ones."""
+    edges = [start, *(int(place) for place in places if start < place < stop), stop]
+    found = []
+    for begin, end in pairwise(edges):
+        last = int(np.searchsorted(places, begin, "right")) - 1
+        first = last
+        while first > 0 and places[first - 1] == places[first] - 1:
+            first -= 1
+        if last >= 0:
+            found.append((begin, end, range(first, last + 1)))
+    return found

@@ -1,0 +1,64 @@
+"""Image embeddings in pages of the pool: a layer kind of their own, addressed by content, evicted like other pages.
+
+    page   [token 0 | token 1 | … | rest]        as large as a slab; holds as many whole tokens as fit
+
+A page of slab size leaves the layout of other groups unchanged. A sequence holds an image's pages while it computes the
+image's tokens; the cache keeps them for the next prompt with that image. Knows tensors; `encoder` knows images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from kvloom.core import PROMPT, Field, Ids, LayerSpec, PoolLayout
+from kvloom.kernels.device import upload
+from kvloom.kernels.memory import layer_views
+from kvloom.models.paged import EMBEDDINGS
+
+__all__ = ["Embeddings", "with_embeddings"]
+
+
+def with_embeddings(layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
+    """Return `layout`, of these layers, with pages for embeddings."""
+    block = layout.block_tokens
+    spec = LayerSpec(
+        "token", (Field("embedding", (layout.slab_bytes // block,), "int8"),), axis="media", lifetime=PROMPT
+    )
+    return PoolLayout.build({**layers, EMBEDDINGS: spec}, block)
+
+
+class Embeddings:
+    """The pages of a pool that hold embeddings of `hidden` numbers."""
+
+    def __init__(self, layout: PoolLayout, buffer: torch.Tensor, hidden: int, dtype: torch.dtype) -> None:
+        pages = layer_views(buffer, layout)[EMBEDDINGS].fields["embedding"].flatten(1).view(dtype)
+        self._hidden, self._block = hidden, layout.block_tokens
+        self.each = pages.shape[1] // hidden
+        """Embeddings in a page."""
+        if not self.each:
+            raise ValueError(
+                f"an embedding of {hidden} numbers does not fit a page of {layout.slab_bytes:,} bytes: "
+                "give block_tokens a larger number"
+            )
+        self._pages = pages[:, : self.each * hidden]
+
+    def tokens(self, count: int) -> int:
+        """Return the cache's tokens for `count` embeddings: whole pages."""
+        return -(-count // self.each) * self._block
+
+    def write(self, rows: Ids, made: torch.Tensor) -> None:
+        """Write an image's embeddings ([tokens, hidden]) to its pages ([pages, 1])."""
+        ids = upload(rows[:, 0].astype(np.int64), self._pages.device)
+        whole = made.new_zeros((len(rows) * self.each, self._hidden))
+        whole[: len(made)] = made
+        self._pages.index_copy_(0, ids, whole.view(len(rows), -1))
+
+    def read(self, rows: Ids, begin: int, end: int) -> torch.Tensor:
+        """Return a copy of embeddings [begin, end) of the image with these pages."""
+        first = begin // self.each
+        some = rows[first : -(-end // self.each), 0].astype(np.int64)
+        found = self._pages.index_select(0, upload(some, self._pages.device)).view(-1, self._hidden)
+        return found[begin - first * self.each : end - first * self.each]

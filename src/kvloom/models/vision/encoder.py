@@ -1,0 +1,319 @@
+"""Images in prompts: embeddings in place of placeholder tokens, rotary positions, and which tokens see each other.
+
+    prompt   | text | image tokens … | text |          `Vision.read_prompt` assigns them; the cache knows them by content
+    a step          | a chunk of it  |                 `Vision.add_images` puts that chunk's embeddings into the batch
+
+The vision tower is Hugging Face's and runs once for each content: its embeddings stay in pages of the pool (`embeddings`)
+until evicted. A family is supported only if merging embeddings is all it does; others are refused by name. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence as Many
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.core import LayerSpec, Media, PoolLayout
+from kvloom.kernels.device import upload
+from kvloom.kernels.memory import LayerView
+from kvloom.models.paged import Batch, Image, ImageInputs, Work
+
+from .embeddings import Embeddings, with_embeddings
+
+__all__ = ["VISION_FAMILIES", "Vision"]
+
+Ints = npt.NDArray[np.int64]
+
+VISION_FAMILIES: dict[str, bool] = {
+    "aya_vision": False,
+    "cohere2_vision": False,
+    "gemma3": True,
+    "glm4v": False,
+    "internvl": False,
+    "llava": False,
+    "mistral3": False,
+    "mllama": False,
+    "qwen2_5_vl": False,
+    "qwen2_vl": False,
+    "vipllava": False,
+}
+"""Supported families by model type, and whether an image's tokens see each other in both directions."""
+
+GRID, SIZE = "image_grid_thw", "image_sizes"
+"""What belongs to an image beside its pixels: how many patches those are, or how much of them is the image."""
+
+DIGEST_BYTES = 32
+
+
+class Vision:
+    """The image side of one model. Without `embeddings` pages, the tower runs whenever an embedding is needed."""
+
+    embeddings: Embeddings | None = None
+
+    def __init__(self, model: Any) -> None:
+        reason = self.refusal(model)
+        if reason is not None:
+            raise ValueError(reason)
+        config = model.config
+        self._model, self._base = model, model.base_model
+        self._features = model.get_image_features
+        self.inputs: tuple[str, ...] = ("pixel_values",)
+        if GRID in inspect.signature(self._features).parameters:
+            self.inputs = ("pixel_values", GRID)
+        elif config.vision_config.model_type == "pixtral":
+            self.inputs = ("pixel_values", SIZE)
+        self.token = int(config.image_token_id)
+        self.bidirectional = VISION_FAMILIES[config.model_type]
+        self.uses_mrope = hasattr(self._base, "get_rope_index")
+        """Whether rotary positions have three axes (M-RoPE), along which images extend."""
+        weight = model.get_input_embeddings().weight
+        self._device, self._dtype = weight.device, weight.dtype
+        text = config.get_text_config()
+        slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+        self._window = int(text.sliding_window) if self.bidirectional and slides else None
+        self.encoder_runs = 0
+        """How often the tower ran."""
+        self._counts: dict[object, int] = {}
+        self._last_encoded: tuple[bytes, torch.Tensor] | None = None
+
+    @staticmethod
+    def refusal(model: Any) -> str | None:
+        """Return why a model supports no images, or None if it does."""
+        kind = model.config.model_type
+        if kind in VISION_FAMILIES and (
+            hasattr(model, "get_image_features") or hasattr(model.base_model, "vision_model")
+        ):
+            return None
+        return (
+            f"{type(model).__name__} ({kind}) takes no images here; the families that do: "
+            f"{', '.join(sorted(VISION_FAMILIES))}"
+        )
+
+    def extend_layout(self, layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
+        """Return `layout`, of a model's `layers`, with pages for image embeddings."""
+        return with_embeddings(layers, layout)
+
+    def bind_pool(
+        self, layout: PoolLayout, buffer: torch.Tensor, cross_views: Mapping[int, tuple[LayerView, int]]
+    ) -> None:
+        """Keep image embeddings in this pool from now on.
+
+        `cross_views`: the views of cross-attention layers, and their column among the page ids of an image.
+        """
+        width = self._model.get_input_embeddings().weight.shape[1]
+        self.embeddings = Embeddings(layout, buffer, width, self._dtype)
+
+    def read_prompt(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> ImageInputs:
+        """Return the images of a prompt with placeholders: `images` in order, each as the tensors of the model's processor, or pixels.
+
+        Raises ValueError if prompt and images do not fit. The first image of a shape is encoded here, because only the tower
+        determines its token count. Embeddings are kept per `tenant`: no tenant can probe another's images.
+        """
+        known = tuple(self._image(given, tenant) for given in images)
+        bounds = np.cumsum([0, *(self._count(image) for image in known)])
+        ids = np.asarray(prompt, dtype=np.int64)
+        places = np.flatnonzero(ids == self.token)
+        if len(places) != bounds[-1]:
+            raise ValueError(
+                f"the prompt has {len(places)} image tokens (id {self.token}), but its {len(known)} images need "
+                f"{bounds[-1]}: expand the placeholders with the model's processor"
+            )
+        media = []
+        for image, (begin, end) in zip(known, pairwise(bounds.tolist()), strict=True):
+            start, stop = int(places[begin]), int(places[end - 1]) + 1
+            kept = 0 if self.embeddings is None else self.embeddings.tokens(end - begin)
+            media.append(Media(start, stop, self._digest_of_run(image, ids[start:stop]), kept))
+        if self.bidirectional or self.uses_mrope:
+            self._check_runs(media, bounds)
+        axes, shift = self._rope_index(ids[: media[-1].stop], known) if self.uses_mrope else (None, 0)
+        return ImageInputs(known, tuple(media), places, bounds, axes, shift, self.bidirectional)
+
+    def add_images(self, batch: Batch, works: Many[Work]) -> Batch:
+        """Return the batch of `works` with its images' embeddings, positions and spans; unchanged if it has none."""
+        concerned = [
+            i
+            for i, work in enumerate(works)
+            if work.images is not None and work.images.affects_step(batch.sizes[i] - len(work.tokens))
+        ]
+        if not concerned:
+            return batch
+        at: list[Ints] = []
+        parts: list[torch.Tensor] = []
+        spans = np.full(batch.bounds[-1], -1, dtype=np.int32)
+        for i in concerned:
+            work, sight = works[i], works[i].images
+            assert sight is not None
+            start = batch.sizes[i] - len(work.tokens)
+            first, last = np.searchsorted(sight.places, (start, batch.sizes[i])).tolist()
+            for place, (base, end) in enumerate(pairwise(sight.bounds.tolist())):
+                here, until = max(base, first), min(end, last)
+                if here < until:
+                    at.append(sight.places[here:until] - start + batch.bounds[i])
+                    spans[at[-1]] = len(parts)
+                    parts.append(self._part(work, place, here - base, until - base))
+        if self.uses_mrope:
+            batch = replace(batch, rotary=upload(self._rope_positions(batch, works), self._device))
+        if not parts:
+            return batch
+        with torch.inference_mode():
+            embeds = self._model.get_input_embeddings()(batch.tokens)
+            embeds[upload(np.concatenate(at), self._device)] = torch.cat(parts)
+        joined = upload(spans, self._device) if self.bidirectional else None
+        return replace(batch, embeds=embeds, spans=joined)
+
+    def embed(self, image: Image) -> torch.Tensor:
+        """Run the tower; return an image's embeddings ([tokens, hidden])."""
+        if self._last_encoded is not None and self._last_encoded[0] == image.digest:
+            made, self._last_encoded = self._last_encoded[1], None
+            return made
+        inputs = {
+            name: part.to(self._device, self._dtype if part.is_floating_point() else None)
+            for name, part in image.inputs.items()
+        }
+        self.encoder_runs += 1
+        with torch.inference_mode():
+            given = self._features(**inputs, return_dict=True).pooler_output
+            pieces = given if isinstance(given, list | tuple) else [given]
+            return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]).to(self._dtype)
+
+    def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
+        """Return some embeddings of an image from its pages; encode and fill them first if empty."""
+        sight, sequence = work.images, work.sequence
+        assert sight is not None
+        image, item = sight.images[place], sight.media[place]
+        if self.embeddings is None or not item.tokens:
+            return self.embed(image)[begin:end]
+        rows = sequence.media_rows(item.digest)
+        # The first step of an image fills all its embeddings; a cache hit has them already.
+        if not sequence.media_is_cached(item.digest) and sequence.length <= max(item.start, sequence.resumed):
+            self.embeddings.write(rows, self.embed(image))
+        return self.embeddings.read(rows, begin, end)
+
+    def sample(self) -> Image:
+        """Return an image of zeros of the config's size, or of 1024 tokens if any size is supported."""
+        config = self._model.config.vision_config
+        channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
+        if GRID in self.inputs:
+            side = 32 * int(config.spatial_merge_size)
+            width = channels * int(config.temporal_patch_size) * int(config.patch_size) ** 2
+            return self._image(
+                {"pixel_values": torch.zeros(side * side, width), GRID: torch.tensor([[1, side, side]])}
+            )
+        size = config.image_size
+        high, wide = (size, size) if isinstance(size, int) else size
+        pixels = {"pixel_values": torch.zeros(1, channels, high, wide)}
+        return self._image({**pixels, SIZE: torch.tensor([[high, wide]])} if SIZE in self.inputs else pixels)
+
+    def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+        """Split a processor's batch into single images."""
+        pixels = torch.as_tensor(made["pixel_values"])
+        if GRID in self.inputs:
+            grids = torch.as_tensor(made[GRID])
+            parts = torch.split(pixels, grids.prod(-1).tolist())
+            return [
+                {"pixel_values": part, GRID: grid}
+                for part, grid in zip(parts, torch.split(grids, 1), strict=True)
+            ]
+        apart = torch.split(pixels, 1)
+        if SIZE not in self.inputs:
+            return [{"pixel_values": part} for part in apart]
+        sizes = torch.as_tensor(made[SIZE])
+        return [  # without the padding of the batch
+            {"pixel_values": part[..., : int(size[0, 0]), : int(size[0, 1])], SIZE: size}
+            for part, size in zip(apart, torch.split(sizes, 1), strict=True)
+        ]
+
+    def _image(self, given: Any, tenant: str = "") -> Image:
+        found = given if isinstance(given, Mapping) else {"pixel_values": given}
+        if set(found) != set(self.inputs):
+            raise ValueError(
+                f"an image of {type(self._model).__name__} consists of {' and '.join(self.inputs)}, "
+                f"not of {', '.join(map(str, found)) or 'nothing'}"
+            )
+        try:
+            inputs = {name: torch.as_tensor(found[name]) for name in self.inputs}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"an image is tensors, as the model's processor makes them, not {type(given).__name__}: {error}"
+            ) from error
+        if GRID in inputs:
+            inputs[GRID] = inputs[GRID].reshape(-1, 3)
+        elif inputs["pixel_values"].dim() == 3:
+            inputs["pixel_values"] = inputs["pixel_values"][None]
+        if SIZE in inputs:
+            inputs[SIZE] = inputs[SIZE].reshape(-1, 2)
+        digest = hashlib.blake2b(f"{tenant!r} ".encode(), digest_size=DIGEST_BYTES)
+        for name, part in inputs.items():
+            host = part.detach().cpu().contiguous()
+            digest.update(f"{name} {host.dtype} {tuple(host.shape)} ".encode())
+            digest.update(host.reshape(-1).view(torch.uint8).numpy().data)
+        return Image(inputs, digest.digest())
+
+    def _count(self, image: Image) -> int:
+        """Return an image's token count; it depends only on shapes and grids."""
+        key = tuple(
+            (name, *part.shape) if part.is_floating_point() else (name, *part.flatten().tolist())
+            for name, part in image.inputs.items()
+        )
+        if key not in self._counts:
+            shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in image.inputs.items())
+            try:
+                made = self.embed(image)
+                count, self._last_encoded = len(made), (image.digest, made)  # the next `embed` may need it
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise ValueError(
+                    f"{type(self._model).__name__} cannot take an image of {shapes}: {error}"
+                ) from error
+            if not count:
+                raise ValueError(f"an image of {shapes} makes no tokens")
+            self._counts[key] = count
+        return self._counts[key]
+
+    def _digest_of_run(self, image: Image, ids: Ints) -> bytes:
+        """Return the digest of an image within its run of tokens, including separator tokens between its rows."""
+        if (ids == self.token).all():
+            return image.digest
+        return hashlib.blake2b(image.digest + ids.tobytes(), digest_size=DIGEST_BYTES).digest()
+
+    def _check_runs(self, media: list[Media], bounds: Ints) -> None:
+        """Raise ValueError for images whose tokens are not one run of their own."""
+        for item, count in zip(media, np.diff(bounds).tolist(), strict=True):
+            if item.stop - item.start != count:
+                raise ValueError(f"the {count} tokens of the image at {item.start} must follow each other")
+            if self._window is not None and count > self._window:
+                raise ValueError(
+                    f"an image of {count} tokens that see each other is larger than the model's window of "
+                    f"{self._window}"
+                )
+        for one, other in pairwise(media):
+            if one.stop == other.start:
+                raise ValueError(f"two images meet at {one.stop}: put a token between them")
+
+    def _rope_index(self, ids: Ints, images: tuple[Image, ...]) -> tuple[Ints, int]:
+        """Return positions on three axes up to the last image's end, and the shift of later positions, by the model's own code."""
+        found, shift = self._base.get_rope_index(
+            torch.from_numpy(ids)[None],
+            mm_token_type_ids=torch.from_numpy((ids == self.token).astype(np.int32))[None],
+            image_grid_thw=torch.cat([image.inputs[GRID].cpu() for image in images]),
+        )
+        return found[:, 0].numpy(), int(shift)
+
+    @staticmethod
+    def _rope_positions(batch: Batch, works: Many[Work]) -> Ints:
+        """Return positions on three axes of all tokens of a step: [3, tokens]."""
+        parts = []
+        for work, size in zip(works, batch.sizes, strict=True):
+            start, sight = size - len(work.tokens), work.images
+            shift = 0 if sight is None else sight.shift
+            row = np.broadcast_to(np.arange(start, size) + shift, (3, len(work.tokens)))
+            if sight is not None and sight.axes is not None and start < sight.axes.shape[1]:
+                row = np.concatenate((sight.axes[:, start:size], row[:, sight.axes.shape[1] - start :]), 1)
+            parts.append(row)
+        return np.concatenate(parts, 1)

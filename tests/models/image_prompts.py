@@ -1,0 +1,239 @@
+"""Tiny random vision-language models, images for them, and what `generate()` says of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch.nn import functional
+
+transformers.logging.set_verbosity_error()
+
+IMAGE, BEGIN, END = 60, 61, 62
+WINDOW = 20
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_SIGHT: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 2,
+    "initializer_range": 0.3,
+}
+_PIXTRAL = {**_SIGHT, "model_type": "pixtral", "head_dim": 8}
+_QWEN_TEXT = {
+    **_TEXT,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+}
+_QWEN = {
+    "image_token_id": IMAGE,
+    "vision_start_token_id": BEGIN,
+    "vision_end_token_id": END,
+    "video_token_id": 59,
+}
+
+TINY: dict[str, dict[str, Any]] = {
+    "llava": {
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": {"model_type": "clip_vision_model", **_SIGHT},
+        "image_token_index": IMAGE,
+    },
+    "qwen2_vl": {
+        "text_config": _QWEN_TEXT,
+        "vision_config": {
+            "depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.3,
+        },
+        **_QWEN,
+    },
+    "qwen2_5_vl": {
+        "text_config": _QWEN_TEXT,
+        "vision_config": {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 16, "fullatt_block_indexes": [1],
+            "initializer_range": 0.3,
+        },
+        **_QWEN,
+    },
+    "gemma3": {
+        "text_config": {
+            **_TEXT, "head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        "vision_config": {"model_type": "siglip_vision_model", **_SIGHT},
+        "mm_tokens_per_image": 16,
+        "tie_word_embeddings": False,
+        "image_token_index": IMAGE,
+        "boi_token_index": BEGIN,
+        "eoi_token_index": END,
+    },
+    "aya_vision": {
+        "text_config": {"model_type": "cohere2", **_TEXT, "sliding_window": WINDOW},
+        "vision_config": {"model_type": "siglip_vision_model", **_SIGHT},
+        "image_token_index": IMAGE,
+        "downsample_factor": 2,
+        "alignment_intermediate_size": 32,
+    },
+    "cohere2_vision": {
+        "text_config": {"model_type": "cohere2", **_TEXT, "sliding_window": WINDOW},
+        "vision_config": {"model_type": "siglip_vision_model", **_SIGHT},
+        "image_token_id": IMAGE,
+        "downsample_factor": 2,
+        "alignment_intermediate_size": 32,
+    },
+    "glm4v": {
+        "text_config": {**_QWEN_TEXT, "head_dim": 8},
+        "vision_config": {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+            "image_size": 32, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        },
+        "image_token_id": IMAGE,
+        "image_start_token_id": BEGIN,
+        "image_end_token_id": END,
+        "video_token_id": 59,
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "vision_config": {**_SIGHT, "image_size": [8, 8], "patch_size": [2, 2]},
+        "image_token_id": IMAGE,
+        "downsample_ratio": 0.5,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8, "sliding_window": None},
+        "vision_config": {**_PIXTRAL, "image_size": 16},
+        "image_token_index": IMAGE,
+        "spatial_merge_size": 2,
+    },
+    "pixtral": {
+        "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 8, "sliding_window": None},
+        "vision_config": {**_PIXTRAL, "image_size": 16},
+        "image_token_index": IMAGE,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    },
+    "vipllava": {
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": {"model_type": "clip_vision_model", **_SIGHT},
+        "image_token_index": IMAGE,
+        "vision_feature_layers": [-2, -1],
+    },
+}  # fmt: skip
+MAIN = ("llava", "qwen2_vl", "qwen2_5_vl", "gemma3")
+"""One of each kind: plain positions, three axes with and without windows in the tower, tokens that see each other."""
+
+GRIDS = ((1, 4, 6), (1, 8, 4), (1, 4, 4))
+SIZES = ((8, 12), (16, 4), (8, 8))
+
+
+def vision_model(family: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    kind = "llava" if family == "pixtral" else family
+    config = transformers.AutoConfig.for_model(kind, **{**TINY[family], **changes})
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    model.set_attn_implementation("eager")
+    for weight in model.parameters():
+        if weight.dim() > 1 and not weight.any():
+            torch.nn.init.normal_(
+                weight, std=0.3
+            )  # Gemma's projection begins at zero: every image would be the same
+    return model
+
+
+def image_of(family: str, seed: int) -> dict[str, torch.Tensor]:
+    """What the processor of a family would make of an image; for some these have different sizes."""
+    gen = torch.Generator().manual_seed(seed)
+    if family in ("qwen2_vl", "qwen2_5_vl", "glm4v"):
+        grid = torch.tensor([GRIDS[seed % len(GRIDS)]])
+        patches = torch.randn(int(grid.prod()), 3 * 2 * 4 * 4, generator=gen) * 3
+        return {"pixel_values": patches, "image_grid_thw": grid}
+    if family in ("mistral3", "pixtral"):
+        size = SIZES[seed % len(SIZES)]
+        return {
+            "pixel_values": torch.randn(1, 3, *size, generator=gen) * 3,
+            "image_sizes": torch.tensor([size]),
+        }
+    return {"pixel_values": torch.randn(1, 3, 8, 8, generator=gen) * 3}
+
+
+def tokens_of(family: str, image: dict[str, torch.Tensor]) -> int:
+    if "image_grid_thw" in image:
+        return int(image["image_grid_thw"].prod()) // 4
+    patches = image["pixel_values"].shape[2] * image["pixel_values"].shape[3] // 4
+    return patches if family in ("llava", "gemma3", "pixtral", "vipllava") else patches // 4
+
+
+def prompt_of(family: str, *parts: list[int] | dict[str, torch.Tensor]) -> list[int]:
+    """Text and images one after the other, as token ids."""
+    prompt: list[int] = []
+    for part in parts:
+        if isinstance(part, dict):
+            prompt += [BEGIN, *[IMAGE] * tokens_of(family, part), END]
+        else:
+            prompt += part
+    return prompt
+
+
+def words(seed: int, count: int) -> list[int]:
+    gen = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(3, 58, (count,), generator=gen).tolist()
+
+
+def expected(
+    family: str, model: Any, prompt: list[int], images: list[dict[str, torch.Tensor]], new: int
+) -> list[int]:
+    """Greedy tokens of a prompt by itself, prompt included, from transformers' own loop."""
+    ids = torch.tensor([prompt])
+    inputs = inputs_of(family, ids, images)
+    with torch.inference_mode():
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+            pad_token_id=0, **inputs,
+        )  # fmt: skip
+    tokens: list[int] = found[0].tolist()
+    return tokens
+
+
+def inputs_of(
+    family: str, ids: torch.Tensor, images: list[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """What a model takes beside its token ids, where those have images."""
+    inputs: dict[str, torch.Tensor] = {}
+    if images:
+        inputs = _together(images)
+        if family == "gemma3":
+            inputs["token_type_ids"] = (ids == IMAGE).int()
+        elif "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+    return inputs
+
+
+def _together(images: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Images in one batch; where they say their sizes, padded to the largest."""
+    if "image_sizes" in images[0]:
+        high, wide = torch.cat([image["image_sizes"] for image in images]).amax(0).tolist()
+        images = [
+            {
+                **image,
+                "pixel_values": functional.pad(
+                    pixels, (0, wide - pixels.shape[3], 0, high - pixels.shape[2])
+                ),
+            }
+            for image in images
+            for pixels in [image["pixel_values"]]
+        ]
+    return {name: torch.cat([image[name] for image in images]) for name in images[0]}

@@ -1,0 +1,311 @@
+"""Loading: weights from folders, random ones from configs, and what is refused at the door, with its reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvloom.engine.engine import Engine
+from kvloom.engine.request import SamplingParams
+from kvloom.models.loading import choose_device, load, refusal, transformers_config
+from kvloom.models.paged.family_exceptions import fix_rope_frequencies
+from kvloom.models.specs import ModelError
+
+from .tiny import SIZES, TINY
+from .zoo import Runner, config_of, expected, prompts_of, tiny
+
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+    "long_factor": [4.0, 3.0, 2.0, 1.0],
+    "short_factor": [1.0] * 4,
+}
+
+
+def saved(model: Any, folder: Path, **options: Any) -> str:
+    model.save_pretrained(folder, **options)
+    return str(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "bamba", "gpt2"])
+def test_a_sharded_folder_gives_the_tokens_it_was_saved_with(family: str, tmp_path: Path) -> None:
+    model = tiny(family)
+    name = saved(model, tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    loaded, tokenizer = load(name, "float32", "cpu", progress=True)
+    assert tokenizer is None
+    assert not loaded.training
+    assert not any(weight.requires_grad for weight in loaded.parameters())
+    prompts = prompts_of(1)
+    model.set_attn_implementation("eager")
+    assert Runner(loaded).generate(prompts) == expected(model, prompts)
+
+
+def test_weights_have_the_requested_dtype(tmp_path: Path) -> None:
+    name = saved(tiny("llama").to(torch.bfloat16), tmp_path)
+    assert {weight.dtype for weight in load(name, device="cpu")[0].parameters()} == {torch.bfloat16}
+    assert {weight.dtype for weight in load(name, "float32", "cpu")[0].parameters()} == {torch.float32}
+    with pytest.raises(ModelError, match="dtype 'int4' is not known"):
+        load(name, "int4", "cpu")
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2", "jamba", "qwen3_next"]
+)
+def test_random_weights_are_sane_and_the_same_for_a_seed(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SIZES, **TINY[family]}))
+    model, tokenizer = load(str(path), device="cpu", load_format="random", seed=3)
+    assert tokenizer is None
+    for name, weight in model.named_parameters():
+        assert weight.dtype == torch.bfloat16
+        assert weight.isfinite().all(), name
+        if name.endswith("norm.weight"):
+            assert torch.equal(weight, torch.ones_like(weight)) or torch.equal(
+                weight, torch.zeros_like(weight)
+            ), name
+    assert 0.018 < model.get_input_embeddings().weight.float().std() < 0.022
+    with torch.inference_mode():
+        assert model(torch.arange(3, 60)[None]).logits.isfinite().all()
+    before = torch.get_rng_state()
+    same, other = (load(str(path), device="cpu", load_format="random", seed=seed)[0] for seed in (3, 4))
+    for one, two in zip(model.parameters(), same.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert not torch.equal(model.get_input_embeddings().weight, other.get_input_embeddings().weight)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_random_weights_that_are_tied_are_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **TINY["llama"], "tie_word_embeddings": True}))
+    model, _ = load(str(tmp_path), "float32", "cpu", load_format="random")
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_random_weights_take_a_folder_or_a_name_that_is_shipped(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **TINY["llama"]}))
+    model, _ = load(str(tmp_path), "float32", "cpu", load_format="random")
+    assert len(model.model.layers) == SIZES["num_hidden_layers"]
+    assert transformers_config("qwen3-0.6b", "random").num_hidden_layers == 28
+    with pytest.raises(ModelError, match="describes layers, not weights"):
+        transformers_config("qwen2.5-vl-7b", "random")
+
+
+PARAMETERS = {
+    "llama-3.1-8b": 8.03, "llama-3.2-1b": 1.236, "llama-3-70b": 70.55, "llama-3.1-405b": 405.85, "llama-4-scout": 107.77,
+    "qwen3-0.6b": 0.596, "qwen3-30b-a3b": 30.53, "qwen3-next-80b": 79.67, "qwen2.5-7b": 7.616, "mistral-7b": 7.242,
+    "gemma-2-27b": 27.23, "gemma-3-12b": 11.77, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83, "deepseek-v3": 671.03,
+    "mamba2-2.7b": 2.703, "jamba-1.5-mini": 51.57, "bamba-9b": 9.78, "nemotron-h-8b": 8.10, "falcon-h1-7b": 7.586,
+}  # fmt: skip
+"""Billions, as published (of the text alone, where there are images)."""
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shipped_config_is_as_large_as_the_model_and_runs(name: str) -> None:
+    config = transformers_config(name, "random")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(
+        PARAMETERS[name], rel=1e-3
+    )
+    assert refusal(config) is None
+
+
+def changed(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_what_is_missing_is_named_before_weights_are_read(tmp_path: Path) -> None:
+    name = saved(tiny("llama"), tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    whole = shards[0].read_bytes()
+    shards[0].write_bytes(whole[:-10])
+    with pytest.raises(ModelError, match=f"{shards[0].name} cannot be read"):
+        load(name, device="cpu")
+    shards[0].unlink()
+    with pytest.raises(ModelError, match=rf"1 of {len(shards)} shards are missing: {shards[0].name}"):
+        load(name, device="cpu")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("[]")
+    with pytest.raises(ModelError, match="not an index of shards"):
+        load(name, device="cpu")
+    index.unlink()
+    with pytest.raises(ModelError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        load(name, device="cpu")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match="is a pickle, which is never read"):
+        load(name, device="cpu")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load(name, device="cpu")
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    name = saved(tiny("llama"), tmp_path)
+    changed(tmp_path, num_hidden_layers=5)
+    with pytest.raises(ModelError, match=r"lacks \d+ weights of LlamaForCausalLM, first model\.layers\.4\."):
+        load(name, device="cpu")
+
+
+def test_what_cannot_be_a_model_is_refused(tmp_path: Path) -> None:
+    name = saved(tiny("llama"), tmp_path)
+    for fields, said in (
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "is a LlamaForSequenceClassification, not a causal",
+        ),
+        (
+            {"model_type": "newest", "auto_map": {"AutoConfig": "code.py"}},
+            "brings code of its own, which is never run",
+        ),
+        ({"model_type": "newest", "auto_map": {}}, "'newest' is not known to transformers"),
+        ({"model_type": "vit", "architectures": []}, "'vit' is not a causal language model"),
+        ({"model_type": "llama", "hidden_size": "many"}, "transformers cannot read this config"),
+    ):
+        changed(tmp_path, **fields)
+        with pytest.raises(ModelError, match=said):
+            load(name, device="cpu")
+    with pytest.raises(ModelError, match="config without weights"):
+        load("llama-3.1-8b")
+    with pytest.raises(ModelError, match="did you mean llama"):
+        load("llama-3.1-9b")
+    with pytest.raises(ModelError, match="there is no file"):
+        load(str(tmp_path / "nothing"))
+    with pytest.raises(ModelError, match="load format 'gguf'"):
+        load(name, load_format="gguf")  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_that_is_there_must_be_readable(tmp_path: Path) -> None:
+    name = saved(tiny("llama"), tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="tokenizer cannot be read"):
+        load(name, device="cpu")
+
+
+# Which of transformers' causal language models run here.
+
+REASONS = (
+    *("never calls the attention registry", "is not causal", "half of an encoder and a decoder"),
+    *("indexer of its own", "is not handed the keywords", "calls attention with", "makes an attention mask"),
+    *("asks its cache for", "calls the attention registry 2 times", "looks at values while it runs"),
+    *(
+        "attends with a window",
+        "writes heads and sizes",
+        "keeps no keys and values",
+        "keeps its states in its modules",
+    ),
+    *("cannot be read as plain attention", "a hybrid layer, but", "ValueError", "TypeError"),
+)
+UNBUILDABLE = ("cannot be built from its config",)
+
+
+def small(model_type: str) -> Any:
+    """A config of a type: the zoo's, or the default one."""
+    return config_of(model_type) if model_type in TINY else transformers.AutoConfig.for_model(model_type)
+
+
+def test_every_causal_model_of_transformers_runs_or_is_refused_with_a_reason() -> None:
+    supported, refusal_reason, skipped = [], {}, []
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = small(model_type)
+        except (StrictDataclassError, ValueError):  # a config that wants arguments
+            skipped.append(model_type)
+            continue
+        reason = refusal(config)
+        if reason is None:
+            supported.append(model_type)
+        elif any(words in reason for words in UNBUILDABLE):
+            skipped.append(model_type)
+        else:
+            refusal_reason[model_type] = reason
+    print(
+        f"{len(supported)} run, {len(refusal_reason)} are refused, {len(skipped)} want arguments: {skipped}"
+    )
+    odd = {name: why for name, why in refusal_reason.items() if not any(words in why for words in REASONS)}
+    assert not odd
+    assert not set(refusal_reason) & set(TINY)
+    assert {"bloom", "falcon", "gptj", "mpt", "xglm", "openai-gpt"} <= set(refusal_reason)
+    assert all("never calls" in refusal_reason[name] for name in ("bloom", "falcon", "gptj", "mpt"))
+    assert len(supported) >= 90
+    assert len(skipped) <= 15
+
+
+def test_a_module_that_calls_attention_with_something_new_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    inner = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaAttention,
+        "forward",
+        lambda self, *args, **kwargs: inner(self, *args, **{**kwargs, "position_bias": 1}),
+    )
+    assert "LlamaAttention calls attention with position_bias" in str(refusal(config_of("llama")))
+
+
+def test_a_config_that_means_something_else_than_was_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen2 import modeling_qwen2
+
+    config = config_of("qwen2 with windows")
+    inner = modeling_qwen2.Qwen2Attention.__init__
+
+    def wider(self: Any, config: Any, layer_idx: int) -> None:
+        inner(self, config, layer_idx)
+        self.sliding_window = 9
+
+    monkeypatch.setattr(modeling_qwen2.Qwen2Attention, "__init__", wider)
+    assert "layer 0 attends with a window of 9, its config has None" in str(refusal(config))
+
+
+def test_rotary_frequencies_do_not_follow_the_batch() -> None:
+    options = {"rope_parameters": LONG, "sliding_window": None, "original_max_position_embeddings": 32}
+    model = tiny("phi3", **options)
+    assert refusal(model.config) is None
+    short = model.model.rotary_emb.inv_freq.clone()
+    fix_rope_frequencies(model, context=32)
+    assert torch.equal(model.model.rotary_emb.inv_freq, short)
+    model = tiny("phi3", **options)
+    fix_rope_frequencies(model)
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, short / torch.tensor(LONG["long_factor"]))
+    model.set_attn_implementation("eager")
+    prompts = prompts_of(1, (5, 20, 40))
+    wanted = expected(model, prompts)
+    assert Runner(model).generate(prompts) == wanted
+    dynamic = config_of("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    assert "rope type dynamic" in str(refusal(dynamic))
+
+
+@pytest.mark.parametrize("wrong", ["cudda", "gpu", "cpu:x", "cuda:99", torch.device("cuda", 99)])
+def test_a_device_that_is_not_there_is_named(wrong: torch.device | str) -> None:
+    with pytest.raises(ValueError, match=r"give cpu") as caught:
+        choose_device(wrong)
+    assert str(wrong) in str(caught.value)
+    assert choose_device("cpu") == torch.device("cpu")
+
+
+def test_an_engine_of_short_contexts_uses_short_frequencies() -> None:
+    model = tiny("phi3", rope_parameters=LONG, sliding_window=None, original_max_position_embeddings=32)
+    prompt = prompts_of(1, (10,))[0]
+    wanted = expected(model, [prompt], 8)[0][len(prompt) :]
+    params = SamplingParams(max_tokens=8, temperature=0)
+    found = {}
+    for context in (32, None, 32):
+        engine = Engine(model, 1 << 22, max_context=context)
+        request = engine.add(prompt, params)
+        engine.run()
+        found[context] = request.output
+        if context:
+            assert request.output == wanted
+            with pytest.raises(ValueError, match="30 prompt tokens and 8 new ones exceed this engine's 32"):
+                engine.add([5] * 30, params)
+    assert found[None] != wanted  # by the long ones
+    with pytest.raises(ValueError, match="max_context 500 must lie in 1 to 128"):
+        Engine(model, 1 << 22, max_context=500)
