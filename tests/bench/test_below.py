@@ -7,8 +7,8 @@ import json
 import pytest
 
 from kvloom import cli
-from kvloom.bench import below, race
-from kvloom.bench.below import main
+from kvloom.bench import load_or_recompute as measure_load_or_recompute, offload as below
+from kvloom.bench.offload import main
 
 
 def test_every_part_says_what_it_measured(
@@ -44,9 +44,11 @@ def test_every_part_says_what_it_measured(
 
 @pytest.mark.parametrize("known", ["unknown", "slower"])
 def test_a_race_tells_steps_and_cached_tokens_that_make_up_the_prompt(known: str) -> None:
-    (row,) = race.race([0.5], [known], rounds=1)
-    assert row["computed_s"] >= race.SECONDS  # the device takes its time, whatever this machine does
-    assert sum(row["steps"][0]) + row["cached"][0] == race.PROMPT
+    (row,) = measure_load_or_recompute.measure_load_or_recompute([0.5], [known], rounds=1)
+    assert (
+        row["computed_s"] >= measure_load_or_recompute.SECONDS
+    )  # the device takes its time, whatever this machine does
+    assert sum(row["steps"][0]) + row["cached"][0] == measure_load_or_recompute.PROMPT
     assert row["relative"] == row["auto_s"] / row["computed_s"]
 
 

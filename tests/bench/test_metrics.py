@@ -28,11 +28,11 @@ def test_watching_costs_under_one_percent_of_the_engines_work() -> None:
         worker = Worker(engine, observe=False)
         for i in range(STREAMS):
             prompt = [5 + (turn * 7 + i * k) % 200 for k in range(PROMPT)]
-            worker.take(Add(i, prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True), stream=True))
+            worker.handle(Add(i, prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True), stream=True))
         began, told = time.thread_time(), 0
         while worker.engine.busy:
             outputs = worker.step()
-            assert outputs is None or not (outputs.stories or outputs.stats)
+            assert outputs is None or not (outputs.progress or outputs.stats)
             told += sum(len(delta.tokens) for delta in outputs.deltas) if outputs else 0
         spent.append(time.thread_time() - began)
         assert told == STREAMS * TOKENS

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvloom.bench.residency import Peak, waste
+from kvloom.bench.pool_usage import PeakUsage, waste
 from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Visibility
 
 
 def test_the_peak_tells_waste_of_what_is_held_and_of_the_pool() -> None:
     layout = PoolLayout.build({"a": LayerSpec("token", (Field("k", (2, 16), "fp32"),), Visibility("full"))})
     cache = KVCache(layout, 65, max_sequences=4, max_tokens=512)
-    peak = Peak(cache)
+    peak = PeakUsage(cache)
     sequences = []
     for start, tokens in ((0, 20), (1000, 40)):  # 12 and 8 places of 32 and 48 are empty
         prompt = np.arange(start, start + tokens, dtype=np.int32)
@@ -20,7 +20,7 @@ def test_the_peak_tells_waste_of_what_is_held_and_of_the_pool() -> None:
         cache.commit(sequences[-1], prompt)
     page = layout.groups[0].page_stride
     assert waste(cache) == (5 * page, 20 / 80)
-    peak.look()
+    peak.sample()
     for sequence in sequences:
         cache.close(sequence)
     found = peak.figures()

@@ -59,12 +59,12 @@ def test_all_cached_pages_can_be_evicted(kind: str, policy: str) -> None:
         cached(world, prompt_of(30 + 2 * i, seed=i % 4))
         world.clock.advance(1)
     world.run_copies()
-    assert world.cache.stats()["held_pages"] == 0
+    assert world.cache.stats()["in_use_pages"] == 0
     hog = press(world, most)
-    assert world.cache.stats()["held_pages"] == empty.stats()["held_pages"]
+    assert world.cache.stats()["in_use_pages"] == empty.stats()["in_use_pages"]
     world.cache.check()
     finish(world, hog)
-    assert world.cache.stats()["held_pages"] == 0
+    assert world.cache.stats()["in_use_pages"] == 0
 
 
 @every_policy
@@ -265,7 +265,7 @@ def test_a_leaf_that_is_not_resumable_is_evicted_first() -> None:
     finish(world, run(world, serve(world, prompt_of(48, B)), [7] * 160))
     world.clock.advance(1)
     stats = world.cache.stats()
-    blocks = 6 * (int(stats["free_slabs"]) - 1) + int(stats["free_pages_in_lent_slabs"])  # type: ignore[arg-type]
+    blocks = 6 * (int(stats["free_slabs"]) - 1) + int(stats["free_pages_in_occupied_slabs"])  # type: ignore[arg-type]
     press(world, 16 * (blocks + 1))  # a state, and one block more than is free
     assert found(world, prompt_of(48, A)) == 48
     assert found(world, prompt_of(48, B)) == 48

@@ -187,7 +187,7 @@ def test_loaded_pages_have_the_offloaded_bytes(
                 cache.state.allocator.evict_ahead()
             world.settle()
             cache.check()
-        assert cache.stats()["held_pages"] == 0
+        assert cache.stats()["in_use_pages"] == 0
     assert loaded
 
 
@@ -270,9 +270,9 @@ def test_a_reservation_that_does_not_fit_changes_nothing_and_quotas_hold() -> No
     plan = world.cache.loading.plan(world.cache.match(text, small))
     for questions in iter(plan.next_queries, []):
         plan.answer([np.ones(len(q.hashes), bool) for q in questions])
-    held = world.cache.stats()["held_pages"]
+    held = world.cache.stats()["in_use_pages"]
     assert world.cache.loading.reserve(plan) is None  # seven blocks, of a quota of four
-    assert world.cache.stats()["held_pages"] == held
+    assert world.cache.stats()["in_use_pages"] == held
     world.cache.check()
     world.cache.state.tree.version += 1
     with pytest.raises(ValueError, match="make a new one"):
@@ -356,4 +356,4 @@ def test_pages_that_a_reservation_shares_may_move_while_it_evicts(
         world.settle()
         cache.check()
     assert moved
-    assert cache.stats()["held_pages"] == 0
+    assert cache.stats()["in_use_pages"] == 0

@@ -41,7 +41,7 @@ def test_the_map_counts_every_page_by_state_and_kind(layout: str) -> None:
     for _ in range(2):
         seen = survey.look(1.0)
         stats = cache.stats()
-        assert pages(seen, state="held") == stats["held_pages"]
+        assert pages(seen, state="in use") == stats["in_use_pages"]
         assert pages(seen, state="cached") == stats["cached_pages"]
         assert pages(seen, group=None) == 0
         assert {row["tenant"] for row in seen["map"]["legend"]} == {0}
@@ -60,7 +60,7 @@ def test_the_shares_of_a_cell_are_those_of_its_slabs() -> None:
     shares = Counter[int]()
     for cell, share in zip(seen["at"], seen["share"], strict=True):
         shares[cell] += share
-    held = cache.stats()["held_pages"]
+    held = cache.stats()["in_use_pages"]
     assert max(shares.values()) <= 1000
     assert sum(shares.values()) * 5 / 1000 == held  # five slabs a cell, one page a slab
     cache.close(seq)
@@ -130,7 +130,7 @@ def test_evicted_nodes_leave_the_picture() -> None:
 def test_slabs_without_memory_are_absent() -> None:
     cache = cache_of(slabs=11, reserved=31)
     seen = cache.pool_map(cells=10).look()
-    assert pages(seen, state="absent") == 20
+    assert pages(seen, state="unbacked") == 20
     assert {seen["map"]["at"][i] for i in range(len(seen["map"]["at"]))} <= set(range(3, 10))
 
 

@@ -93,7 +93,7 @@ def test_sequences_that_compute_the_same_prompt_at_once_end_up_sharing_pages(kin
             run(world, item, prompt_of(64)[first : first + 16])
     world.check()
     extra = world.cache.layout.width("state") * 2  # each has a state of its own
-    held = int(world.cache.stats()["held_pages"]) - int(alone.cache.stats()["held_pages"])  # type: ignore[arg-type]
+    held = int(world.cache.stats()["in_use_pages"]) - int(alone.cache.stats()["in_use_pages"])  # type: ignore[arg-type]
     assert held == extra
     for group in world.cache.layout.of("token"):
         for item in items[1:]:

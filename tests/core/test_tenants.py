@@ -216,7 +216,7 @@ def test_unpinning_twice_is_harmless(kind: str) -> None:
     world.cache.unpin(pin)
     world.cache.unpin(pin)
     world.check()
-    assert world.cache.stats()["held_pages"] == 0
+    assert world.cache.stats()["in_use_pages"] == 0
     world.clock.advance(6)
     assert found(world, prompt_of(40)) == 40
     press(world, 64)

@@ -60,7 +60,7 @@ def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int, ahead:
             assert request.tokens == tokens
     assert sum(request.preemptions for request in requests)
     engine.cache.take_copies()
-    assert engine.cache.stats()["held_pages"] == 0
+    assert engine.cache.stats()["in_use_pages"] == 0
 
 
 def test_a_prefix_is_found_again_and_counted() -> None:

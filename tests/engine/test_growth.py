@@ -46,7 +46,7 @@ def test_nobody_gives_its_pages_up_where_ends_are_known(family: str, ahead: bool
     assert (sum(request.preemptions for request in requests) == 0) is foresees
     assert most > 2  # several at once nevertheless
     engine.cache.take_copies()
-    assert engine.cache.stats()["held_pages"] == 0
+    assert engine.cache.stats()["in_use_pages"] == 0
 
 
 def test_who_shares_what_is_held_needs_room_for_its_own_alone() -> None:

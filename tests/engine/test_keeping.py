@@ -170,7 +170,7 @@ def test_a_partial_block_that_gave_way_to_a_fuller_one_is_not_lent() -> None:
     while desk.keeping.busy:
         desk.keeping.poll()
     desk.cache.check()
-    assert desk.cache.stats()["held_pages"] == 0
+    assert desk.cache.stats()["in_use_pages"] == 0
 
 
 def test_a_run_does_not_grow_by_a_block_that_lacks_a_windows_page_which_it_has() -> None:

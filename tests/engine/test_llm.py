@@ -122,7 +122,7 @@ def test_a_loop_that_is_left_cancels_what_runs(speaker: kvloom.LLM) -> None:
     assert next(stream).token_ids
     stream.close()  # type: ignore[attr-defined]
     speaker.engine.run()
-    assert speaker.engine.cache.stats()["held_pages"] == 0
+    assert speaker.engine.cache.stats()["in_use_pages"] == 0
     with pytest.raises(ValueError, match="nothing to stream: use generate"):
         next(speaker.stream("once", replace(DRAWN, best_of=3)))
 
@@ -237,7 +237,7 @@ def test_what_is_wrong_is_said_and_leaves_nothing_behind() -> None:
     with pytest.raises(ValueError, match="exceed the model's 128"):
         llm.generate([[5, 6], [7] * 200], GREEDY)
     assert not llm.engine.scheduler.busy
-    assert llm.engine.cache.stats()["held_pages"] == 0
+    assert llm.engine.cache.stats()["in_use_pages"] == 0
     assert torch.is_inference_mode_enabled() is False
 
 

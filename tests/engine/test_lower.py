@@ -70,7 +70,7 @@ def closed(engine: Engine) -> None:
     engine.offload.poll() if engine.offload is not None else None
     engine.cache.take_copies()
     engine.cache.check()
-    assert engine.cache.stats()["held_pages"] == 0
+    assert engine.cache.stats()["in_use_pages"] == 0
     engine.close()
 
 

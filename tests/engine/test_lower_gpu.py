@@ -63,7 +63,7 @@ def test_a_small_pool_with_host_memory_below_gives_the_same_bits(family: str, op
         engine.offload.poll()
     engine.cache.take_copies()
     engine.cache.check()
-    assert engine.cache.stats()["held_pages"] == 0
+    assert engine.cache.stats()["in_use_pages"] == 0
     engine.close()
 
 

@@ -26,7 +26,7 @@ def greedy(new: int) -> SamplingParams:
 def idle(engine: Engine) -> bool:
     engine.cache.take_copies()
     engine.cache.check()
-    return not engine.busy and engine.cache.stats()["held_pages"] == 0
+    return not engine.busy and engine.cache.stats()["in_use_pages"] == 0
 
 
 def steps_until_idle(engine: Engine, most: int) -> int:

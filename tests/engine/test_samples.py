@@ -37,7 +37,7 @@ def idle(engine: Engine) -> bool:
     """Nothing is left running, and no page held."""
     engine.cache.take_copies()
     engine.cache.check()
-    return not engine.busy and engine.cache.stats()["held_pages"] == 0
+    return not engine.busy and engine.cache.stats()["in_use_pages"] == 0
 
 
 @pytest.mark.parametrize("ahead", [False, True])

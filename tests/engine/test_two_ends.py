@@ -117,7 +117,7 @@ class Rig:
         self.gate.release(1000)
         self.engine.cache.take_copies()
         self.engine.cache.check()
-        assert self.engine.cache.stats()["held_pages"] == 0
+        assert self.engine.cache.stats()["in_use_pages"] == 0
         self.engine.close()
 
     @property

@@ -177,7 +177,7 @@ def test_images_and_text_in_a_pool_far_too_small(ahead: bool) -> None:
     assert sum(request.preemptions for request in requests)
     assert sum(request.cached_tokens or 0 for request in requests)
     engine.cache.take_copies()
-    assert engine.cache.stats()["held_pages"] == 0
+    assert engine.cache.stats()["in_use_pages"] == 0
 
 
 def test_an_image_is_written_once_for_each_content_whatever_stands_before_it() -> None:

@@ -72,4 +72,4 @@ def test_two_hundred_requests_in_a_pool_far_too_small(family: str) -> None:
         assert sum(request.cached_tokens or 0 for request in requests) > 0
     engine.cache.take_copies()
     engine.cache.check()
-    assert engine.cache.stats()["held_pages"] == 0
+    assert engine.cache.stats()["in_use_pages"] == 0

@@ -80,7 +80,7 @@ def test_images_and_text_in_a_pool_far_too_small_give_generates_tokens(family: s
     assert sum(request.preemptions for request in requests)
     assert sum(request.cached_tokens or 0 for request in requests)
     engine.cache.take_copies()
-    assert engine.cache.stats()["held_pages"] == 0
+    assert engine.cache.stats()["in_use_pages"] == 0
 
 
 @pytest.mark.parametrize("family", MAIN)

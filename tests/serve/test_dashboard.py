@@ -83,7 +83,7 @@ def test_neither_text_nor_keys_nor_ids_are_told(server: Running) -> None:
     branches = {
         value for row in found["engine"]["tree"]["branches"] for value in (row["id"], row["parent"]) if value
     }
-    known = {"ok", MODEL, "cpu", "float32", "full", "", "cached", "held", "device"}
+    known = {"ok", MODEL, "cpu", "float32", "full", "", "cached", "in use", "device"}
     assert strings(found) - branches <= known
 
 

@@ -17,7 +17,7 @@ import pytest
 from kvloom.core import KVCache, PoolLayout, Tenant
 from tests.core.test_pool_map import grown
 from tests.core.world import attention
-from tests.serve.browser import AUDIT, Seen, missing, opened
+from tests.serve.browser import AUDIT, Seen, missing, open_url
 from tests.serve.running import MODEL, Running, running
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ RECORD = {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with opened() as found:
+    with open_url() as found:
         yield found
 
 
@@ -136,9 +136,9 @@ def test_the_page_is_live_while_a_client_talks_and_complains_of_nothing(
         until(one.page, "/ms|s/.test(document.querySelector('#curve-ttft strong').textContent)")
         until(one.page, "/[1-9]/.test(document.querySelector('#curve-hit strong').textContent)")
     about = one.page.inner_text("#pool-about")
-    assert number(about.split("held, ")[1]) > 0, about
-    assert "never seen" in one.page.inner_text("#stops")
-    assert "No lower tier" in one.page.inner_text("#tiers-body")
+    assert number(about.split("in use, ")[1]) > 0, about
+    assert "never seen" in one.page.inner_text("#miss-reasons")
+    assert "No tiers" in one.page.inner_text("#tiers-body")
     assert one.complaints == []
     one.context.close()
 
@@ -178,7 +178,7 @@ def test_a_real_request_is_explained(browser: Browser, server: Running) -> None:
     one.page.goto(f"{server.url}/dashboard")
     one.page.click("#requests-table tbody tr:first-child button")
     text = one.page.inner_text("#explanation")
-    assert re.search(r"Everything but the last token was cached \(\d+ of \d+\)", text)
+    assert re.search(r"All but the last token were cached \(\d+ of \d+\)", text)
     assert re.search(r"\d+ from device", text)
     assert "never asked" not in one.page.content()
     assert one.complaints == []
@@ -321,7 +321,7 @@ def test_tiers_show_how_full_they_are_and_what_moves(browser: Browser, server: R
     assert "32.0 MiB of 64.0 MiB" in text
     assert "1 corrupt" in text
     assert "left alone after faults" in text
-    assert "No lower tier" not in text
+    assert "No tiers" not in text
     assert one.page.locator("#tiers-body .flow .on").count() == 2
     one.context.close()
 

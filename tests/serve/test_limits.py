@@ -17,7 +17,7 @@ import pytest
 
 from kvloom import cli
 from kvloom.bench.serve import Load, main, offer
-from kvloom.serve.api.request_fields import REFUSED
+from kvloom.serve.api.request_fields import UNSUPPORTED
 from tests.serve.running import LONGEST, MODEL, Running
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -87,7 +87,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, {**GOOD, "stop": 5}, 400, "stop", "int"),
     (COMPLETIONS, {**GOOD, "stop": ["x"] * 99}, 400, "stop", "99"),
     (COMPLETIONS, {**GOOD, "seed": 10**30}, 400, "seed", "64 bits"),
-    (COMPLETIONS, {**GOOD, "suffix": "end"}, 400, "suffix", "forward"),
+    (COMPLETIONS, {**GOOD, "suffix": "end"}, 400, "suffix", "infilling"),
     (COMPLETIONS, {**GOOD, "echo": True, "logprobs": 1, "stream": True}, 400, "echo", "stream"),
     (COMPLETIONS, {**GOOD, "stream": True, "best_of": 3}, 400, "best_of", "stream"),
     (COMPLETIONS, {**GOOD, "stream_options": {"include_usage": True}}, 400, "stream_options", "stream"),
@@ -130,7 +130,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (CHATS, {**CHAT, "chat_template_kwargs": {"raise_exception": 1}}, 400, "chat_template_kwargs", "'raise_exception'"),
     (CHATS, {**CHAT, "tools": [{}] * 200_000}, 400, "messages", "131,072 values"),
     (CHATS, {**CHAT, "messages": [{"role": "user|>", "content": ""}]}, 400, "messages", "'user|>'"),
-    (CHATS, b'{"model": "tiny", "messages": [{"role": "user", "content": "", "x": ' + b"[" * 500 + b"]" * 500 + b"}]}", 400, "messages", "64 levels"),
+    (CHATS, b'{"model": "tiny", "messages": [{"role": "user", "content": "", "x": ' + b"[" * 500 + b"]" * 500 + b"}]}", 400, "messages", "100 levels"),
     (CHATS, without(CHAT, "messages"), 400, "messages", "missing"),
     (CHATS, {**CHAT, "messages": []}, 400, "messages", "empty"),
     (CHATS, {**CHAT, "messages": "hi"}, 400, "messages", "array"),
@@ -145,7 +145,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (CHATS, {**CHAT, "modalities": ["text", "audio"]}, 400, "modalities", "text"),
     (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, 400, "messages", "JSON"),
     (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": "x"}]}, 400, "messages", "tool_calls"),
-    *[(COMPLETIONS, {**GOOD, name: 1}, 400, name, why) for name, why in REFUSED.items()],
+    *[(COMPLETIONS, {**GOOD, name: 1}, 400, name, why) for name, why in UNSUPPORTED.items()],
     (CHATS, {**CHAT, "prompt_logprobs": 21}, 400, "prompt_logprobs", "0 to 20"),
     (CHATS, {**CHAT, "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", "stream"),
     (COMPLETIONS, {**GOOD, "truncate_prompt_tokens": -2}, 400, "truncate_prompt_tokens", "-2"),
@@ -222,7 +222,7 @@ def test_what_is_no_http_is_told_in_openais_shape_too(server: Running, said: byt
 
 def test_the_official_client_raises_its_own_errors(server: Running) -> None:
     client = server.client()
-    with pytest.raises(openai.NotFoundError, match="no model"):
+    with pytest.raises(openai.NotFoundError, match="is not served"):
         client.completions.create(model="other", prompt="hi")
     with pytest.raises(openai.BadRequestError, match="exceed") as caught:
         client.completions.create(model=MODEL, prompt="x" * 5000)
@@ -242,7 +242,7 @@ def test_a_client_that_closes_its_stream_frees_its_pages(server: Running) -> Non
         extra_body={"ignore_eos": True},
     )
     next(stream)
-    server.wait_for(lambda: server.metrics()["kvloom_held_pages"] > 0)
+    server.wait_for(lambda: server.metrics()["kvloom_in_use_pages"] > 0)
     stream.close()
     server.wait_for(server.idle, 10)
     assert server.metrics()["kvloom_disconnected_requests_total"] == before + 1
@@ -252,7 +252,7 @@ def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: Running)
     body = {**GOOD, "max_tokens": 4000, "ignore_eos": True}
     with _connected(server) as link:
         link.sendall(_request(COMPLETIONS, body))
-        server.wait_for(lambda: server.metrics()["kvloom_held_pages"] > 0)
+        server.wait_for(lambda: server.metrics()["kvloom_in_use_pages"] > 0)
     server.wait_for(server.idle, 10)
 
 
@@ -380,7 +380,7 @@ def test_the_load_can_be_offered_from_the_shell(server: Running, capsys: pytest.
     assert told["errors"] == {}
     assert sum(told["first_tokens_in_each_tenth"]) == told["requests"]
     assert main([*arguments, "--model", "other"]) == 1
-    assert "no model" in capsys.readouterr().out
+    assert "is not served" in capsys.readouterr().out
     assert (
         main(["--url", server.url, "--streams", "2", "--seconds", "0.3"]) == 0
     )  # it asks for the model's name

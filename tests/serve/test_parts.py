@@ -15,29 +15,29 @@ from kvloom.core import Tenant
 from kvloom.engine.engine import Engine
 from kvloom.engine.sampling.params import SamplingParams
 from kvloom.models.specs import embedded, folder_of
-from kvloom.serve.api.errors import ApiError, engine_died
-from kvloom.serve.auth.keys import exposed, read_keys
-from kvloom.serve.auth.limits import Gate, Limits
-from kvloom.serve.worker.engine_link import RESTARTS, WINDOW_SECONDS, Backoff
-from kvloom.serve.worker.mailbox import Mailbox
+from kvloom.serve.auth.keys import permission_warning, read_keys
+from kvloom.serve.auth.limits import Limits, RequestLimiter
+from kvloom.serve.errors import ApiError, engine_died
+from kvloom.serve.worker.engine_client import MAX_RESTARTS, WINDOW_SECONDS, Backoff
 from kvloom.serve.worker.messages import (
     HEADER_BYTES,
     Add,
-    Beat,
     Cancel,
     Delta,
+    EngineStats,
     FromEngine,
+    Heartbeat,
     Outputs,
     Ready,
-    Stats,
-    TenantRules,
-    TenantUse,
-    TierUse,
+    TenantConfig,
+    TenantUsage,
+    TierUsage,
     ToEngine,
+    body_length,
     frame,
-    length_of,
 )
-from kvloom.serve.worker.watchdog import Patience, Watchdog
+from kvloom.serve.worker.response_stream import ResponseStream
+from kvloom.serve.worker.watchdog import Watchdog, WatchdogLimits
 from kvloom.serve.worker.worker import Worker
 
 READY = Ready("cpu", "float32", 320, 4096, {}, 1 << 20, 1 << 12, 16, 64, [], 1.0)
@@ -48,61 +48,61 @@ def test_messages_come_back_as_they_were() -> None:
     for message, kind in (
         (Add(7, [1, 2, 3], params, stream=True, tenant="t", ttl=1.5), ToEngine),
         (Cancel(7), ToEngine),
-        (Outputs([Delta(7, 0, "é", [3], 1, "stop", 2, [[(3, -0.5, 1)]])], [], Stats(tenants={"t": TenantUse(1, 2)}, tiers=[TierUse("host", 3)])), FromEngine),
+        (Outputs([Delta(7, 0, "é", [3], 1, "stop", 2, [[(3, -0.5, 1)]])], [], EngineStats(tenants={"t": TenantUsage(1, 2)}, tiers=[TierUsage("host", 3)])), FromEngine),
     ):  # fmt: skip
         data = frame(message)  # type: ignore[arg-type]
-        assert length_of(data[:HEADER_BYTES]) == len(data) - HEADER_BYTES
+        assert body_length(data[:HEADER_BYTES]) == len(data) - HEADER_BYTES
         assert msgspec.msgpack.decode(data[HEADER_BYTES:], type=kind) == message
 
 
 def test_pieces_that_wait_are_merged_and_an_error_comes_after_them() -> None:
     async def talk() -> None:
-        mailbox = Mailbox([1, 2], most_characters=100)
-        mailbox.put(Delta(1, 0, "a", [5]))
-        mailbox.put(Delta(2, 0, "x", [9], 0, "stop"))
-        mailbox.put(Delta(1, 0, "b", [6], 0, "length"))
-        assert await mailbox.take() == [
+        stream = ResponseStream([1, 2], max_characters=100)
+        stream.put(Delta(1, 0, "a", [5]))
+        stream.put(Delta(2, 0, "x", [9], 0, "stop"))
+        stream.put(Delta(1, 0, "b", [6], 0, "length"))
+        assert await stream.take() == [
             Delta(1, 0, "ab", [5, 6], 0, "length"),
             Delta(2, 0, "x", [9], 0, "stop"),
         ]
-        assert await mailbox.take() == []
-        mailbox = Mailbox([3])
-        mailbox.put(Delta(3, 0, "c", [7]))
-        mailbox.fail(engine_died())
-        assert len(await mailbox.take()) == 1
-        with pytest.raises(ApiError, match="restarted"):
-            await mailbox.take()
+        assert await stream.take() == []
+        stream = ResponseStream([3])
+        stream.put(Delta(3, 0, "c", [7]))
+        stream.fail(engine_died())
+        assert len(await stream.take()) == 1
+        with pytest.raises(ApiError, match="restarting"):
+            await stream.take()
 
     asyncio.run(talk())
 
 
 def test_a_mailbox_that_nobody_empties_is_bounded_and_one_whose_client_left_is_silent() -> None:
     async def talk() -> None:
-        mailbox = Mailbox([1], most_characters=10)
+        stream = ResponseStream([1], max_characters=10)
         for _ in range(11):
-            mailbox.put(Delta(1, 0, "a", [5]))
-        await mailbox.take()
-        with pytest.raises(ApiError, match="fast enough"):
-            await mailbox.take()
-        mailbox = Mailbox([1])
-        mailbox.put(Delta(1, 0, "a", [5]))
-        mailbox.hang_up()
-        assert await mailbox.take() == []
+            stream.put(Delta(1, 0, "a", [5]))
+        await stream.take()
+        with pytest.raises(ApiError, match="too slowly"):
+            await stream.take()
+        stream = ResponseStream([1])
+        stream.put(Delta(1, 0, "a", [5]))
+        stream.disconnect()
+        assert await stream.take() == []
 
     asyncio.run(talk())
 
 
 def test_a_gate_counts_and_shuts() -> None:
-    gate = Gate(2)
-    with gate.entered(2):
-        with pytest.raises(ApiError, match="later"), gate.entered(1):
+    limiter = RequestLimiter(2)
+    with limiter.admit(2):
+        with pytest.raises(ApiError, match="queue is full"), limiter.admit(1):
             pass
-        assert not gate.empty.is_set()
-    assert gate.empty.is_set()
-    with pytest.raises(ApiError, match="ask for fewer"), gate.entered(3):
+        assert not limiter.idle.is_set()
+    assert limiter.idle.is_set()
+    with pytest.raises(ApiError, match="request fewer"), limiter.admit(3):
         pass
-    gate.shut = True
-    with pytest.raises(ApiError, match="shutting down"), gate.entered(1):
+    limiter.is_draining = True
+    with pytest.raises(ApiError, match="shutting down"), limiter.admit(1):
         pass
     with pytest.raises(ValueError, match="body_bytes"):
         Limits(body_bytes=0)
@@ -117,7 +117,7 @@ def test_restarts_wait_longer_and_are_bounded() -> None:
     pauses = [b - a for a, b in pairwise(starts)]
     assert pauses[0] < pauses[1] < pauses[2]
     assert all(
-        sum(start <= other < start + WINDOW_SECONDS for other in starts) <= RESTARTS for start in starts
+        sum(start <= other < start + WINDOW_SECONDS for other in starts) <= MAX_RESTARTS for start in starts
     )
     assert Backoff().pause(now) < 1
     now += 1000
@@ -125,53 +125,56 @@ def test_restarts_wait_longer_and_are_bounded() -> None:
 
 
 def test_an_engine_is_hung_when_it_is_silent_and_not_when_it_takes_its_time() -> None:
-    dog = Watchdog(Patience(silent=5, step=20))
+    dog = Watchdog(WatchdogLimits(silent_seconds=5, step_seconds=20))
     assert [dog.tick(1.0) for _ in range(20)] == [
         None
     ] * 20  # it loads: torch alone may block its beats for long
-    assert dog.tick(1.0) == "said nothing for 20 s"
-    dog.heard(READY)
+    assert dog.tick(1.0) == "sent no message for 20 s"
+    dog.received(READY)
     assert [dog.tick(1.0) for _ in range(5)] == [None] * 5
-    assert dog.tick(1.0) == "said nothing for 5 s"
-    dog.heard(Beat(7))
+    assert dog.tick(1.0) == "sent no message for 5 s"
+    dog.received(Heartbeat(7))
     for _ in range(20):  # a long step that beats
-        dog.heard(Beat(7))
+        dog.received(Heartbeat(7))
         assert dog.tick(1.0) is None
-    dog.heard(Beat(7))
-    assert dog.tick(1.0) == "was in one step for 20 s"
-    dog.heard(Beat(8))
+    dog.received(Heartbeat(7))
+    assert dog.tick(1.0) == "spent more than 20 s in one step"
+    dog.received(Heartbeat(8))
     assert dog.tick(1.0) is None
     for _ in range(100):  # nothing to do
-        dog.heard(Beat(0))
+        dog.received(Heartbeat(0))
         assert dog.tick(1.0) is None
     assert dog.tick(3600.0) is None  # this process slept, and the engine with it
 
 
 def test_patience_may_be_endless_and_never_shorter_than_beats() -> None:
-    dog = Watchdog(Patience(0, 0))
-    dog.heard(READY)
-    dog.heard(Beat(1))
+    dog = Watchdog(WatchdogLimits(0, 0))
+    dog.received(READY)
+    dog.received(Heartbeat(1))
     assert [dog.tick(1.0) for _ in range(2000)] == [None] * 2000
     for wrong in ((1.0, 600.0), (-1.0, 600.0), (30.0, 0.5), (float("nan"), 600.0), (30.0, float("inf"))):
         with pytest.raises(ValueError, match="-seconds"):
-            Patience(*wrong)
+            WatchdogLimits(*wrong)
 
 
 def test_keys_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# who\nkey-number-1 red\nkey-number-2 blue 2MiB # small\n")
     keys = read_keys(str(file))
-    assert keys.tenant("Bearer key-number-2") == "blue"
-    assert keys.tenant("bearer key-number-1") == "red"
-    assert keys.tenants == (TenantRules("red"), TenantRules("blue", 2 << 20))
+    assert keys.authenticate("Bearer key-number-2") == "blue"
+    assert keys.authenticate("bearer key-number-1") == "red"
+    assert keys.tenants == (TenantConfig("red"), TenantConfig("blue", 2 << 20))
     for wrong in (None, "", "Bearer ", "Bearer key-number-3", "key-number-1", "Basic key-number-1"):
         with pytest.raises(ApiError) as caught:
-            keys.tenant(wrong)
+            keys.authenticate(wrong)
         assert caught.value.status == 401
     file.write_text(
         '{"key-number-1": {"tenant": "red", "quota": "1GiB", "weight": 2}, "key-number-2": "blue"}'
     )
-    assert read_keys(str(file)).tenants == (TenantRules("red", 1 << 30, 2.0), TenantRules("blue", None, 1.0))
+    assert read_keys(str(file)).tenants == (
+        TenantConfig("red", 1 << 30, 2.0),
+        TenantConfig("blue", None, 1.0),
+    )
 
 
 def test_a_tenant_that_names_no_weight_counts_1_where_another_names_one(tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def test_a_tenant_that_names_no_weight_counts_1_where_another_names_one(tmp_path
         "key-number-1 red\nkey-number-2 blue 2MiB 0.5\nkey-number-3 grey - 0\nkey-number-4 blue 2MiB 0.5"
     )
     assert read_keys(str(file)).tenants == (
-        TenantRules("red", None, 1.0), TenantRules("blue", 2 << 20, 0.5), TenantRules("grey", None, 0.0)
+        TenantConfig("red", None, 1.0), TenantConfig("blue", 2 << 20, 0.5), TenantConfig("grey", None, 0.0)
     )  # fmt: skip
 
 
@@ -188,9 +191,9 @@ def test_a_file_of_keys_that_others_can_read_is_told_of(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("key-number-1 red")
     file.chmod(0o644)
-    assert "mode 644" in (exposed(str(file)) or "")
+    assert "mode 644" in (permission_warning(str(file)) or "")
     file.chmod(0o600)
-    assert exposed(str(file)) is None
+    assert permission_warning(str(file)) is None
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def test_a_file_of_keys_that_others_can_read_is_told_of(tmp_path: Path) -> None:
         ("short t", "8 characters"),
         ("key-number-1", "line 1"),
         ("key-number-1 t\nkey-number-1 u", "line 2"),
-        ("key-number-1 t 1MiB\nkey-number-2 t 2MiB", "another quota"),
+        ("key-number-1 t 1MiB\nkey-number-2 t 2MiB", "different quota"),
         ("key-number-1 t much", "much"),
         ("key-number-1 t - heavy", "'heavy' must be a number"),
         ("key-number-1 t 1MiB -1", "'-1' must be a number"),
@@ -234,7 +237,7 @@ def engine(tenants: tuple[Tenant, ...] = ()) -> Engine:
 
 def drained(worker: Worker) -> list[Delta]:
     deltas: list[Delta] = []
-    while worker.busy:
+    while worker.is_busy:
         outputs = worker.step()
         deltas += [] if outputs is None else outputs.deltas
     return deltas
@@ -243,28 +246,28 @@ def drained(worker: Worker) -> list[Delta]:
 def test_a_worker_tells_streams_as_they_grow_and_others_at_the_end() -> None:
     worker = Worker(engine())
     greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
-    worker.take(Add(1, [5, 6, 7], greedy, stream=True))
-    worker.take(Add(2, [5, 6, 7], greedy))
+    worker.handle(Add(1, [5, 6, 7], greedy, stream=True))
+    worker.handle(Add(2, [5, 6, 7], greedy))
     deltas = drained(worker)
     assert [len(delta.tokens) for delta in deltas if delta.id == 1] == [1] * 5
     whole = [delta for delta in deltas if delta.id == 2]
     assert len(whole) == 1
     assert whole[0].tokens == [token for delta in deltas if delta.id == 1 for token in delta.tokens]
-    assert whole[0].finish == "length"
+    assert whole[0].finish_reason == "length"
 
 
 def test_a_worker_refuses_and_cancels() -> None:
     worker = Worker(engine())
-    worker.take(Add(1, [5] * 300, SamplingParams(max_tokens=5)))
+    worker.handle(Add(1, [5] * 300, SamplingParams(max_tokens=5)))
     outputs = worker.step()
     assert outputs is not None
-    assert [(refused.id, "exceed" in refused.why) for refused in outputs.refused] == [(1, True)]
-    worker.take(Add(2, [5, 6], SamplingParams(max_tokens=100, ignore_eos=True), stream=True))
+    assert [(refused.id, "exceed" in refused.reason) for refused in outputs.rejected] == [(1, True)]
+    worker.handle(Add(2, [5, 6], SamplingParams(max_tokens=100, ignore_eos=True), stream=True))
     worker.step()
-    worker.take(Cancel(2))
-    worker.take(Cancel(99))
+    worker.handle(Cancel(2))
+    worker.handle(Cancel(99))
     assert drained(worker) == []
-    assert worker.engine.cache.stats()["held_pages"] == 0
+    assert worker.engine.cache.stats()["in_use_pages"] == 0
     worker.engine.cache.check()
 
 
@@ -274,7 +277,7 @@ def test_a_session_that_ends_with_an_answer_leaves_first() -> None:
     params = SamplingParams(max_tokens=2, temperature=0)
     for id_, (session, ends) in enumerate((("over", True), ("open", False))):
         prompt = [5 + id_ * 10 + i % 10 for i in range(40)]
-        worker.take(Add(id_, prompt, params, session=session, ends_session=ends))
+        worker.handle(Add(id_, prompt, params, session=session, ends_session=ends))
         while worker.engine.busy:
             worker.step()
     (root,) = made.cache.state.tree.roots.values()
@@ -284,13 +287,13 @@ def test_a_session_that_ends_with_an_answer_leaves_first() -> None:
 def test_a_tenant_at_its_quota_waits_for_itself_and_lets_others_pass() -> None:
     one = engine().layout.slab_bytes_for(8 + 24)
     made = engine((Tenant("small", one),))
-    worker = Worker(made, (TenantRules("small", one),))
+    worker = Worker(made, (TenantConfig("small", one),))
     asked = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     for id_ in range(3):
-        worker.take(Add(id_, [5 + id_] * 8, asked, tenant="small"))
-    worker.take(Add(3, [9] * 8, asked, tenant="free"))
+        worker.handle(Add(id_, [5 + id_] * 8, asked, tenant="small"))
+    worker.handle(Add(3, [9] * 8, asked, tenant="free"))
     order: list[int] = []
-    while worker.busy:
+    while worker.is_busy:
         outputs = worker.step()
         order += [] if outputs is None else [delta.id for delta in outputs.deltas]
         account = made.cache.state.accounts["small"]
@@ -298,13 +301,13 @@ def test_a_tenant_at_its_quota_waits_for_itself_and_lets_others_pass() -> None:
         assert sum(r.control.tenant == "small" for r in made.scheduler.running) <= 1
     assert sorted(order) == [0, 1, 2, 3]
     assert order.index(3) < order.index(1)
-    worker.take(Add(4, [5] * 100, asked, tenant="small"))
+    worker.handle(Add(4, [5] * 100, asked, tenant="small"))
     outputs = worker.step()
     assert outputs is not None
-    assert "quota" in outputs.refused[0].why
-    worker.take(Add(5, [5] * 8, asked, tenant="small"))
-    worker.take(Add(6, [6] * 8, asked, tenant="small"))
-    worker.take(Cancel(6))
+    assert "quota" in outputs.rejected[0].reason
+    worker.handle(Add(5, [5] * 8, asked, tenant="small"))
+    worker.handle(Add(6, [6] * 8, asked, tenant="small"))
+    worker.handle(Cancel(6))
     assert [delta.id for delta in drained(worker)] == [5]
 
 
@@ -320,5 +323,5 @@ def test_models_that_come_along_are_taken_by_name_and_others_as_they_are(tmp_pat
 def test_keys_that_are_no_text_are_refused_by_their_files_name(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="keys is not a file of text"):
+    with pytest.raises(ValueError, match="keys is not UTF-8 text"):
         read_keys(str(file))

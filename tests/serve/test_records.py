@@ -15,14 +15,14 @@ import pytest
 from kvloom import cli
 from kvloom.core import MISS_REASONS
 from kvloom.engine.sampling.params import SamplingParams
-from kvloom.serve.auth.limits import Gate
-from kvloom.serve.explain_command import sentences
+from kvloom.serve.auth.limits import RequestLimiter
+from kvloom.serve.explain_command import describe
 from kvloom.serve.metrics.metrics import Metrics
-from kvloom.serve.metrics.observer import Observer
-from kvloom.serve.metrics.request_records import Record, Records, stop_text
+from kvloom.serve.metrics.observer import RequestObserver
+from kvloom.serve.metrics.request_records import RequestRecord, RequestRecords, explain_miss
 from kvloom.serve.metrics.trace_recorder import Recorder
-from kvloom.serve.worker.engine_link import EngineLink
-from kvloom.serve.worker.messages import Add, Start, Story
+from kvloom.serve.worker.engine_client import EngineClient
+from kvloom.serve.worker.messages import Add, RequestProgress, Start
 from tests.serve.receiver import Receiver
 from tests.serve.running import MODEL, Running
 
@@ -71,7 +71,7 @@ def test_what_was_evicted_is_called_so_with_its_age(observed: Observed) -> None:
     late = server.complete(RED, prompt=prompt(50), max_tokens=2, ignore_eos=True)
     stopped = record_of(server, late["id"], RED)["stopped"]
     assert stopped["reason"] == "evicted"
-    assert "to make room, chosen by the policy lru" in stopped["text"]
+    assert "earlier by policy lru" in stopped["text"]
 
 
 def test_the_newest_come_first_and_as_many_as_asked_for(observed: Observed) -> None:
@@ -177,11 +177,9 @@ def test_a_key_that_is_wanted_is_said_to_be_with_the_way_to_give_it(
     url = observed[0].url.removeprefix("http://")  # an address needs no scheme
     for command in ("top", "explain"):
         assert cli.main([command, "--url", url]) == 2
-        assert (
-            "an API key is needed: give one with --api-key, or in $KVLOOM_API_KEY" in capsys.readouterr().err
-        )
+        assert "API key required: use --api-key, or set $KVLOOM_API_KEY" in capsys.readouterr().err
     assert cli.main(["top", "--url", url, "--api-key", "key-of-red-1"]) == 2
-    assert "the key is no admin's" in capsys.readouterr().err
+    assert "admin key required" in capsys.readouterr().err
     assert cli.main(["top", "--once", "--url", url, "--api-key", "key-of-admin-1"]) == 0
 
 
@@ -202,105 +200,109 @@ def test_the_command_explains_a_request_in_sentences(observed: Observed) -> None
 
 def test_the_command_says_what_is_wrong(observed: Observed) -> None:
     server, _ = observed
-    for arguments, key, said in ((("cmpl-none",), RED, "nothing is known of a request 'cmpl-none'"), ((), None, "an API key is needed")):  # fmt: skip
+    for arguments, key, said in ((("cmpl-none",), RED, "no record of request 'cmpl-none'"), ((), None, "API key required")):  # fmt: skip
         done = explain(server, *arguments, key=key)
         assert done.returncode == 2
         assert said in done.stderr
     command = [sys.executable, "-m", "kvloom.cli", "explain", "x", "--url", "http://127.0.0.1:9"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "no server answers at http://127.0.0.1:9" in done.stderr
+    assert "no server at http://127.0.0.1:9" in done.stderr
 
 
-def made(id_: str, tenant: str = "") -> Record:
-    return Record(id_, tenant, {1: 100}, 1, 16, False, 1000.0, 50.0)
+def made(id_: str, tenant: str = "") -> RequestRecord:
+    return RequestRecord(id_, tenant, {1: 100}, 1, 16, False, 1000.0, 50.0)
 
 
 def test_the_ring_is_bounded_and_forgets_the_oldest() -> None:
-    records = Records(most=3)
+    records = RequestRecords(max_records=3)
     for i in range(5):
         records.add(made(f"r{i}", "red" if i % 2 else "blue"))
     assert len(records) == 3
     assert records.find("r1", None) is None
-    assert [one.id for one in records.last(10, None)] == ["r4", "r3", "r2"]
-    assert [one.id for one in records.last(10, "red")] == ["r3"]
+    assert [one.id for one in records.latest(10, None)] == ["r4", "r3", "r2"]
+    assert [one.id for one in records.latest(10, "red")] == ["r3"]
     assert records.find("r3", "blue") is None
 
 
 def test_a_record_that_waits_says_so() -> None:
-    shape = made("r").shape(operator=True)
+    shape = made("r").to_dict(operator=True)
     assert (shape["state"], shape["stopped"], shape["ttft_s"]) == ("waiting", None, None)
-    assert sentences(shape)[1] == "It has 100 prompt tokens, which have not been looked up yet."
+    assert describe(shape)[1] == "It has 100 prompt tokens, which have not been looked up yet."
 
 
 @pytest.mark.parametrize("at", [0, 64])
 @pytest.mark.parametrize("reason", MISS_REASONS)
 def test_every_reason_has_its_sentence(reason: str, at: int) -> None:
-    story = Story(1, 51.0, 51.0, 52.0, at, {"device": at} if at else {}, at, reason, 45.0, "lru")
-    word, text = stop_text(story, 100, operator=True)
+    story = RequestProgress(1, 51.0, 51.0, 52.0, at, {"device": at} if at else {}, at, reason, 45.0, "lru")
+    word, text = explain_miss(story, 100, operator=True)
     assert word == reason.replace(" ", "_")
     assert text.endswith(".")
     assert text != f"{reason}."
     if reason == "evicted":
-        assert "6.0 s before" in text
+        assert "6.0 s earlier" in text
 
 
 @pytest.mark.parametrize("reason", ["never seen", "evicted"])
 def test_what_came_from_tiers_is_not_told_as_missing(reason: str) -> None:
-    whole = Story(1, 51.0, 51.0, 52.0, 96, {"device": 16, "disk": 80}, 96, reason)
-    assert stop_text(whole, 100, operator=True) == (
-        "loaded", "Of its 100 tokens came 80 from disk; 16 were in the pool; the other 4 were computed.",
+    whole = RequestProgress(1, 51.0, 51.0, 52.0, 96, {"device": 16, "disk": 80}, 96, reason)
+    assert explain_miss(whole, 100, operator=True) == (
+        "loaded", "Of its 100 tokens, 80 were loaded from disk; 16 were in the pool; the other 4 were computed.",
     )  # fmt: skip
-    half = Story(1, 51.0, 51.0, 52.0, 48, {"redis": 32, "host": 16}, 0, reason)
-    word, text = stop_text(half, 100, operator=True)
+    half = RequestProgress(1, 51.0, 51.0, 52.0, 48, {"redis": 32, "host": 16}, 0, reason)
+    word, text = explain_miss(half, 100, operator=True)
     assert word == "loaded"
     assert text.startswith(
-        "Of its 100 tokens came 32 from redis and 16 from host; the other 52 were computed, some while"
+        "Of its 100 tokens, 32 were loaded from redis and 16 from host; the other 52 were computed, partly"
     )
 
 
 def test_preemptions_are_told() -> None:
     record = made("r")
-    record.stories[1] = Story(
+    record.progress[1] = RequestProgress(
         1, 51.0, 51.0, 52.0, 64, {"device": 48, "host": 16}, 64, "evicted", preemptions=2
     )
-    record.ended, record.finishes = 60.0, ["stop"]
-    lines = sentences(record.shape(operator=False))
+    record.finished, record.finish_reasons = 60.0, ["stop"]
+    lines = describe(record.to_dict(operator=False))
     assert "48 from device and 16 from host" in lines[1]
-    assert lines[-1] == "It gave its pages up 2 times for others, and computed on later."
+    assert lines[-1] == "It was preempted 2 times."
 
 
 def test_a_request_that_ends_without_an_answer_has_failed_and_is_counted_so() -> None:
-    metrics = Metrics(EngineLink(Start(""), print, print), Gate(1))
-    observer = Observer(metrics)
+    metrics = Metrics(EngineClient(Start(""), print, print), RequestLimiter(1))
+    observer = RequestObserver(metrics)
     add = Add(1, [1, 2, 3], SamplingParams())
-    record = observer.begin("cmpl-1", "/v1/completions", [add], time.monotonic(), {})
-    observer.end(record)
-    shape = record.shape(operator=True)
+    record = observer.start("cmpl-1", "/v1/completions", [add], time.monotonic(), {})
+    observer.finish(record)
+    shape = record.to_dict(operator=True)
     assert (shape["state"], shape["finish_reason"]) == ("failed", "interrupted")
-    assert metrics.ends["failed"] == 1
+    assert metrics.finish_reasons["failed"] == 1
     assert observer.records.find("cmpl-1", None) is record
 
 
 def test_without_metrics_nothing_is_remembered() -> None:
-    observer = Observer(Metrics(EngineLink(Start(""), print, print), Gate(1), observe=False))
-    record = observer.begin("cmpl-1", "/v1/completions", [Add(1, [1], SamplingParams())], 0.0, {})
-    observer.end(record)
+    observer = RequestObserver(
+        Metrics(EngineClient(Start(""), print, print), RequestLimiter(1), is_enabled=False)
+    )
+    record = observer.start("cmpl-1", "/v1/completions", [Add(1, [1], SamplingParams())], 0.0, {})
+    observer.finish(record)
     assert len(observer.records) == 0
-    assert observer.metrics.duration.count == 0
+    assert observer.metrics.request_time.count == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here to stand for a full disk")
 def test_a_full_disk_ends_the_recording_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    observer = Observer(Metrics(EngineLink(Start(""), print, print), Gate(1)), recorder=Recorder("/dev/full"))
+    observer = RequestObserver(
+        Metrics(EngineClient(Start(""), print, print), RequestLimiter(1)), recorder=Recorder("/dev/full")
+    )
     for id_ in range(2):
         add = Add(id_, [1, 2, 3], SamplingParams())
-        record = observer.begin(f"cmpl-{id_}", "/v1/completions", [add], time.monotonic(), {})
-        observer.tell(Story(id_, 1.0, 1.0, 1.0, 0, {}, 0, "never seen"))
-        record.finishes = ["stop"]
-        observer.end(record)
+        record = observer.start(f"cmpl-{id_}", "/v1/completions", [add], time.monotonic(), {})
+        observer.record_progress(RequestProgress(id_, 1.0, 1.0, 1.0, 0, {}, 0, "never seen"))
+        record.finish_reasons = ["stop"]
+        observer.finish(record)
     assert [line.getMessage() for line in caplog.records] == [
-        "recording ends here: [Errno 28] No space left on device"
+        "recording stopped: [Errno 28] No space left on device"
     ]
     assert len(observer.records) == 2
     observer.close()

@@ -13,7 +13,7 @@ import pytest
 
 from kvloom.bench.serve import Load, offer
 from kvloom.serve.auth.keys import read_keys
-from kvloom.serve.server import Options
+from kvloom.serve.server import ServerOptions
 from kvloom.serve.worker.messages import Start
 from tests.serve.running import MODEL, Running, running
 
@@ -82,12 +82,12 @@ def test_metrics_need_a_key_where_other_machines_can_reach_them(guarded: Running
         ("127.0.0.1", "key", True),
         ("0.0.0.0", "open", False),
     ):
-        assert Options(Start(""), host, keys=keys, metrics_auth=asked).metrics_need_key == needed
-    assert not Options(Start("")).metrics_need_key
+        assert ServerOptions(Start(""), host, keys=keys, metrics_auth=asked).metrics_need_key == needed
+    assert not ServerOptions(Start("")).metrics_need_key
     with pytest.raises(ValueError, match="--api-keys FILE"):
-        Options(Start(""), metrics_auth="key")
+        ServerOptions(Start(""), metrics_auth="key")
     with pytest.raises(ValueError, match="'none'"):
-        Options(Start(""), metrics_auth="none")
+        ServerOptions(Start(""), metrics_auth="none")
 
 
 def test_a_quota_holds_under_load_and_stops_nobody_else(guarded: Running) -> None:

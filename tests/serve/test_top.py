@@ -23,7 +23,7 @@ from rich.console import Console
 
 from kvloom.cli import main
 from kvloom.serve.dashboard.terminal import MODES, screen
-from kvloom.serve.worker.messages import TierUse
+from kvloom.serve.worker.messages import TierUsage
 from tests.serve.running import MODEL, Running
 
 
@@ -39,7 +39,7 @@ def test_once_it_prints_what_the_page_shows(server: Running, capsys: pytest.Capt
         "pool",
         "prefix tree",
         "never seen",
-        "no lower tier",
+        "no tiers",
         "full",
     ):
         assert word in shown
@@ -73,12 +73,12 @@ def test_it_fits_any_terminal(server: Running, width: int, height: int, mode: st
 def test_a_tier_says_what_failed_and_whether_it_is_left_alone(server: Running) -> None:
     _, _, state = server.send("GET", "/kvloom/state")
     use = asdict(
-        TierUse("redis", 3, 96, 1 << 20, {"ok": 5, "missing": 4}, {"ok": 2, "failed": 7}, 1, 2, 0, "open")
+        TierUsage("redis", 3, 96, 1 << 20, {"ok": 5, "missing": 4}, {"ok": 2, "failed": 7}, 1, 2, 0, "open")
     )
     console = Console(width=200, height=60)
     with console.capture() as shown:
         console.print(screen({**state, "engine": {**state["engine"], "tiers": [use]}}, [], MODES[0]))
-    assert "7 failed, left alone after faults" in shown.get()
+    assert "7 failed, disabled after faults" in shown.get()
 
 
 def test_before_the_first_picture_it_says_that_there_is_none(server: Running) -> None:
@@ -86,7 +86,7 @@ def test_before_the_first_picture_it_says_that_there_is_none(server: Running) ->
     console = Console(width=100, height=30)
     with console.capture() as shown:
         console.print(screen({**state, "engine": None, "engine_at": None}, None))
-    assert "no picture of the cache yet" in shown.get()
+    assert "no snapshot of the cache yet" in shown.get()
 
 
 class Terminal:
@@ -161,7 +161,7 @@ def test_a_key_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
     def answer(url: str, path: str, key: str | None = None) -> dict[str, Any]:
         asked.append(key)
-        raise ValueError("an API key is needed")
+        raise ValueError("API key required")
 
     monkeypatch.setattr("kvloom.serve.dashboard.command.fetch", answer)
     monkeypatch.setenv("KVLOOM_API_KEY", "from-the-environment")

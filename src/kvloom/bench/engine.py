@@ -24,21 +24,21 @@ from kvloom.models.loading import choose_device
 from kvloom.models.specs import kv_dtypes
 from kvloom.tiers import check_tiers
 
-from .engine_peers import AbsentError, HuggingFace, OneByOne, Vllm
-from .engine_report import QUOTED, Ran, Result, render, rows_of
-from .engine_runners import Invariant, Kvloom, Measured, Options, Runner
-from .floor import Floor
+from .engine_peers import HuggingFace, NotInstalledError, UnbatchedHuggingFace, Vllm
+from .engine_report import QUOTED, RunnerResult, WorkloadResult, render, rows_of
+from .engine_runners import BatchInvariant, Kvloom, Measurement, Options, Runner
+from .roofline import Roofline
 from .shapes import SHAPES, hf_config
-from .workloads import WORKLOADS, Workload, chosen
+from .workloads import WORKLOADS, Workload, select_workloads
 
 __all__ = ["main", "measure"]
 
 RUNNERS: dict[str, Callable[[str, Options], Runner]] = {
     "kvloom": Kvloom,
     "hf": HuggingFace,
-    "hf-alone": OneByOne,
+    "hf-alone": UnbatchedHuggingFace,
     "vllm": Vllm,
-    "invariant": Invariant,
+    "invariant": BatchInvariant,
 }
 NAMES = {
     "kvloom": "kvloom",
@@ -52,7 +52,7 @@ NAMES = {
 # -- measuring --------------------------------------------------------------------------------------
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -62,14 +62,14 @@ def measure(
     vocabulary: int,
     rounds: int,
     seed: int,
-    results: dict[str, Result],
+    results: dict[str, WorkloadResult],
 ) -> Iterator[None]:
     """Run every workload `rounds` times into `results`, after a warm-up of each that is not counted; a pause after each. A
     round's tokens are its own: nothing of one round is found in the cache by another."""
     for work in works:
         short = work.short()
         runner.run(short.draw(vocabulary, seed), short.output)
-        say(f"{runner.name}: {work.name} warmed up")
+        log(f"{runner.name}: {work.name} warmed up")
         yield
     for turn in range(1, rounds + 1):
         for work in works:
@@ -78,7 +78,7 @@ def measure(
             _check(work, found)
             before = results.get(work.name)
             if before is None:
-                before = results[work.name] = Result(work, found, [], found.said)
+                before = results[work.name] = WorkloadResult(work, found, [], found.answers)
             before.rounds.append(found.seconds)
             if found.processor is not None:
                 before.processor = min(found.processor, before.processor or found.processor)
@@ -89,15 +89,15 @@ def measure(
                 took = runner.run(alone.draw(vocabulary, seed, turn), alone.output).seconds
                 before.prompts = took if before.prompts is None else min(before.prompts, took)
             rate = work.output_tokens / found.seconds
-            say(
+            log(
                 f"{runner.name}: {work.name} round {turn}: {found.seconds:.3f} s, {rate:,.0f} output tokens/s"
             )
             yield
 
 
-def _check(work: Workload, found: Measured) -> None:
-    lengths = {len(answer) for turns in found.said for answer in turns}
-    turns = {len(turns) for turns in found.said}
+def _check(work: Workload, found: Measurement) -> None:
+    lengths = {len(answer) for turns in found.answers for answer in turns}
+    turns = {len(turns) for turns in found.answers}
     if lengths != {work.output} or turns != {work.turns}:
         raise RuntimeError(
             f"{work.name}: answers of {lengths} tokens in {turns} turns, not {work.output} in {work.turns}"
@@ -105,27 +105,27 @@ def _check(work: Workload, found: Measured) -> None:
 
 
 def run_one(
-    ran: Ran, kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options
+    ran: RunnerResult, kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options
 ) -> Iterator[None]:
     """All of one runner's workloads into `ran`, with a pause after each. A runner that fails keeps what it has, and says
     why."""
     name = NAMES[kind]
     try:
-        say(f"{name}: starting on {shape}")
+        log(f"{name}: starting on {shape}")
         runner = RUNNERS[kind](shape, options)
         ran.version, ran.start_s, ran.notes = runner.version, runner.start_s, runner.notes
-        say(f"{name}: ready after {runner.start_s:.1f} s")
+        log(f"{name}: ready after {runner.start_s:.1f} s")
         yield
         try:
             yield from measure(runner, works, hf_config(shape).vocab_size, rounds, options.seed, ran.results)
         finally:
             runner.close()
-    except AbsentError as error:
+    except NotInstalledError as error:
         ran.error = str(error)
-        say(f"{name}: {ran.error}")
+        log(f"{name}: {ran.error}")
     except Exception as error:  # noqa: BLE001 - one engine's failure must not lose the others' figures
         ran.error = f"{type(error).__name__}: {error}"
-        say(f"{name}: {ran.error}")
+        log(f"{name}: {ran.error}")
         if kind != "vllm":
             traceback.print_exc()
 
@@ -246,7 +246,7 @@ def _bench(args: argparse.Namespace) -> int:
     check_tiers(args.tier)
     shape = SHAPES[args.shape]
     scale = shape.scale if args.scale is None else args.scale
-    works = [work.fewer(args.requests) for work in chosen(args.only, scale)]
+    works = [work.fewer(args.requests) for work in select_workloads(args.only, scale)]
     config = hf_config(args.shape)
     for work in works:
         if work.longest > config.max_position_embeddings:
@@ -263,11 +263,11 @@ def _bench(args: argparse.Namespace) -> int:
     )  # fmt: skip
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
     on_h200 = "H200" in name
-    least = Floor(config, shape.dtype, args.kv_dtype) if on_h200 else None
+    least = Roofline(config, shape.dtype, args.kv_dtype) if on_h200 else None
     floors = {} if least is None else {work.name: least.of(work) for work in works}
     quoted = QUOTED.get(args.shape, {}) if on_h200 and scale == 1 else {}
     kinds = ["kvloom", *dict.fromkeys(args.peers)]
-    ran = [Ran(NAMES[kind]) for kind in kinds]
+    ran = [RunnerResult(NAMES[kind]) for kind in kinds]
     runs = [
         run_one(each, kind, args.shape, works, args.rounds, options)
         for each, kind in zip(ran, kinds, strict=True)
@@ -300,7 +300,7 @@ def _capacity(args: argparse.Namespace) -> int:
     """Sequences really opened, beside uniform paging and the plan. 1 where the plan says another number."""
     from kvloom.models.specs import known_models, load_spec, model_spec
 
-    from .residency import capacity
+    from .pool_usage import capacity
 
     if args.shape in known_models():
         spec = load_spec(args.shape, args.kv_dtype)

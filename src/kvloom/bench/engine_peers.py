@@ -19,11 +19,11 @@ import torch
 
 from kvloom.models.specs import model_spec
 
-from .engine_runners import Measured, Options, Turns, give_back, synchronize
+from .engine_runners import Measurement, Options, Turns, release_memory, synchronize
 from .shapes import SHAPES, build, hf_config
 from .workloads import Conversation
 
-__all__ = ["AbsentError", "HuggingFace", "OneByOne", "Vllm"]
+__all__ = ["HuggingFace", "NotInstalledError", "UnbatchedHuggingFace", "Vllm"]
 
 VLLM_KV_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "auto"}
 SAVED_WEIGHTS = 1 << 30
@@ -65,11 +65,11 @@ class HuggingFace:
         self._most: dict[int, int] = {}
         """By the length of prompts: what was found not to fit, halved. Only the first run pays for a wrong guess."""
 
-    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
         said: Turns = [[] for _ in conversations]
         prompts = [list(each.prompt) for each in conversations]
         sizes: list[int] = []
-        give_back(self.device)
+        release_memory(self.device)
         begin, processor = time.perf_counter(), time.process_time()
         for turn in range(1 + max(len(each.later) for each in conversations)):
             if turn:
@@ -86,7 +86,7 @@ class HuggingFace:
                     if len(batch) == 1:
                         raise
                     size = self._most[longest] = (len(batch) + 1) // 2
-                    give_back(self.device)
+                    release_memory(self.device)
                     continue
                 for answer in answers:
                     said[first].append(answer)
@@ -94,7 +94,7 @@ class HuggingFace:
                 sizes.append(len(batch))
         seconds = time.perf_counter() - begin
         computed = None if self.device.startswith("cuda") else time.process_time() - processor
-        return Measured(seconds, said, {"peak_running": max(sizes)}, computed)
+        return Measurement(seconds, said, {"peak_running": max(sizes)}, computed)
 
     def _slice(self, prompt: int, output: int) -> int:
         """Sequences that fit at once: their cache, and the prompts' work with its mask."""
@@ -130,10 +130,10 @@ class HuggingFace:
 
     def close(self) -> None:
         del self.model
-        give_back(self.device)
+        release_memory(self.device)
 
 
-class OneByOne(HuggingFace):
+class UnbatchedHuggingFace(HuggingFace):
     """generate() as it is called by whoever gets requests one at a time: nobody batches them."""
 
     name = "Hugging Face, one by one"
@@ -154,7 +154,7 @@ def _check_vllm(python: str) -> None:
     """Raise AbsentError where an interpreter has no vLLM; it is not imported."""
     look = "import sys; from importlib.util import find_spec; sys.exit(find_spec('vllm') is None)"
     if subprocess.run([python, "-c", look], cwd="/", env=_plain_environment(), check=False).returncode:
-        raise AbsentError(
+        raise NotInstalledError(
             f"not installed for {python}: name a python that has it with --vllm-python, or leave it out with --peers hf"
         )
 
@@ -164,7 +164,7 @@ def _plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-class AbsentError(RuntimeError):
+class NotInstalledError(RuntimeError):
     """What a runner runs is not installed; the message says what to do."""
 
 
@@ -207,13 +207,13 @@ class Vllm:
             raise
         self.start_s, self.version = float(ready["start_s"]), str(ready["version"])
 
-    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
         told = self._ask({"conversations": [asdict(each) for each in conversations], "output": output})
         if "processor" in told:
             time.sleep(
                 0.5
             )  # its threads still spin for a while: whoever has the next turn would pay for that
-        return Measured(float(told["seconds"]), told["said"], told["figures"], told.get("processor"))
+        return Measurement(float(told["seconds"]), told["said"], told["figures"], told.get("processor"))
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .engine_runners import Measured, Turns
-from .floor import Least
+from .engine_runners import Measurement, Turns
+from .roofline import LowerBound
 from .workloads import Workload
 
-__all__ = ["QUOTED", "QUOTED_AS", "Ran", "Result", "render", "rows_of"]
+__all__ = ["QUOTED", "QUOTED_AS", "RunnerResult", "WorkloadResult", "render", "rows_of"]
 
 QUOTED_AS = "vLLM 0.24.0, quoted"
 QUOTED: dict[str, dict[str, float]] = {
@@ -35,14 +35,14 @@ GOAL_WASTE = 0.04
 
 
 @dataclass(slots=True)
-class Result:
+class WorkloadResult:
     """One workload on one runner: the best round, the seconds of each, and of its prompts alone where that is measured.
     `processor`: the fewest seconds of all processors together that a round took, on a CPU; others' work does not count."""
 
     work: Workload
-    best: Measured
+    best: Measurement
     rounds: list[float]
-    first_said: Turns
+    first_answers: Turns
     prompts: float | None = None
     processor: float | None = None
 
@@ -50,7 +50,7 @@ class Result:
     def seconds(self) -> float:
         return self.best.seconds
 
-    def figures(self, least: Least | None = None) -> dict[str, float]:
+    def figures(self, least: LowerBound | None = None) -> dict[str, float]:
         """Everything that is printed, by name."""
         found = {"seconds": self.seconds, "output_tokens_s": self.work.output_tokens / self.seconds}
         if self.prompts is not None:
@@ -67,14 +67,14 @@ class Result:
 
 
 @dataclass(slots=True)
-class Ran:
+class RunnerResult:
     """What one runner did: its results by workload, and why it stopped, if it did."""
 
     name: str
     version: str = ""
     start_s: float | None = None
     notes: dict[str, str] = field(default_factory=dict)
-    results: dict[str, Result] = field(default_factory=dict)
+    results: dict[str, WorkloadResult] = field(default_factory=dict)
     error: str | None = None
 
 
@@ -85,8 +85,8 @@ def same_answers(ours: Turns, theirs: Turns) -> float:
 
 def rows_of(
     works: Sequence[Workload],
-    ran: Sequence[Ran],
-    floors: dict[str, Least],
+    ran: Sequence[RunnerResult],
+    floors: dict[str, LowerBound],
     quoted: dict[str, float],
     exact: bool,
 ) -> list[dict[str, Any]]:
@@ -116,7 +116,9 @@ def rows_of(
                 if result.processor and mine.processor:
                     row["processor_ratios"][each.name] = result.processor / mine.processor
                 if exact:
-                    row["runs"][each.name]["same_answers"] = same_answers(mine.first_said, result.first_said)
+                    row["runs"][each.name]["same_answers"] = same_answers(
+                        mine.first_answers, result.first_answers
+                    )
         if work.name in quoted:
             row["quoted_s"] = quoted[work.name]
         if mine is not None:

@@ -15,14 +15,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .residency import Peak
+from .pool_usage import PeakUsage
 from .shapes import SHAPES, build, hf_config
 from .workloads import Conversation
 
 if TYPE_CHECKING:
     from kvloom.engine.offload.manager import OffloadManager
 
-__all__ = ["Invariant", "Kvloom", "Measured", "Options", "Runner", "Turns", "give_back", "synchronize"]
+__all__ = [
+    "BatchInvariant",
+    "Kvloom",
+    "Measurement",
+    "Options",
+    "Runner",
+    "Turns",
+    "release_memory",
+    "synchronize",
+]
 
 Turns = list[list[list[int]]]
 """What was said: [conversation][turn] → tokens."""
@@ -46,13 +55,13 @@ class Options:
 
 
 @dataclass(slots=True)
-class Measured:
+class Measurement:
     """Seconds from the first prompt's submission to the last token, what was said, and figures by name; on a CPU also
     the seconds that all its threads and processes computed. Copies to tiers that outlast the last token are not among the
     seconds: `drained_s` of the figures says how long they took."""
 
     seconds: float
-    said: Turns
+    answers: Turns
     figures: dict[str, float] = field(default_factory=dict)
     processor: float | None = None
 
@@ -66,7 +75,7 @@ class Runner(Protocol):
     notes: dict[str, str]
     start_s: float
 
-    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
         """Serve every turn, each with exactly `output` greedy tokens; the next turn follows as soon as one ends."""
         ...
 
@@ -81,7 +90,7 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def give_back(device: str) -> None:
+def release_memory(device: str) -> None:
     """Let the device have the memory that nothing uses any more."""
     gc.collect()
     if device.startswith("cuda"):
@@ -128,12 +137,12 @@ class Kvloom:
         if options.tiers:
             self.notes["tiers"] = ", ".join(options.tiers)
 
-    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
         from kvloom.engine.request import Request, SamplingParams
 
         params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
-        engine, peak = self.engine, Peak(self.engine.cache)
-        said: Turns = [[] for _ in conversations]
+        engine, peak = self.engine, PeakUsage(self.engine.cache)
+        answers: Turns = [[] for _ in conversations]
         preemptions = steps = asked = cached = 0
         first: float | None = None
         begin, processor = time.perf_counter(), time.process_time()
@@ -145,7 +154,7 @@ class Kvloom:
             steps += 1
             if touched and first is None:
                 first = time.perf_counter() - begin
-            peak.look()
+            peak.sample()
             # A request may end without a token (no room): look at all of them where nothing came back.
             for request in touched or list(running):
                 if request.finish_reason is None or request not in running:
@@ -156,10 +165,10 @@ class Kvloom:
                         f"a request of {len(request.prompt)} tokens ended as {request.finish_reason!r}, not at its length"
                     )
                 answer = request.output
-                said[place].append(answer)
+                answers[place].append(answer)
                 preemptions += request.preemptions
                 asked, cached = asked + len(request.prompt), cached + (request.cached_tokens or 0)
-                turn, later = len(said[place]), conversations[place].later
+                turn, later = len(answers[place]), conversations[place].later
                 if turn <= len(later):
                     running[engine.add([*request.prompt, *answer, *later[turn - 1]], params)] = place
         seconds = time.perf_counter() - begin  # the last token is on the host, so the device has computed it
@@ -171,29 +180,29 @@ class Kvloom:
         if engine.offload is not None:
             figures["drained_s"] = self._drain(engine.offload)
         synchronize(self.device)
-        return Measured(seconds, said, figures | peak.figures(), computed)
+        return Measurement(seconds, answers, figures | peak.figures(), computed)
 
-    def _drain(self, lower: OffloadManager) -> float:
+    def _drain(self, offload: OffloadManager) -> float:
         """Wait until pages have been copied to host memory that still were when the last token came; seconds it took."""
         began = time.perf_counter()
-        lower.flush()
-        while lower.retained_bytes:
-            lower.wait(0.001)
-            lower.poll()
+        offload.flush()
+        while offload.retained_bytes:
+            offload.wait(0.001)
+            offload.poll()
         return time.perf_counter() - began
 
     def close(self) -> None:
         self.engine.close()
         del self.engine
         gc.unfreeze()
-        give_back(self.device)
+        release_memory(self.device)
 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.4g} GiB"
 
 
-class Invariant(Kvloom):
+class BatchInvariant(Kvloom):
     """kvloom in its batch-invariant mode: what that costs."""
 
     name = "batch-invariant"

@@ -42,27 +42,27 @@ def run_own(quick: bool = False) -> dict[str, Any]:
     """All of kvloom's figures, keyed as the peers' are."""
     repeats = 12 if quick else 40
 
-    def say(what: str) -> None:
+    def log(what: str) -> None:
         print(f"kvloom: {what}", file=sys.stderr, flush=True)
 
     own: dict[str, Any] = {"life": {}, "life_evicting": {}, "life_named": {}, "decode_step": {}}
     for layout in LAYOUTS:
-        say(f"life and decode step, {layout}")
+        log(f"life and decode step, {layout}")
         own["life"][layout] = life(layout, repeats=repeats)
         own["life_named"][layout] = life(layout, names=True, repeats=repeats)
         own["life_evicting"][layout] = life(layout, evicting=True, repeats=repeats)
         own["decode_step"][layout] = decode_step(layout)
-    say("decode step by crossings and batch")
+    log("decode step by crossings and batch")
     own["decode_scaling"] = {
         "256 sequences, 4 cross": decode_step(batch=256, crossing=64)["total"],
         "256 sequences, 16 cross": decode_step(batch=256)["total"],
         "1024 sequences, 16 cross": decode_step(batch=1024, crossing=64)["total"],
         "1024 sequences, 64 cross": decode_step(batch=1024)["total"],
     }
-    say("tree")
+    log("tree")
     own["tree"] = tree(repeats=repeats)
     for blocks in (10_000, 100_000 if quick else 1_000_000):
-        say(f"pool of {blocks:,} blocks")
+        log(f"pool of {blocks:,} blocks")
         own.setdefault("pool", {})[str(blocks)] = pool_scale(blocks, repeats=repeats)
     return own
 

@@ -23,7 +23,7 @@ from typing import Any
 from urllib.request import Request
 
 from kvloom.arguments import Parser, number, whole
-from kvloom.serve.explain_command import opened
+from kvloom.serve.explain_command import open_url
 
 from .serve import Load, offer, started
 
@@ -31,7 +31,7 @@ __all__ = ["Parts", "Turn", "main", "measure", "time_parts"]
 
 TICKS = os.sysconf("SC_CLK_TCK")
 STATS_A_SECOND = 4
-STORIES = 3
+PROGRESS_REPORTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,51 +63,56 @@ def time_parts(engine: Any) -> Parts:
     import msgspec
 
     from kvloom.engine.sampling.params import SamplingParams
-    from kvloom.serve.auth.limits import Gate
-    from kvloom.serve.metrics.metrics import Metrics
-    from kvloom.serve.metrics.observer import Observer
-    from kvloom.serve.worker.engine_link import EngineLink
-    from kvloom.serve.worker.messages import Add, FromEngine, Outputs, Ready, Start, Story
-    from kvloom.serve.worker.stats import engine_stats
+    from kvloom.serve.auth import RequestLimiter
+    from kvloom.serve.metrics import Metrics, RequestObserver
+    from kvloom.serve.worker import (
+        Add,
+        EngineClient,
+        FromEngine,
+        Outputs,
+        Ready,
+        RequestProgress,
+        Start,
+        engine_stats,
+    )
 
     decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
     encode = msgspec.msgpack.Encoder().encode
-    inside = [("", True)] * 64
-    told = engine_stats(engine, 1, 1, 0, {}, inside)
+    open_requests = [("", True)] * 64
+    told = engine_stats(engine, 1, 1, 0, {}, open_requests)
 
-    def make() -> tuple[Metrics, Observer]:
-        link = EngineLink(Start(""), print, print)
+    def make() -> tuple[Metrics, RequestObserver]:
+        link = EngineClient(Start(""), print, print)
         link.stats = told
         layout = engine.layout
-        link.facts = Ready(
-            "", "", 1, 1, {}, 1, layout.slab_bytes, layout.block_tokens, 1, layout.table(), 0.0
-        )
-        metrics = Metrics(link, Gate(1), "model")
-        return metrics, Observer(metrics)
+        link.info = Ready("", "", 1, 1, {}, 1, layout.slab_bytes, layout.block_tokens, 1, layout.table(), 0.0)
+        metrics = Metrics(link, RequestLimiter(1), "model")
+        return metrics, RequestObserver(metrics)
 
-    async def made() -> tuple[Metrics, Observer]:
+    async def made() -> tuple[Metrics, RequestObserver]:
         return make()
 
     metrics, observer = asyncio.run(made())
-    story = Story(1, 1.0, 1.0, 1.0, 64, {"device": 64}, 64, "never seen")
+    progress = RequestProgress(1, 1.0, 1.0, 1.0, 64, {"device": 64}, 64, "never seen")
     add = Add(1, [0] * 64, SamplingParams(), True)
 
     def request() -> None:
-        record = observer.begin("cmpl", "/v1/completions", [add], time.monotonic(), {})
-        for _ in range(STORIES):
-            message = decoder.decode(encode(Outputs(stories=[story])))
+        record = observer.start("cmpl", "/v1/completions", [add], time.monotonic(), {})
+        for _ in range(PROGRESS_REPORTS):
+            message = decoder.decode(encode(Outputs(progress=[progress])))
             assert isinstance(message, Outputs)
-            observer.tell(message.stories[0])
-        record.first, record.output_tokens, record.finishes = record.began, 24, ["length"]
-        observer.end(record)
+            observer.record_progress(message.progress[0])
+        record.first_token, record.output_tokens, record.finish_reasons = record.started, 24, ["length"]
+        observer.finish(record)
 
     return Parts(
-        token=_timed(lambda: metrics.between_tokens.add(0.0123, 1), 20000),
+        token=_timed(lambda: metrics.inter_token.add(0.0123, 1), 20000),
         request=_timed(request, 500),
         stats=_timed(
-            lambda: decoder.decode(encode(Outputs(stats=engine_stats(engine, 1, 1, 0, {}, inside)))), 100
+            lambda: decoder.decode(encode(Outputs(stats=engine_stats(engine, 1, 1, 0, {}, open_requests)))),
+            100,
         ),
-        scrape=_timed(lambda: metrics.text(None, everyone=True), 20),
+        scrape=_timed(lambda: metrics.exposition_text(None, everyone=True), 20),
     )
 
 
@@ -149,7 +154,7 @@ async def _scrape(url: str) -> None:
 
 
 def _get(url: str) -> bytes:
-    with opened(Request(url)) as answer:
+    with open_url(Request(url)) as answer:
         return bytes(answer.read())
 
 
@@ -239,8 +244,7 @@ def _parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     from kvloom.models.specs import folder_of
-    from kvloom.serve.worker.engine_process import load_engine
-    from kvloom.serve.worker.messages import Start
+    from kvloom.serve.worker import Start, load_engine
 
     engine = load_engine(Start(folder_of("kvloom-llama"), cpu_dtype="float32", pool_bytes=64 << 20))
     for seed in range(32):

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.arguments import DEVICE, MODEL, THREADS, Parser, device, dtype, said, size, whole
+from kvloom.arguments import DEVICE, MODEL, THREADS, Parser, device, dtype, error_text, size, whole
 from kvloom.core import CacheControl
 from kvloom.engine.calibration import calibrate
 from kvloom.engine.engine import Engine
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _bench(args)
     except (OSError, ValueError) as error:
-        print(f"kvloom bench quality: {said(error)}", file=sys.stderr)
+        print(f"kvloom bench quality: {error_text(error)}", file=sys.stderr)
         return 2
 
 
@@ -135,7 +135,9 @@ def _bench(args: argparse.Namespace) -> int:
     folder = folder_of(args.model)
     for way in args.kv_dtype:
         check_engine(folder, dtype=args.dtype, kv_dtype=way, pool_bytes=args.pool, device=args.device)
-    texts = {file: Path(file).read_text(encoding="utf-8") for file in (*args.text, *args.calibrate)}
+    texts = {
+        file: Path(file).read_text(encoding="utf-8") for file in (*args.exposition_text, *args.calibrate)
+    }
     use_threads(args.threads)
     model, tokenizer = load(folder, args.dtype, args.device)
     if tokenizer is None:
@@ -145,7 +147,7 @@ def _bench(args: argparse.Namespace) -> int:
     def ids(files: Sequence[str]) -> list[int]:
         return [token for file in files for token in tokenizer(texts[file], verbose=False)["input_ids"]]
 
-    tokens = ids(args.text)[: args.tokens]
+    tokens = ids(args.exposition_text)[: args.tokens]
     windows = [tokens[at : at + args.context] for at in range(0, len(tokens), args.context)]
     windows = [window for window in windows if len(window) > 1]
     if not windows:

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvloom.arguments import Parser, number, progress_bar, server, whole
-from kvloom.serve.explain_command import KEY, opened
+from kvloom.serve.explain_command import KEY, open_url
 
 __all__ = ["Load", "Seen", "main", "offer", "started"]
 
@@ -264,7 +264,7 @@ def _served(url: str, key: str | None) -> str:
         f"{url.rstrip('/')}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {}
     )
     try:
-        with opened(request, 30) as answer:
+        with open_url(request, 30) as answer:
             return str(json.load(answer)["data"][0]["id"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["WORKLOADS", "Conversation", "Workload", "chosen"]
+__all__ = ["WORKLOADS", "Conversation", "Workload", "select_workloads"]
 
 FIRST_TOKEN = 3
 """Smaller ids are often special; none of them is drawn."""
@@ -54,14 +54,14 @@ class Workload:
     turns: int = 1
     more: int = 0
     warm: bool = False
-    asked: bool = False
+    on_request: bool = False
 
     @property
     def size(self) -> str:
         """For people: "256 x (128 in, 512 out)"."""
-        asked = f"{self.prefix} + {self.prompt}" if self.prefixes else str(self.prompt)
+        on_request = f"{self.prefix} + {self.prompt}" if self.prefixes else str(self.prompt)
         turns = f", {self.turns} turns of {self.more} more" if self.turns > 1 else ""
-        return f"{self.requests} x ({asked} in, {self.output} out{turns})"
+        return f"{self.requests} x ({on_request} in, {self.output} out{turns})"
 
     @property
     def output_tokens(self) -> int:
@@ -135,15 +135,15 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("W4", "long", 16, 16384, 128),
     Workload("W5", "alone", 1, 512, 256),
     Workload("W6", "conversations", 64, 1024, 64, turns=6, more=448),
-    Workload("W7", "the longest", 1, 130816, 256, asked=True),
+    Workload("W7", "the longest", 1, 130816, 256, on_request=True),
 )
 
 
-def chosen(names: Sequence[str] | None, scale: float = 1.0) -> list[Workload]:
+def select_workloads(names: Sequence[str] | None, scale: float = 1.0) -> list[Workload]:
     """The workloads of these names ("W3" is both of it), or all but those that must be asked for."""
     known = list(dict.fromkeys(w.name.split()[0] for w in WORKLOADS))
     for name in names or ():
         if name not in known:
             raise ValueError(f"workload {name!r} is not known; known: {', '.join(known)}")
-    wanted = [w for w in WORKLOADS if (w.name.split()[0] in names if names else not w.asked)]
+    wanted = [w for w in WORKLOADS if (w.name.split()[0] in names if names else not w.on_request)]
     return [w.scaled(scale) for w in wanted]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.serve.metrics.trace_recorder import VERSION, Recorder
+from kvloom.serve.metrics import VERSION, Recorder
 
 from .traffic import Request, Traffic, number_blocks
 

@@ -1,4 +1,4 @@
-"""What a server takes before it says no, and the counting of what it has taken."""
+"""Limits of a server, and the count of answers in progress against them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvloom.serve.api.errors import bad_request, busy, draining
+from kvloom.serve.errors import bad_request, draining, queue_full
 
-__all__ = ["Gate", "Limits"]
+__all__ = ["Limits", "RequestLimiter"]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`answers` may be made or wait at once; seconds are those a client may take to send a request's head, to send its body,
-    and to read what it is sent; `unread_characters` of a stream may wait for its reader; bodies that are being read may have
-    `bodies` times the bytes of one together. A chat template may use `template_seconds` of CPU time for one request."""
+    """Limits of one server.
+
+    | field                | limit                                                              |
+    |----------------------|--------------------------------------------------------------------|
+    | `body_bytes`         | one request body                                                   |
+    | `bodies`             | all bodies being read, in multiples of `body_bytes`                |
+    | `answers`            | answers running or waiting                                         |
+    | `request_seconds`    | time to send the head of a request, and again for its body         |
+    | `read_seconds`       | time without reading from a stream                                 |
+    | `unread_characters`  | unread text of a stream                                            |
+    | `template_seconds`   | CPU time of the chat template for one request                      |
+    """
 
     body_bytes: int = 8 << 20
     bodies: int = 32
@@ -35,35 +44,35 @@ class Limits:
                 raise ValueError(f"{name} {value} must be above 0")
 
 
-class Gate:
-    """Counts answers that are being made or wait. `shut`: no more come in; `empty` is set while there are none."""
+class RequestLimiter:
+    """Counts answers in progress. `is_draining`: no request is admitted; `idle` is set while there are no requests."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.inside = 0
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_progress = 0
         self.requests = 0
-        self.shut = False
-        self.empty = asyncio.Event()
-        self.empty.set()
+        self.is_draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     @contextmanager
-    def entered(self, answers: int) -> Iterator[None]:
-        """Let a request for so many answers in, until the block ends. Raises ApiError where there is no place."""
-        if self.shut:
+    def admit(self, answers: int) -> Iterator[None]:
+        """Admit a request for `answers` answers until the block ends. Raises ApiError if the limit is reached."""
+        if self.is_draining:
             raise draining()
-        if answers > self.most:
+        if answers > self.limit:
             raise bad_request(
-                f"{answers} answers were asked for at once, and {self.most} may: ask for fewer", "n"
+                f"{answers} answers exceed the limit of {self.limit} at once: request fewer", "n"
             )
-        if self.inside + answers > self.most:
-            raise busy(answers, self.inside, self.most)
-        self.inside += answers
+        if self.in_progress + answers > self.limit:
+            raise queue_full(answers, self.in_progress, self.limit)
+        self.in_progress += answers
         self.requests += 1
-        self.empty.clear()
+        self.idle.clear()
         try:
             yield
         finally:
-            self.inside -= answers
+            self.in_progress -= answers
             self.requests -= 1
             if not self.requests:
-                self.empty.set()
+                self.idle.set()

@@ -10,20 +10,22 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.offload.manager import OffloadManager
 from kvloom.tiers import Objects
 
-__all__ = ["empty_host", "empty_pool", "stored"]
+__all__ = ["evict_host", "evict_pool", "wait_until_stored"]
 
 
-def stored(lower: OffloadManager, seconds: float = 120.0) -> None:
+def wait_until_stored(offload: OffloadManager, seconds: float = 120.0) -> None:
     """Wait until everything is in host memory and on disk."""
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends:
-        lower.flush()
-        if not lower.retained_bytes and not any(lane.pending_store_bytes for lane in lower.transfers.queues):
+        offload.flush()
+        if not offload.retained_bytes and not any(
+            lane.pending_store_bytes for lane in offload.transfers.queues
+        ):
             return
         time.sleep(0.005)
 
 
-def empty_pool(engine: Engine) -> None:
+def evict_pool(engine: Engine) -> None:
     """Everything cached leaves the pool."""
     engine._apply_copies()
     slabs = engine.cache.shrink(engine.cache.usable_slabs - 1)
@@ -31,9 +33,9 @@ def empty_pool(engine: Engine) -> None:
     engine.cache.grow(slabs.tolist())
 
 
-def empty_host(engine: Engine, lower: OffloadManager, tokens: list[int]) -> None:
+def evict_host(engine: Engine, offload: OffloadManager, tokens: list[int]) -> None:
     """The prompt's pages leave host memory."""
-    prospect = engine.cache.loading.plan(engine.cache.match(np.array(tokens, np.int32)))
+    plan = engine.cache.loading.plan(engine.cache.match(np.array(tokens, np.int32)))
     for group in engine.layout.groups:
-        for form in lower.forms[group.index]:
-            lower.host.drop(Objects(prospect.hashes, group.index, form))
+        for form in offload.forms[group.index]:
+            offload.host.drop(Objects(plan.hashes, group.index, form))

@@ -1,4 +1,7 @@
-"""What goes wrong, as users of OpenAI's interface know it: a status, and a body with message, type, param and code."""
+"""Error responses in OpenAI's format: a status, and a body with message, type, param and code.
+
+Every folder of the server raises ApiError; this module imports none of them.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ import msgspec
 __all__ = [
     "ApiError",
     "bad_request",
-    "busy",
+    "body_too_large",
+    "context_too_long",
     "draining",
     "engine_died",
     "engine_loading",
     "grammars_busy",
     "invalid_key",
-    "no_room",
     "not_found",
+    "pool_full",
+    "queue_full",
     "slow_reader",
-    "too_large",
-    "too_long",
     "unknown_model",
     "unknown_request",
 ]
@@ -37,9 +40,11 @@ _TYPES = {
     431: "invalid_request_error",
 }
 
+RETRY_SECONDS = 1
+
 
 class ApiError(Exception):
-    """Something that a client is told. `retry_after` seconds are worth waiting."""
+    """An error response. `retry_after` is sent as a header, in seconds."""
 
     def __init__(
         self,
@@ -68,7 +73,7 @@ class ApiError(Exception):
         more = [] if self.retry_after is None else [(b"retry-after", b"%d" % self.retry_after)]
         if self.status == 401:
             more.append((b"www-authenticate", b"Bearer"))
-        if self.status == 408:  # what should have come is not waited for
+        if self.status == 408:  # the rest of the body is not read
             more.append((b"connection", b"close"))
         return [(b"content-type", b"application/json"), *more]
 
@@ -78,20 +83,18 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def invalid_key(given: bool) -> ApiError:
-    said = "this API key is not known" if given else "an API key is needed"
+    said = "unknown API key" if given else "API key required"
     return ApiError(401, f"{said}: send it as `Authorization: Bearer KEY`", code="invalid_api_key")
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
-    return ApiError(
-        404, f"there is no model {asked!r} here; {served!r} is served", "model", "model_not_found"
-    )
+    return ApiError(404, f"model {asked!r} is not served here; use {served!r}", "model", "model_not_found")
 
 
 def unknown_request(asked: str) -> ApiError:
     return ApiError(
         404,
-        f"nothing is known of a request {asked!r} here: the last ones are remembered, and each tenant sees its own",
+        f"no record of request {asked!r}: the server keeps the latest requests, and a tenant sees its own only",
         code="request_not_found",
     )
 
@@ -99,62 +102,66 @@ def unknown_request(asked: str) -> ApiError:
 def not_found(method: str, path: str) -> ApiError:
     return ApiError(
         404,
-        f"there is nothing at {method} {path}; /v1/models and /health are good to try",
+        f"no endpoint {method} {path}; see /v1/models and /health",
         code="unknown_url",
     )
 
 
-def too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than this server takes, {limit:,} bytes", code="body_too_large")
+def body_too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"request body exceeds the limit of {limit:,} bytes: shorten it, or raise --max-body",
+        code="body_too_large",
+    )
 
 
-def too_long(prompt: int, new: int, longest: int, param: str, at_least: bool = False) -> ApiError:
-    """`at_least`: so many were counted, and not all were."""
+def context_too_long(prompt: int, new: int, longest: int, param: str, at_least: bool = False) -> ApiError:
+    """`at_least`: counting stopped at `prompt` tokens."""
     count = f"{prompt:,} or more" if at_least else f"{prompt:,}"
-    asked = f"{count} tokens of prompt and {new:,} new ones" if new else f"{count} tokens of prompt"
+    asked = f"{count} prompt tokens and {new:,} output tokens" if new else f"{count} prompt tokens"
     return bad_request(
-        f"{asked} exceed the {longest:,} that a request can have here: shorten the prompt, or ask for fewer new ones",
+        f"{asked} exceed the limit of {longest:,} tokens per request: shorten the prompt, or lower max_tokens",
         param,
         "context_length_exceeded",
     )
 
 
-def busy(asked: int, waiting: int, most: int) -> ApiError:
+def queue_full(asked: int, in_progress: int, limit: int) -> ApiError:
     return ApiError(
         429,
-        f"{waiting} answers are being made or wait, and {most} may: {asked} more must come later",
+        f"queue is full ({in_progress} of {limit} answers, {asked} requested); retry in {RETRY_SECONDS} s",
         code="rate_limit_exceeded",
-        retry_after=1,
+        retry_after=RETRY_SECONDS,
     )
 
 
 def grammars_busy(why: str, param: str | None) -> ApiError:
-    return ApiError(429, why, param, "rate_limit_exceeded", retry_after=1)
+    return ApiError(429, why, param, "rate_limit_exceeded", retry_after=RETRY_SECONDS)
 
 
 def draining() -> ApiError:
     return ApiError(
-        503, "the server is shutting down and takes no new requests", code="draining", retry_after=10
+        503, "the server is shutting down and accepts no requests", code="draining", retry_after=10
     )
 
 
 def engine_loading() -> ApiError:
-    return ApiError(503, "the engine is loading; try again soon", code="engine_loading", retry_after=2)
+    return ApiError(503, "the engine is loading; retry in 2 s", code="engine_loading", retry_after=2)
 
 
 def engine_died(hung: str = "") -> ApiError:
-    """`hung`: how it was seen that it would not go on, where it did not end by itself."""
-    how = f"{hung} and was ended" if hung else "ended"
+    """`hung`: why the watchdog killed it, where it did not exit by itself."""
+    how = f"{hung} and was killed" if hung else "died"
     return ApiError(
-        503, f"the engine's process {how} while it worked on this request; it is being restarted", code="engine_died", retry_after=2
+        503, f"the engine process {how} during this request; it is restarting, retry in 2 s", code="engine_died", retry_after=2
     )  # fmt: skip
 
 
-def no_room() -> ApiError:
+def pool_full() -> ApiError:
     return ApiError(
-        503, "the cache had no room for this request; ask for fewer tokens, or later", code="no_room", retry_after=2
+        503, "the page pool is too full for this request; request fewer tokens, or retry in 2 s", code="no_room", retry_after=2
     )  # fmt: skip
 
 
 def slow_reader(what: str) -> ApiError:
-    return ApiError(408, f"the answer was not read fast enough: {what}", code="slow_reader")
+    return ApiError(408, f"the client reads too slowly: {what}", code="slow_reader")

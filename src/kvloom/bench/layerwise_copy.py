@@ -16,10 +16,10 @@ import numpy as np
 from kvloom.tiers import DiskConfig, DiskTier, Form, Objects, Ranges, aligned_bytes
 from kvloom.tiers.host import copy_pages
 
-__all__ = ["by_layers"]
+__all__ = ["measure_layerwise_copy"]
 
 
-def by_layers(
+def measure_layerwise_copy(
     folder: str, layers: int = 32, run: int = 64 << 10, pages: int = 96, rounds: int = 5
 ) -> dict[str, Any]:
     """Seconds (medians) of copying and of reading `pages` pages of `layers` runs: whole, layer after layer, the first layer

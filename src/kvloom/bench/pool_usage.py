@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvloom.core import KVCache, LayerSpec, PoolLayout, Visibility
 from kvloom.models.specs import ModelSpec
 
-__all__ = ["Capacity", "Peak", "capacity", "holds", "waste"]
+__all__ = ["Capacity", "PeakUsage", "capacity", "measure_capacity", "waste"]
 
 Ids = npt.NDArray[np.int32]
 
@@ -28,19 +28,19 @@ def waste(cache: KVCache) -> tuple[int, float]:
     counts once. Free pages in lent slabs are not counted: others get them. O(rows and their blocks)."""
     rows = np.flatnonzero(cache.reserved_blocks)
     layout = cache.layout
-    held = cache.inspect.bytes_in_use
-    if not held or not rows.size:
-        return held, 0.0
+    in_use = cache.inspect.bytes_in_use
+    if not in_use or not rows.size:
+        return in_use, 0.0
     lengths = cache.lengths[rows]
-    dead = padding = mapped = 0.0
+    unneeded = padding = mapped = 0.0
     padded = any(layout.waste(group) for group in layout.groups)
     for group in layout.groups:
         if group.spec.unit == "state":
             pages = rows.size
         elif group.spec.axis == "text":
             table = cache.table(group.index)[0, :, : int(cache.reserved_blocks[rows].max())]
-            dead += (
-                _dead_tokens(table, rows, lengths, group.spec.visibility, layout.block_tokens)
+            unneeded += (
+                _unneeded_tokens(table, rows, lengths, group.spec.visibility, layout.block_tokens)
                 * group.unit_bytes
             )
             pages = int(np.count_nonzero(table[rows])) if padded else 0
@@ -48,10 +48,10 @@ def waste(cache: KVCache) -> tuple[int, float]:
             continue
         mapped += pages * group.runs * group.page_stride
         padding += pages * group.runs * group.page_stride * layout.waste(group)
-    return held, float(dead / held + (padding / mapped if padded else 0.0))
+    return in_use, float(unneeded / in_use + (padding / mapped if padded else 0.0))
 
 
-def _dead_tokens(
+def _unneeded_tokens(
     table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Visibility, block: int
 ) -> int:
     """Places for tokens in the pages of some rows of `table` ([rows, blocks]) that no row's next query could want."""
@@ -62,13 +62,15 @@ def _dead_tokens(
     outside = np.count_nonzero(table[rows, :before][np.arange(before) < low[:, None]])
     outside += np.count_nonzero(table[rows, from_:][np.arange(from_, table.shape[1]) >= high[:, None]])
     some = np.flatnonzero(lengths)
-    dead = outside * block + _once(table[rows[some], high[some] - 1], high[some] * block - lengths[some])
+    unneeded = outside * block + _sum_once(
+        table[rows[some], high[some] - 1], high[some] * block - lengths[some]
+    )
     if span.windowed:
-        dead += _once(table[rows[some], low[some]], first[some] - low[some] * block)
-    return int(dead)
+        unneeded += _sum_once(table[rows[some], low[some]], first[some] - low[some] * block)
+    return int(unneeded)
 
 
-def _once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
+def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
     """The sum of `tokens` over pages; of a page that several rows hold, the least."""
     unique, place = np.unique(pages, return_inverse=True)
     least = np.full(unique.size, np.iinfo(np.int64).max)
@@ -76,7 +78,7 @@ def _once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
     return int(least[unique > 0].sum())
 
 
-class Peak:
+class PeakUsage:
     """What was seen while running sequences held most. Waste is the mean over the looks at which they held nearly the most:
     blocks that fill in step would else show one moment of sixteen."""
 
@@ -90,7 +92,7 @@ class Peak:
         self._seen: list[tuple[int, float]] = []
         self._next = 0.0
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Take note of now, or do nothing where the last look was too short a time ago for what it cost."""
         begin = time.perf_counter()
         if begin < self._next:
@@ -101,11 +103,11 @@ class Peak:
         self._next = end + (end - begin) / self.SHARE
 
     def figures(self) -> dict[str, float]:
-        most = max((held for held, _ in self._seen), default=0)
-        near = [share for held, share in self._seen if held >= self.NEAR * most]
+        most = max((in_use for in_use, _ in self._seen), default=0)
+        near = [share for in_use, share in self._seen if in_use >= self.NEAR * most]
         mean = sum(near) / len(near) if near else 0.0
         pool = (self._cache.usable_slabs + 1) * self._cache.layout.slab_bytes
-        wasted = max((held * share for held, share in self._seen), default=0.0)
+        wasted = max((in_use * share for in_use, share in self._seen), default=0.0)
         return {
             "peak_running": self._running,
             "peak_bytes": most,
@@ -139,7 +141,7 @@ class Capacity:
         return {**asdict(self), "ratio": self.ratio if self.uniform else None, "agrees": self.agrees}
 
 
-def holds(layers: Mapping[str, LayerSpec], tokens: int, pool_bytes: int, chunk: int = 2048) -> int:
+def measure_capacity(layers: Mapping[str, LayerSpec], tokens: int, pool_bytes: int, chunk: int = 2048) -> int:
     """How many sequences of `tokens` tokens, no two alike, are open at once when the next one finds no room. Each comes in
     chunks, as an engine computes it, so that windows pass and free their pages; shorter ones where room is short."""
     layout = PoolLayout.build(layers)
@@ -175,6 +177,6 @@ def capacity(spec: ModelSpec, tokens: int, pool_bytes: int) -> Capacity:
     assert fit["uniform"] is not None
     return Capacity(
         spec.name, tokens, pool_bytes,
-        holds(spec.layers, tokens, pool_bytes), holds(whole, tokens, pool_bytes),
+        measure_capacity(spec.layers, tokens, pool_bytes), measure_capacity(whole, tokens, pool_bytes),
         fit["kvloom"], fit["uniform"],
     )  # fmt: skip

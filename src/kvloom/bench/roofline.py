@@ -25,14 +25,14 @@ from kvloom.models.specs import model_spec
 from .shapes import build
 from .workloads import Workload
 
-__all__ = ["FLOP_RATE", "READ_RATE", "Floor", "Least"]
+__all__ = ["FLOP_RATE", "READ_RATE", "LowerBound", "Roofline"]
 
 READ_RATE = 4.5e12
 FLOP_RATE = 770e12
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class ForwardPass:
     """One run of the model: `rows` sequences with `cached` tokens before and `new` ones to compute. The first `shared` of
     the cached ones are common to rows in `prefixes` groups."""
 
@@ -44,7 +44,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Least:
+class LowerBound:
     """Seconds of prompts and of decoding, the FLOPs of the prompts, and the bytes that decoding reads."""
 
     prefill: float
@@ -57,7 +57,7 @@ class Least:
         return self.prefill + self.decode
 
 
-class Floor:
+class Roofline:
     """The floors of one model's workloads. Costs a model on the meta device: a second, and no memory."""
 
     def __init__(self, config: Any, dtype: torch.dtype, kv_dtype: str | None = None) -> None:
@@ -83,13 +83,13 @@ class Floor:
         for layer in spec.layers.values():
             self.layers[layer] = self.layers.get(layer, 0) + 1
 
-    def of(self, work: Workload) -> Least:
+    def of(self, work: Workload) -> LowerBound:
         """The least time of a workload."""
         prompts, decode = (
             np.array([self._cost(step) for step in steps], dtype=np.float64).reshape(-1, 3).sum(0).tolist()
             for steps in (self._prompts(work), self._decodes(work))
         )
-        return Least(prompts[0], decode[0], prompts[1], decode[2])
+        return LowerBound(prompts[0], decode[0], prompts[1], decode[2])
 
     def _turns(self, work: Workload) -> Iterator[tuple[int, int]]:
         """Tokens before and new tokens of each turn's prompt; the last token of an answer was never computed."""
@@ -99,18 +99,18 @@ class Floor:
             before += new + work.output - 1
             new = work.more + 1
 
-    def _prompts(self, work: Workload) -> Iterator[Pass]:
+    def _prompts(self, work: Workload) -> Iterator[ForwardPass]:
         if work.prefixes and not work.warm:
-            yield Pass(work.prefixes, 0, work.prefix)
+            yield ForwardPass(work.prefixes, 0, work.prefix)
         for before, new in self._turns(work):
-            yield Pass(work.requests, before, new, work.prefixes, work.prefix)
+            yield ForwardPass(work.requests, before, new, work.prefixes, work.prefix)
 
-    def _decodes(self, work: Workload) -> Iterator[Pass]:
+    def _decodes(self, work: Workload) -> Iterator[ForwardPass]:
         for before, new in self._turns(work):
             for step in range(work.output - 1):
-                yield Pass(work.requests, before + new + step, 1, work.prefixes, work.prefix)
+                yield ForwardPass(work.requests, before + new + step, 1, work.prefixes, work.prefix)
 
-    def _cost(self, step: Pass) -> tuple[float, float, float]:
+    def _cost(self, step: ForwardPass) -> tuple[float, float, float]:
         """Seconds, FLOPs and bytes of a pass."""
         tokens = step.rows * step.new
         operations = [
@@ -127,13 +127,13 @@ class Floor:
             if layer.unit == "state":
                 operations.append((2.0 * layer.bytes * step.rows * count, 0.0))
             else:
-                read, pairs = seen(layer.visibility, step)
+                read, pairs = tokens_read(layer.visibility, step)
                 operations.append((read * layer.bytes * count, pairs * self.pair_flops * count))
         seconds = sum(max(moved / READ_RATE, flops / FLOP_RATE) for moved, flops in operations)
         return seconds, sum(flops for _, flops in operations), sum(moved for moved, _ in operations)
 
 
-def seen(span: Visibility, step: Pass) -> tuple[int, int]:
+def tokens_read(span: Visibility, step: ForwardPass) -> tuple[int, int]:
     """Tokens of K and V that a layer reads in a pass, each once, and its pairs of query and key."""
     positions = np.arange(step.cached, step.cached + step.new)
     pairs = int((positions + 1 - span.first_visible_each(positions)).sum()) * step.rows

@@ -1,4 +1,4 @@
-"""The lines that say a server is ready: its address, the pool and its layout, the tiers below, and something to try."""
+"""The lines printed when a server is ready: address, pool layout, tiers, and an example request."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from rich.table import Table
 
 from kvloom.core import format_bytes
 
-from .worker.messages import Ready
+from .worker import Ready
 
-__all__ = ["welcome"]
+__all__ = ["print_startup"]
 
 MiB = 1 << 20
 
 
-def welcome(model: str, url: str, facts: Ready, pid: int, seconds: float, keys: bool, chat: bool) -> None:
-    """Print them to stdout."""
+def print_startup(
+    model: str, url: str, facts: Ready, pid: int, seconds: float, keys: bool, chat: bool
+) -> None:
+    """Print the start-up lines to stdout."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("group", "layers", "page", "pages a block", "pages a slab", "padding"):
+    for column in ("group", "layers", "page", "pages/block", "pages/slab", "padding"):
         table.add_column(column, justify="left" if column == "group" else "right")
     for row in facts.layout:
         table.add_row(
@@ -37,22 +39,24 @@ def welcome(model: str, url: str, facts: Ready, pid: int, seconds: float, keys: 
         style="bold",
     )
     console.print(
-        f"pool of {facts.pool_bytes / MiB:,.0f} MiB for about {tokens:,} tokens, {facts.longest:,} in one request at most"
+        f"page pool: {facts.pool_bytes / MiB:,.0f} MiB, about {tokens:,} tokens; at most {facts.max_tokens:,} tokens per request"
     )
-    console.print(f"blocks of {facts.block_tokens} tokens, slabs of {facts.slab_bytes:,} bytes")
+    console.print(f"block: {facts.block_tokens} tokens, slab: {facts.slab_bytes:,} bytes")
     console.print(table)
     for name, capacity, pages in facts.tiers:
-        there = f", with {pages:,} pages already" if pages else ""
-        console.print(f"tier {name}: {format_bytes(capacity)}{there}", markup=False, soft_wrap=True)
-    for name, why in facts.left_out:
-        console.print(f"left out: tier {name}: {why}", style="bold", markup=False, soft_wrap=True)
-    ask = '"messages": [{"role": "user", "content": "Hello"}]' if chat else '"prompt": "def fibonacci(n):"'
+        stored = f", {pages:,} pages stored" if pages else ""
+        console.print(f"tier {name}: {format_bytes(capacity)}{stored}", markup=False, soft_wrap=True)
+    for name, why in facts.unavailable_tiers:
+        console.print(f"unavailable tier {name}: {why}", style="bold", markup=False, soft_wrap=True)
+    example = (
+        '"messages": [{"role": "user", "content": "Hello"}]' if chat else '"prompt": "def fibonacci(n):"'
+    )
     path = "/v1/chat/completions" if chat else "/v1/completions"
     print(f"\nkvloom serves {model} at {url}; to try it:")
     auth = ' -H "Authorization: Bearer $KEY"' if keys else ""
     print(
         f"""  curl {url}{path}{auth} -H "Content-Type: application/json" \\
-    -d '{{"model": "{model}", {ask}, "max_tokens": 64, "temperature": 0}}'
-the cache, live: {url}/dashboard or `kvloom top --url {url}`\n""",
+    -d '{{"model": "{model}", {example}, "max_tokens": 64, "temperature": 0}}'
+dashboard: {url}/dashboard or `kvloom top --url {url}`\n""",
         flush=True,
     )

@@ -36,14 +36,14 @@ from kvloom.engine.request import SamplingParams
 from kvloom.models.loading import choose_device
 from kvloom.tiers.registry import check_tiers
 
-from .emptying import empty_host, empty_pool, stored
-from .engine import say
+from .engine import log
 from .engine_runners import Kvloom, Options
-from .keep import keep
-from .layers import by_layers
-from .race import race
+from .layerwise_copy import measure_layerwise_copy
+from .load_or_recompute import measure_load_or_recompute
+from .offload_cost import measure_offload_cost
+from .page_placement import evict_host, evict_pool, wait_until_stored
 from .shapes import SHAPES, build, hf_config
-from .workloads import Workload, chosen
+from .workloads import Workload, select_workloads
 
 __all__ = ["main"]
 
@@ -131,7 +131,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     pool, host = args.pool, f"host:{args.host}"
     scale = SHAPES[args.shape].scale if args.scale is None else args.scale
-    works = chosen(args.works, scale)
+    works = select_workloads(args.works, scale)
     with tempfile.TemporaryDirectory() as folder:
         disk = f"disk:{args.disk or folder + ':4GiB'}"
         check_tiers([host, disk])
@@ -140,14 +140,14 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         if "workloads" in args.only:
             report["workloads"] = workloads(args.shape, device, pool, host, works, args.rounds)
         if "hits" in args.only:
-            report["hits"] = hits(args.shape, device, args.host, chosen(["W6"], scale)[0])
+            report["hits"] = hits(args.shape, device, args.host, select_workloads(["W6"], scale)[0])
         if "layers" in args.only:
             with tempfile.TemporaryDirectory() as pages:
-                report["layers"] = by_layers(pages, rounds=args.rounds)
+                report["layers"] = measure_layerwise_copy(pages, rounds=args.rounds)
         if "keep" in args.only:
-            report["keep"] = keep(args.shape, device, scale, args.rounds, pool, args.host)
+            report["keep"] = measure_offload_cost(args.shape, device, scale, args.rounds, pool, args.host)
         if "race" in args.only:
-            report["race"] = race(rounds=args.rounds)
+            report["race"] = measure_load_or_recompute(rounds=args.rounds)
     return report
 
 
@@ -162,8 +162,8 @@ def ttft(
     vocabulary = hf_config(shape).vocab_size
     engine = Engine(model, pool, tiers=[host, disk], lower=OffloadConfig(load="always"))
     engine.prepare()
-    lower = engine.offload
-    assert lower is not None
+    offload = engine.offload
+    assert offload is not None
     rng = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {"computed": [], "host": [], "disk": []}
     loads: dict[str, list[float]] = {"host": [], "disk": []}
@@ -172,27 +172,27 @@ def ttft(
     for round_ in range(-1, rounds):  # the first warms up
         tokens = rng.integers(3, vocabulary, prompt).tolist()
         found = {"computed": first_token(engine, tokens, CacheControl(store=True))}
-        stored(lower)
+        wait_until_stored(offload)
         for place in ("host", "disk"):
-            empty_pool(engine)
+            evict_pool(engine)
             if place == "disk":
-                empty_host(engine, lower, tokens)
-            before = lower.counts["landed_bytes"]
+                evict_host(engine, offload, tokens)
+            before = offload.counts["landed_bytes"]
             began = time.perf_counter()
             found[place] = first_token(engine, tokens, CacheControl())
-            size = lower.counts["landed_bytes"] - before
+            size = offload.counts["landed_bytes"] - before
             cached[place] = found[place][1]
             if round_ >= 0 and size:
-                took = lower.last_load if place == "host" else time.perf_counter() - began
+                took = offload.last_load if place == "host" else time.perf_counter() - began
                 loads[place].append(size / took)
         if round_ >= 0:
             for place, (took, _) in found.items():
                 seconds[place].append(took)
-        say(
+        log(
             f"round {round_ + 1}: "
             + ", ".join(f"{p} {t * 1e3:.1f} ms ({c} cached)" for p, (t, c) in found.items())
         )
-    auto = _auto(engine, lower, rng, vocabulary, prompt, rounds)
+    auto = _auto(engine, offload, rng, vocabulary, prompt, rounds)
     engine.close()
     middle = {place: statistics.median(times) for place, times in seconds.items()}
     return {
@@ -203,21 +203,26 @@ def ttft(
 
 
 def _auto(
-    engine: Engine, lower: OffloadManager, rng: np.random.Generator, vocabulary: int, prompt: int, rounds: int
+    engine: Engine,
+    offload: OffloadManager,
+    rng: np.random.Generator,
+    vocabulary: int,
+    prompt: int,
+    rounds: int,
 ) -> dict[str, Any]:
     """From disk again, where the engine decides what is loaded and what is computed, and computing everything, turn about."""
-    lower.config = OffloadConfig()
+    offload.config = OffloadConfig()
     times: dict[str, list[float]] = {"computed": [], "auto": []}
     cached = []
     # The first may mend what was believed of the disk when all was to be loaded.
     for round_ in range(-1, rounds):
         tokens = rng.integers(3, vocabulary, prompt).tolist()
         computed = first_token(engine, tokens, CacheControl())[0]
-        stored(lower)
-        empty_pool(engine)
-        empty_host(engine, lower, tokens)
+        wait_until_stored(offload)
+        evict_pool(engine)
+        evict_host(engine, offload, tokens)
         auto, found = first_token(engine, tokens, CacheControl())
-        say(
+        log(
             f"deciding {round_ + 1}: computed {computed * 1e3:.1f} ms, auto {auto * 1e3:.1f} ms ({found} cached)"
         )
         if round_ >= 0:
@@ -268,8 +273,8 @@ def workloads(
                     drained += [found.figures["drained_s"]] if which == "on" else []
         off, on = statistics.median(times["off"]), statistics.median(times["on"])
         ratio = statistics.median(b / a for a, b in zip(times["off"], times["on"], strict=True))
-        lower = runners["on"].engine.offload
-        assert lower is not None
+        offload = runners["on"].engine.offload
+        assert offload is not None
         rows.append(
             {
                 "workload": work.name,
@@ -278,13 +283,13 @@ def workloads(
                 "ratio": ratio,
                 "drained_s": statistics.median(drained),
                 "rounds": times,
-                "same_tokens": said["off"].said == said["on"].said,
+                "same_tokens": said["off"].answers == said["on"].answers,
                 "hit_rate_off": said["off"].figures["hit_rate"],
                 "hit_rate_on": said["on"].figures["hit_rate"],
-                "counts": dict(lower.counts),
+                "counts": dict(offload.counts),
             }
         )
-        say(f"{work.name}: off {off:.3f} s, on {on:.3f} s, ratio {ratio:.3f}")
+        log(f"{work.name}: off {off:.3f} s, on {on:.3f} s, ratio {ratio:.3f}")
     for runner in runners.values():
         runner.close()
     return rows
@@ -314,7 +319,7 @@ def hits(shape: str, device: str, host: int, work: Workload) -> dict[str, Any]:
         figures = runner.run(work.draw(vocabulary, 0, 1), work.output).figures
         found[which] = figures["hit_rate"]
         runner.close()
-        say(f"{work.name}, {which}: {figures['hit_rate']:.1%} of tokens were cached")
+        log(f"{work.name}, {which}: {figures['hit_rate']:.1%} of tokens were cached")
     found["kept"] = found["small + host"] / found["large"] if found["large"] else 0.0
     return found
 

@@ -30,14 +30,14 @@ from kvloom.tiers import DiskConfig, DiskTier, OpenTier
 from kvloom.tiers.testing import Faults, FaultyTier
 from kvloom.tiers.transfers import TierQueueConfig, TransferConfig
 
-from .emptying import empty_host, empty_pool, stored
-from .engine import say
+from .engine import log
+from .page_placement import evict_host, evict_pool, wait_until_stored
 
-__all__ = ["KNOWLEDGE", "RATIOS", "race"]
+__all__ = ["RATIOS", "SCENARIOS", "measure_load_or_recompute"]
 
 RATIOS = (0.05, 0.1, 0.3, 0.6, 1.0, 3.0)
 """How fast the disk gives tokens, measured in how fast they are computed."""
-KNOWLEDGE = {
+SCENARIOS = {
     "known": "three prompts were loaded from it before",
     "unknown": "nothing was loaded yet",
     "nothing": "nothing was loaded or computed yet",
@@ -51,14 +51,14 @@ BASE, GROWTH = 0.012, 0.45  # of a step; how much longer the second half takes
 FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
-class Device:
+class SimulatedDevice:
     """Lets an engine's steps take as long as on a device of its own: launched at once, landed when they are over."""
 
     def __init__(self, engine: Engine) -> None:
-        self._over: deque[float] = deque()
-        self._run, self._land = engine.runner.run, engine._output_processor.process
+        self._step_ends: deque[float] = deque()
+        self._run, self._process = engine.runner.run, engine._output_processor.process
         engine.runner.run = self.run  # type: ignore[method-assign, assignment]
-        engine._output_processor.process = self.land  # type: ignore[method-assign, assignment]
+        engine._output_processor.process = self.process  # type: ignore[method-assign, assignment]
         self.tokens: list[int] = []
 
     @staticmethod
@@ -73,34 +73,34 @@ class Device:
         began = time.perf_counter()
         tokens, position = sum(len(work.tokens) for work in works), works[0].sequence.length
         logits = self._run(works, *rest)
-        before = self._over[-1] if self._over else 0.0
-        self._over.append(max(began, before) + self.seconds(tokens, position))
+        before = self._step_ends[-1] if self._step_ends else 0.0
+        self._step_ends.append(max(began, before) + self.seconds(tokens, position))
         self.tokens.append(tokens)
         return logits
 
-    def land(self, *given: Any) -> Any:
-        time.sleep(max(0.0, self._over.popleft() - time.perf_counter()))
-        return self._land(*given)
+    def process(self, *given: Any) -> Any:
+        time.sleep(max(0.0, self._step_ends.popleft() - time.perf_counter()))
+        return self._process(*given)
 
 
-class Bench:
+class PacedEngine:
     """One engine over one paced disk."""
 
     def __init__(self, model: Any, folder: Path, seed: int) -> None:
         self.faults = Faults()
         tier = FaultyTier(DiskTier(DiskConfig(folder, 256 << 20)), self.faults)
         lane = TierQueueConfig(max_inflight_bytes=PIECES * PIECE, batch_bytes=PIECE)
-        lower = OffloadConfig(transfers=TransferConfig(queue=lane))
+        offload = OffloadConfig(transfers=TransferConfig(queue=lane))
         tiers: list[str | OpenTier] = ["host:64MiB", OpenTier(tier)]
-        self.engine = Engine(model, 64 << 20, tiers=tiers, lower=lower, token_budget=BUDGET, ahead=True)
-        self.device = Device(self.engine)
+        self.engine = Engine(model, 64 << 20, tiers=tiers, lower=offload, token_budget=BUDGET, ahead=True)
+        self.device = SimulatedDevice(self.engine)
         self._rng = np.random.default_rng(seed)
         self.bytes = self.engine.layout.slab_bytes_for(PROMPT)
 
     def prompt(self) -> list[int]:
         return [int(token) for token in self._rng.integers(3, 60, PROMPT)]
 
-    def first(self, tokens: list[int], read: bool) -> tuple[float, int, list[int]]:
+    def first_token(self, tokens: list[int], read: bool) -> tuple[float, int, list[int]]:
         """Seconds to a prompt's first token, its tokens that were cached, and the steps it took."""
         self.device.tokens = []
         began = time.perf_counter()
@@ -114,23 +114,23 @@ class Bench:
     def store(self, tokens: list[int]) -> None:
         """Computed once, so that the disk has it."""
         rate, self.faults.rate = self.faults.rate, 0.0
-        self.first(tokens, read=False)
+        self.first_token(tokens, read=False)
         assert self.engine.offload is not None
-        stored(self.engine.offload)
+        wait_until_stored(self.engine.offload)
         self.faults.rate = rate
 
-    def clear(self, tokens: list[int]) -> None:
+    def evict(self, tokens: list[int]) -> None:
         """Its pages are on the disk alone."""
         assert self.engine.offload is not None
-        empty_pool(self.engine)
-        empty_host(self.engine, self.engine.offload, tokens)
+        evict_pool(self.engine)
+        evict_host(self.engine, self.engine.offload, tokens)
 
-    def pace(self, ratio: float) -> None:
+    def set_disk_ratio(self, ratio: float) -> None:
         self.faults.rate = ratio * self.bytes / SECONDS
 
 
-def race(
-    ratios: Sequence[float] = RATIOS, knowledge: Sequence[str] = tuple(KNOWLEDGE), rounds: int = 3
+def measure_load_or_recompute(
+    ratios: Sequence[float] = RATIOS, scenarios: Sequence[str] = tuple(SCENARIOS), rounds: int = 3
 ) -> list[dict[str, Any]]:
     """A row for each ratio and each thing that is known beforehand: medians of computing everything and of the engine deciding,
     and what both at once could reach."""
@@ -143,7 +143,7 @@ def race(
     )  # fmt: skip
     rows = []
     for ratio in ratios:
-        for known in knowledge:
+        for known in scenarios:
             times: dict[str, list[float]] = {"computed": [], "auto": []}
             cached, steps = [], []
             for round_ in range(rounds):
@@ -159,36 +159,36 @@ def race(
                     "steps": steps, "relative": auto / computed, "ideal": 1 / (1 + ratio),
                 }
             )  # fmt: skip
-            say(
-                f"race {len(rows)} of {len(ratios) * len(knowledge)}: disk {ratio:g}, {known}: {auto / computed:.2f}"
+            log(
+                f"race {len(rows)} of {len(ratios) * len(scenarios)}: disk {ratio:g}, {known}: {auto / computed:.2f}"
             )
     return rows
 
 
 def _round(model: Any, ratio: float, known: str, seed: int) -> dict[str, tuple[float, int, list[int]]]:
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(model, Path(folder), seed)
+        bench = PacedEngine(model, Path(folder), seed)
         tokens = bench.prompt()
         bench.store(tokens)
         if known == "nothing":
             bench.engine.close()
-            bench = Bench(model, Path(folder), seed)
+            bench = PacedEngine(model, Path(folder), seed)
             bench.prompt()
         if known in ("known", "slower", "cached"):
-            bench.pace(ratio * (3 if known == "slower" else 1))
+            bench.set_disk_ratio(ratio * (3 if known == "slower" else 1))
             for _ in range(3):
                 other = bench.prompt()
                 bench.store(other)
-                bench.clear(other)
-                bench.first(other, read=True)
-        bench.pace(ratio)
-        bench.clear(tokens)
+                bench.evict(other)
+                bench.first_token(other, read=True)
+        bench.set_disk_ratio(ratio)
+        bench.evict(tokens)
         if known == "cached":
             bench.faults.burst = bench.bytes // 4
         found = {}
         order = ("computed", "auto") if seed % 2 and known != "nothing" else ("auto", "computed")
         for which in order:
             prompt = tokens if which == "auto" else bench.prompt()
-            found[which] = bench.first(prompt, read=which == "auto")
+            found[which] = bench.first_token(prompt, read=which == "auto")
         bench.engine.close()
         return found
