@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvloom.core import CacheControl, KVCache, LoadPlan, Match, Tenant, allocator as room
+from kvloom.core import CacheControl, Loading, LoadPlan, Match, Tenant, allocator as room
 from kvloom.engine.engine import Engine
 from kvloom.engine.execution.inflight_step import InflightStep
 from kvloom.engine.offload import manager as lower_module
@@ -692,13 +692,13 @@ def test_a_tier_that_stays_away_ends_with_its_engine(tmp_path: Path) -> None:
 
 def test_host_memory_without_a_prompts_next_block_costs_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    prospect = KVCache.plan_load
+    plan = Loading.plan
 
-    def counted(cache: KVCache, match: Match) -> LoadPlan:
+    def counted(loading: Loading, match: Match) -> LoadPlan:
         made.append(match.resume)
-        return prospect(cache, match)
+        return plan(loading, match)
 
-    monkeypatch.setattr(KVCache, "prospect", counted)
+    monkeypatch.setattr(Loading, "plan", counted)
     prompts = drawn("one look", 70, 50, 90)
     wanted = expected(tiny("llama"), prompts, 8)
     engine = Engine(tiny("llama"), POOL, tiers=["host:8MiB?write=through"], lower=PATIENT)
