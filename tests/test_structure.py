@@ -221,6 +221,80 @@ def test_a_module_states_its_public_names(module: str) -> None:
     assert module in stated_names(), f"{module} has no __all__"
 
 
+LAYERED = ["tiers"]
+"""Packages whose folders have interfaces: other code imports the names in a folder's `__all__`, and nothing has cycles."""
+
+
+def folder(module: str) -> str:
+    """Returns the package of a module: itself for an `__init__`."""
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def imported(module: str) -> Iterator[tuple[str, str, int]]:
+    """Yields (module, name, line) of every `from … import`, with absolute module names."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = folder(module).split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
+            yield from ((base, alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "", node.lineno) for alias in node.names)
+
+
+def dependencies(module: str) -> set[str]:
+    """Returns the modules of kvloom that a module imports, type hints included."""
+    named = {
+        f"{base}.{name}" if f"{base}.{name}" in MODULES else base
+        for base, name, _ in imported(module)
+        if name != "_native"  # compiled: imports nothing
+    }
+    return {name for name in named if name in MODULES and name != module}
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Returns the nodes that are in a cycle or depend on one."""
+    left = dict(graph)
+    while ready := [node for node, needs in left.items() if not needs & left.keys()]:
+        for node in ready:
+            del left[node]
+    return sorted(left)
+
+
+@pytest.mark.parametrize("package", LAYERED)
+def test_other_code_imports_the_interface_of_a_folder(package: str) -> None:
+    top, names, wrong = f"kvloom.{package}", public_names(), []
+    for module in MODULES:
+        for base, name, line in imported(module):
+            if base != top and not base.startswith(f"{top}."):
+                continue
+            inside = module == top or module.startswith(f"{top}.")
+            same = base in MODULES and folder(module) == folder(base)
+            in_root = inside and base in MODULES and folder(base) == top and base != top
+            native = f"{base}.{name}" == f"{top}._native"
+            interface = base in MODULES and folder(base) == base and name in names[base]
+            if not (same or in_root or native or interface):
+                wrong.append(f"{module} line {line}: {name} of {base}")
+    assert not wrong, f"import public names of {top} or of its folders: {wrong}"
+
+
+@pytest.mark.parametrize("package", LAYERED)
+def test_no_cycles_between_files_or_folders(package: str) -> None:
+    top = f"kvloom.{package}"
+    files = [name for name in MODULES if name == top or name.startswith(f"{top}.")]
+    assert not cycle({name: dependencies(name) & set(files) for name in files})
+
+    def unit(name: str) -> str:
+        """A folder, or a file beside the folders."""
+        return ".".join(name.split(".")[:3])
+
+    folders: dict[str, set[str]] = {unit(name): set() for name in files}
+    for name in files:
+        folders[unit(name)] |= {unit(other) for other in dependencies(name) & set(files)} - {unit(name)}
+    assert not cycle(folders)
+
+
 if __name__ == "__main__":
     PINS.write_text(json.dumps(public_names(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
     print(f"wrote {PINS}")

@@ -28,7 +28,7 @@ from kvloom.engine.offload.host_pages import HostPages, form_of, open_host
 from kvloom.engine.offload.store import HostStore
 from kvloom.engine.request import SamplingParams
 from kvloom.kernels.copy import FinishedEvent
-from kvloom.tiers.host.arena import copy_pages
+from kvloom.tiers.host import copy_pages
 from kvloom.tiers.transfers import TransferManager
 from tests.models.zoo import expected, tiny
 

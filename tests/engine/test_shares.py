@@ -61,9 +61,9 @@ def test_a_flood_of_one_tenant_pushes_nobody_else_out(
     assert isinstance(tier, HostTier | DiskTier)
     kept = tier.used_by("calm")
     flooded = [said(engine, "flood", flood[at : at + 4]) for at in range(0, 20, 4)]
-    assert tier.kept_for("calm") == kept > 0
+    assert tier.used_by("calm") == kept > 0
     pool = (engine.cache.state.pool.slabs - 1) * layout.slab_bytes
-    assert 0 < tier.kept_for("flood") <= tier.capacity * (2 * talk / pool if rule == "quota" else 1)
+    assert 0 < tier.used_by("flood") <= tier.capacity * (2 * talk / pool if rule == "quota" else 1)
     assert tier.stats().evicted, "the flood has lost pages of its own"
     if below == "disk":
         closed(engine)

@@ -34,7 +34,7 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.offload.manager import OffloadConfig, OffloadManager
 from kvloom.engine.request import SamplingParams
 from kvloom.models.loading import choose_device
-from kvloom.tiers.registry import check_tiers
+from kvloom.tiers import check_tiers
 
 from .engine import log
 from .engine_runners import Kvloom, Options

@@ -27,7 +27,7 @@ from kvloom.models.specs import (
     load_config,
     model_spec,
 )
-from kvloom.tiers.registry import check_tiers
+from kvloom.tiers import check_tiers
 
 __all__ = ["check_engine", "check_model"]
 
