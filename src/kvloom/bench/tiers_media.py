@@ -81,7 +81,7 @@ class Memory:
         self.objects = self.fresh()
 
     def fresh(self) -> Objects:
-        """Names that no tier has seen."""
+        """Choose hashes that no tier has stored."""
         salt = f"{os.getpid()} {next(_rounds)}"
         names = [blake2b(f"{salt} {i}".encode(), digest_size=16).digest() for i in range(self.count)]
         self.objects = Objects(names, 0, self.form)
@@ -89,9 +89,9 @@ class Memory:
         return self.objects
 
     def check(self) -> None:
-        """What was read is what was written. A RuntimeError would make every figure worthless."""
+        """Raise RuntimeError if the bytes read differ from those written."""
         if not np.array_equal(self.source, self.target):
-            raise RuntimeError("the bytes that came back are not those that were written")
+            raise RuntimeError("the bytes read differ from those written")
         self.target[:] = 0
 
 

@@ -26,15 +26,15 @@ def _serve(llm: Any, conversations: list[dict[str, Any]], output: int) -> dict[s
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
     begin, before = time.perf_counter(), _processor()
     if any(each["later"] for each in conversations):
-        said, asked, cached = _turns(llm.llm_engine, params, conversations)
+        answers, asked, cached = _turns(llm.llm_engine, params, conversations)
     else:
         prompts = [{"prompt_token_ids": each["prompt"]} for each in conversations]
         found = llm.generate(prompts, params, use_tqdm=False)
-        said = [[list(result.outputs[0].token_ids)] for result in found]
+        answers = [[list(result.outputs[0].token_ids)] for result in found]
         asked = sum(len(each["prompt"]) for each in conversations)
         cached = sum(result.num_cached_tokens or 0 for result in found)
     seconds, after = time.perf_counter() - begin, _processor()
-    told = {"seconds": seconds, "said": said, "figures": {"hit_rate": cached / asked}}
+    told = {"seconds": seconds, "answers": answers, "figures": {"hit_rate": cached / asked}}
     return told if after is None or before is None else {**told, "processor": after - before}
 
 
@@ -54,12 +54,14 @@ def _turns(
     engine: Any, params: Any, conversations: list[dict[str, Any]]
 ) -> tuple[list[list[list[int]]], int, int]:
     """Every conversation on its own: a turn is submitted as soon as the one before has ended."""
-    said: list[list[list[int]]] = [[] for _ in conversations]
+    answers: list[list[list[int]]] = [[] for _ in conversations]
     prompts = [list(each["prompt"]) for each in conversations]
     asked = cached = 0
 
     def submit(place: int) -> None:
-        engine.add_request(f"{place}.{len(said[place])}", {"prompt_token_ids": list(prompts[place])}, params)
+        engine.add_request(
+            f"{place}.{len(answers[place])}", {"prompt_token_ids": list(prompts[place])}, params
+        )
 
     for place in range(len(conversations)):
         submit(place)
@@ -71,12 +73,12 @@ def _turns(
             answer = list(result.outputs[0].token_ids)
             asked += len(prompts[place])
             cached += result.num_cached_tokens or 0
-            said[place].append(answer)
+            answers[place].append(answer)
             later = conversations[place]["later"]
-            if len(said[place]) <= len(later):
-                prompts[place] += answer + later[len(said[place]) - 1]
+            if len(answers[place]) <= len(later):
+                prompts[place] += answer + later[len(answers[place]) - 1]
                 submit(place)
-    return said, asked, cached
+    return answers, asked, cached
 
 
 def _start(how: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
