@@ -159,27 +159,26 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-CORE = [name for name in MODULES if room(name) == "core"]
+ROOMS = sorted({here for name in MODULES if (here := room(name)) is not None})
+FOLDERS = sorted({name for name, path in MODULES.items() if path.name == "__init__.py" and name.count(".")})
 
 
-def test_no_import_circles_between_files_of_core() -> None:
-    assert circle(dependencies(CORE)) == []
+@pytest.mark.parametrize("here", ROOMS)
+def test_no_import_circles_between_files(here: str) -> None:
+    assert circle(dependencies([name for name in MODULES if room(name) == here])) == []
 
 
-@pytest.mark.parametrize("folder", sorted({name.rpartition(".")[0] for name in CORE if name.count(".") > 1}))
-def test_no_import_circles_between_members_of_a_core_folder(folder: str) -> None:
-    def member(module: str) -> str | None:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_import_circles_between_members_of_a_folder(folder: str) -> None:
+    inside = [name for name in MODULES if name.startswith(f"{folder}.")]
+
+    def member(module: str) -> str:
         """The file or folder directly below `folder` that a module belongs to."""
-        parts = module.removeprefix(f"{folder}.").split(".")
-        return parts[0] if module.startswith(f"{folder}.") else None
+        return module.removeprefix(f"{folder}.").split(".")[0]
 
-    arrows: dict[str, set[str]] = {}
-    for module, targets in dependencies(CORE).items():
-        here = member(module)
-        if here is not None:
-            arrows.setdefault(here, set()).update(
-                there for target in targets if (there := member(target)) is not None and there != here
-            )
+    arrows: dict[str, set[str]] = {member(module): set() for module in inside}
+    for module, targets in dependencies(inside).items():
+        arrows[member(module)] |= {member(target) for target in targets} - {member(module)}
     assert circle(arrows) == []
 
 
@@ -222,7 +221,7 @@ def test_a_module_states_its_public_names(module: str) -> None:
 
 
 LAYERED = ["tiers"]
-"""Packages whose folders have interfaces: other code imports the names in a folder's `__all__`, and nothing has cycles."""
+"""Packages whose folders have interfaces: other code imports the names in a folder's `__all__`."""
 
 
 def folder(module: str) -> str:
@@ -243,28 +242,9 @@ def imported(module: str) -> Iterator[tuple[str, str, int]]:
             yield from ((alias.name, "", node.lineno) for alias in node.names)
 
 
-def dependencies(module: str) -> set[str]:
-    """Returns the modules of kvloom that a module imports, type hints included."""
-    named = {
-        f"{base}.{name}" if f"{base}.{name}" in MODULES else base
-        for base, name, _ in imported(module)
-        if name != "_native"  # compiled: imports nothing
-    }
-    return {name for name in named if name in MODULES and name != module}
-
-
-def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Returns the nodes that are in a cycle or depend on one."""
-    left = dict(graph)
-    while ready := [node for node, needs in left.items() if not needs & left.keys()]:
-        for node in ready:
-            del left[node]
-    return sorted(left)
-
-
 @pytest.mark.parametrize("package", LAYERED)
 def test_other_code_imports_the_interface_of_a_folder(package: str) -> None:
-    top, names, wrong = f"kvloom.{package}", public_names(), []
+    top, names, wrong = f"kvloom.{package}", stated_names(), []
     for module in MODULES:
         for base, name, line in imported(module):
             if base != top and not base.startswith(f"{top}."):
@@ -277,22 +257,6 @@ def test_other_code_imports_the_interface_of_a_folder(package: str) -> None:
             if not (same or in_root or native or interface):
                 wrong.append(f"{module} line {line}: {name} of {base}")
     assert not wrong, f"import public names of {top} or of its folders: {wrong}"
-
-
-@pytest.mark.parametrize("package", LAYERED)
-def test_no_cycles_between_files_or_folders(package: str) -> None:
-    top = f"kvloom.{package}"
-    files = [name for name in MODULES if name == top or name.startswith(f"{top}.")]
-    assert not cycle({name: dependencies(name) & set(files) for name in files})
-
-    def unit(name: str) -> str:
-        """A folder, or a file beside the folders."""
-        return ".".join(name.split(".")[:3])
-
-    folders: dict[str, set[str]] = {unit(name): set() for name in files}
-    for name in files:
-        folders[unit(name)] |= {unit(other) for other in dependencies(name) & set(files)} - {unit(name)}
-    assert not cycle(folders)
 
 
 if __name__ == "__main__":
