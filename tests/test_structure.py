@@ -142,6 +142,8 @@ def dependencies(modules: list[str]) -> dict[str, set[str]]:
                 parents = package.split(".")
                 base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
             for alias in node.names:
+                if alias.name.startswith("_"):  # compiled: imports nothing
+                    continue
                 for name in (f"{base}.{alias.name}", base):
                     if name in found:
                         found[module].add(name)
