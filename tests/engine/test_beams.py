@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
+from tests.engines import make_engine
 from tests.models.zoo import tiny
 
 from .test_samples import POOL, idle
@@ -47,7 +47,7 @@ def params(width: int, new: int, **more: Any) -> SamplingParams:
 def test_texts_and_scores_are_those_of_generate(family: str) -> None:
     model = tiny(family)
     expected = [wanted(model, prompt, 3, 8) for prompt in PROMPTS]
-    engine = Engine(model, POOL, token_budget=16, ahead=True)
+    engine = make_engine(model, POOL, token_budget=16, ahead=True)
     requests = [engine.add(prompt, params(3, 8)) for prompt in PROMPTS]
     engine.run()
     for request, (texts, scores) in zip(requests, expected, strict=True):
@@ -67,7 +67,7 @@ def test_texts_that_end_early_are_those_of_generate(width: int, penalty: float) 
         plain, _ = wanted(reference, prompt, width, 12)
         for eos in (plain[0][3], plain[-1][6]):  # tokens that beams do meet
             texts, scores = wanted(reference, prompt, width, 12, eos, penalty)
-            engine = Engine(model, POOL)
+            engine = make_engine(model, POOL)
             more = {"stop_token_ids": (eos,), "length_penalty": penalty}
             request = engine.add(prompt, params(width, 12, **more))
             engine.run()
@@ -86,8 +86,8 @@ def test_texts_that_end_early_are_those_of_generate(width: int, penalty: float) 
 def test_beams_that_give_up_their_pages_give_the_same(family: str, slabs: int, new: int) -> None:
     model = tiny(family)
     expected = [wanted(model, prompt, 4, new)[0] for prompt in PROMPTS]
-    layout = Engine(model, POOL).layout
-    engine = Engine(model, slabs * layout.slab_bytes, token_budget=24, max_running=9)
+    layout = make_engine(model, POOL).layout
+    engine = make_engine(model, slabs * layout.slab_bytes, token_budget=24, max_running=9)
     engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, params(4, new)) for prompt in PROMPTS]
     steps = 0
@@ -105,7 +105,7 @@ def test_beams_that_give_up_their_pages_give_the_same(family: str, slabs: int, n
 def test_more_beams_than_may_run_at_once() -> None:
     model = tiny("llama")
     expected = [wanted(model, prompt, 6, 5)[0] for prompt in PROMPTS]
-    engine = Engine(model, POOL, max_running=2)
+    engine = make_engine(model, POOL, max_running=2)
     requests = [engine.add(prompt, params(6, 5)) for prompt in PROMPTS]
     engine.run()
     assert [[one.output for one in request.best] for request in requests] == expected
@@ -113,7 +113,7 @@ def test_more_beams_than_may_run_at_once() -> None:
 
 
 def test_a_vocabulary_smaller_than_the_width_gives_what_it_has() -> None:
-    engine = Engine(tiny("llama"), POOL)
+    engine = make_engine(tiny("llama"), POOL)
     request = engine.add([5, 6], params(70, 1))
     engine.run()
     assert len(request.best) == 64
@@ -124,7 +124,7 @@ def test_a_vocabulary_smaller_than_the_width_gives_what_it_has() -> None:
 
 def test_cancelling_ends_all_beams() -> None:
     for steps in range(6):
-        engine = Engine(tiny("llama"), POOL, token_budget=12, ahead=True)
+        engine = make_engine(tiny("llama"), POOL, token_budget=12, ahead=True)
         request = engine.add(PROMPTS[0], params(4, 10))
         other = engine.add(PROMPTS[1], SamplingParams(max_tokens=10, temperature=0))
         for _ in range(steps):
@@ -139,7 +139,7 @@ def test_cancelling_ends_all_beams() -> None:
 def test_nothing_ends_before_min_tokens_and_logprobs_are_told() -> None:
     model = tiny("llama")
     plain, _ = wanted(model, PROMPTS[0], 2, 8)
-    engine = Engine(model, POOL)
+    engine = make_engine(model, POOL)
     more: dict[str, Any] = {"stop_token_ids": tuple(plain[0][:3]), "min_tokens": 5, "logprobs": 2}
     request = engine.add(PROMPTS[0], params(2, 8, **more))
     engine.run()

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine import preflight as checking
-from kvloom.engine.preflight import check_engine, check_model
+from kvloom.engine import check_engine, check_model, preflight as checking
 from kvloom.kernels.cuda_driver import CudaError
 from kvloom.models.catalog import folder_of
 
@@ -23,7 +22,7 @@ LLAMA = folder_of("kvloom-llama")
     [
         ({"kv_dtype": "int3"}, "KV dtype 'int3' is not known"),
         ({"kv_dtype": "fp8,sliding=bf16"}, "no sliding layers"),
-        ({"kv_scales": "scales.safetensors"}, "no layer keeps them so"),
+        ({"kv_scales": "scales.safetensors"}, "there is none"),
         ({"kv_scales": "/no/scales", "kv_dtype": "fp8"}, "there is no file /no/scales with scales"),
         ({"pool_bytes": 1 << 10}, "a pool of 1,024 bytes is too small"),
         ({"tiers": ["host:x"]}, "tier 'host:x': size 'x' is not understood"),
@@ -46,14 +45,14 @@ def test_what_runs_is_let_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "count", "said"),
     [
-        ("cuda", OSError("no libcuda"), "no device 'cuda' here: no NVIDIA driver is installed; give cpu"),
+        ("cuda", OSError("no libcuda"), "no device 'cuda': no NVIDIA driver is installed; use --device cpu"),
         (
             "cuda:0",
             CudaError("cuInit", 100, "none found"),
-            "here: the NVIDIA driver says: cuInit failed with 100",
+            ": the NVIDIA driver reports: cuInit failed with 100",
         ),
-        ("cuda", 0, "the NVIDIA driver sees 0 GPUs; give cpu .--device cpu., or leave it out"),
-        ("cuda:1", 1, "no device 'cuda:1' here: the NVIDIA driver sees 1 GPU;"),
+        ("cuda", 0, "the NVIDIA driver sees 0 GPUs; use --device cpu, or omit"),
+        ("cuda:1", 1, "no device 'cuda:1': the NVIDIA driver sees 1 GPU;"),
         ("cuda", 1, None),
         ("cuda:1", 2, None),
         ("cpu", OSError("nobody asks"), None),
@@ -81,7 +80,7 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(
 def test_a_pool_is_measured_as_the_engine_will_have_it() -> None:
     for dtype, unit in (("float32", 98_304), ("bfloat16", 49_152)):
         check_engine(LLAMA, dtype=dtype, pool_bytes=2 * unit)
-        with pytest.raises(ValueError, match=f"its unit is {unit:,}"):
+        with pytest.raises(ValueError, match=f"two slabs of {unit:,} bytes"):
             check_engine(LLAMA, dtype=dtype, pool_bytes=2 * unit - 1)
 
 
@@ -93,8 +92,8 @@ def test_a_config_that_only_transformers_can_read_is_left_to_it(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("nothing-like-it", "no model 'nothing-like-it' here.*kvloom-llama"),
-        ("no/such/folder", "no model 'no/such/folder' here"),
+        ("nothing-like-it", "no model 'nothing-like-it'.*kvloom-llama"),
+        ("no/such/folder", "no model 'no/such/folder'"),
         ("./org/name", "no model"),
         ("llama-3-8b", "a config without weights"),
         (__file__, "a config without weights"),

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from kvloom.core import CacheControl
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.scheduling.admission import MEMORY, TYPICAL, Admission
+from kvloom.engine import Request, SamplingParams
+from kvloom.engine.scheduling import Admission
+from kvloom.engine.scheduling.admission import MEMORY, TYPICAL
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
 
@@ -32,9 +33,9 @@ def asked(seed: str, count: int, longest: int) -> list[list[int]]:
 def test_nobody_gives_its_pages_up_where_ends_are_known(family: str, ahead: bool, foresees: bool) -> None:
     model, prompts = tiny(family), asked(family, 10, 40)
     wanted = expected(model, prompts, 28)
-    layout = Engine(model, 1 << 24).layout
+    layout = make_engine(model, 1 << 24).layout
     room = 4 * layout.slab_bytes_for(68, states=2) + 2 * layout.slab_bytes
-    engine = Engine(model, room, token_budget=32, max_running=12, ahead=ahead)
+    engine = make_engine(model, room, token_budget=32, max_running=12, ahead=ahead)
     if not foresees:
         engine.scheduler.admission = None
     requests = [engine.add(prompt, greedy(28)) for prompt in prompts]
@@ -52,10 +53,10 @@ def test_nobody_gives_its_pages_up_where_ends_are_known(family: str, ahead: bool
 def test_who_shares_what_is_held_needs_room_for_its_own_alone() -> None:
     """Twelve of one long prompt in a pool for two of them apart."""
     model = tiny("llama", max_position_embeddings=512)
-    layout = Engine(model, 1 << 24).layout
+    layout = make_engine(model, 1 << 24).layout
     root = asked("root", 1, 10)[0] * 40
     prompts = [[*root[:320], 3 + i, 4, 5] for i in range(12)]
-    engine = Engine(model, 3 * layout.slab_bytes_for(340), max_running=12)
+    engine = make_engine(model, 3 * layout.slab_bytes_for(340), max_running=12)
     engine.add(root[:320], greedy(1))
     engine.run()
     requests = [engine.add(prompt, greedy(8)) for prompt in prompts]
@@ -71,9 +72,9 @@ def test_a_prompt_needs_its_room_at_once_and_not_by_and_by() -> None:
     of the others."""
     model, rng = tiny("llama", max_position_embeddings=512), random.Random("long")
     prompts = [[rng.randrange(3, 64) for _ in range(320)] for _ in range(9)]
-    layout = Engine(model, 1 << 24).layout
+    layout = make_engine(model, 1 << 24).layout
     pages = layout.slab_bytes_for(320)
-    engine = Engine(model, 5 * pages + pages * 19 // 20, token_budget=320, ahead=True)
+    engine = make_engine(model, 5 * pages + pages * 19 // 20, token_budget=320, ahead=True)
     assert engine.scheduler.admission is not None
     engine.scheduler.admission._typical = 60.0
     requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
@@ -86,7 +87,7 @@ def test_a_prompt_needs_its_room_at_once_and_not_by_and_by() -> None:
 
 
 def test_answers_are_expected_to_be_as_long_as_they_were_of_late() -> None:
-    engine = Engine(tiny("llama", max_position_embeddings=4096), 1 << 24)
+    engine = make_engine(tiny("llama", max_position_embeddings=4096), 1 << 24)
     growth = Admission(engine.cache)
 
     def request(said: int, limit: int = 3000) -> Request:
@@ -105,8 +106,8 @@ def test_answers_are_expected_to_be_as_long_as_they_were_of_late() -> None:
 def test_where_estimates_are_too_low_somebody_still_gives_way() -> None:
     model, prompts = tiny("llama", max_position_embeddings=512), asked("low", 4, 30)
     wanted = expected(model, prompts, 100)
-    layout = Engine(model, 1 << 24).layout
-    engine = Engine(model, 2 * layout.slab_bytes_for(140) + layout.slab_bytes)
+    layout = make_engine(model, 1 << 24).layout
+    engine = make_engine(model, 2 * layout.slab_bytes_for(140) + layout.slab_bytes)
     growth = engine.scheduler.admission
     assert growth is not None
     growth._typical = 8.0

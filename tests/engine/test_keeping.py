@@ -13,18 +13,15 @@ import torch
 
 from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Sequence, Visibility, attention_fields
 from kvloom.core.clock import VirtualClock
-from kvloom.engine import engine as engine_module
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload import manager as lower_module
-from kvloom.engine.offload.host_pages import HostPages, form_of, open_host
-from kvloom.engine.offload.store import HostStore
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import Engine, SamplingParams, engine as engine_module
+from kvloom.engine.offload import HostPages, HostStore, form_of, manager as offload_manager, open_host
 from kvloom.kernels.copy import Done
 from kvloom.tiers.host.arena import copy_pages
 from kvloom.tiers.transfers.transfer_manager import Mover
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
-from .test_lower import PATIENT, POOL, LateCopy, closed, drawn, greedy, leave_early, lower_of
+from .test_lower import PATIENT, POOL, LateCopy, closed, drawn, greedy, leave_early, offload_of
 
 FULL = LayerSpec("token", attention_fields(2, 16, "fp32"))
 STATE = LayerSpec("state", (Field("ssm", (3, 40), "fp32"),))
@@ -45,7 +42,7 @@ class Told(HostPages):
     def mark(self, moved: bool = False) -> None:
         self.marks += 1
 
-    def down(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
+    def offload(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
         self.copies.append((age, set(pages.tolist())))
         done = super().offload(stride, pages, offsets, age)
         return LateCopy(lambda: None, 4) if self.late else done
@@ -263,9 +260,9 @@ def test_states_are_as_young_as_their_snapshot() -> None:
 
 
 def test_a_step_and_copies_inside_the_pool_move_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower_module, "HostPages", Told)
+    monkeypatch.setattr(offload_manager, "HostPages", Told)
     engine = crowded("bamba", ahead=False)
-    pages = lower_of(engine)._pages
+    pages = offload_of(engine)._pages
     assert isinstance(pages, Told)
     engine.add(drawn("marks", 20)[0], greedy(4))
     engine.step()
@@ -289,7 +286,7 @@ class Late(HostPages):
         now = self.buffer.numpy().copy()
         self.then = (now, now if moved or not self.then else self.then[0])
 
-    def down(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
+    def offload(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
         self.counts[age] += len(pages)
         if not age:
             return super().offload(stride, pages, offsets)
@@ -302,7 +299,7 @@ class Late(HostPages):
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """Pages that were copied by their age, on such a device."""
     Late.counts = dict.fromkeys(range(3), 0)
-    monkeypatch.setattr(lower_module, "HostPages", Late)
+    monkeypatch.setattr(offload_manager, "HostPages", Late)
     leave_early(monkeypatch)
     return Late.counts
 
@@ -316,9 +313,9 @@ def storm(family: str) -> list[list[int]]:
 
 def crowded(family: str, ahead: bool) -> Engine:
     """Pages leave while others are made, and requests lose theirs to others."""
-    slab = Engine(tiny(family), POOL).layout.slab_bytes
-    engine = Engine(
-        tiny(family), SLABS[family] * slab, token_budget=24, max_running=5, ahead=ahead, lower=PATIENT,
+    slab = make_engine(tiny(family), POOL).layout.slab_bytes
+    engine = make_engine(
+        tiny(family), SLABS[family] * slab, token_budget=24, max_running=5, ahead=ahead, offload=PATIENT,
         tiers=[f"host:{16 * slab}"],
     )  # fmt: skip
     engine.scheduler.admission = None
@@ -341,7 +338,7 @@ def test_old_pages_have_all_their_bytes_before_the_step_in_flight(
         assert [request.tokens for request in requests] == wanted
     assert counts[1] or not ahead
     assert counts[2]
-    assert lower_of(engine).counts["landed_tokens"]
+    assert offload_of(engine).stats.loaded_tokens
     closed(engine)
 
 
@@ -363,7 +360,7 @@ def test_what_grew_until_it_left_has_all_its_bytes(family: str, counts: dict[int
         again = [engine.add(prompt, greedy(3)) for prompt in more]
         engine.run()
         assert [request.tokens for request in again] == expected(tiny(family), more, 3)
-    assert lower_of(engine).counts["landed_tokens"]
+    assert offload_of(engine).stats.loaded_tokens
     closed(engine)
 
 
@@ -373,7 +370,7 @@ def test_forks_and_beams_find_their_pages_again(family: str, width: int, counts:
     """Forks copy pages inside the pool while pages leave it."""
     params = SamplingParams(max_tokens=8, temperature=0 if width > 1 else 1.0, seed=3, n=3, beam_width=width)
     prompts = storm(family)[::2]
-    plain = Engine(tiny(family), POOL * 4, token_budget=24, ahead=True)
+    plain = make_engine(tiny(family), POOL * 4, token_budget=24, ahead=True)
     wanted = [plain.add(prompt, params) for prompt in prompts]
     plain.run()
     engine = crowded(family, ahead=True)
@@ -429,15 +426,15 @@ def test_what_was_never_copied_inside_the_pool_is_not_kept_below(monkeypatch: py
     def fails(*given: Any) -> None:
         raise RuntimeError("no memory for ids")
 
-    engine = Engine(tiny("bamba"), POOL, tiers=["host:64MiB?write=through"], lower=PATIENT)
+    engine = make_engine(tiny("bamba"), POOL, tiers=["host:64MiB?write=through"], offload=PATIENT)
     engine.add(drawn("lost", 40)[0], greedy(2))
     engine.step()
     monkeypatch.setattr(engine_module, "copy_pages", fails)
     with pytest.raises(RuntimeError, match="no memory"):
         engine.step()
-    lower = lower_of(engine)
+    offload = offload_of(engine)
     engine.close()
-    assert lower.offloaded_pages == 0
+    assert offload.stats.offloaded_pages == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "bamba"])
@@ -447,10 +444,10 @@ def test_copies_to_and_from_host_memory_that_fail_cost_time_and_nothing_else(
     rng, failed = random.Random(family), {"down": 0, "up": 0}
 
     class Flaky(HostPages):
-        def down(self, *given: Any) -> Any:
+        def offload(self, *given: Any) -> Any:
             return self._may("down", super().offload, given)
 
-        def up(self, *given: Any) -> Any:
+        def load(self, *given: Any) -> Any:
             return self._may("up", super().load, given)
 
         def _may(self, which: str, call: Any, given: Any) -> Any:
@@ -459,7 +456,7 @@ def test_copies_to_and_from_host_memory_that_fail_cost_time_and_nothing_else(
                 raise RuntimeError("no memory for ids")
             return call(*given)
 
-    monkeypatch.setattr(lower_module, "HostPages", Flaky)
+    monkeypatch.setattr(offload_manager, "HostPages", Flaky)
     prompts = storm(family)
     wanted = expected(tiny(family), prompts, 6)
     engine, rounds = crowded(family, ahead=True), 0
@@ -470,10 +467,10 @@ def test_copies_to_and_from_host_memory_that_fail_cost_time_and_nothing_else(
         rounds += 1
         assert rounds < 20, failed
     monkeypatch.setattr(rng, "random", lambda: 1.0)
-    lower = lower_of(engine)
+    offload = offload_of(engine)
     engine._apply_copies()
-    while lower.retained_bytes:
-        lower.poll()
-    assert lower.host._residents.coming == 0
-    assert not lower.host._slots.held.any(), "places are held that nobody lets go"
+    while offload.is_retaining_pages:
+        offload.poll()
+    assert offload.host._residents.coming == 0
+    assert not offload.host._slots.held.any(), "places are held that nobody lets go"
     closed(engine)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvloom
 from kvloom.cli import main
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
 from tests.models.zoo import expected, tiny
 
 from .made_tokenizers import byte_level, words
@@ -123,7 +123,7 @@ def test_a_loop_that_is_left_cancels_what_runs(speaker: kvloom.LLM) -> None:
     stream.close()  # type: ignore[attr-defined]
     speaker.engine.run()
     assert speaker.engine.cache.stats()["held_pages"] == 0
-    with pytest.raises(ValueError, match="nothing to stream: use generate"):
+    with pytest.raises(ValueError, match="cannot be streamed: use generate"):
         next(speaker.stream("once", replace(DRAWN, best_of=3)))
 
 
@@ -232,9 +232,9 @@ def test_what_is_wrong_is_said_and_leaves_nothing_behind() -> None:
     llm = kvloom.LLM(tiny("llama"), pool_bytes=1 << 22)
     with pytest.raises(ValueError, match="no tokenizer"):
         llm.generate("text", GREEDY)
-    with pytest.raises(ValueError, match="2 sampling parameters for 1 prompts"):
+    with pytest.raises(ValueError, match="2 sampling parameters do not match 1 prompts"):
         llm.generate([[5, 6]], [GREEDY, GREEDY])
-    with pytest.raises(ValueError, match="exceed the model's 128"):
+    with pytest.raises(ValueError, match="exceed the model's limit of 128"):
         llm.generate([[5, 6], [7] * 200], GREEDY)
     assert not llm.engine.scheduler.busy
     assert llm.engine.cache.stats()["held_pages"] == 0
@@ -276,9 +276,9 @@ def test_the_command_goes_on_from_text_and_ids(folder: Path, capsys: pytest.Capt
         ([str(folder), "w5", "--temperature", "-1"], "--temperature: -1 is out of range"),
         ([str(folder), "w5", "--pool", "1KiB"], "is too small"),
         ([str(folder / "nothing"), "w5"], "nothing"),
-        ([str(folder), "w5", "w6", "--stream"], "one answer to one prompt"),
+        ([str(folder), "w5", "w6", "--stream"], "one prompt and one sample"),
         ([str(folder), "w5", "--stream", "--prompt-logprobs", "1"], "without --json, --logprobs or"),
-        ([str(folder), "w5", "--n", "2"], "would all be the same"),
+        ([str(folder), "w5", "--n", "2"], "are all the same"),
         ([str(folder), "w5", "--json-schema", "{oops"], "not JSON"),
         ([str(folder), "w5", "--json-schema", "nowhere.json"], "nowhere.json"),
     ):

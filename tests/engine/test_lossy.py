@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 
 from kvloom.core import CacheControl
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import Request
+from kvloom.engine import Engine, Request
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
-from .test_lower import PATIENT, POOL, closed, drawn, greedy, lower_of, stored
+from .test_lower import PATIENT, POOL, closed, drawn, greedy, offload_of, stored
 
 NEAR = CacheControl(lossy=True)
 
 
 def opened(*tiers: str) -> Engine:
-    return Engine(tiny("llama"), POOL, tiers=tiers, lower=PATIENT)
+    return make_engine(tiny("llama"), POOL, tiers=tiers, offload=PATIENT)
 
 
 def said(engine: Engine, prompts: list[list[int]], control: CacheControl | None = None) -> list[Request]:
     requests = [engine.add(prompt, greedy(4), control) for prompt in prompts]
     engine.run()
-    lower_of(engine).poll()
+    offload_of(engine).poll()
     stored(engine)
     return requests
 
@@ -44,7 +44,7 @@ def test_what_was_re_encoded_serves_those_who_allow_it_and_nobody_else(
         [one.tokens for one in first] == [one.tokens for one in plain] == wanted
     )  # nothing came from below yet
     assert [one.cached_tokens for one in plain] == [0, 0]
-    lane = lower_of(engine).transfers.lanes[0]
+    lane = offload_of(engine).transfers.lanes[0]
     kept = lane.tier.stats()
     assert kept.objects == 5 + 4, "the pages of those who allow it, and of no others"
     if below == "disk":
@@ -64,7 +64,7 @@ def empty(engine: Engine) -> None:
     """Whatever is cached leaves the pool, and host memory."""
     engine.cache.grow(engine.cache.shrink(engine.cache.pool.slabs - 2).tolist())
     engine._apply_copies()
-    host = lower_of(engine).host
+    host = offload_of(engine).host
     residents = host._residents
     for key, slot in list(residents.entries.items()):
         residents.forget(key, slot)
@@ -106,10 +106,10 @@ def test_pages_that_are_quantised_already_are_not_re_encoded_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvloom.tiers"):
-        engine = Engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB"])
+        engine = make_engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB"])
     assert "left out" in caplog.text
-    assert "not re-encoded" in caplog.text
-    assert not lower_of(engine).transfers.lanes
+    assert "cannot re-encode pages" in caplog.text
+    assert not offload_of(engine).transfers.lanes
     closed(engine)
 
 

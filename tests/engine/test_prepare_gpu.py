@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
 
 from triton import knobs
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
+from tests.engines import make_engine
 
 from .invariance import prompts_of
 from .test_invariant_gpu import made
@@ -23,7 +23,7 @@ from .test_invariant_gpu import made
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_after_prepare_greedy_requests_compile_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(made(family), 1 << 30)
+    engine = make_engine(made(family), 1 << 30)
     engine.prepare()
     compiled: list[str] = []
 
@@ -49,11 +49,11 @@ def test_graphs_are_recorded_while_those_of_another_engine_are_garbage() -> None
     gc.collect()
     gc.set_threshold(1 << 30)  # by nobody else
     try:
-        gone: Any = Engine(model, 1 << 28, max_running=16)
+        gone: Any = make_engine(model, 1 << 28, max_running=16)
         gone.prepare()
         gone.itself = gone
         del gone
-        engine = Engine(model, 1 << 28, max_running=16)
+        engine = make_engine(model, 1 << 28, max_running=16)
         forward, recordings = engine.runner._forward, 0
 
         def collecting(*given: Any) -> torch.Tensor:

@@ -21,13 +21,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvloom.cli import main
 from kvloom.core import CacheControl
-from kvloom.engine.calibration import calibrate, texts_of
-from kvloom.engine.engine import Engine
-from kvloom.engine.llm import LLM
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import LLM, Engine, SamplingParams, calibrate
+from kvloom.engine.calibration import texts_of
 from kvloom.models.batch import Work
 from kvloom.models.reading import ModelError
 from kvloom.models.scales import Scales, read_scales
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")
@@ -110,7 +109,7 @@ def test_cold_warm_preempted_and_in_any_batch_the_tokens_are_the_same(
     model = tiny(family)
     prompts = drawn(family, 12)
     kv_scales = calibrated(model, tmp_path, prompts) if static else "dynamic"
-    layout = Engine(model, 1 << 24, dtype, kv_scales=kv_scales).layout
+    layout = make_engine(model, 1 << 24, dtype, kv_scales=kv_scales).layout
     scales = None
     if static:
         specs = {name: group.spec for group in layout.of("token") for name in group.layers}
@@ -136,13 +135,13 @@ def test_cold_warm_preempted_and_in_any_batch_the_tokens_are_the_same(
     counts: dict[str, int] = {}
     # About as much as the longest needs and half again: pages of others do not last.
     room = int(1.5 * layout.slab_bytes_for(max(map(len, prompts)) + 16)) + 3 * layout.slab_bytes
-    tight = Engine(model, room, dtype, token_budget=13, max_running=5, ahead=True, kv_scales=kv_scales)
-    roomy = Engine(model, 1 << 24, dtype, kv_scales=kv_scales)
+    tight = make_engine(model, room, dtype, token_budget=13, max_running=5, ahead=True, kv_scales=kv_scales)
+    roomy = make_engine(model, 1 << 24, dtype, kv_scales=kv_scales)
     roomy.buffer.fill_(0xFF)  # NaN, as fp8 and as a scale: nothing that was not written is read
     first = run(roomy, prompts)
     warm = run(roomy, first)  # each goes on from what it said, which is cached
     assert counts["cached"] == sum(len(tokens) - 1 for tokens in first)
-    cold = run(Engine(model, 1 << 24, dtype, kv_scales=kv_scales), first)
+    cold = run(make_engine(model, 1 << 24, dtype, kv_scales=kv_scales), first)
     assert counts["cached"] < sum(map(len, first)) / 3  # what two share
     assert warm == cold
     run(tight, first)
@@ -152,7 +151,7 @@ def test_cold_warm_preempted_and_in_any_batch_the_tokens_are_the_same(
 def test_kinds_of_one_model_keep_different_dtypes() -> None:
     model = tiny("gemma3_text")
     prompts = drawn("kinds", 6)
-    engine = Engine(model, 1 << 24, "int8,sliding=fp32")
+    engine = make_engine(model, 1 << 24, "int8,sliding=fp32")
     kinds = {name: group.spec for group in engine.layout.groups for name in group.layers}
     assert {(spec.kind, spec.fields[0].dtype) for spec in kinds.values()} == {
         ("full", "int8"),
@@ -160,7 +159,7 @@ def test_kinds_of_one_model_keep_different_dtypes() -> None:
     }
     full = {int(name.split(".")[1]) for name, spec in kinds.items() if spec.kind == "full"}
     same = told(oracle("gemma3_text", lambda layer: "int8" if layer in full else None), prompts)
-    mixed = Engine(model, 1 << 24, {"full": "int8", "sliding": "fp32"})
+    mixed = make_engine(model, 1 << 24, {"full": "int8", "sliding": "fp32"})
     for one in (engine, mixed):
         requests = [one.add(prompt, GREEDY) for prompt in prompts]
         one.run()
@@ -172,10 +171,10 @@ def test_kinds_of_one_model_keep_different_dtypes() -> None:
 def test_answers_on_forks_are_those_of_requests_of_their_own(family: str, dtype: str) -> None:
     model = tiny(family)
     prompt = drawn(family, 1, 60)[0] * 2
-    engine = Engine(model, 1 << 24, dtype)
+    engine = make_engine(model, 1 << 24, dtype)
     forked = engine.add(prompt, SamplingParams(max_tokens=8, temperature=0.9, seed=5, n=3))
     engine.run()
-    alone = Engine(model, 1 << 24, dtype)
+    alone = make_engine(model, 1 << 24, dtype)
     own = [alone.add(prompt, SamplingParams(max_tokens=8, temperature=0.9, seed=5 + i)) for i in range(3)]
     alone.run()
     assert [one.output for one in forked.best] == [one.output for one in own]
@@ -205,7 +204,7 @@ def test_logits_stay_near_those_of_float32_and_do_not_hang_on_chunks(family: str
     model = tiny(family)
     prompts = drawn(family, 4, 90)
     scales = calibrated(model, tmp_path, prompts)
-    exact = [logits_of(Engine(model, 1 << 24), prompt, 100) for prompt in prompts]
+    exact = [logits_of(make_engine(model, 1 << 24), prompt, 100) for prompt in prompts]
 
     def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
         x, y = torch.cat(a), torch.cat(b)
@@ -213,7 +212,7 @@ def test_logits_stay_near_those_of_float32_and_do_not_hang_on_chunks(family: str
 
     for dtype, bound in BOUNDS.items():
         for kept in ["dynamic", scales] if dtype in MOST else ["dynamic"]:
-            engine = Engine(model, 1 << 24, dtype, kv_scales=kept)
+            engine = make_engine(model, 1 << 24, dtype, kv_scales=kept)
             whole, pieces = ([logits_of(engine, prompt, chunk) for prompt in prompts] for chunk in (100, 7))
             assert 0 < distance(whole, exact) < bound, (dtype, kept)
             # Were new keys read as they came, and only cached ones as pages give them back, chunks would show.
@@ -257,12 +256,12 @@ def test_long_prompts_are_calibrated_on_in_pieces() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dtype": "bf16"}, "not for 'bf16'"),
-        ({"percentile": 0}, r"\(0, 100\], got 0"),
-        ({"context": 0}, "pieces of 0 tokens"),
-        ({"prompts": []}, "nothing to calibrate on"),
+        ({"dtype": "bf16"}, "not 'bf16'"),
+        ({"percentile": 0}, "percentile 0 must be above 0"),
+        ({"context": 0}, "context 0 must be at least 1"),
+        ({"prompts": []}, "no prompts to calibrate on"),
         ({"prompts": [[5, 99]]}, "token 99"),
-        ({"family": "mamba2"}, "keeps states alone"),
+        ({"family": "mamba2"}, "no keys and values to scale"),
     ],
 )
 def test_what_cannot_be_calibrated_says_why(options: dict[str, Any], words: str) -> None:
@@ -276,9 +275,9 @@ def test_static_scales_for_pages_that_need_none_are_refused(tmp_path: Path) -> N
     scales = calibrated(model, tmp_path, [[5, 6, 7]])
     for dtype in (None, "bf16"):
         with pytest.raises(ModelError, match="for K and V kept in int8 or fp8"):
-            Engine(model, 1 << 24, dtype, kv_scales=scales)
+            make_engine(model, 1 << 24, dtype, kv_scales=scales)
     with pytest.raises(ModelError, match="was not loaded from one"):
-        Engine(model, 1 << 24, "fp8", kv_scales="checkpoint")
+        make_engine(model, 1 << 24, "fp8", kv_scales="checkpoint")
 
 
 def test_pages_of_other_scales_have_other_names(tmp_path: Path) -> None:
@@ -286,7 +285,7 @@ def test_pages_of_other_scales_have_other_names(tmp_path: Path) -> None:
     calibrate(model, [[5, 6, 7]]).save(tmp_path / "a")
     calibrate(model, [[8, 9]]).save(tmp_path / "b")
     names = [
-        Engine(model, 1 << 24, "fp8", kv_scales=s).cache.model
+        make_engine(model, 1 << 24, "fp8", kv_scales=s).cache.model
         for s in ("dynamic", tmp_path / "a", tmp_path / "b")
     ]
     assert len(set(names)) == 3
@@ -345,10 +344,10 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for arguments, words in (
         ([*generation, "--kv-scales", "checkpoint"], "no k_scale for layers.0.attention"),
         ([*generation, "--kv-scales", str(tmp_path / "no")], "there is no file"),
-        (["calibrate", folder, "--out", scales], "nothing to calibrate on"),
-        (["calibrate", folder, "--prompts", "no.jsonl", "--out", scales], "no file 'no.jsonl'"),
+        (["calibrate", folder, "--out", scales], "no prompts to calibrate on"),
+        (["calibrate", folder, "--prompts", "no.jsonl", "--out", scales], "no prompt file 'no.jsonl'"),
         (["calibrate", folder, "--prompts", "some words", "--out", scales], "has no tokenizer"),
-        (["calibrate", folder, "--tokens", "5", "--out", str(tmp_path / "no" / "s")], "no such folder"),
+        (["calibrate", folder, "--tokens", "5", "--out", str(tmp_path / "no" / "s")], "folder does not exist"),
         (
             ["calibrate", folder, "--tokens", "5", "--out", scales, "--percentile", "101"],
             "--percentile: 101 is out of range",

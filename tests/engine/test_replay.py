@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.execution.model_runner import ModelRunner
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import Engine, SamplingParams
+from kvloom.engine.execution import ModelRunner
 from kvloom.models.attending import Turning, fuse_attention
 from kvloom.models.attention import install
 from kvloom.models.batch import Stage
 from kvloom.models.fusing import _project
+from tests.engines import make_engine
 from tests.models.zoo import expected, prompts_of, tiny
 
 from .invariance import run_interrupted
@@ -40,7 +40,7 @@ class Eager:
 
 
 def replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[int, Eager]]:
-    engine = Engine(model, 1 << 24, max_running=rows, ahead=True, **options)
+    engine = make_engine(model, 1 << 24, max_running=rows, ahead=True, **options)
     runner, made = engine.runner, dict[int, Eager]()
     runner.stage = Stage(engine.cache, "cpu", 256, rows, mirrored=True)
     runner._sizes = [2, rows]

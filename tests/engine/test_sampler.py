@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.sampling.logit_processors import TokenCounts, apply_grammar_mask
+from kvloom.engine import Request, SamplingParams
+from kvloom.engine.sampling import Sampler, TokenCounts, apply_grammar_mask
 from kvloom.engine.sampling.noise import gumbel, index_words, row_words
-from kvloom.engine.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
@@ -279,7 +278,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def test_rows_and_requests_must_match() -> None:
-    with pytest.raises(ValueError, match="2 rows of logits for 1 requests"):
+    with pytest.raises(ValueError, match="2 rows of logits do not match 1 requests"):
         Sampler().choose(torch.zeros(2, 5), [request()])
 
 
@@ -288,25 +287,25 @@ def test_rows_and_requests_must_match() -> None:
     [
         ({"temperature": math.nan}, "temperature nan"),
         ({"temperature": math.inf}, "temperature inf"),
-        ({"min_tokens": 17}, "min_tokens 17 must lie in 0 to max_tokens, 16"),
+        ({"min_tokens": 17}, "min_tokens 17 must be from 0 to max_tokens 16"),
         ({"presence_penalty": 3}, "presence_penalty 3"),
         ({"frequency_penalty": -2.5}, "frequency_penalty -2.5"),
         ({"repetition_penalty": 0}, "repetition_penalty 0"),
         ({"logit_bias": {4: 101}}, "logit_bias 4: 101"),
         ({"logit_bias": {-4: 1}}, "logit_bias -4"),
-        ({"stop": ["a", ""]}, "at least one character"),
+        ({"stop": ["a", ""]}, "has an empty text"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
         ({"logprobs": -1}, "logprobs -1"),
         ({"logprobs": 2000}, "logprobs 2000"),
         ({"n": 0}, "n 0"),
-        ({"n": 3, "best_of": 2}, "best_of 2 must lie in n, 3"),
-        ({"n": 2, "temperature": 0}, "would all be the same"),
-        ({"beam_width": 4}, "set temperature to 0"),
+        ({"n": 3, "best_of": 2}, "best_of 2 must be from n 3"),
+        ({"n": 2, "temperature": 0}, "are all the same"),
+        ({"beam_width": 4}, "needs temperature 0"),
         ({"beam_width": 4, "temperature": 0, "n": 5}, "n 5 must not exceed beam_width 4"),
-        ({"beam_width": 4, "temperature": 0, "stop": "x"}, "do not go with beam_width"),
+        ({"beam_width": 4, "temperature": 0, "stop": "x"}, "beam_width excludes"),
         ({"regex": "a", "grammar": "b"}, "regex and grammar"),
         ({"json_schema": "{"}, "not JSON"),
-        ({"json_schema": {"a": {1, 2}}}, "cannot be written as JSON"),
+        ({"json_schema": {"a": {1, 2}}}, "cannot be encoded as JSON"),
     ],
 )
 def test_parameters_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:

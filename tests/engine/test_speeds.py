@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvloom.core import CacheControl
-from kvloom.engine.offload.host_pages import LoadEvent
-from kvloom.engine.offload.load_job import LoadJob
-from kvloom.engine.offload.throughput import TimeModel
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.offload import LoadEvent, PoolCopy, TimeModel
 from kvloom.kernels.copy import Done
 
 
@@ -93,9 +90,10 @@ def test_copies_to_a_device_take_what_its_clock_says_however_late_someone_looks(
         moments: list[Any] = [Moment(begun), Moment(done)]
         return LoadEvent(*moments)
 
-    request = Request(0, (1, 2), SamplingParams(max_tokens=1), CacheControl())
-    trip = LoadJob(request, copy_started=1.0, events=[between(70.0, 72.5), between(72.5, 75.0)])
-    assert all(event.query() for event in trip.events)
-    assert trip.copy_seconds(now=9.0) == pytest.approx(0.005)
-    trip.events = [Done(), Done()]
-    assert trip.copy_seconds(now=9.0) == pytest.approx(8.0)
+    reservation: Any = None
+    copy = PoolCopy(reservation, resume=0, bytes=1, pages=1, started=1.0, leases=[], loaded=np.zeros(1))
+    copy.events = [between(70.0, 72.5), between(72.5, 75.0)]
+    assert copy.is_done
+    assert copy.seconds(now=9.0) == pytest.approx(0.005)
+    copy.events = [Done(), Done()]
+    assert copy.seconds(now=9.0) == pytest.approx(8.0)

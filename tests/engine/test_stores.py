@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom.engine.engine import Engine
 from kvloom.tiers import Form, HostConfig, HostTier, Outcome
 from kvloom.tiers.encoding.codec import make_codec, parse_head, seal
 from kvloom.tiers.host.shared_memory import SharedMemory
@@ -19,6 +18,7 @@ from kvloom.tiers.remote.redis_protocol import Resp
 from kvloom.tiers.remote.store_tier import PREFIX
 from kvloom.tiers.transfers.circuit_breaker import BreakerConfig
 from kvloom.tiers.transfers.tier_queue import LaneConfig
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 from tests.tiers.servers import mooncake_master, redis_server
 
@@ -26,7 +26,7 @@ from .test_lower import PATIENT, POOL, QUICK, closed, drawn, served
 
 pytestmark = pytest.mark.server
 MIB = 1 << 20
-UNBROKEN = replace(PATIENT.mover, lane=LaneConfig(breaker=BreakerConfig(failures=1000)))
+UNBROKEN = replace(PATIENT.transfers, lane=LaneConfig(breaker=BreakerConfig(failures=1000)))
 """For faults that must not close a tier: pages are offloaded to it again."""
 
 
@@ -74,7 +74,7 @@ def test_a_restarted_engine_answers_from_the_store(family: str, text_of: object,
     again = expected(tiny(family), turns, 8)
     with text_of(tmp_path) as text:  # type: ignore[operator]
         for round_ in range(2):
-            engine = Engine(tiny(family), POOL, tiers=[text], lower=PATIENT)
+            engine = make_engine(tiny(family), POOL, tiers=[text], offload=PATIENT)
             assert engine.offload is not None
             requests = served(engine, turns if round_ else prompts)
             assert [request.tokens for request in requests] == (again if round_ else wanted)
@@ -88,10 +88,10 @@ def test_a_store_that_dies_in_between_changes_no_token(tmp_path: Path) -> None:
     wanted = expected(tiny("llama"), prompts, 8)
     with redis_server(tmp_path) as (port, _):
         text = f"redis://127.0.0.1:{port}/0?capacity=64MiB&timeout=0.3"
-        first = Engine(tiny("llama"), POOL, tiers=[text], lower=QUICK)
+        first = make_engine(tiny("llama"), POOL, tiers=[text], offload=QUICK)
         assert [r.tokens for r in served(first, prompts)] == wanted
         closed(first)
-        engine = Engine(tiny("llama"), POOL, tiers=[text], lower=QUICK)
+        engine = make_engine(tiny("llama"), POOL, tiers=[text], offload=QUICK)
     assert [r.tokens for r in served(engine, prompts)] == wanted
     closed(engine)
 
@@ -122,11 +122,13 @@ def test_forged_pages_in_a_keyed_store_change_no_token_and_are_counted(protect: 
     with redis_server(tmp_path) as (port, _):
         text = f"redis://127.0.0.1:{port}/0?capacity=64MiB&keys={keys}&protect={protect}"
         for round_ in range(3):
-            engine = Engine(tiny("llama"), POOL, tiers=[text], lower=replace(PATIENT, mover=UNBROKEN))
-            assert engine.lower is not None
+            engine = make_engine(
+                tiny("llama"), POOL, tiers=[text], offload=replace(PATIENT, transfers=UNBROKEN)
+            )
+            assert engine.offload is not None
             requests = served(engine, prompts)
             assert [request.tokens for request in requests] == wanted
-            found = {key[1:]: n for key, n in engine.lower.mover.faults.counts.items()}
+            found = {key[1:]: n for key, n in engine.offload.transfers.faults.counts.items()}
             assert (found.get(("read", "untrusted"), 0) > 0) == (round_ == 1), "forged pages are counted"
             if round_ == 2:
                 assert all(request.cached_tokens >= 32 for request in requests), "good pages took their place"

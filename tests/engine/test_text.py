@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine.sampling.detokenizer import Detokenizer, TextStream
+from kvloom.engine.sampling import Detokenizer, TextStream
 
 from . import made_tokenizers as tokenizers
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.engine.execution import threads
-from kvloom.engine.execution.threads import cores, use_threads
+from kvloom.engine import use_threads
+from kvloom.engine.execution import cores, threads
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
 from kvloom.kernels import cpu
 from kvloom.models import attending
 from kvloom.models.attending import Attention, Turning, fuse_attention
@@ -17,6 +16,7 @@ from kvloom.models.attention import Pages, install
 from kvloom.models.batch import Stage, Work
 from kvloom.models.fusing import _norm, _project, fuse
 from kvloom.models.lean import Lean
+from tests.engines import make_engine
 
 from .test_attention import tiny
 
@@ -80,7 +80,7 @@ def test_steps_of_single_tokens_take_the_short_way(
     monkeypatch.setattr(
         cpu, "step", lambda joined, *rest: (sizes.append(len(joined)), step(joined, *rest))[1]
     )
-    engine = Engine(model, 1 << 24)
+    engine = make_engine(model, 1 << 24)
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     requests = [engine.add(prompt, params) for prompt in prompts]
     engine.run()
@@ -108,7 +108,7 @@ def test_single_tokens_to_be_replayed_are_turned_by_who_writes_them(
         assert _project(module)
         assert fuse_attention(module, Turning)
         module.is_fused = True
-    engine = Engine(model, 1 << 24)
+    engine = make_engine(model, 1 << 24)
     works = []
     for i, size in enumerate((40, 3, 17)):
         prompt = np.arange(5 + i, 5 + i + size)
@@ -171,7 +171,7 @@ def test_prompts_are_turned_by_who_norms_them(
             assert way is None or fuse_attention(module, way)
             module.is_fused = True
         calls.clear()
-        engine = Engine(model, 1 << 24)
+        engine = make_engine(model, 1 << 24)
         engine.buffer.zero_()
         works = []
         for i, size in enumerate((40, 1, 17)):

@@ -13,10 +13,7 @@ import torch
 import transformers
 
 from kvloom.core import CacheControl, KVCache, Media, PoolLayout
-from kvloom.engine.engine import Engine
-from kvloom.engine.llm import LLM
-from kvloom.engine.offload.manager import OffloadConfig
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import LLM, Engine, OffloadConfig, SamplingParams
 from kvloom.models.attention import ATTENTION
 from kvloom.models.batch import Stage, Work
 from kvloom.models.catalog import known_models, load_spec
@@ -25,6 +22,7 @@ from kvloom.models.sight import Sight
 from kvloom.models.specs import model_spec
 from kvloom.models.vision import Vision
 from tests.engine.made_tokenizers import byte_level
+from tests.engines import make_engine
 from tests.models.seeing import (
     BEGIN,
     END,
@@ -48,7 +46,7 @@ Picture = dict[str, torch.Tensor]
 
 def engine_of(model: Any, room: int = 8 << 20, **options: Any) -> Engine:
     """An engine whose pool is full of NaN: nothing unwritten may be read."""
-    engine = Engine(model, room, **options)
+    engine = make_engine(model, room, **options)
     engine.buffer.view(torch.float32).fill_(torch.nan)
     return engine
 
@@ -70,7 +68,7 @@ def test_images_and_text_in_a_pool_far_too_small_give_generates_tokens(family: s
     model = seeing(family)
     asked = [mixed(family, rng) for _ in range(14)]
     wanted = [expected(family, model, prompt, images, NEW) for prompt, images in asked]
-    layout = Engine(model, 1 << 24).layout
+    layout = make_engine(model, 1 << 24).layout
     room = 3 * layout.slab_bytes_for(max(len(prompt) for prompt, _ in asked) + NEW)
     engine = engine_of(model, room, token_budget=19, max_running=6, ahead=ahead)
     engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
@@ -189,7 +187,7 @@ def test_embeddings_are_pages_that_leave_as_others_do() -> None:
     model, image = seeing("llava"), image_of("llava", 1)
     prompt = prompt_of("llava", words(1, 5), image, words(2, 4))
     wanted = expected("llava", model, prompt, [image], NEW)
-    layout = Engine(model, 1 << 24).layout
+    layout = make_engine(model, 1 << 24).layout
     assert [group.spec.kind for group in layout.groups] == ["full", "embeddings"]
     engine = engine_of(model, 8 * layout.slab_bytes, token_budget=12)
     runs = engine.cache.allocator.media_runs
@@ -214,8 +212,10 @@ def test_text_behind_an_image_comes_back_from_a_tier_and_the_tower_rests() -> No
     model, image = seeing("llava"), image_of("llava", 1)
     prompt = prompt_of("llava", words(1, 15), image, words(2, 40))
     wanted = expected("llava", model, prompt, [image], NEW)
-    slab = Engine(model, 1 << 24).layout.slab_bytes
-    engine = Engine(model, 10 * slab, token_budget=12, tiers=["host:16MiB"], lower=OffloadConfig("always"))
+    slab = make_engine(model, 1 << 24).layout.slab_bytes
+    engine = make_engine(
+        model, 10 * slab, token_budget=12, tiers=["host:16MiB"], offload=OffloadConfig("always")
+    )
     ran = watched(engine)
     for _ in range(2):
         request = engine.add(prompt, GREEDY, images=[image])
@@ -332,7 +332,7 @@ def test_tokens_between_the_rows_of_an_image_belong_to_its_name() -> None:
 
 def test_the_tower_keeps_its_own_attention() -> None:
     model = seeing("llava")
-    Engine(model, 8 << 20)
+    make_engine(model, 8 << 20)
     assert model.config.text_config._attn_implementation == ATTENTION
     assert model.config.vision_config._attn_implementation == "eager"
 
@@ -385,7 +385,7 @@ def test_pixels_alone_are_an_image_and_dtype_and_grid_are_content() -> None:
 def test_images_that_do_not_fit_are_refused(
     family: str, prompt: list[int], images: list[Any], why: str
 ) -> None:
-    engine = Engine(seeing(family), 8 << 20)
+    engine = make_engine(seeing(family), 8 << 20)
     given = [image_of(family, image) if isinstance(image, int) else image for image in images]
     with pytest.raises(ValueError, match=why):
         engine.add(prompt, GREEDY, images=given)
@@ -394,13 +394,13 @@ def test_images_that_do_not_fit_are_refused(
 
 def test_an_image_that_no_step_or_window_can_hold_is_refused() -> None:
     prompt, image = [BEGIN, *[IMAGE] * 16, END], image_of("gemma3", 0)
-    engine = Engine(seeing("gemma3"), 8 << 20, token_budget=15)
+    engine = make_engine(seeing("gemma3"), 8 << 20, token_budget=15)
     with pytest.raises(
         ValueError, match=r"image of 16 tokens.*exceeds the 15 tokens of a step: raise token_budget"
     ):
         engine.add(prompt, GREEDY, images=[image])
     small = {**TINY["gemma3"]["text_config"], "sliding_window": 15}
-    engine = Engine(seeing("gemma3", text_config=small), 8 << 20)
+    engine = make_engine(seeing("gemma3", text_config=small), 8 << 20)
     with pytest.raises(
         ValueError, match=r"image of 16 tokens that see each other is larger than .* window of 15"
     ):
@@ -418,7 +418,7 @@ def test_a_sample_is_an_image_that_the_tower_takes(family: str) -> None:
 
 
 def test_models_that_do_not_see_refuse_images() -> None:
-    engine = Engine(tiny("llama"), 1 << 22)
+    engine = make_engine(tiny("llama"), 1 << 22)
     with pytest.raises(
         ValueError, match=r"LlamaForCausalLM .llama. takes no images here; the families that do: .*llava"
     ):
@@ -460,7 +460,7 @@ def test_prompts_of_text_and_pictures_go_through_the_models_processor(tmp_path: 
         assert plain.prompt == "So"
         pieces = list(llm.stream(prompt, params))
         assert "".join(piece.text for piece in pieces) == result.outputs[0].text
-        with pytest.raises(ValueError, match="may have 'images', not 'text'"):
+        with pytest.raises(ValueError, match="may have 'images'; got 'text'"):
             llm.generate([{"text": words}], params)
     bare = LLM(model, pool_bytes=8 << 20)
     with pytest.raises(ValueError, match="need the model's processor"):

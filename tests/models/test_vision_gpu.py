@@ -12,8 +12,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
+from tests.engines import make_engine
 
 from .seeing import BEGIN, IMAGE, TINY, image_of, inputs_of, prompt_of, seeing, words
 from .test_zoo_gpu import TOLERANCE
@@ -34,7 +34,7 @@ def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
     changes = {part: {**TINY[family][part], **more} for part, more in WIDER[family].items()}
     own = seeing(family, **changes).to(DEVICE, torch.bfloat16)
     model = copy.deepcopy(own)
-    engine = Engine(model, 1 << 26, token_budget=40, max_running=4)
+    engine = make_engine(model, 1 << 26, token_budget=40, max_running=4)
     engine.buffer.view(torch.bfloat16).fill_(torch.nan)
     one, other = image_of(family, 0), image_of(family, 1)
     asked = [
@@ -71,7 +71,7 @@ def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
 @pytest.mark.alone
 def test_a_pool_that_finds_its_size_leaves_room_for_the_tower() -> None:
     changes = {part: {**TINY["qwen2_vl"][part], **more} for part, more in WIDER["qwen2_vl"].items()}
-    engine = Engine(
+    engine = make_engine(
         seeing("qwen2_vl", **changes).to(DEVICE, torch.bfloat16),
         memory_fraction=0.5,
         token_budget=256,

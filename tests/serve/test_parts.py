@@ -12,8 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvloom.core import Tenant
-from kvloom.engine.engine import Engine
-from kvloom.engine.sampling.params import SamplingParams
+from kvloom.engine import Engine, SamplingParams
 from kvloom.models.catalog import embedded, folder_of
 from kvloom.serve.api.errors import ApiError, engine_died
 from kvloom.serve.auth.keys import exposed, read_keys
@@ -39,6 +38,7 @@ from kvloom.serve.worker.messages import (
 )
 from kvloom.serve.worker.watchdog import Patience, Watchdog
 from kvloom.serve.worker.worker import Worker
+from tests.engines import make_engine
 
 READY = Ready("cpu", "float32", 320, 4096, {}, 1 << 20, 1 << 12, 16, 64, [], 1.0)
 
@@ -229,7 +229,7 @@ def engine(tenants: tuple[Tenant, ...] = ()) -> Engine:
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256,
     )  # fmt: skip
-    return Engine(LlamaForCausalLM(config), pool_bytes=4 << 20, tenants=tenants)
+    return make_engine(LlamaForCausalLM(config), pool_bytes=4 << 20, tenants=tenants)
 
 
 def drained(worker: Worker) -> list[Delta]:

@@ -6,8 +6,7 @@ import time
 
 import numpy as np
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload.manager import OffloadManager
+from kvloom.engine import Engine, OffloadManager
 from kvloom.tiers import Objects
 
 __all__ = ["empty_host", "empty_pool", "stored"]
@@ -18,7 +17,7 @@ def stored(lower: OffloadManager, seconds: float = 120.0) -> None:
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends:
         lower.flush()
-        if not lower.retained_bytes and not any(lane.waiting_stores for lane in lower.transfers.lanes):
+        if not lower.is_retaining_pages and not any(lane.waiting_stores for lane in lower.transfers.lanes):
             return
         time.sleep(0.005)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvloom.arguments import DEVICE, THREADS, Parser, device, interpreter, number, size, whole
-from kvloom.engine.execution.threads import use_threads
+from kvloom.engine import use_threads
 from kvloom.models.load import device_of
 from kvloom.models.specs import kv_dtypes
 from kvloom.tiers.registry import check_tiers

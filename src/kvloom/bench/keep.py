@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvloom.core import KVCache, PoolLayout
-from kvloom.engine.offload.host_pages import Event, HostPages, Ids, form_of, open_host
-from kvloom.engine.offload.store import HostStore
+from kvloom.engine.offload import Event, HostPages, HostStore, Ids, form_of, open_host
 from kvloom.models.specs import model_spec
 from kvloom.tiers.transfers.transfer_manager import Mover
 
@@ -35,7 +34,7 @@ class _Pages(HostPages):
 
     seconds = 0.0
 
-    def down(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
+    def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
         began = time.perf_counter()
         try:
             return super().offload(stride, pages, offsets, age)
@@ -77,7 +76,7 @@ def _keep(layout: PoolLayout, device: str, sequences: int, rounds: int, full: bo
             cache.commit(opened[-1], tokens)
         keeping.flush()  # what left the pool for these
         _finish(keeping)
-        before, pages.seconds = keeping.offloaded_pages, 0.0
+        before, pages.seconds = keeping.stats.offloaded_pages, 0.0
         spent = [0.0, 0.0]
         for step in range(STEPS):
             began = time.perf_counter()
@@ -90,7 +89,7 @@ def _keep(layout: PoolLayout, device: str, sequences: int, rounds: int, full: bo
         spent[1] += _finish(keeping)
         cache.take_copies()
         if round_:
-            count = keeping.offloaded_pages - before
+            count = keeping.stats.offloaded_pages - before
             for name, seconds in zip(found, (spent[0], spent[1] - pages.seconds, pages.seconds), strict=True):
                 found[name].append(seconds / count * 1e6)
     evicted = host.stats().evicted

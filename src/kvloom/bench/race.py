@@ -23,9 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvloom.core import CacheControl
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload.manager import OffloadConfig
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import Engine, EngineConfig, OffloadConfig, SamplingParams
 from kvloom.tiers import DiskConfig, DiskTier
 from kvloom.tiers.fault_injection import Faults, FaultyTier
 from kvloom.tiers.registry import Place
@@ -92,9 +90,12 @@ class Bench:
         self.faults = Faults()
         tier = FaultyTier(DiskTier(DiskConfig(folder, 256 << 20)), self.faults)
         lane = LaneConfig(budget=PIECES * PIECE, piece=PIECE)
-        lower = OffloadConfig(transfers=MoverConfig(lane=lane))
+        offload = OffloadConfig(transfers=MoverConfig(lane=lane))
         tiers: list[str | Place] = ["host:64MiB", Place(tier)]
-        self.engine = Engine(model, 64 << 20, tiers=tiers, lower=lower, token_budget=BUDGET, ahead=True)
+        config = EngineConfig(
+            pool_bytes=64 << 20, tiers=tiers, offload=offload, token_budget=BUDGET, ahead=True
+        )
+        self.engine = Engine(model, config)
         self.device = Device(self.engine)
         self._rng = np.random.default_rng(seed)
         self.bytes = self.engine.layout.slab_bytes_for(PROMPT)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from kvloom.engine.preflight import check_engine
+from kvloom.engine import check_engine
 
 from .api.application import application
 from .api.connection import at_most, close_idle

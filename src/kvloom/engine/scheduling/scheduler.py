@@ -16,9 +16,9 @@ from dataclasses import replace
 import numpy as np
 
 from kvloom.core import NOT_CACHED, KVCache, Match
-from kvloom.engine.offload.manager import OffloadManager
-from kvloom.engine.request import Finish, Request
-from kvloom.engine.sampling.beam_search import Successor, seated
+from kvloom.engine.offload import Action, OffloadManager
+from kvloom.engine.request import Request
+from kvloom.engine.sampling import Finish, Successor, assign_slots
 from kvloom.models.batch import Work
 
 from .admission import Admission
@@ -42,7 +42,13 @@ class Scheduler:
     """Requests on one cache: up to `token_budget` tokens of prompts a step beside one of each that decodes. Not thread
     safe: one owner adds, schedules and commits."""
 
-    def __init__(self, cache: KVCache, token_budget: int = 2048, max_running: int = 256) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        token_budget: int = 2048,
+        max_running: int = 256,
+        offload: OffloadManager | None = None,
+    ) -> None:
         if token_budget < 1 or max_running < 1:
             raise ValueError(f"token_budget {token_budget} and max_running {max_running} must be at least 1")
         self.cache, self.token_budget, self.max_running = cache, token_budget, max_running
@@ -53,7 +59,7 @@ class Scheduler:
         """Requests that the last step gave their first work."""
         self.decoding = 0
         """How many of the last step's work decode: they come first, with one token each."""
-        self.offload: OffloadManager | None = None
+        self.offload = offload
         """What lies below the pool, if anything does."""
         self.admission: Admission | None = Admission(cache)
         """How much longer those that run will get; without it, whoever has room now is let in."""
@@ -85,9 +91,9 @@ class Scheduler:
         """Let a request wait. Raises ValueError where it could never run, with the numbers."""
         self._feasibility.check(request)
         self._queue.push(request)
-        if self.offload is not None and self.offload.can_prefetch:
-            patient = bool(self.running) or self._queue.length > 1
-            self.offload.prefetch(request, self._match(request), patient)
+        if self.offload is not None:
+            can_wait = bool(self.running) or self._queue.length > 1
+            self.offload.prefetch(request, self._match, can_wait)
 
     def cancel(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -117,22 +123,22 @@ class Scheduler:
         self.decoding = first = len(picked)
         budget = self.token_budget
         for request in prompts:
-            if (
-                self.offload is not None
-                and request.sequence is not None
-                and self.offload.can_skip_ahead(request)
-            ):
-                self._release(request)  # the rest of its prompt has come: it goes on behind it
-                alone = None
-                self._queue.push(request)
-            elif (
-                self.offload is not None
-                and request.sequence is not None
-                and self.offload.should_pause(request)
-            ):
-                self._paused += 1
-            elif budget and request.sequence is not None:
-                budget -= self._reserve(request, budget, picked, places)
+            if request.sequence is None:
+                continue  # preempted for a request before it
+            until: int | None = None
+            if self.offload is not None:
+                decision = self.offload.before_prefill(request)
+                until = decision.until
+                if decision.action is Action.RESUME:
+                    self._release(request)
+                    alone = None
+                    self._queue.push(request)
+                    continue
+                if decision.action is Action.WAIT:
+                    self._paused += 1
+                    continue
+            if budget:
+                budget -= self._reserve(request, budget, picked, places, until=until)
         if alone is not None and alone.sequence is None and not self._freeing:
             self._reject(alone)
         block = self.cache.block_tokens
@@ -169,24 +175,27 @@ class Scheduler:
                     if len(aside) <= MOST_ASIDE:
                         continue  # someone computes what it needs next: it will find it
                 fronts.add(front)
+                until: int | None = None
                 if self.offload is not None:
-                    if self.offload.should_wait(waiting, found):
+                    decision = self.offload.before_admission(waiting, found)
+                    until = decision.until
+                    if decision.action is Action.WAIT:
                         self._queue.set_loading(aside.pop(), front)
                         if self.admission is not None:
                             self.admission.refresh()  # it comes, too
                         continue
-                    if (picked or places) and self.offload.is_blocked_by_pool(waiting):
+                    if (picked or places) and decision.action is Action.NO_ROOM:
                         break  # it would compute what it could load, and with as little room; who ends makes some
                     if found.version != self.cache.tree.version:  # what it needed has come
                         found = self._match(waiting)
                 if self.admission is not None and picked:
-                    coming = () if self.offload is None else self.offload.loading_requests
+                    coming = () if self.offload is None else self.offload.copying_requests()
                     if not self.admission.fits(waiting, found.resume, self.running, coming):
                         break  # those that run would give their pages up for it, sooner or later
                 self._admit(waiting, found)
                 self._lookahead.request_checkpoints(waiting)
                 aside.pop()
-                taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
+                taken = self._reserve(waiting, budget, picked, places, preempt=not picked, until=until)
                 budget -= taken
                 if taken:
                     self._begin(waiting, found, looked_up)
@@ -204,12 +213,12 @@ class Scheduler:
 
     def _claims(self, request: Request) -> bool:
         """Whether pages of the pool are filled for a request: it takes them before it waits for others."""
-        return self.offload is not None and self.offload.is_loading(request)
+        return self.offload is not None and self.offload.is_copying(request)
 
     @property
     def _freeing(self) -> bool:
         """Whether pages that are in use below will be free by themselves."""
-        return self.offload is not None and self.offload.retained_bytes
+        return self.offload is not None and self.offload.is_retaining_pages
 
     def _prefetch(self) -> set[Front | None]:
         """Whose pages have come waits in line again; what the others load, nobody else need compute."""
@@ -285,7 +294,7 @@ class Scheduler:
     def advance_beams(self, slots: Many[Request], successors: Many[Successor[Request]]) -> list[Request]:
         """Let beams go on as `successors` say, and in which slots: the first that follows a slot stays there, others fork
         from it into slots that nobody follows."""
-        spare, seats = seated(slots, successors)
+        spare, seats = assign_slots(slots, successors)
         for slot in spare:
             if slot.sequence is not None:
                 self._release(slot)
@@ -355,15 +364,16 @@ class Scheduler:
         picked: list[Scheduled],
         places: dict[int, int],
         preempt: bool = True,
+        until: int | None = None,
     ) -> int:
         """Reserve pages for as many of a request's tokens as the budget allows; how many it got. Where there is no room
         those that rank behind it give theirs up, and if that does not do, it waits."""
         sequence = request.sequence
         assert sequence is not None
-        most, telling = min(request.pending, budget), request.telling
+        most, telling = min(request.pending, budget), request.computes_prompt_logprobs
         near = most = min(most, self._told) if telling else most
-        if self.offload is not None and (stop := self.offload.compute_until(request)) is not None:
-            near = min(most, stop - request.computed)
+        if until is not None and request.computed < until:
+            near = min(most, until - request.computed)
         count = (
             near
             if sequence.next_checkpoint is None

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from kvloom.engine.sampling.params import SamplingParams
+from kvloom.engine import SamplingParams
 from kvloom.serve.metrics.request_records import Record
 from kvloom.serve.worker.mailbox import Mailbox
 from kvloom.serve.worker.messages import Add, Delta, Ready

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvloom.engine.sampling.params import SamplingParams
+from kvloom.engine import SamplingParams
 
 from .errors import ApiError, bad_request
 

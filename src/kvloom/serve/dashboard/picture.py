@@ -11,7 +11,7 @@ from kvloom.core.inspect.pool_map import PoolMap
 from kvloom.serve.worker.stats import lower_tiers
 
 if TYPE_CHECKING:
-    from kvloom.engine.engine import Engine
+    from kvloom.engine import Engine
 
 __all__ = ["Picture"]
 
@@ -39,4 +39,4 @@ class Picture:
         if lower is None:
             return []
         host, *below = map(asdict, lower_tiers(lower))
-        return [{**host, "tokens_back": lower.counts["landed_tokens"]}, *below]
+        return [{**host, "tokens_back": lower.stats.loaded_tokens}, *below]

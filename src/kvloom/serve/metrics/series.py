@@ -88,7 +88,7 @@ def engine_rows(stats: Stats, pool: Pool) -> list[Row]:
     """What the engine told last."""
     total = stats.slabs * pool.slab_bytes
     usage = stats.held_bytes / total if total else 0.0
-    landed = stats.lower.get("landed_tokens", 0)
+    landed = stats.lower.get("loaded_tokens", 0)
     own = max(0, stats.hit_tokens - landed)
     beyond = stats.looked_up_tokens - own if stats.tiers else 0
     config = (str(pool.block_tokens), str(stats.slabs), "True")
@@ -140,12 +140,12 @@ def tier_rows(stats: Stats) -> list[Row]:
     faults = {(tier, verb, outcome): count for tier, verb, outcome, count in stats.faults}
     at = ("tier",)
     return [
-        Row("kvloom_trips", "counter", "Times that pages were brought into the pool from below for a request", lower.get("trips", 0)),
-        Row("kvloom_landed_tokens", "counter", "Tokens that came that way", lower.get("landed_tokens", 0)),
-        Row("kvloom_landed_bytes", "counter", "Bytes that came that way", lower.get("landed_bytes", 0)),
+        Row("kvloom_trips", "counter", "Times that pages were brought into the pool from below for a request", lower.get("load_jobs", 0)),
+        Row("kvloom_landed_tokens", "counter", "Tokens that came that way", lower.get("loaded_tokens", 0)),
+        Row("kvloom_landed_bytes", "counter", "Bytes that came that way", lower.get("loaded_bytes", 0)),
         Row("kvloom_missed_pages", "counter", "Pages that had left host memory when they were wanted", lower.get("failed_pages", 0)),
-        Row("kvloom_kept_pages", "counter", "Pages copied to host memory", lower.get("kept_pages", 0)),
-        Row("kvloom_loads_not_worth", "counter", "Loads left undone, for computing is faster", lower.get("not_worth", 0)),
+        Row("kvloom_kept_pages", "counter", "Pages copied to host memory", lower.get("offloaded_pages", 0)),
+        Row("kvloom_loads_not_worth", "counter", "Loads left undone, for computing is faster", lower.get("not_worth_loading", 0)),
         Row("kvloom_loads_without_room", "counter", "Loads left undone for want of room in the pool", lower.get("no_room", 0)),
         Row("kvloom_tier_faults", "counter", "Pages that a tier failed to look up, load or store", faults, labels=("tier", "verb", "outcome")),
         Row("kvloom_tier_objects", "gauge", "Objects in a lower tier", {t.name: t.objects for t in tiers}, labels=at),

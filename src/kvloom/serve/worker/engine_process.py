@@ -42,8 +42,7 @@ from .messages import (
 from .watchdog import BEAT_SECONDS
 
 if TYPE_CHECKING:
-    from kvloom.engine.engine import Engine
-    from kvloom.engine.offload.manager import OffloadManager
+    from kvloom.engine import Engine, OffloadManager
 
     from .worker import Worker
 
@@ -108,8 +107,7 @@ class _Outbox:
 def load_engine(start: Start) -> Engine:
     """The engine that `start` describes; minutes, for a large model."""
     from kvloom.core import Tenant
-    from kvloom.engine.engine import Engine
-    from kvloom.engine.execution.threads import use_threads
+    from kvloom.engine import Engine, EngineConfig, use_threads
     from kvloom.models.load import device_of, load
 
     device = device_of(start.device)
@@ -121,19 +119,18 @@ def load_engine(start: Start) -> Engine:
         load_format=start.load_format,
         progress=start.progress,
     )
-    engine = Engine(
-        model,
-        start.pool_bytes,
-        start.kv_dtype,
+    config = EngineConfig(
+        pool_bytes=start.pool_bytes,
+        memory_fraction=start.memory_fraction,
         token_budget=start.token_budget,
         max_running=start.max_running,
-        tokenizer=tokenizer,
-        memory_fraction=start.memory_fraction,
+        kv_dtype=start.kv_dtype,
         kv_scales=start.kv_scales,
         batch_invariant=start.batch_invariant,
-        tiers=start.tiers,
         tenants=[Tenant(tenant.name, tenant.quota, tenant.weight) for tenant in start.tenants],
+        tiers=start.tiers,
     )
+    engine = Engine(model, config, tokenizer)
     _prepare(engine, start.progress)
     return engine
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvloom.engine.sampling.params import SamplingParams
+from kvloom.engine import SamplingParams
 
 __all__ = [
     "HEADER_BYTES",

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
 from kvloom.core.histogram import Histogram
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload.manager import OffloadManager
+from kvloom.engine import Engine, OffloadManager
 from kvloom.tiers import TierStats
 
 from .messages import Counts, Stats, TenantUse, TierUse
@@ -80,7 +80,7 @@ def _below(lower: OffloadManager) -> dict[str, Any]:
     faults = dict(lower.transfers.faults.counts)  # lanes' threads go on counting
     return {
         "tiers": lower_tiers(lower),
-        "lower": {**lower.counts, "kept_pages": lower.offloaded_pages},
+        "lower": asdict(lower.stats),
         "faults": [(called.get(tier, tier), verb, why, count) for (tier, verb, why), count in faults.items()],
     }
 
@@ -89,7 +89,7 @@ def lower_tiers(lower: OffloadManager) -> list[TierUse]:
     """The tiers below the pool, the nearest first."""
     host, *names = lower.tier_names
     # What moves between pool and host passes by no tier's verbs: it is counted where it is decided.
-    passed = {"bytes_read": lower.counts["landed_bytes"], "bytes_written": lower.offloaded_bytes}
+    passed = {"bytes_read": lower.stats.loaded_bytes, "bytes_written": lower.stats.offloaded_bytes}
     return [
         msgspec.structs.replace(tier_use(host, lower.host.stats()), **passed),
         *(

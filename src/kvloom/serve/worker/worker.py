@@ -11,9 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvloom.core import CacheControl, RetainRange
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import Request
-from kvloom.engine.sampling.logprobs import TokenLogprobs
+from kvloom.engine import Engine, Request, TokenLogprobs
 from kvloom.serve.dashboard.picture import Picture
 
 from .messages import (
