@@ -25,7 +25,7 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0)
 @pytest.mark.parametrize(
     ("family", "slabs"), [("llama", 0), ("gemma3_text", 0), ("qwen3_next", 3), ("bamba", 6)]
 )
-def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int, ahead: bool) -> None:
+def test_random_requests_in_a_small_pool_match_generate(family: str, slabs: int, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)
     model.set_attn_implementation("eager")
@@ -62,7 +62,7 @@ def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int, ahead:
     assert engine.cache.stats()["held_pages"] == 0
 
 
-def test_a_prefix_is_found_again_and_counted() -> None:
+def test_cached_prefix_is_hit_and_counted() -> None:
     engine = make_engine(tiny("llama"), 1 << 22)
     first = engine.add(range(3, 43), GREEDY)
     engine.run()
@@ -74,7 +74,7 @@ def test_a_prefix_is_found_again_and_counted() -> None:
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "bamba", "mamba"])
 @pytest.mark.parametrize("size", [32, 45])
-def test_the_very_same_prompt_is_found_the_second_time(family: str, size: int) -> None:
+def test_repeated_prompt_is_a_hit(family: str, size: int) -> None:
     rng = random.Random(size)
     model = tiny(family)
     prompt, other = ([rng.randrange(3, 64) for _ in range(n)] for n in (size, 23))
@@ -94,7 +94,7 @@ def test_the_very_same_prompt_is_found_the_second_time(family: str, size: int) -
 
 
 @pytest.mark.parametrize(("size", "steps"), [(16, 1), (17, 2), (40, 2)])
-def test_a_snapshot_costs_a_prompt_of_more_than_a_block_one_step_of_one_token(size: int, steps: int) -> None:
+def test_snapshot_costs_one_step_of_one_token(size: int, steps: int) -> None:
     for family, expected_steps in (("qwen3_next", steps), ("llama", 1)):
         engine = make_engine(tiny(family), 1 << 24)
         request = engine.add(range(3, 3 + size), SamplingParams(max_tokens=1))
@@ -110,7 +110,7 @@ def test_a_snapshot_costs_a_prompt_of_more_than_a_block_one_step_of_one_token(si
         assert again.cached_tokens == (0 if family == "qwen3_next" and size == 16 else size - 1)
 
 
-def test_decodes_go_before_prompts_and_the_budget_holds() -> None:
+def test_decodes_precede_prompts_within_the_token_budget() -> None:
     engine = make_engine(tiny("llama"), 1 << 22, token_budget=8)
     early = engine.add([3, 4, 5], GREEDY)
     engine.step()
@@ -127,7 +127,7 @@ def test_decodes_go_before_prompts_and_the_budget_holds() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_stop_tokens_and_eos_end_a_request(ahead: bool) -> None:
+def test_stop_tokens_and_eos_finish_a_request(ahead: bool) -> None:
     model = tiny("llama")
     engine = make_engine(model, 1 << 22, ahead=ahead)
     plain = engine.add([5, 6, 7], GREEDY)
@@ -139,7 +139,7 @@ def test_stop_tokens_and_eos_end_a_request(ahead: bool) -> None:
     assert ended.output == plain.output[: plain.output.index(stop) + 1]
 
 
-def test_a_seed_gives_the_same_tokens_whatever_else_runs() -> None:
+def test_seed_gives_the_same_tokens_in_any_batch() -> None:
     model = tiny("llama")
     params = SamplingParams(max_tokens=8, temperature=0.9, top_p=0.95, seed=11)
     alone = make_engine(model, 1 << 22)
@@ -153,7 +153,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs() -> None:
     assert all(other.finish_reason == "length" for other in others)
 
 
-def test_a_request_that_does_not_fit_even_alone_ends_and_says_so() -> None:
+def test_request_without_room_finishes_with_no_room() -> None:
     engine = make_engine(tiny("llama"), 1 << 22)
     slab = engine.layout.slab_bytes
     engine = make_engine(tiny("llama"), 4 * slab)
@@ -172,7 +172,7 @@ def test_a_request_that_does_not_fit_even_alone_ends_and_says_so() -> None:
 @pytest.mark.parametrize(
     "form", [list, tuple, iter, np.array, torch.tensor, lambda ids: np.array(ids, np.uint16)]
 )
-def test_a_prompt_comes_in_any_form(form: Callable[[list[int]], Any]) -> None:
+def test_prompt_may_be_any_iterable_of_ids(form: Callable[[list[int]], Any]) -> None:
     ids = [5, 1, 63, 0, 7]
     request = make_engine(tiny("llama"), 1 << 20).add(form(ids))
     assert request.prompt == tuple(ids)
@@ -182,7 +182,7 @@ def test_a_prompt_comes_in_any_form(form: Callable[[list[int]], Any]) -> None:
     assert request.prompt_ids.flags.writeable, "torch takes it as it is"
 
 
-def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+def test_infeasible_request_is_refused_with_the_numbers() -> None:
     model = tiny("llama")
     engine = make_engine(model, 1 << 16)
     with pytest.raises(ValueError, match=r"need [\d,]+ bytes of cache, but the pool has"):
@@ -195,7 +195,9 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
     with pytest.raises(TypeError, match="NoneType"):
         engine.add([5, None])  # type: ignore[list-item]
     for token in (64, -1, 2**31, 2**70):
-        with pytest.raises(ValueError, match=rf"token {token} is outside the vocabulary: give ids from 0 to 63"):
+        with pytest.raises(
+            ValueError, match=rf"token {token} is outside the vocabulary: give ids from 0 to 63"
+        ):
             engine.add([5, token, 6])
     for needs in ({"stop": "x"}, {"regex": "x"}):
         with pytest.raises(ValueError, match="need a tokenizer"):
@@ -207,7 +209,7 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
             SamplingParams(**wrong)  # type: ignore[arg-type]
 
 
-def test_what_someone_computes_is_waited_for_not_computed_again() -> None:
+def test_request_waits_for_a_prefix_that_another_computes() -> None:
     engine = make_engine(tiny("llama"), 1 << 22, token_budget=64)
     shared = [5 + i % 50 for i in range(40)]
     requests = [engine.add([*shared, 7 + i], GREEDY) for i in range(4)]
@@ -224,7 +226,7 @@ def test_what_someone_computes_is_waited_for_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "mamba"])
-def test_who_is_next_in_line_finds_a_point_where_it_parts_from_who_begins(family: str) -> None:
+def test_running_request_leaves_checkpoints_for_queued_ones(family: str) -> None:
     shared = [5 + i % 50 for i in range(100)]
     prompts = [[*shared, 7 + i, *range(9, 12 + i)] for i in range(3)] + [shared[:70]]
     wanted = expected(tiny(family), prompts, 10)
@@ -244,7 +246,9 @@ def test_who_is_next_in_line_finds_a_point_where_it_parts_from_who_begins(family
 
 
 @pytest.mark.parametrize(("family", "kib"), [("llama", 512), ("gemma3_text", 768), ("qwen3_next", 512)])
-def test_what_those_in_line_will_find_stays(family: str, kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_queued_requests_are_evicted_last(
+    family: str, kib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Conversations that take turns in a pool that has no room for all: by age, each would lose what it wants next."""
     found = {}
     for most in (0, 256):
@@ -265,7 +269,7 @@ def test_what_those_in_line_will_find_stays(family: str, kib: int, monkeypatch: 
     assert found[256] > 2 * found[0]
 
 
-def test_who_waits_no_more_keeps_no_pages() -> None:
+def test_finished_requests_protect_no_pages() -> None:
     engine = make_engine(tiny("llama"), 1 << 18, token_budget=64, max_running=1)
     fill(engine, 3, 12)
     engine.run()
@@ -288,7 +292,7 @@ def fill(engine: Engine, first: int, count: int) -> None:
         engine.add([each, *(3 + (i * each) % 61 for i in range(90))], GREEDY)
 
 
-def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
+def test_garbage_collection_is_off_during_a_capture() -> None:
     assert gc.isenabled()
     with uncollected():
         assert not gc.isenabled()
@@ -298,7 +302,7 @@ def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
     assert gc.isenabled()
 
 
-def test_longer_steps_are_for_large_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_token_budget_needs_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_token_budget(torch.device("cpu")) is None
 
     class Device:

@@ -18,11 +18,11 @@ from kvloom.engine import SamplingParams
 from tests.engines import make_engine
 
 from .invariance import prompts_of
-from .test_invariant_gpu import made
+from .test_batch_invariance_gpu import made
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_after_prepare_greedy_requests_compile_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_compile_nothing_after_prepare(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(made(family), 1 << 30)
     engine.prepare()
     compiled: list[str] = []
@@ -43,7 +43,7 @@ def test_after_prepare_greedy_requests_compile_nothing(family: str, monkeypatch:
     assert not compiled
 
 
-def test_graphs_are_recorded_while_those_of_another_engine_are_garbage() -> None:
+def test_capture_while_old_graphs_are_garbage() -> None:
     """As if garbage were collected in the middle of each recording, wherever that is allowed."""
     model, before = made("llama"), gc.get_threshold()
     gc.collect()

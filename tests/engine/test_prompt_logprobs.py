@@ -36,7 +36,7 @@ def check(request: Request, exact: torch.Tensor, count: int) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_they_are_those_of_the_models_logits_by_any_chunks(family: str, ahead: bool) -> None:
+def test_prompt_logprobs_match_the_logits_for_any_chunks(family: str, ahead: bool) -> None:
     model, prompts = tiny(family), [*prompts_of(3, (40, 1, 2, 33))]
     prompts[3] = prompts[0][:20] + prompts[3][20:]
     exact = [wanted(model, prompt) for prompt in prompts]
@@ -58,7 +58,7 @@ def test_they_are_those_of_the_models_logits_by_any_chunks(family: str, ahead: b
     assert again.cached_tokens  # they add to the cache as others do
 
 
-def test_who_gives_its_pages_up_tells_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_request_returns_prompt_logprobs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "MOST_TOLD", 7)
     model, prompts = tiny("llama"), prompts_of(5, (50, 60, 70, 45))
     exact = [wanted(model, prompt) for prompt in prompts]
@@ -72,7 +72,7 @@ def test_who_gives_its_pages_up_tells_everything_once(monkeypatch: pytest.Monkey
         check(request, rows, 0)
 
 
-def test_results_have_them_and_answers_share_them() -> None:
+def test_samples_share_prompt_logprobs() -> None:
     model, prompt = tiny("llama"), prompts_of(7)[1]
     llm = LLM(model, pool_bytes=8 << 20)
     params = SamplingParams(max_tokens=3, temperature=0.8, seed=1, n=3, prompt_logprobs=1)
@@ -85,6 +85,6 @@ def test_results_have_them_and_answers_share_them() -> None:
     assert alone.prompt_logprobs == [None]
 
 
-def test_how_many_are_told_has_a_limit() -> None:
+def test_prompt_logprobs_have_a_limit() -> None:
     with pytest.raises(ValueError, match="prompt_logprobs 2000 must be from 0 to 1024"):
         SamplingParams(prompt_logprobs=2000)

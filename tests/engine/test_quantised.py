@@ -103,7 +103,7 @@ def calibrated(model: Any, folder: Path, prompts: list[list[int]]) -> str:
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cold_warm_preempted_and_in_any_batch_the_tokens_are_the_same(
+def test_quantised_tokens_do_not_depend_on_cache_preemption_or_batch(
     family: str, dtype: str, static: bool, tmp_path: Path
 ) -> None:
     model = tiny(family)
@@ -148,7 +148,7 @@ def test_cold_warm_preempted_and_in_any_batch_the_tokens_are_the_same(
     assert counts["preempted"] > 0
 
 
-def test_kinds_of_one_model_keep_different_dtypes() -> None:
+def test_layer_kinds_have_their_own_dtypes() -> None:
     model = tiny("gemma3_text")
     prompts = drawn("kinds", 6)
     engine = make_engine(model, 1 << 24, "int8,sliding=fp32")
@@ -168,7 +168,7 @@ def test_kinds_of_one_model_keep_different_dtypes() -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_on_forks_are_those_of_requests_of_their_own(family: str, dtype: str) -> None:
+def test_quantised_forks_match_separate_requests(family: str, dtype: str) -> None:
     model = tiny(family)
     prompt = drawn(family, 1, 60)[0] * 2
     engine = make_engine(model, 1 << 24, dtype)
@@ -200,7 +200,7 @@ CHUNKS = 5e-4
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
-def test_logits_stay_near_those_of_float32_and_do_not_hang_on_chunks(family: str, tmp_path: Path) -> None:
+def test_quantised_logits_are_close_to_float32_for_any_chunks(family: str, tmp_path: Path) -> None:
     model = tiny(family)
     prompts = drawn(family, 4, 90)
     scales = calibrated(model, tmp_path, prompts)
@@ -220,7 +220,7 @@ def test_logits_stay_near_those_of_float32_and_do_not_hang_on_chunks(family: str
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_calibration_finds_what_the_models_own_cache_holds(family: str) -> None:
+def test_calibration_matches_the_models_own_cache(family: str) -> None:
     model = tiny(family, sliding_window=64)
     prompts = drawn("sizes", 5)
     with torch.inference_mode():
@@ -237,7 +237,7 @@ def test_calibration_finds_what_the_models_own_cache_holds(family: str) -> None:
             torch.testing.assert_close(found.scales[layer][name], sizes / 127)
 
 
-def test_a_percentile_leaves_the_largest_tokens_out() -> None:
+def test_percentile_excludes_the_largest_values() -> None:
     model, prompts = tiny("llama"), drawn("sizes", 5)
     every, most = (calibrate(model, prompts, percentile=p).sizes for p in (100, 90))
     nearly = calibrate(model, prompts, percentile=99.9999).sizes
@@ -247,7 +247,7 @@ def test_a_percentile_leaves_the_largest_tokens_out() -> None:
             torch.testing.assert_close(nearly[layer][name], sizes, rtol=1e-3, atol=0)
 
 
-def test_long_prompts_are_calibrated_on_in_pieces() -> None:
+def test_long_prompts_are_calibrated_in_pieces() -> None:
     found = calibrate(tiny("llama"), [list(range(3, 60)) * 10], context=64)
     assert (found.prompts, found.tokens) == (1, 570)
     assert calibrate(tiny("llama"), [[5] * 300], context=10**6).prompts == 1  # no longer than the model takes
@@ -264,13 +264,13 @@ def test_long_prompts_are_calibrated_on_in_pieces() -> None:
         ({"family": "mamba2"}, "no keys and values to scale"),
     ],
 )
-def test_what_cannot_be_calibrated_says_why(options: dict[str, Any], words: str) -> None:
+def test_invalid_calibration_is_refused(options: dict[str, Any], words: str) -> None:
     options = {"prompts": [[5, 6, 7]], **options}
     with pytest.raises(ValueError, match=words):
         calibrate(tiny(options.pop("family", "llama")), options.pop("prompts"), **options)
 
 
-def test_static_scales_for_pages_that_need_none_are_refused(tmp_path: Path) -> None:
+def test_scales_without_quantised_pages_are_refused(tmp_path: Path) -> None:
     model = tiny("llama")
     scales = calibrated(model, tmp_path, [[5, 6, 7]])
     for dtype in (None, "bf16"):
@@ -280,7 +280,7 @@ def test_static_scales_for_pages_that_need_none_are_refused(tmp_path: Path) -> N
         make_engine(model, 1 << 24, "fp8", kv_scales="checkpoint")
 
 
-def test_pages_of_other_scales_have_other_names(tmp_path: Path) -> None:
+def test_other_scales_give_other_hashes(tmp_path: Path) -> None:
     model = tiny("llama")
     calibrate(model, [[5, 6, 7]]).save(tmp_path / "a")
     calibrate(model, [[8, 9]]).save(tmp_path / "b")
@@ -291,7 +291,7 @@ def test_pages_of_other_scales_have_other_names(tmp_path: Path) -> None:
     assert len(set(names)) == 3
 
 
-def test_scales_come_from_the_checkpoint_or_from_a_file(tmp_path: Path) -> None:
+def test_scales_from_a_checkpoint_or_a_file(tmp_path: Path) -> None:
     model, prompts = tiny("llama"), drawn("checkpoint", 4)
     folder, scales = tmp_path / "model", tmp_path / "scales.safetensors"
     model.save_pretrained(folder)
@@ -308,7 +308,7 @@ def test_scales_come_from_the_checkpoint_or_from_a_file(tmp_path: Path) -> None:
     assert [r.outputs[0].token_ids for r in first] == [r.outputs[0].token_ids for r in second]
 
 
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_and_generate_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, scales = str(tmp_path / "model"), str(tmp_path / "scales.safetensors")
     tiny("llama").save_pretrained(folder)
     (tmp_path / "prompts.jsonl").write_text('[5, 6, 7]\n\n{"prompt": [8, 9]}\n')
@@ -347,7 +347,10 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["calibrate", folder, "--out", scales], "no prompts to calibrate on"),
         (["calibrate", folder, "--prompts", "no.jsonl", "--out", scales], "no prompt file 'no.jsonl'"),
         (["calibrate", folder, "--prompts", "some words", "--out", scales], "has no tokenizer"),
-        (["calibrate", folder, "--tokens", "5", "--out", str(tmp_path / "no" / "s")], "folder does not exist"),
+        (
+            ["calibrate", folder, "--tokens", "5", "--out", str(tmp_path / "no" / "s")],
+            "folder does not exist",
+        ),
         (
             ["calibrate", folder, "--tokens", "5", "--out", scales, "--percentile", "101"],
             "--percentile: 101 is out of range",
@@ -357,7 +360,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert words in capsys.readouterr().err
 
 
-def test_prompts_come_from_files_and_from_the_line(tmp_path: Path) -> None:
+def test_prompts_from_files_and_arguments(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one text\nof two lines\n")
     (tmp_path / "b.jsonl").write_text('"a text"\n{"text": "another"}\n[1, 2]\n')
     given = [str(tmp_path / "a.txt"), "words of my own", str(tmp_path / "b.jsonl")]

@@ -37,7 +37,7 @@ def ran(engine: Engine, prompts: list[list[int]]) -> list[Any]:
 @pytest.mark.parametrize("scales", ["dynamic", "static"])
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_8_bits_give_what_16_give_within_rounding_and_when_found_again(
+def test_8_bit_pages_match_16_bit_within_rounding(
     family: str, dtype: str, scales: str, tmp_path: Path
 ) -> None:
     model, prompts = made(family, **WIDE), prompts_of(1, (5, 17, 29, 40))
@@ -62,7 +62,7 @@ def test_8_bits_give_what_16_give_within_rounding_and_when_found_again(
 
 
 @pytest.mark.alone
-def test_a_model_with_a_table_of_positions_finds_its_pools_size() -> None:
+def test_pool_is_measured_for_a_model_with_position_tables() -> None:
     model = made("gpt2", n_embd=256, n_head=4, n_inner=256)
     engine = make_engine(model, memory_fraction=0.5, max_running=16)
     assert engine.memory_budget is not None

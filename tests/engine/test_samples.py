@@ -42,7 +42,7 @@ def idle(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_those_of_requests_of_their_own(family: str, ahead: bool) -> None:
+def test_samples_match_separate_requests(family: str, ahead: bool) -> None:
     model = tiny(family)
     model.set_attn_implementation("eager")
     prompts = [list(range(3, 3 + size)) for size in (21, 5, 37)]
@@ -60,7 +60,7 @@ def test_answers_are_those_of_requests_of_their_own(family: str, ahead: bool) ->
     assert [one.output for one in again.family] == wanted[2]
 
 
-def test_the_prompt_is_computed_once() -> None:
+def test_samples_share_one_prompt_computation() -> None:
     engine = make_engine(tiny("llama"), POOL, token_budget=8)
     computed = 0
     launched = engine.scheduler.step_launched
@@ -80,7 +80,7 @@ def test_the_prompt_is_computed_once() -> None:
 @pytest.mark.parametrize(
     ("family", "slabs"), [("llama", 0), ("gemma3_text", 0), ("qwen3_next", 4), ("bamba", 8)]
 )
-def test_forks_in_a_pool_far_too_small_survive_preemption(family: str, slabs: int, ahead: bool) -> None:
+def test_forks_in_a_small_pool_survive_preemption(family: str, slabs: int, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)
     model.set_attn_implementation("eager")
@@ -122,7 +122,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
-def test_every_kind_of_request_in_one_crowd_gets_what_it_gets_alone(family: str, ahead: bool) -> None:
+def test_mixed_requests_match_their_results_alone(family: str, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)
     calm = make_engine(model, POOL, tokenizer=words())
@@ -147,7 +147,7 @@ def test_every_kind_of_request_in_one_crowd_gets_what_it_gets_alone(family: str,
     assert idle(engine)
 
 
-def test_more_answers_than_may_run_at_once() -> None:
+def test_more_samples_than_max_running() -> None:
     model = tiny("llama")
     params = replace(DRAWN, n=9)
     wanted = alone(model, [5, 6, 7, 8], params)
@@ -158,7 +158,7 @@ def test_more_answers_than_may_run_at_once() -> None:
     assert idle(engine)
 
 
-def test_best_of_gives_the_likeliest() -> None:
+def test_best_of_returns_the_most_likely_samples() -> None:
     engine = make_engine(tiny("llama"), POOL)
     request = engine.add(range(3, 20), SamplingParams(max_tokens=6, seed=3, n=2, best_of=6))
     engine.run()
@@ -168,7 +168,7 @@ def test_best_of_gives_the_likeliest() -> None:
     assert totals[0] > totals[-1]
 
 
-def test_penalties_and_seeds_hold_ahead_and_in_any_batch() -> None:
+def test_penalties_and_seeds_do_not_depend_on_ahead_or_batch() -> None:
     """Requests that must see their last token stand beside others that need not."""
     model = tiny("llama")
     kinds = [
@@ -190,7 +190,7 @@ def test_penalties_and_seeds_hold_ahead_and_in_any_batch() -> None:
     assert [request.output for request in requests] == wanted * 2
 
 
-def test_cancelling_ends_every_answer_whenever_it_comes() -> None:
+def test_cancel_finishes_all_samples_at_any_time() -> None:
     for steps in range(5):
         engine = make_engine(tiny("llama"), POOL, token_budget=8, ahead=True)
         request = engine.add(range(3, 20), DRAWN)
@@ -202,7 +202,7 @@ def test_cancelling_ends_every_answer_whenever_it_comes() -> None:
         assert idle(engine)
 
 
-def test_logprobs_are_the_models() -> None:
+def test_logprobs_match_the_model() -> None:
     model = tiny("llama")
     engine = make_engine(model, POOL, ahead=True)
     request = engine.add([5, 6, 7, 8], replace(DRAWN, n=2, logprobs=3))

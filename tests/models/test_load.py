@@ -302,7 +302,9 @@ def test_an_engine_of_short_contexts_turns_by_short_frequencies() -> None:
         found[context] = request.output
         if context:
             assert request.output == wanted
-            with pytest.raises(ValueError, match="30 prompt tokens and max_tokens 8 exceed the engine's limit of 32"):
+            with pytest.raises(
+                ValueError, match="30 prompt tokens and max_tokens 8 exceed the engine's limit of 32"
+            ):
                 engine.add([5] * 30, params)
     assert found[None] != wanted  # by the long ones
     with pytest.raises(ValueError, match="max_context 500 must be from 1 to 128"):

@@ -17,7 +17,7 @@ from kvloom.serve.worker.messages import Add, Stats, Story
 from kvloom.serve.worker.stats import tier_use
 from kvloom.serve.worker.worker import Worker
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Ranges
-from tests.engine.test_lower import PATIENT
+from tests.engine.test_offload import PATIENT
 from tests.engines import make_engine
 from tests.models.zoo import tiny
 from tests.serve.running import MODEL, Running, running

@@ -13,7 +13,7 @@ from kvloom.tiers.peer.server import PeerServer
 from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
-from .test_lower import PATIENT, POOL, closed, drawn, offload_of, served, stored
+from .test_offload import PATIENT, POOL, closed, drawn, offload_of, served, stored
 
 
 def offered(engine: Engine) -> PeerServer:
@@ -30,7 +30,7 @@ def guest(engine: Engine, options: str = "") -> Engine:
 
 
 @pytest.mark.parametrize("by", ["shared", "connection"])
-def test_another_engine_reads_what_one_has_and_changes_nothing(by: str, tmp_path: Path) -> None:
+def test_another_engine_reads_served_host_memory(by: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a secret of more than 16 bytes")
     prompts, other = drawn("offer", 70, 50), drawn("other", 40)
@@ -56,7 +56,7 @@ def test_another_engine_reads_what_one_has_and_changes_nothing(by: str, tmp_path
     closed(second)
 
 
-def test_beyond_loopback_a_secret_is_a_must_and_an_address_in_use_is_said(
+def test_host_server_needs_a_secret_beyond_loopback_and_a_free_address(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def opened(text: str) -> Engine:

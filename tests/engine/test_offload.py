@@ -69,7 +69,7 @@ def closed(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_a_restart_on_the_same_disk_answers_from_it(family: str, tmp_path: Path) -> None:
+def test_restart_loads_pages_from_disk(family: str, tmp_path: Path) -> None:
     prompts = drawn(family, 70, 50, 33, 90)
     wanted = expected(tiny(family), prompts, 8)
     turns = [[*tokens, 5, 6, 7] for tokens in wanted]
@@ -91,7 +91,7 @@ def test_a_restart_on_the_same_disk_answers_from_it(family: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_the_very_same_prompt_is_found_below_the_second_time(family: str, tmp_path: Path) -> None:
+def test_repeated_prompt_is_loaded_after_a_restart(family: str, tmp_path: Path) -> None:
     prompts = drawn(family, 70, 50)
     wanted = expected(tiny(family), prompts, 1)
     for round_ in range(2):
@@ -104,7 +104,7 @@ def test_the_very_same_prompt_is_found_below_the_second_time(family: str, tmp_pa
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_quantised_pages_come_back_with_their_scales(kv_dtype: Any, tmp_path: Path) -> None:
+def test_quantised_pages_load_with_their_scales(kv_dtype: Any, tmp_path: Path) -> None:
     prompts = drawn(kv_dtype, 70, 50)
     plain = served(make_engine(tiny("llama"), POOL, kv_dtype=kv_dtype), prompts)
     turns = [[*request.tokens, 5, 6] for request in plain]
@@ -119,7 +119,7 @@ def test_quantised_pages_come_back_with_their_scales(kv_dtype: Any, tmp_path: Pa
     assert [request.tokens for request in requests] == wanted
 
 
-def test_other_weights_layouts_tenants_and_dtypes_never_meet_on_one_disk(tmp_path: Path) -> None:
+def test_other_weights_layouts_tenants_and_dtypes_share_no_pages_on_disk(tmp_path: Path) -> None:
     prompt = drawn("meet", 80)
 
     def cached(model: Any, control: CacheControl | None = None, **options: Any) -> int:
@@ -148,7 +148,7 @@ def test_other_weights_layouts_tenants_and_dtypes_never_meet_on_one_disk(tmp_pat
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
 @pytest.mark.parametrize("write", ["through", "back"])
-def test_a_pool_far_too_small_keeps_its_hits_in_host_memory(family: str, write: str) -> None:
+def test_host_memory_keeps_the_hits_of_a_small_pool(family: str, write: str) -> None:
     """Conversations of a few turns; the pool holds about a tenth of them."""
     model = tiny(family, max_position_embeddings=512)
     layout = make_engine(model, POOL).layout
@@ -174,7 +174,7 @@ def test_a_pool_far_too_small_keeps_its_hits_in_host_memory(family: str, write: 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_conversations_that_run_at_once_in_a_tenth_of_their_pages_find_all_they_said(family: str) -> None:
+def test_concurrent_conversations_in_a_tenth_of_their_pages_hit(family: str) -> None:
     """What comes for a request stays until it begins: there is room for it to go on before anything is loaded."""
     model = tiny(family, max_position_embeddings=512)
     layout = make_engine(model, POOL).layout
@@ -206,7 +206,7 @@ def test_conversations_that_run_at_once_in_a_tenth_of_their_pages_find_all_they_
 @pytest.mark.parametrize(
     ("family", "why"), [("qwen3_next", "snapshot missing"), ("gemma3_text", "window page missing")]
 )
-def test_what_keeps_pages_below_from_serving_a_prompt_is_said(family: str, why: str, tmp_path: Path) -> None:
+def test_miss_reason_of_pages_in_tiers(family: str, why: str, tmp_path: Path) -> None:
     """After a restart the pool knows none of the tokens; the disk has their pages, and lacks what one could resume on."""
     prompt = drawn(why, 100)[0]
     wanted = expected(tiny(family), [prompt], 4)[0]
@@ -267,9 +267,7 @@ def stored(engine: Engine) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("wrong", ["failing", "hung", "full", "slow", "lying", "flipped"])
-def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
-    family: str, wrong: str, tmp_path: Path
-) -> None:
+def test_faulty_tier_changes_no_token_and_recovers(family: str, wrong: str, tmp_path: Path) -> None:
     prompts = drawn((family, wrong), 70, 50, 33)
     wanted = expected(tiny(family), prompts, 8)
     turns = [[*tokens, 5, 6, 7] for tokens in wanted]
@@ -311,7 +309,7 @@ def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
-def test_storms_in_a_pool_far_too_small_with_a_faulty_disk(family: str, tmp_path: Path) -> None:
+def test_many_requests_in_a_small_pool_with_a_faulty_disk(family: str, tmp_path: Path) -> None:
     rng = random.Random(family)
     roots = drawn((family, "roots"), 40, 33, 20)
     prompts = [
@@ -344,7 +342,7 @@ def test_storms_in_a_pool_far_too_small_with_a_faulty_disk(family: str, tmp_path
     closed(engine)
 
 
-def test_quotas_hold_for_what_comes_from_below(tmp_path: Path) -> None:
+def test_quotas_hold_for_loaded_pages(tmp_path: Path) -> None:
     model = tiny("llama", max_position_embeddings=512)
     layout = make_engine(model, POOL).layout
     tenant = Tenant("small", quota=layout.slab_bytes_for(120))
@@ -363,7 +361,7 @@ def test_quotas_hold_for_what_comes_from_below(tmp_path: Path) -> None:
     closed(engine)
 
 
-def test_what_a_preempted_request_gets_back_is_no_hit() -> None:
+def test_reload_after_preemption_is_not_a_hit() -> None:
     """Two that do not fit together, and a third that comes before them: they lose their pages and load them again."""
     model = tiny("llama", max_position_embeddings=512)
     layout = make_engine(model, POOL).layout
@@ -386,7 +384,7 @@ def test_what_a_preempted_request_gets_back_is_no_hit() -> None:
     closed(engine)
 
 
-def test_a_request_that_loads_holds_nobody_up(tmp_path: Path) -> None:
+def test_loading_request_does_not_block_others(tmp_path: Path) -> None:
     prompts = drawn("aside", 60, 30)
     engine = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"], offload=QUICK)
     wanted = [request.tokens for request in served(engine, prompts)]
@@ -405,7 +403,7 @@ def test_a_request_that_loads_holds_nobody_up(tmp_path: Path) -> None:
     closed(engine)
 
 
-def test_cancelling_a_request_that_loads_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_cancel_while_loading_leaves_no_page(tmp_path: Path) -> None:
     prompts = drawn("cancel", 60)
     engine = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"], offload=QUICK)
     served(engine, prompts)
@@ -424,7 +422,7 @@ def test_cancelling_a_request_that_loads_leaves_nothing_behind(tmp_path: Path) -
     closed(engine)
 
 
-def test_what_makes_no_sense_is_refused_and_nothing_is_left_open(tmp_path: Path) -> None:
+def test_invalid_tiers_are_refused_and_leave_nothing_open(tmp_path: Path) -> None:
     for tiers in (["host:1MiB", "host:2MiB"], [f"disk:{tmp_path}:64MiB", "tape:1"], ["host:16"]):
         with pytest.raises(ValueError, match=r"host tiers were asked for|no known kind|too small"):
             make_engine(tiny("llama"), POOL, tiers=tiers)
@@ -477,7 +475,7 @@ class LatePages(HostPages):
 
 @pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba", "qwen3_next"])
-def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
+def test_slow_copies_neither_overwrite_nor_read_other_pages(
     family: str, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload_manager, "HostPages", LatePages)
@@ -511,7 +509,7 @@ def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("slabs", [20, 24, 28, 32])
-def test_conversations_that_come_back_at_once_lose_nothing_to_each_other(
+def test_returning_conversations_keep_their_loaded_pages(
     slabs: int, ahead: bool, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The room for one is that of the next in line, whose turn is in the same step; and a while later, of who waits for room."""
@@ -536,7 +534,7 @@ def test_conversations_that_come_back_at_once_lose_nothing_to_each_other(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
-def test_what_comes_back_from_a_full_host_memory_does_not_lose_its_place_there(family: str) -> None:
+def test_pages_stay_in_full_host_memory_while_they_load(family: str) -> None:
     """What leaves the pool for it wants a place, and what comes back has been there for longest."""
     prompts = drawn((family, "in turns"), *[70] * 6)
     wanted = expected(tiny(family), prompts, 4)
@@ -557,9 +555,7 @@ def test_what_comes_back_from_a_full_host_memory_does_not_lose_its_place_there(f
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_what_one_request_loads_is_loaded_once_however_many_wait_for_it(
-    cancelled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_pages_are_loaded_once(cancelled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_manager, "HostPages", LatePages)
     monkeypatch.setattr(LatePages, "polls", (20, 30))
     roots = drawn("roots of many", 64, 48)
@@ -586,7 +582,7 @@ def test_what_one_request_loads_is_loaded_once_however_many_wait_for_it(
     closed(engine)
 
 
-def test_who_has_its_turn_before_who_loads_finds_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_scheduled_before_the_loading_one_hits_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_manager, "HostPages", LatePages)
     monkeypatch.setattr(LatePages, "polls", (20, 30))
     root = drawn("root of few", 64)[0]
@@ -605,7 +601,7 @@ def test_who_has_its_turn_before_who_loads_finds_what_came(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("sooner", [False, True])
-def test_what_came_for_who_waits_holds_no_room_from_who_comes_first(
+def test_loaded_pages_of_queued_requests_do_not_block_earlier_ones(
     sooner: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose turn it is needs the pages of those behind it, which come or have come: because it grew, or ranks better."""
@@ -636,9 +632,7 @@ def test_what_came_for_who_waits_holds_no_room_from_who_comes_first(
     closed(engine)
 
 
-def test_a_tier_that_cannot_be_opened_is_left_out_and_serving_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unavailable_tier_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiers = [f"disk:{tmp_path}:64MiB"]
     first = make_engine(tiny("llama"), POOL, tiers=tiers)
     second = make_engine(tiny("llama"), POOL, tiers=tiers)  # two on one directory
@@ -649,7 +643,7 @@ def test_a_tier_that_cannot_be_opened_is_left_out_and_serving_goes_on(
     closed(second)
 
 
-def test_a_tier_that_was_away_is_used_once_it_is_there(
+def test_unavailable_tier_is_used_once_it_opens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(away, "FIRST_PAUSE", 0.05)
@@ -679,7 +673,7 @@ def test_a_tier_that_was_away_is_used_once_it_is_there(
     closed(third)
 
 
-def test_a_tier_that_stays_away_ends_with_its_engine(tmp_path: Path) -> None:
+def test_unavailable_tier_closes_with_its_engine(tmp_path: Path) -> None:
     first = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
     second = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
     closed(second)
@@ -689,7 +683,7 @@ def test_a_tier_that_stays_away_ends_with_its_engine(tmp_path: Path) -> None:
     closed(third)
 
 
-def test_host_memory_without_a_prompts_next_block_costs_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_miss_in_host_memory_costs_one_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     prospect = KVCache.plan_load
 

@@ -135,7 +135,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-def test_what_has_come_when_the_head_meets_it_is_not_computed(family: str, rig: Callable[..., Rig]) -> None:
+def test_loaded_tail_is_not_computed(family: str, rig: Callable[..., Rig]) -> None:
     one = rig(family, token_budget=64)
     one.believe(0.5)
     request = one.add()
@@ -152,7 +152,7 @@ def test_what_has_come_when_the_head_meets_it_is_not_computed(family: str, rig: 
     assert request.cached_tokens == landed == sum(request.hits.values())
 
 
-def test_the_step_after_the_meeting_point_is_not_launched_before_it_is_known_what_has_come(
+def test_step_after_the_meeting_point_waits_for_the_tail(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that computes while its host goes on a step is decided while the one before it runs: the last one of the
@@ -182,9 +182,7 @@ def test_the_step_after_the_meeting_point_is_not_launched_before_it_is_known_wha
 
 
 @pytest.mark.parametrize("believed", [3.0, 100.0])
-def test_a_tier_that_was_fast_and_gives_nothing_costs_a_part_of_computing_and_no_more(
-    believed: float, rig: Callable[..., Rig]
-) -> None:
+def test_stalled_tier_costs_a_bounded_wait(believed: float, rig: Callable[..., Rig]) -> None:
     one = rig(token_budget=512)
     one.believe(believed)
     request = one.add()
@@ -196,7 +194,7 @@ def test_a_tier_that_was_fast_and_gives_nothing_costs_a_part_of_computing_and_no
     assert len(one.computed) - 3 <= 6
 
 
-def test_what_host_memory_has_of_a_head_is_copied_while_the_tail_comes(rig: Callable[..., Rig]) -> None:
+def test_head_is_copied_from_host_memory_while_the_tail_loads(rig: Callable[..., Rig]) -> None:
     one = rig(token_budget=64)
     cache, host = one.engine.cache, one.offload.host
     one.engine.add(one.prompt[:200], PARAMS)  # a prompt that begins alike, whose pages left the pool since
@@ -223,9 +221,7 @@ def test_what_host_memory_has_of_a_head_is_copied_while_the_tail_comes(rig: Call
 
 
 @pytest.mark.parametrize("believed", [0.5, 100.0])
-def test_a_request_whose_pages_are_not_kept_does_not_compute_them_twice(
-    believed: float, rig: Callable[..., Rig]
-) -> None:
+def test_request_without_store_loads_or_computes_everything(believed: float, rig: Callable[..., Rig]) -> None:
     """Nothing of its head would be there when the tail has come: it loads all, or computes all."""
     one = rig(token_budget=64)
     one.believe(believed)
@@ -238,7 +234,7 @@ def test_a_request_whose_pages_are_not_kept_does_not_compute_them_twice(
     assert one.prefilled == (1 if believed > 1 else LENGTH)
 
 
-def test_a_lookup_that_hangs_is_waited_for_no_longer_than_a_page_would_be(rig: Callable[..., Rig]) -> None:
+def test_hung_lookup_costs_a_bounded_wait(rig: Callable[..., Rig]) -> None:
     one = rig(token_budget=512)
     lookup, answered = one.tier.lookup, threading.Event()
     one.tier.lookup = lambda objects: answered.wait(60) and lookup(objects)  # type: ignore[assignment, method-assign, return-value]
@@ -251,7 +247,7 @@ def test_a_lookup_that_hangs_is_waited_for_no_longer_than_a_page_would_be(rig: C
     assert one.prefilled == LENGTH
 
 
-def test_what_a_request_has_computed_itself_is_loaded_no_further(rig: Callable[..., Rig]) -> None:
+def test_load_ends_once_the_prompt_is_computed(rig: Callable[..., Rig]) -> None:
     """Its prompt is over, and it decodes: a disk that is slow has others to serve."""
     one = rig(token_budget=512)
     one.believe(0.2)

@@ -17,7 +17,7 @@ from kvloom.engine import Engine, OffloadConfig, SamplingParams
 from kvloom.tiers.transfers.transfer_manager import MoverConfig
 from tests.engines import make_engine
 
-from .test_invariant_gpu import made
+from .test_batch_invariance_gpu import made
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PATIENT = OffloadConfig("always", deadline_seconds=(20.0, 20.0), transfers=MoverConfig(lookup_seconds=20.0))
@@ -41,7 +41,7 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("option", ["write=through", "write=back", "share=0"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_small_pool_with_host_memory_below_gives_the_same_bits(family: str, option: str) -> None:
+def test_small_pool_with_host_memory_gives_equal_bits(family: str, option: str) -> None:
     roots = prompts_of(
         family, 1200, 700, 400, 1100, 900, 800, 1000
     )  # together more than the small pool holds
@@ -67,7 +67,7 @@ def test_a_small_pool_with_host_memory_below_gives_the_same_bits(family: str, op
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_restart_on_the_same_disk_gives_the_same_bits(family: str, tmp_path: Path) -> None:
+def test_restart_on_the_same_disk_gives_equal_bits(family: str, tmp_path: Path) -> None:
     prompts = prompts_of(family, 900, 500)
     first = answers(make_engine(made(family), 1 << 30, batch_invariant=True), prompts)
     turns = [[*prompt, *answer, 7, 8] for prompt, answer in zip(prompts, first, strict=True)]

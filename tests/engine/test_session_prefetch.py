@@ -11,12 +11,12 @@ from kvloom.engine.offload import SessionHistory
 from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
-from .test_lossy import empty
-from .test_lower import PATIENT, POOL, QUICK, closed, drawn, faulty, greedy, offload_of, stored
+from .test_lossy_tiers import empty
+from .test_offload import PATIENT, POOL, QUICK, closed, drawn, faulty, greedy, offload_of, stored
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-def test_a_hint_brings_what_a_session_said_into_host_memory(family: str, tmp_path: Path) -> None:
+def test_expected_session_is_prefetched_into_host_memory(family: str, tmp_path: Path) -> None:
     engine = make_engine(tiny(family), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], offload=PATIENT)
     control = CacheControl(session="talk", tenant="someone")
     prompt = drawn(family, 70)[0]
@@ -46,7 +46,7 @@ def test_a_hint_brings_what_a_session_said_into_host_memory(family: str, tmp_pat
 
 
 @pytest.mark.parametrize("wrong", ["failing", "hung"])
-def test_a_hint_to_a_tier_that_does_not_answer_ends_and_costs_no_token(wrong: str, tmp_path: Path) -> None:
+def test_session_prefetch_from_a_faulty_tier_ends(wrong: str, tmp_path: Path) -> None:
     from kvloom.tiers.fault_injection import Faults
 
     faults = Faults()
@@ -69,7 +69,7 @@ def test_a_hint_to_a_tier_that_does_not_answer_ends_and_costs_no_token(wrong: st
     closed(engine)
 
 
-def test_sessions_are_remembered_within_bounds() -> None:
+def test_session_history_is_bounded() -> None:
     sessions = SessionHistory(max_tokens=100)
     for number in range(5):
         sessions.record(f"s{number}", range(30), CacheControl())

@@ -12,17 +12,15 @@ from tests.engines import make_engine
 from tests.models.zoo import tiny
 
 
-def test_what_is_left_is_for_pages() -> None:
-    room = MemoryBudget(
-        total=1000 << 20, usable=900 << 20, taken=300 << 20, step=150 << 20, graphs=50 << 20
-    )
+def test_pool_gets_the_rest_of_the_budget() -> None:
+    room = MemoryBudget(total=1000 << 20, usable=900 << 20, taken=300 << 20, step=150 << 20, graphs=50 << 20)
     assert room.pool == 400 << 20
     assert str(room) == (
         "900 of 1,000 MiB are usable: 300 are taken, a step needs 150, graphs 50; 400 MiB are left for the pool"
     )
 
 
-def test_a_cpu_has_a_pool_of_its_own_size() -> None:
+def test_cpu_pool_has_a_default_size() -> None:
     engine = make_engine(tiny("llama"))
     assert engine.memory_budget is not None
     assert engine.memory_budget.pool == CPU_POOL
@@ -30,17 +28,17 @@ def test_a_cpu_has_a_pool_of_its_own_size() -> None:
     assert make_engine(tiny("llama"), 1 << 22).memory_budget is None
 
 
-def test_a_fraction_that_is_none_is_refused() -> None:
+def test_invalid_memory_fraction_is_refused() -> None:
     model = tiny("llama")
     layout = make_engine(model, 1 << 22).layout
     for wrong in (0.0, -1.0, 1.5):
-        with pytest.raises(ValueError, match="memory_fraction .* must be above 0"):
+        with pytest.raises(ValueError, match=r"memory_fraction .* must be above 0"):
             measure_budget(model, layout, wrong, 64, 8, graphs=False)
 
 
 @pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_a_gpu_keeps_free_what_it_was_told_to() -> None:
+def test_gpu_pool_respects_memory_fraction() -> None:
     model = tiny("llama").to("cuda", torch.bfloat16)
     engine = make_engine(model, memory_fraction=0.5, token_budget=512, max_running=8)
     engine.prepare()

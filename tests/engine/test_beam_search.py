@@ -44,7 +44,7 @@ def params(width: int, new: int, **more: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next", "bamba"])
-def test_texts_and_scores_are_those_of_generate(family: str) -> None:
+def test_beams_match_generate(family: str) -> None:
     model = tiny(family)
     expected = [wanted(model, prompt, 3, 8) for prompt in PROMPTS]
     engine = make_engine(model, POOL, token_budget=16, ahead=True)
@@ -59,7 +59,7 @@ def test_texts_and_scores_are_those_of_generate(family: str) -> None:
 
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0, -1.0])
 @pytest.mark.parametrize("width", [2, 4])
-def test_texts_that_end_early_are_those_of_generate(width: int, penalty: float) -> None:
+def test_beams_that_finish_early_match_generate(width: int, penalty: float) -> None:
     model = tiny("llama")
     reference = tiny("llama")
     ended = 0
@@ -83,7 +83,7 @@ def test_texts_that_end_early_are_those_of_generate(width: int, penalty: float) 
     ("family", "slabs", "new"),
     [("llama", 5, 8), ("gemma3_text", 4, 8), ("qwen3_next", 4, 20), ("bamba", 5, 8)],
 )
-def test_beams_that_give_up_their_pages_give_the_same(family: str, slabs: int, new: int) -> None:
+def test_preempted_beams_return_the_same_texts(family: str, slabs: int, new: int) -> None:
     model = tiny(family)
     expected = [wanted(model, prompt, 4, new)[0] for prompt in PROMPTS]
     layout = make_engine(model, POOL).layout
@@ -102,7 +102,7 @@ def test_beams_that_give_up_their_pages_give_the_same(family: str, slabs: int, n
     assert idle(engine)
 
 
-def test_more_beams_than_may_run_at_once() -> None:
+def test_more_beams_than_max_running() -> None:
     model = tiny("llama")
     expected = [wanted(model, prompt, 6, 5)[0] for prompt in PROMPTS]
     engine = make_engine(model, POOL, max_running=2)
@@ -112,7 +112,7 @@ def test_more_beams_than_may_run_at_once() -> None:
     assert idle(engine)
 
 
-def test_a_vocabulary_smaller_than_the_width_gives_what_it_has() -> None:
+def test_vocabulary_smaller_than_the_beam_width() -> None:
     engine = make_engine(tiny("llama"), POOL)
     request = engine.add([5, 6], params(70, 1))
     engine.run()
@@ -122,7 +122,7 @@ def test_a_vocabulary_smaller_than_the_width_gives_what_it_has() -> None:
     assert idle(engine)
 
 
-def test_cancelling_ends_all_beams() -> None:
+def test_cancel_finishes_all_beams() -> None:
     for steps in range(6):
         engine = make_engine(tiny("llama"), POOL, token_budget=12, ahead=True)
         request = engine.add(PROMPTS[0], params(4, 10))
@@ -136,7 +136,7 @@ def test_cancelling_ends_all_beams() -> None:
         assert idle(engine)
 
 
-def test_nothing_ends_before_min_tokens_and_logprobs_are_told() -> None:
+def test_min_tokens_and_logprobs_of_beams() -> None:
     model = tiny("llama")
     plain, _ = wanted(model, PROMPTS[0], 2, 8)
     engine = make_engine(model, POOL)

@@ -58,7 +58,7 @@ def replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[int, 
 @pytest.mark.parametrize(
     ("family", "turned"), [("llama", True), ("gemma3_text", True), ("qwen3", True), ("qwen3_next", False)]
 )
-def test_replayed_steps_give_the_tokens_of_generate(family: str, turned: bool) -> None:
+def test_replayed_steps_match_generate(family: str, turned: bool) -> None:
     prompts = prompts_of(3, (5, 17, 29, 40, 14))
     wanted = expected(tiny(family), prompts, 40)  # over a few blocks, where tables change
     model = tiny(family)
@@ -77,7 +77,7 @@ def test_replayed_steps_give_the_tokens_of_generate(family: str, turned: bool) -
     assert sum(eager.replays for eager in made.values()) > 30
 
 
-def test_rows_that_were_preempted_and_come_back_find_their_tables() -> None:
+def test_preempted_rows_resume_with_their_block_tables() -> None:
     prompts = prompts_of(4, (30, 20, 40, 25, 33, 18))
     wanted = expected(tiny("llama"), prompts, 30)
     engine, made = replaying(tiny("llama"), 4, token_budget=16)

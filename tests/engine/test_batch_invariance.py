@@ -27,7 +27,7 @@ DRAWN = [
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "bamba"])
-def test_a_seed_gives_its_tokens_whatever_runs_beside_on_a_cpu(family: str) -> None:
+def test_cpu_tokens_of_a_seed_do_not_depend_on_the_batch(family: str) -> None:
     model, prompts = tiny(family), prompts_of(8, 64, 40)
     params = [DRAWN[i % len(DRAWN)] for i in range(len(prompts))]
 
@@ -41,8 +41,10 @@ def test_a_seed_gives_its_tokens_whatever_runs_beside_on_a_cpu(family: str) -> N
     )
 
 
-def test_a_cpu_promises_it_in_float32_alone() -> None:
-    with pytest.raises(ValueError, match=r"batch_invariant on a CPU needs dtype float32, not torch\.bfloat16"):
+def test_cpu_batch_invariance_needs_float32() -> None:
+    with pytest.raises(
+        ValueError, match=r"batch_invariant on a CPU needs dtype float32, not torch\.bfloat16"
+    ):
         make_engine(tiny("llama").to(torch.bfloat16), 8 << 20, batch_invariant=True)
 
 
@@ -53,7 +55,7 @@ def invariant_engine(model: Any, budget: int) -> Engine:
     return made
 
 
-def test_the_gpus_way_gives_the_same_bits_in_any_batch_and_by_any_chunks() -> None:
+def test_invariant_kernels_give_equal_bits_for_any_batch_and_chunks() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     model = tiny(
         "qwen2",
@@ -88,7 +90,7 @@ def test_the_gpus_way_gives_the_same_bits_in_any_batch_and_by_any_chunks() -> No
         ("lfm2", {"layer_types": ["conv"]}),
     ],
 )
-def test_the_gpus_way_gives_the_same_bits_of_states_wherever_prompts_are_cut(
+def test_invariant_kernels_give_equal_states_for_any_chunks(
     family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -109,7 +111,7 @@ def test_the_gpus_way_gives_the_same_bits_of_states_wherever_prompts_are_cut(
         np.testing.assert_allclose(ours[0][1], theirs[0][1], rtol=1e-3)
 
 
-def test_every_way_of_choosing_tokens_runs_in_the_mode() -> None:
+def test_all_sampling_parameters_run_in_invariant_mode() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from kvloom.engine.sampling import apply_grammar_mask
     from kvloom.kernels.invariant_mode import BatchInvariant

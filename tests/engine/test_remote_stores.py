@@ -22,7 +22,7 @@ from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 from tests.tiers.servers import mooncake_master, redis_server
 
-from .test_lower import PATIENT, POOL, QUICK, closed, drawn, served
+from .test_offload import PATIENT, POOL, QUICK, closed, drawn, served
 
 pytestmark = pytest.mark.server
 MIB = 1 << 20
@@ -67,7 +67,7 @@ def mooncake_text(folder: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("text_of", [redis_text, peer_text, nixl_text, mooncake_text])
 @pytest.mark.parametrize("family", ["gemma3_text", "bamba"])
-def test_a_restarted_engine_answers_from_the_store(family: str, text_of: object, tmp_path: Path) -> None:
+def test_restart_loads_pages_from_the_store(family: str, text_of: object, tmp_path: Path) -> None:
     prompts = drawn(family, 70, 50, 90)
     wanted = expected(tiny(family), prompts, 8)
     turns = [[*tokens, 5, 6, 7] for tokens in wanted]
@@ -83,7 +83,7 @@ def test_a_restarted_engine_answers_from_the_store(family: str, text_of: object,
             closed(engine)
 
 
-def test_a_store_that_dies_in_between_changes_no_token(tmp_path: Path) -> None:
+def test_store_failure_changes_no_token(tmp_path: Path) -> None:
     prompts = drawn("dies", 70, 50, 90)
     wanted = expected(tiny("llama"), prompts, 8)
     with redis_server(tmp_path) as (port, _):

@@ -13,7 +13,7 @@ from kvloom.tiers import DiskTier, HostTier
 from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
-from .test_lower import PATIENT, closed, drawn, greedy, offload_of, stored
+from .test_offload import PATIENT, closed, drawn, greedy, offload_of, stored
 
 
 def said(engine: Engine, tenant: str, prompts: list[list[int]]) -> list[Request]:
@@ -34,7 +34,7 @@ def said(engine: Engine, tenant: str, prompts: list[list[int]]) -> list[Request]
         ("qwen3_next", "host", "quota"),
     ],
 )
-def test_a_flood_of_one_tenant_pushes_nobody_else_out(
+def test_one_tenant_does_not_evict_another_within_its_share(
     family: str, below: str, rule: str, tmp_path: Path
 ) -> None:
     def model() -> Any:

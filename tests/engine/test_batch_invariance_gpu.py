@@ -90,7 +90,7 @@ def params_of(count: int) -> list[SamplingParams]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kv_dtype", [None, "fp8"])
-def test_tokens_and_logprobs_are_the_same_bits_alone_among_64_and_by_chunks(
+def test_tokens_and_logprobs_are_bit_equal_alone_in_a_batch_and_in_chunks(
     family: str, kv_dtype: str | None
 ) -> None:
     model = made(family)
@@ -112,7 +112,7 @@ def test_tokens_and_logprobs_are_the_same_bits_alone_among_64_and_by_chunks(
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba2", "qwen3_5_text"])
-def test_what_it_gives_is_close_to_what_is_computed_without(family: str) -> None:
+def test_invariant_results_are_close_to_normal_ones(family: str) -> None:
     model = made(family)
     prompts = prompts_of(8, SHAPE["vocab_size"], 300)
     params = [SamplingParams(max_tokens=1, temperature=0, logprobs=5)] * len(prompts)
@@ -123,7 +123,7 @@ def test_what_it_gives_is_close_to_what_is_computed_without(family: str) -> None
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_states_are_the_same_bits_alone_in_company_by_chunks_and_begun_again(family: str) -> None:
+def test_states_are_bit_equal_alone_in_a_batch_in_chunks_and_resumed(family: str) -> None:
     model = made(family)
     prompts = prompts_of(20, SHAPE["vocab_size"], 700)
     params = params_of(len(prompts))

@@ -43,7 +43,7 @@ class BrokenError(RuntimeError):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "bamba"])
-def test_a_step_that_breaks_off_has_not_been(family: str, ahead: bool) -> None:
+def test_failed_step_is_discarded_and_recomputed(family: str, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)
     model.set_attn_implementation("eager")
@@ -99,7 +99,7 @@ def test_a_step_that_breaks_off_has_not_been(family: str, ahead: bool) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "bamba"])
-def test_an_interrupt_while_tokens_are_awaited_loses_none_and_every_end_is_told(
+def test_interrupt_while_waiting_for_tokens_loses_none(
     family: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(family)
@@ -148,7 +148,7 @@ def test_an_interrupt_while_tokens_are_awaited_loses_none_and_every_end_is_told(
     assert broken
 
 
-def test_a_chunk_that_does_not_fit_is_made_shorter_where_windows_leave_pages_behind() -> None:
+def test_chunk_without_room_is_shortened_for_windows() -> None:
     model = tiny("gemma3_text", max_position_embeddings=512)
     model.set_attn_implementation("eager")
     prompt = [3 + i % 50 for i in range(200)]
@@ -162,7 +162,7 @@ def test_a_chunk_that_does_not_fit_is_made_shorter_where_windows_leave_pages_beh
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next", "bamba"])
-def test_what_is_not_refused_fits_and_what_is_would_not(family: str) -> None:
+def test_feasibility_is_exact(family: str) -> None:
     model = tiny(family, max_position_embeddings=1024)
     slab = make_engine(model, POOL).layout.slab_bytes
     engine = make_engine(model, 6 * slab, token_budget=40)
@@ -190,7 +190,7 @@ def test_what_is_not_refused_fits_and_what_is_would_not(family: str) -> None:
             engine.add([3] * (low + 1), greedy(2))
 
 
-def test_who_forked_and_ended_leaves_the_pool_to_the_next() -> None:
+def test_finished_forks_free_their_pages() -> None:
     model = tiny("bamba", max_position_embeddings=1024)
     slab = make_engine(model, POOL).layout.slab_bytes
     engine = make_engine(model, 6 * slab)
@@ -204,7 +204,7 @@ def test_who_forked_and_ended_leaves_the_pool_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("budget", [16, 256])
-def test_a_prompt_that_gets_stuck_half_way_ends(budget: int) -> None:
+def test_stuck_prompt_finishes(budget: int) -> None:
     engine = make_engine(tiny("llama"), POOL)
     engine = make_engine(tiny("llama"), 9 * engine.layout.slab_bytes, token_budget=budget)
     held = engine.cache.open(engine.cache.match(np.array([1, 2, 3], np.int32)))
@@ -230,7 +230,7 @@ def test_a_prompt_that_gets_stuck_half_way_ends(budget: int) -> None:
     assert request.finish_reason == "length"
 
 
-def test_a_quota_that_holds_the_end_of_a_request_but_not_its_widest_window_is_told_at_once() -> None:
+def test_quota_below_the_widest_window_is_refused_at_once() -> None:
     model = tiny("gemma3_text", max_position_embeddings=512)
     layout = make_engine(model, POOL).layout
     prompt = [3 + i % 50 for i in range(117)]
@@ -247,7 +247,7 @@ def test_a_quota_that_holds_the_end_of_a_request_but_not_its_widest_window_is_to
     assert idle(engine)
 
 
-def test_what_exceeds_a_quota_or_an_engine_without_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_beyond_quota_or_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = make_engine(tiny("llama"), POOL).layout
     tenant = Tenant("small", quota=layout.slab_bytes_for(40))
     engine = make_engine(tiny("llama"), POOL, tenants=(tenant,))
@@ -269,7 +269,7 @@ def test_what_exceeds_a_quota_or_an_engine_without_limit_is_refused(monkeypatch:
         make_engine(model, POOL, token_budget=0)
 
 
-def test_waiting_is_not_being_preempted_and_what_was_found_is_what_it_began_with() -> None:
+def test_waiting_is_not_preemption_and_cached_tokens_are_those_of_the_first_start() -> None:
     engine = make_engine(tiny("llama"), POOL)
     engine = make_engine(tiny("llama"), 9 * engine.layout.slab_bytes, token_budget=128)
     prompt = [3 + i % 50 for i in range(40)]
@@ -292,7 +292,7 @@ def test_waiting_is_not_being_preempted_and_what_was_found_is_what_it_began_with
     assert (waits.preemptions, waits.cached_tokens) == (0, 0)
 
 
-def test_a_page_that_others_share_half_of_does_not_end_who_needs_the_whole_pool() -> None:
+def test_half_shared_page_does_not_finish_a_request_of_pool_size() -> None:
     model = tiny("llama")
     model.set_attn_implementation("eager")
     prompt = [3 + i * 7 % 50 for i in range(20)]
@@ -310,7 +310,7 @@ def test_a_page_that_others_share_half_of_does_not_end_who_needs_the_whole_pool(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_who_is_short_of_its_own_quota_preempts_its_own_tenants_requests_alone(ahead: bool) -> None:
+def test_request_beyond_its_quota_preempts_only_its_own_tenant(ahead: bool) -> None:
     model = tiny("llama")
     model.set_attn_implementation("eager")
     prompts = [[3 + (i * 7 + own) % 50 for i in range(30)] for own in range(3)]
@@ -327,7 +327,7 @@ def test_who_is_short_of_its_own_quota_preempts_its_own_tenants_requests_alone(a
     assert blue.preemptions == 0
 
 
-def test_who_stays_within_its_share_is_not_preempted_for_others() -> None:
+def test_tenant_within_its_share_is_not_preempted() -> None:
     model = tiny("llama")
     slab = make_engine(model, POOL).layout.slab_bytes
     engine = make_engine(model, 13 * slab, tenants=[Tenant("red", weight=1), Tenant("blue", weight=1)])
@@ -342,7 +342,7 @@ def test_who_stays_within_its_share_is_not_preempted_for_others() -> None:
     assert blue.preemptions == 0
 
 
-def test_a_tenant_of_weight_0_gets_what_others_shares_leave_and_is_told_when_that_is_nothing() -> None:
+def test_tenant_of_weight_0_uses_the_rest_of_the_pool() -> None:
     model = tiny("llama")
     slab = make_engine(model, POOL).layout.slab_bytes
     engine = make_engine(model, 9 * slab, tenants=[Tenant("red", weight=1), Tenant("blue", weight=0)])
@@ -362,7 +362,7 @@ def test_a_tenant_of_weight_0_gets_what_others_shares_leave_and_is_told_when_tha
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "logprobs", "n"])
-def test_what_is_no_whole_number_is_refused_before_a_step_meets_it(name: str) -> None:
+def test_non_integer_parameters_are_refused(name: str) -> None:
     for wrong in (2.5, "2"):
         with pytest.raises(ValueError, match=f"{name} {wrong!r} must be an integer"):
             SamplingParams(**{name: wrong})  # type: ignore[arg-type]
@@ -371,7 +371,7 @@ def test_what_is_no_whole_number_is_refused_before_a_step_meets_it(name: str) ->
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gemma3_text", "qwen3_next"])
-def test_a_trial_of_memory_stays_within_what_the_model_takes(
+def test_memory_trial_stays_within_the_models_limits(
     family: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):

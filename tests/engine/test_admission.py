@@ -30,7 +30,7 @@ def asked(seed: str, count: int, longest: int) -> list[list[int]]:
         ("gemma3_text", True, True), ("llama4_text", True, True), ("qwen3_next", True, True),
     ],
 )  # fmt: skip
-def test_nobody_gives_its_pages_up_where_ends_are_known(family: str, ahead: bool, foresees: bool) -> None:
+def test_no_preemption_with_known_output_lengths(family: str, ahead: bool, foresees: bool) -> None:
     model, prompts = tiny(family), asked(family, 10, 40)
     wanted = expected(model, prompts, 28)
     layout = make_engine(model, 1 << 24).layout
@@ -50,7 +50,7 @@ def test_nobody_gives_its_pages_up_where_ends_are_known(family: str, ahead: bool
     assert engine.cache.stats()["held_pages"] == 0
 
 
-def test_who_shares_what_is_held_needs_room_for_its_own_alone() -> None:
+def test_shared_pages_count_once_for_admission() -> None:
     """Twelve of one long prompt in a pool for two of them apart."""
     model = tiny("llama", max_position_embeddings=512)
     layout = make_engine(model, 1 << 24).layout
@@ -67,7 +67,7 @@ def test_who_shares_what_is_held_needs_room_for_its_own_alone() -> None:
     assert not any(request.preemptions for request in requests)
 
 
-def test_a_prompt_needs_its_room_at_once_and_not_by_and_by() -> None:
+def test_prompt_needs_all_its_room_at_admission() -> None:
     """Long prompts and short answers, with most of a prompt's room left over: whoever began in that would lose it to the growth
     of the others."""
     model, rng = tiny("llama", max_position_embeddings=512), random.Random("long")
@@ -86,7 +86,7 @@ def test_a_prompt_needs_its_room_at_once_and_not_by_and_by() -> None:
     assert not any(request.preemptions for request in requests)
 
 
-def test_answers_are_expected_to_be_as_long_as_they_were_of_late() -> None:
+def test_expected_output_length_follows_recent_outputs() -> None:
     engine = make_engine(tiny("llama", max_position_embeddings=4096), 1 << 24)
     growth = Admission(engine.cache)
 
@@ -103,7 +103,7 @@ def test_answers_are_expected_to_be_as_long_as_they_were_of_late() -> None:
     assert growth._end_of(request(0)) <= 3 + 11
 
 
-def test_where_estimates_are_too_low_somebody_still_gives_way() -> None:
+def test_preemption_corrects_low_estimates() -> None:
     model, prompts = tiny("llama", max_position_embeddings=512), asked("low", 4, 30)
     wanted = expected(model, prompts, 100)
     layout = make_engine(model, 1 << 24).layout
