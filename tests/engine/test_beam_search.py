@@ -51,9 +51,9 @@ def test_beams_match_generate(family: str) -> None:
     requests = [engine.add(prompt, params(3, 8)) for prompt in PROMPTS]
     engine.run()
     for request, (texts, scores) in zip(requests, expected, strict=True):
-        assert [one.output for one in request.best] == texts
-        assert [one.cumulative_logprob / 8 for one in request.best] == pytest.approx(scores, abs=1e-4)
-        assert {one.finish_reason for one in request.best} == {"length"}
+        assert [one.output for one in request.returned_samples] == texts
+        assert [one.cumulative_logprob / 8 for one in request.returned_samples] == pytest.approx(scores, abs=1e-4)
+        assert {one.finish_reason for one in request.returned_samples} == {"length"}
     assert idle(engine)
 
 
@@ -71,11 +71,11 @@ def test_beams_that_finish_early_match_generate(width: int, penalty: float) -> N
             more = {"stop_token_ids": (eos,), "length_penalty": penalty}
             request = engine.add(prompt, params(width, 12, **more))
             engine.run()
-            assert [one.output for one in request.best] == texts
-            found = [one.cumulative_logprob / len(one.output) ** penalty for one in request.best]
+            assert [one.output for one in request.returned_samples] == texts
+            found = [one.cumulative_logprob / len(one.output) ** penalty for one in request.returned_samples]
             assert found == pytest.approx(scores, abs=1e-4)
-            ended += sum(one.finish_reason == "stop" for one in request.best)
-            assert all((one.finish_reason == "stop") == (one.output[-1] == eos) for one in request.best)
+            ended += sum(one.finish_reason == "stop" for one in request.returned_samples)
+            assert all((one.finish_reason == "stop") == (one.output[-1] == eos) for one in request.returned_samples)
     assert ended or penalty == 2.0  # which likes long texts
 
 
@@ -96,7 +96,7 @@ def test_preempted_beams_return_the_same_texts(family: str, slabs: int, new: int
         engine.cache.check()
         steps += 1
         assert steps < 2000
-    assert [[one.output for one in request.best] for request in requests] == expected
+    assert [[one.output for one in request.returned_samples] for request in requests] == expected
     preempted = [one for request in requests for one in request.family if one.preemptions]
     assert len(preempted) > 1, family  # several beams lost their pages, and found their way back
     assert idle(engine)
@@ -108,7 +108,7 @@ def test_more_beams_than_max_running() -> None:
     engine = make_engine(model, POOL, max_running=2)
     requests = [engine.add(prompt, params(6, 5)) for prompt in PROMPTS]
     engine.run()
-    assert [[one.output for one in request.best] for request in requests] == expected
+    assert [[one.output for one in request.returned_samples] for request in requests] == expected
     assert idle(engine)
 
 
@@ -116,8 +116,8 @@ def test_vocabulary_smaller_than_the_beam_width() -> None:
     engine = make_engine(tiny("llama"), POOL)
     request = engine.add([5, 6], params(70, 1))
     engine.run()
-    assert len(request.best) == 64
-    assert len({one.output[0] for one in request.best}) == 64
+    assert len(request.returned_samples) == 64
+    assert len({one.output[0] for one in request.returned_samples}) == 64
     assert {one.finish_reason for one in request.family} == {"length"}
     assert idle(engine)
 
@@ -143,7 +143,7 @@ def test_min_tokens_and_logprobs_of_beams() -> None:
     more: dict[str, Any] = {"stop_token_ids": tuple(plain[0][:3]), "min_tokens": 5, "logprobs": 2}
     request = engine.add(PROMPTS[0], params(2, 8, **more))
     engine.run()
-    for one in request.best:
+    for one in request.returned_samples:
         assert not set(one.output[:5]) & set(plain[0][:3])
         assert len(one.logprobs) == len(one.output)
         found = [told[token].logprob for token, told in zip(one.output, one.logprobs, strict=True)]

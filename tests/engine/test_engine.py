@@ -14,7 +14,7 @@ import torch
 from kvloom.core import CacheControl
 from kvloom.engine import Engine, Request, SamplingParams, default_token_budget
 from kvloom.engine.execution import uncollected
-from kvloom.engine.scheduling import lookahead as foresight
+from kvloom.engine.scheduling import lookahead
 from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
@@ -185,7 +185,7 @@ def test_prompt_may_be_any_iterable_of_ids(form: Callable[[list[int]], Any]) -> 
 def test_infeasible_request_is_refused_with_the_numbers() -> None:
     model = tiny("llama")
     engine = make_engine(model, 1 << 16)
-    with pytest.raises(ValueError, match=r"need [\d,]+ bytes of cache, but the pool has"):
+    with pytest.raises(ValueError, match=r"need [\d,]+ bytes of pages, but the pool has"):
         engine.add([3] * 97, SamplingParams(max_tokens=20))
     with pytest.raises(ValueError, match="exceed the model's 128"):
         engine.add([3] * 120, SamplingParams(max_tokens=20))
@@ -252,7 +252,7 @@ def test_pages_of_queued_requests_are_evicted_last(
     """Conversations that take turns in a pool that has no room for all: by age, each would lose what it wants next."""
     found = {}
     for most in (0, 256):
-        monkeypatch.setattr(foresight, "MOST_FORESEEN", most)
+        monkeypatch.setattr(lookahead, "MAX_PROTECTED", most)
         engine = make_engine(tiny(family), kib << 10, token_budget=128, max_running=2)
         ended: list[Request] = []
         turn = {engine.add([3 + i, *range(5, 50)], GREEDY): 0 for i in range(12)}

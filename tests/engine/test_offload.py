@@ -213,7 +213,7 @@ def test_miss_reason_of_pages_in_tiers(family: str, why: str, tmp_path: Path) ->
     tiers = ["host:8MiB", f"disk:{tmp_path}:64MiB"]
     engine = make_engine(tiny(family), POOL, tiers=tiers, offload=PATIENT)
     first = served(engine, [prompt], 4)[0]
-    assert (first.stop.reason, first.tokens) == ("never seen", wanted)  # type: ignore[union-attr]
+    assert (first.pool_miss.reason, first.tokens) == ("never seen", wanted)  # type: ignore[union-attr]
     stored(engine)
     offload = offload_of(engine)
     match = engine.cache.match(np.array([*wanted, 5], np.int32))
@@ -227,11 +227,11 @@ def test_miss_reason_of_pages_in_tiers(family: str, why: str, tmp_path: Path) ->
     engine = make_engine(tiny(family), POOL, tiers=tiers, offload=PATIENT)
     again = served(engine, [[*wanted, 5]], 4)[0]
     assert again.cached_tokens == 0
-    assert again.stop is not None
-    assert (again.stop.reason, again.stop.position) == (why, 0)
+    assert again.pool_miss is not None
+    assert (again.pool_miss.reason, again.pool_miss.position) == (why, 0)
     nothing = served(engine, drawn("new", 40), 4)[0]
-    assert nothing.stop is not None
-    assert nothing.stop.reason == "never seen"
+    assert nothing.pool_miss is not None
+    assert nothing.pool_miss.reason == "never seen"
     closed(engine)
 
 

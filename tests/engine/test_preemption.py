@@ -143,7 +143,7 @@ def test_interrupt_while_waiting_for_tokens_loses_none(
         assert [request.tokens for request in requests] == wanted
         assert told >= set(requests)
         if searched is not None:
-            assert [one.output for one in searched.best] == [one.output for one in alone.best]
+            assert [one.output for one in searched.returned_samples] == [one.output for one in alone.returned_samples]
         assert idle(engine)
     assert broken
 
@@ -186,7 +186,7 @@ def test_feasibility_is_exact(family: str) -> None:
         steps_until_idle(engine, 200)
         assert request.finish_reason == "length", low
     if low < 1022:
-        with pytest.raises(ValueError, match="bytes of cache, but the pool has"):
+        with pytest.raises(ValueError, match="bytes of pages, but the pool has"):
             engine.add([3] * (low + 1), greedy(2))
 
 
@@ -251,7 +251,7 @@ def test_request_beyond_quota_or_limit_is_refused(monkeypatch: pytest.MonkeyPatc
     layout = make_engine(tiny("llama"), POOL).layout
     tenant = Tenant("small", quota=layout.slab_bytes_for(40))
     engine = make_engine(tiny("llama"), POOL, tenants=(tenant,))
-    with pytest.raises(ValueError, match=r"need [\d,]+ bytes of cache, but the tenant's quota is"):
+    with pytest.raises(ValueError, match=r"need [\d,]+ bytes of pages, but the tenant's quota is"):
         engine.add(range(3, 53), greedy(10), CacheControl(tenant="small"))
     engine.add(range(3, 33), greedy(10), CacheControl(tenant="small"))
     engine.add(range(3, 53), greedy(10))

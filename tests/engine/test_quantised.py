@@ -177,7 +177,7 @@ def test_quantised_forks_match_separate_requests(family: str, dtype: str) -> Non
     alone = make_engine(model, 1 << 24, dtype)
     own = [alone.add(prompt, SamplingParams(max_tokens=8, temperature=0.9, seed=5 + i)) for i in range(3)]
     alone.run()
-    assert [one.output for one in forked.best] == [one.output for one in own]
+    assert [one.output for one in forked.returned_samples] == [one.output for one in own]
 
 
 def logits_of(engine: Engine, prompt: list[int], chunk: int) -> torch.Tensor:

@@ -134,7 +134,7 @@ def test_mixed_requests_match_their_results_alone(family: str, ahead: bool) -> N
     for prompt, params in asked:
         one = calm.add(prompt, params, CacheControl(read=False, store=False))
         calm.run()
-        wanted.append([(answer.output, answer.finish_reason) for answer in one.best])
+        wanted.append([(answer.output, answer.finish_reason) for answer in one.returned_samples])
     room = {"llama": 6, "gemma3_text": 5, "bamba": 4}[family] * calm.layout.slab_bytes
     engine = make_engine(model, room, token_budget=16, max_running=5, ahead=ahead, tokenizer=words())
     engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
@@ -142,7 +142,7 @@ def test_mixed_requests_match_their_results_alone(family: str, ahead: bool) -> N
     while engine.busy:
         engine.step()
         engine.cache.check()
-    assert [[(answer.output, answer.finish_reason) for answer in one.best] for one in requests] == wanted
+    assert [[(answer.output, answer.finish_reason) for answer in one.returned_samples] for one in requests] == wanted
     assert sum(one.preemptions for request in requests for one in request.family)
     assert idle(engine)
 
@@ -164,7 +164,7 @@ def test_best_of_returns_the_most_likely_samples() -> None:
     engine.run()
     assert len(request.family) == 6
     totals = sorted((one.cumulative_logprob for one in request.family), reverse=True)
-    assert [one.cumulative_logprob for one in request.best] == totals[:2]
+    assert [one.cumulative_logprob for one in request.returned_samples] == totals[:2]
     assert totals[0] > totals[-1]
 
 

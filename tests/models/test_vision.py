@@ -153,7 +153,7 @@ def test_answers_and_beams_share_the_image() -> None:
         prompt, SamplingParams(max_tokens=NEW, temperature=0, beam_width=3, n=1), images=[image]
     )
     engine.run()
-    assert beams.best[0].tokens == searched[0].tolist()
+    assert beams.returned_samples[0].tokens == searched[0].tolist()
 
 
 def watched(engine: Engine) -> list[int]:
@@ -396,7 +396,7 @@ def test_an_image_that_no_step_or_window_can_hold_is_refused() -> None:
     prompt, image = [BEGIN, *[IMAGE] * 16, END], image_of("gemma3", 0)
     engine = make_engine(seeing("gemma3"), 8 << 20, token_budget=15)
     with pytest.raises(
-        ValueError, match=r"image of 16 tokens.*exceeds the 15 tokens of a step: raise token_budget"
+        ValueError, match=r"image of 16 tokens does not fit one step of 15 tokens: raise token_budget"
     ):
         engine.add(prompt, GREEDY, images=[image])
     small = {**TINY["gemma3"]["text_config"], "sliding_window": 15}

@@ -195,7 +195,7 @@ class Engine:
         step returns the requests that got a token before the failure."""
         started = time.perf_counter()
         previous = finished = self._inflight
-        if previous is not None and any(request.waits for request in previous.requests):
+        if previous is not None and any(request.needs_last_token for request in previous.requests):
             self._inflight = None
             self._finish_step(previous, [])
             previous = None
@@ -280,7 +280,7 @@ class Engine:
         sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
         if requests:
             with self.runner.numerics:
-                sampled = self.sampler.choose(logits, requests, [request.drawn - 1 for request in requests])
+                sampled = self.sampler.choose(logits, requests, [request.sampled_tokens - 1 for request in requests])
             running = min(len(requests), self.runner.rows)  # requests behind these have no next step
             self.runner.chosen[:running] = sampled.tokens[:running]
         return InflightStep.create(work, requests, sampled, prompts, self.scheduler.decoding)

@@ -290,7 +290,7 @@ class LLM:
         return list(self.tokenizer(prompt)["input_ids"])
 
     def _result(self, prompt: Any, request: Request) -> Result:
-        outputs = [self._completion(i, one) for i, one in enumerate(request.best)]
+        outputs = [self._completion(i, one) for i, one in enumerate(request.returned_samples)]
         words = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
         text = words if isinstance(words, str) else None
         prompt_logprobs: list[TokenLogprobs | None] | None = None

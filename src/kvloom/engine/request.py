@@ -42,14 +42,14 @@ class Request:
     |-------------|---------------------------------------------------------------------------------------------------|
     | tokens      | `tokens`: prompt and output; `computed`: launched; `inflight_tokens`: sampled, not on the host yet   |
     | pages       | `sequence`: its pages while it runs, None while it waits; `queued_prefix`: pages protected for it     |
-    | cache       | `uncached`: neither reads nor adds cached pages; `looked_in_tiers`: the cached length at the last lookup in tiers; `miss`: why tiers had no more |
+    | cache       | `uncached`: neither reads nor adds cached pages; `looked_in_tiers`: the cached length at the last lookup in tiers; `tier_miss`: why tiers had no more |
     | order       | `priority`: larger runs first and is preempted last; `order`: arrival                              |
     | sampling    | `seed`: given or random; `text`: the decoded output; `structure`: its state in the grammar          |
     | samples     | `parent`, `children`: the samples of one prompt; `branched`: they have started; `beams`: their beam search |
     | images      | `images`: the prompt's images                                                                     |
     | results     | `logprobs`, `prompt_logprobs` (None for the first token), `cumulative_logprob`, `finish_reason`, `stop_reason` |
-    | cache hits  | `cached_tokens` at the first start; `stop`: why not more; `elsewhere`: another tenant has more        |
-    | times       | `looked_up`, `began`: the match and the first work, on the cache's clock                              |
+    | cache hits  | `cached_tokens` at the first start; `pool_miss`: why not more; `other_tenant_has_more` |
+    | times       | `looked_up`, `started`: the match and the first work, on the cache's clock                              |
     | loads       | `loads`: (tier, start, end, tokens) on the monotonic clock; the `first_loads` of them before it started |"""
 
     order: int
@@ -65,7 +65,7 @@ class Request:
     uncached: bool = False
     looked_in_tiers: int | None = None
     queued_prefix: QueuedPrefix | None = None
-    miss: Miss | None = None
+    tier_miss: Miss | None = None
     preemptions: int = 0
     finish_reason: Finish | None = None
     stop_reason: int | str | None = None
@@ -83,12 +83,12 @@ class Request:
     beams: BeamSearch[Request] | None = None
     images: Sight | None = None
     looked_up: float = 0.0
-    began: float = 0.0
-    stop: Miss | None = None
+    started: float = 0.0
+    pool_miss: Miss | None = None
     loads: list[tuple[str, float, float, int]] = field(default_factory=list)
     first_loads: int = 0
-    elsewhere: bool = False
-    waits: bool = field(init=False)
+    other_tenant_has_more: bool = False
+    needs_last_token: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """Sort key: smaller runs first."""
     limit: int = field(init=False)
@@ -100,7 +100,7 @@ class Request:
         self.tokens = loops.unwatched(list(self.prompt))
         self.rank = -self.priority, self.order
         self.limit = len(self.prompt) + self.params.max_tokens
-        self.waits = self.params.needs_last_token
+        self.needs_last_token = self.params.needs_last_token
         self.top_logprobs = self.params.logprobs or 0
         if self.seed < 0:
             self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed % SEEDS
@@ -125,7 +125,7 @@ class Request:
         return first.prompt_array
 
     @property
-    def asking(self) -> CacheControl:
+    def match_control(self) -> CacheControl:
         """Its cache control for a match: without reads if it skips the cache or computes prompt log-probabilities."""
         if self.uncached:
             return replace(self.control, read=False, store=False)
@@ -174,7 +174,7 @@ class Request:
         return len(self.tokens) - len(self.prompt)
 
     @property
-    def drawn(self) -> int:
+    def sampled_tokens(self) -> int:
         """Number of sampled tokens, including in-flight ones."""
         return len(self.tokens) + self.inflight_tokens - len(self.prompt)
 
@@ -195,12 +195,12 @@ class Request:
         return [first, *first.children]
 
     @property
-    def bound(self) -> list[Request]:
+    def finishes_with(self) -> list[Request]:
         """The requests that finish together with it: all beams, and samples that have not started."""
         return self.family if self.beams is not None or (self.children and not self.branched) else [self]
 
     @property
-    def best(self) -> list[Request]:
+    def returned_samples(self) -> list[Request]:
         """The `n` samples to return: of more, those with the greatest cumulative log-probability."""
         answers = self.family
         if self.params.beam_width > 1:

@@ -250,11 +250,11 @@ def _from(module: str) -> Callable[[str], Opener]:
 SCHEMES: dict[str, Callable[[str], Opener]] = {
     "host": _host,
     "disk": _disk,
-    "redis": _from("redis"),
-    "rediss": _from("redis"),
-    "mooncake": _from("mooncake"),
-    "nixl": _from("nixl"),
-    "peer": _from("peer"),
-    "s3": _from("s3"),
+    "redis": _from("remote.redis"),
+    "rediss": _from("remote.redis"),
+    "mooncake": _from("remote.mooncake"),
+    "nixl": _from("remote.nixl"),
+    "peer": _from("peer.peer_tier"),
+    "s3": _from("remote.s3"),
     **dict.fromkeys(CODINGS, _lossy),
 }

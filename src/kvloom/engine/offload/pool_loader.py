@@ -75,7 +75,7 @@ class PoolLoader:
         tokens = plan.resume - match.resume
         if tokens <= 0:
             if not is_head:
-                request.miss = request.miss or plan.miss
+                request.tier_miss = request.tier_miss or plan.miss
             return CopyStart.NO_PAGES
         missing = plan.missing_pages()
         size = sum(len(pages.hashes) * pages.group.page_stride * pages.group.runs for pages in missing)

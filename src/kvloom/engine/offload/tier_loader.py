@@ -103,7 +103,7 @@ class TierLoader:
                 lookup.pending = None
             lookup.is_complete = True
             self._fetching = {key: fetch for key, fetch in self._fetching.items() if not fetch.done}
-            job.request.miss = lookup.plan.miss
+            job.request.tier_miss = lookup.plan.miss
             self._start(job)
         self._collect(job)
         return bool(job.transfer.chunks)

@@ -104,7 +104,7 @@ class SamplingParams:
         return self.beam_width if self.beam_width > 1 else self.best_of or self.n
 
     @property
-    def penalised(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether logits depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
@@ -121,7 +121,7 @@ class SamplingParams:
     @property
     def needs_last_token(self) -> bool:
         """Whether the host needs each token before the next can be sampled."""
-        return self.penalised or self.structure is not None or self.beam_width > 1
+        return self.has_penalties or self.structure is not None or self.beam_width > 1
 
     @property
     def wants_logprobs(self) -> bool:
@@ -202,7 +202,7 @@ class SamplingParams:
             raise ValueError(f"n {self.n} must not exceed beam_width {self.beam_width}")
         if not math.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty {self.length_penalty} must be finite")
-        if self.best_of is not None or self.penalised or self.structure or self.stops or self.logit_bias:
+        if self.best_of is not None or self.has_penalties or self.structure or self.stops or self.logit_bias:
             raise ValueError(
                 "beam_width excludes best_of, penalties, logit_bias, stop texts and structured output: remove them"
             )

@@ -50,7 +50,7 @@ class SamplingRequest(Protocol):
     token_counts: TokenCounts | None
 
     @property
-    def drawn(self) -> int: ...
+    def sampled_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,12 @@ class Sampler:
     ) -> SampledTokens:
         """Return one token for each row of `logits` ([rows, vocabulary]). Does not modify them, and does not wait.
 
-        `counts` are the tokens sampled for each request so far (`Request.drawn` by default), including in-flight ones. A request
-        with `waits` must have all its tokens on the host."""
+        `counts` are the tokens sampled for each request so far (`sampled_tokens` by default), including in-flight ones. A request
+        with `needs_last_token` must have all its tokens on the host."""
         if len(requests) != len(logits):
             raise ValueError(f"{len(logits)} rows of logits do not match {len(requests)} requests")
         if counts is None:
-            counts = [request.drawn for request in requests]
+            counts = [request.sampled_tokens for request in requests]
         plan = self._plan_for(logits, requests)
         changed = self._changed(logits, plan, counts) if plan.changes_logits else logits
         tokens = self._tokens(changed, plan, counts)
@@ -214,7 +214,7 @@ def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
 def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.device) -> _Plan:
     every = [request.params for request in requests]
     with_logprobs = [i for i, params in enumerate(every) if params.wants_logprobs]
-    penalised = [i for i, params in enumerate(every) if params.penalised]
+    penalised = [i for i, params in enumerate(every) if params.has_penalties]
     structured = [i for i, request in enumerate(requests) if request.structure is not None]
     short = [i for i, params in enumerate(every) if params.min_tokens]
     biased = [

@@ -119,7 +119,7 @@ class Admission:
 
     def _end_of(self, request: Request) -> int:
         """How many tokens a request is expected to have at its end."""
-        said = request.drawn
+        said = request.sampled_tokens
         return min(request.limit, len(request.prompt) + max(int(self._typical), said + said // 4 + 1))
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:

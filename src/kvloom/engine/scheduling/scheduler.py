@@ -268,7 +268,7 @@ class Scheduler:
 
     def finish(self, request: Request, why: Finish) -> None:
         """End a request, and those bound to it; what they computed stays cached."""
-        for one in request.bound:
+        for one in request.finishes_with:
             if one.finish_reason is None:
                 one.finish_reason = why
                 one.inflight_tokens = 0
@@ -316,7 +316,7 @@ class Scheduler:
 
     def _match(self, request: Request) -> Match:
         media = () if request.images is None else request.images.media
-        return self.cache.match(request.ids(len(request.tokens)), request.asking, media)
+        return self.cache.match(request.ids(len(request.tokens)), request.match_control, media)
 
     def _admit(self, request: Request, found: Match) -> None:
         request.sequence = self.cache.open(found)
@@ -328,13 +328,13 @@ class Scheduler:
         """A request got its first work: remember what it found, and why not more."""
         if request.cached_tokens is None:
             request.count_cached(request.computed)
-            request.stop = found.miss
-            lacking = request.miss  # of what lies below, which the pool knows nothing of
+            request.pool_miss = found.miss
+            lacking = request.tier_miss  # of what lies below, which the pool knows nothing of
             if lacking is not None and lacking.position == found.resume and found.miss.reason in NOT_CACHED:
-                request.stop = lacking
+                request.pool_miss = lacking
             if len(self.cache.tree.roots) <= MOST_ROOTS:
-                request.elsewhere = self.cache.explain(found).reason == "other tenant"
-            request.looked_up, request.began = looked_up, self.cache.clock.now()
+                request.other_tenant_has_more = self.cache.explain(found).reason == "other tenant"
+            request.looked_up, request.started = looked_up, self.cache.clock.now()
             self.begun.append(request)
         if self.offload is not None:
             self.offload.request_started(request)
@@ -416,7 +416,7 @@ class Scheduler:
         """A request had the pool to itself and found no room: what it found cached, or was about to share with the cache,
         may be why. It tries once more without the cache, until it gets a token; then that is its end."""
         if request.uncached:
-            self.rejected += [one for one in request.bound if one.finish_reason is None]
+            self.rejected += [one for one in request.finishes_with if one.finish_reason is None]
             self.finish(request, "no_room")
         request.uncached = True
 

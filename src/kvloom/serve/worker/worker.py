@@ -236,7 +236,7 @@ class Worker:
             return all(told < 0 for told in one.told)
         if any(answer.finish_reason is None for answer in answers):
             return False
-        deltas += [self._delta(one, i, answer, 0) for i, answer in enumerate(one.request.best)]
+        deltas += [self._delta(one, i, answer, 0) for i, answer in enumerate(one.request.returned_samples)]
         return True
 
     def _delta(self, one: _Open, index: int, answer: Request, told: int) -> Delta:
@@ -268,7 +268,7 @@ class Worker:
         self._stats_at = now + STATS_SECONDS
         self._settle()
         gated = {name: len(gate.waiting) for name, gate in self._gates.items()}
-        inside = [(one.message.tenant, one.request.began > 0) for one in self._open.values()]
+        inside = [(one.message.tenant, one.request.started > 0) for one in self._open.values()]
         made = self._told_tokens + sum(_output(one.request) for one in self._open.values())
         return engine_stats(self.engine, self._steps, made, self._preemptions, gated, inside)
 
@@ -278,11 +278,11 @@ class Worker:
 
 
 def _story(one: _Open) -> Story:
-    request, stop = one.request, one.request.stop
+    request, stop = one.request, one.request.pool_miss
     return Story(
         one.message.id,
         request.looked_up,
-        request.began,
+        request.started,
         one.first,
         request.cached_tokens or 0,
         request.hits,
@@ -290,7 +290,7 @@ def _story(one: _Open) -> Story:
         "" if stop is None else stop.reason,
         None if stop is None else stop.when,
         None if stop is None else stop.policy,
-        request.elsewhere,
+        request.other_tenant_has_more,
         sum(answer.preemptions for answer in request.family),
         request.loads,
     )
