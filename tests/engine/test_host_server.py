@@ -71,6 +71,6 @@ def test_host_server_needs_a_secret_beyond_loopback_and_a_free_address(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with caplog.at_level(logging.WARNING, "kvloom.tiers"):
             engine = opened(f"host:8MiB?share={taken.getsockname()[1]}")
-        assert "not offered" in caplog.text
+        assert "not shared" in caplog.text
         assert offload_of(engine).host_server is None
         closed(engine)
