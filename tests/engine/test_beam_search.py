@@ -52,7 +52,9 @@ def test_beams_match_generate(family: str) -> None:
     engine.run()
     for request, (texts, scores) in zip(requests, expected, strict=True):
         assert [one.output for one in request.returned_samples] == texts
-        assert [one.cumulative_logprob / 8 for one in request.returned_samples] == pytest.approx(scores, abs=1e-4)
+        assert [one.cumulative_logprob / 8 for one in request.returned_samples] == pytest.approx(
+            scores, abs=1e-4
+        )
         assert {one.finish_reason for one in request.returned_samples} == {"length"}
     assert idle(engine)
 
@@ -75,7 +77,9 @@ def test_beams_that_finish_early_match_generate(width: int, penalty: float) -> N
             found = [one.cumulative_logprob / len(one.output) ** penalty for one in request.returned_samples]
             assert found == pytest.approx(scores, abs=1e-4)
             ended += sum(one.finish_reason == "stop" for one in request.returned_samples)
-            assert all((one.finish_reason == "stop") == (one.output[-1] == eos) for one in request.returned_samples)
+            assert all(
+                (one.finish_reason == "stop") == (one.output[-1] == eos) for one in request.returned_samples
+            )
     assert ended or penalty == 2.0  # which likes long texts
 
 

@@ -376,7 +376,9 @@ def test_forks_and_beams_load_their_pages_again(family: str, width: int, counts:
         found = [engine.add(prompt, params) for prompt in prompts]
         engine.run()
         for one, other in zip(wanted, found, strict=True):
-            assert [best.output for best in other.returned_samples] == [best.output for best in one.returned_samples]
+            assert [best.output for best in other.returned_samples] == [
+                best.output for best in one.returned_samples
+            ]
     assert counts[1]
     assert counts[2]
     closed(engine)

@@ -143,7 +143,9 @@ def test_interrupt_while_waiting_for_tokens_loses_none(
         assert [request.tokens for request in requests] == wanted
         assert told >= set(requests)
         if searched is not None:
-            assert [one.output for one in searched.returned_samples] == [one.output for one in alone.returned_samples]
+            assert [one.output for one in searched.returned_samples] == [
+                one.output for one in alone.returned_samples
+            ]
         assert idle(engine)
     assert broken
 

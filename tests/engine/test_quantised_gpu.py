@@ -70,4 +70,4 @@ def test_pool_is_measured_for_a_model_with_position_tables() -> None:
     assert engine.limit == 128  # a trial must not run past the table
     engine.prepare()
     for request in ran(engine, prompts_of(1, (5, 100))):
-        assert request.finish == "length"
+        assert request.finish_reason == "length"

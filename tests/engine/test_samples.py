@@ -142,7 +142,9 @@ def test_mixed_requests_match_their_results_alone(family: str, ahead: bool) -> N
     while engine.busy:
         engine.step()
         engine.cache.check()
-    assert [[(answer.output, answer.finish_reason) for answer in one.returned_samples] for one in requests] == wanted
+    assert [
+        [(answer.output, answer.finish_reason) for answer in one.returned_samples] for one in requests
+    ] == wanted
     assert sum(one.preemptions for request in requests for one in request.family)
     assert idle(engine)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, Form, Outcome, append, segment
+from kvloom.tiers import DiskConfig, DiskTier, Form, Outcome
+from kvloom.tiers.disk import segment, writer
 from kvloom.tiers.disk.files import BLOCK, SystemFiles, aligned_bytes
 from kvloom.tiers.disk.tombstones import Dropped
 from kvloom.tiers.encoding.codec import Head, make_codec, parse_head, seal
@@ -110,7 +111,7 @@ def test_frames_of_pages_with_many_runs_stay_within_what_a_reader_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a small limit: 256 runs a page are 3 KB of head each."""
-    for module in (append, segment):
+    for module in (writer, segment):
         monkeypatch.setattr(module, "MOST_HEADS", 64 << 10)
     form = Form("u8", "x", 4096, 16)
     tier = DiskTier(DiskConfig(tmp_path, 64 * MIB, durable="process"))

@@ -11,10 +11,11 @@ import pytest
 
 from kvloom.tiers import Objects, Outcome, TierError
 from kvloom.tiers.registry import open_tier
+from kvloom.tiers.remote import mooncake, mooncake_client
 from kvloom.tiers.remote.bounded_calls import Bounded, StillRunningError
 from kvloom.tiers.remote.mooncake import MooncakeStore, open_mooncake
 from kvloom.tiers.remote.mooncake_client import Client, MooncakeConfig
-from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier, StoreError, mooncake, mooncake_client
+from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier, StoreError
 from kvloom.tiers.remote.store_tier import PREFIX, Counted, store_tier
 
 from .conformance import PAGE, RUN, Harness, TierConformance, filled, get, memory, never_wrong, objects, put

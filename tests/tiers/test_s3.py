@@ -11,7 +11,8 @@ import pytest
 
 from kvloom.tiers import Objects, TierError
 from kvloom.tiers.registry import open_tier
-from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier, s3
+from kvloom.tiers.remote import s3
+from kvloom.tiers.remote.remote_tier import RemoteConfig, RemoteTier
 from kvloom.tiers.remote.s3 import Bucket, open_s3
 from kvloom.tiers.remote.store_tier import PREFIX, Want
 

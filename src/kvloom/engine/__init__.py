@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from .offload import OffloadManager
     from .preflight import check_engine, check_model
     from .request import Request
-    from .sampling import Finish, Logprob, SamplingParams, TokenLogprobs
+    from .sampling import (
+        Finish,
+        Grammar,
+        GrammarBusyError,
+        GrammarLimits,
+        GrammarState,
+        Logprob,
+        SamplingParams,
+        TokenLogprobs,
+    )
 
 __all__ = [
     "LLM",
@@ -39,6 +48,10 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Finish",
+    "Grammar",
+    "GrammarBusyError",
+    "GrammarLimits",
+    "GrammarState",
     "Logprob",
     "OffloadConfig",
     "OffloadManager",
@@ -62,7 +75,16 @@ _MODULES = {
     "offload": ("OffloadManager",),
     "preflight": ("check_engine", "check_model"),
     "request": ("Request",),
-    "sampling": ("Finish", "Logprob", "SamplingParams", "TokenLogprobs"),
+    "sampling": (
+        "Finish",
+        "Grammar",
+        "GrammarBusyError",
+        "GrammarLimits",
+        "GrammarState",
+        "Logprob",
+        "SamplingParams",
+        "TokenLogprobs",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -12,6 +12,8 @@ from kvloom.models.specs import KVDtype
 from kvloom.tiers.registry import Place
 from kvloom.tiers.transfers.transfer_manager import MoverConfig
 
+from .sampling import GrammarLimits
+
 __all__ = ["EngineConfig", "OffloadConfig"]
 
 
@@ -54,6 +56,8 @@ class EngineConfig:
     """Launch a step before the tokens of the previous one have arrived; None: on a GPU only."""
     cuda_graphs: bool = True
     """Replay steps from CUDA graphs, on a GPU."""
+    grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
+    """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
     """Tenants with a quota or a weight of their own."""
     tiers: Sequence[str | Place] = ()

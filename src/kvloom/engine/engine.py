@@ -37,10 +37,22 @@ from .execution import (
 )
 from .offload import OffloadManager, SessionHistory, open_offload
 from .request import Request, token_ids
-from .sampling import BeamSearch, Grammars, SampledTokens, Sampler, SamplingParams, TextStream, to_device
+from .sampling import (
+    BeamSearch,
+    Grammar,
+    Grammars,
+    SampledTokens,
+    Sampler,
+    SamplingParams,
+    TextStream,
+    to_device,
+)
 from .scheduling import Scheduled, Scheduler
 
 __all__ = ["Engine"]
+
+MASK_WAIT_SECONDS = 0.01
+"""Longest sleep of a step in which all requests wait for grammar masks."""
 
 
 class Engine:
@@ -113,11 +125,13 @@ class Engine:
         priority: int = 0,
         text: bool = False,
         images: Many[Any] = (),
+        grammar: Grammar | None = None,
     ) -> Request:
         """Queue a request and return it. Raises ValueError for a request that can never run.
 
         `text`: decode tokens as they arrive (about 20 µs each), so that the text can be streamed. `images`: what the model's
-        processor returns for each image (a mapping of tensors, or pixels), in the order of their placeholders."""
+        processor returns for each image (a mapping of tensors, or pixels), in the order of their placeholders. `grammar`: the
+        compiled result of `begin_grammar`; without it, this call waits for the compilation."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
@@ -143,9 +157,10 @@ class Engine:
             for i in range(1, params.samples)
         ]
         structure = params.structure
-        grammar = None if structure is None else self._open_grammars().compile(*structure)
+        if structure is not None and grammar is None:
+            grammar = self._open_grammars().compile(*structure)
         for sample in request.family:
-            if grammar is not None:
+            if structure is not None and grammar is not None:
                 sample.structure = grammar.start()
             if text or params.stops:
                 sample.text = TextStream(
@@ -160,6 +175,20 @@ class Engine:
         self.scheduler.add(request)
         self._request_count += params.samples
         return request
+
+    def begin_grammar(self, params: SamplingParams, tenant: str = "") -> Grammar | None:
+        """Start to compile the grammar of `params`; None without one. Does not wait: poll until it is ready.
+
+        Raises ValueError for a grammar that is refused at once."""
+        structure = params.structure
+        if structure is None or self.tokenizer is None:
+            return None
+        return self._open_grammars().begin(*structure, tenant)
+
+    def poll_grammars(self) -> None:
+        """Collect the results of the grammar processes. Does not wait."""
+        if self._grammars is not None:
+            self._grammars.poll()
 
     def cancel(self, request: Request) -> None:
         """Finish a request and all its samples now. Their pages are free at once."""
@@ -194,6 +223,8 @@ class Engine:
         If it raises (device out of memory, interrupt), the step is discarded: its requests wait and are recomputed. The next
         step returns the requests that got a token before the failure."""
         started = time.perf_counter()
+        if self._output_processor.awaiting_masks:
+            self._output_processor.settle_masks()
         previous = finished = self._inflight
         if previous is not None and any(request.needs_last_token for request in previous.requests):
             self._inflight = None
@@ -205,6 +236,8 @@ class Engine:
         elif launched is not None and not self.ahead:
             self._inflight, finished = None, launched
             self._finish_step(launched, [])
+        if self._output_processor.awaiting_masks and finished is None and self._inflight is None:
+            self._output_processor.wait_for_masks(MASK_WAIT_SECONDS)
         if self.offload is not None:
             is_waiting = bool(self.scheduler.loading_count)
             self.offload.after_step(started, finished, self._inflight, is_waiting)
@@ -223,6 +256,9 @@ class Engine:
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
         self._inflight, self._updated = None, []
+        if self._grammars is not None:
+            self._grammars.close()
+            self._grammars = None
         if self.offload is not None:
             with suppress(RuntimeError):
                 self._make_copies()
@@ -280,7 +316,9 @@ class Engine:
         sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
         if requests:
             with self.runner.numerics:
-                sampled = self.sampler.choose(logits, requests, [request.sampled_tokens - 1 for request in requests])
+                sampled = self.sampler.choose(
+                    logits, requests, [request.sampled_tokens - 1 for request in requests]
+                )
             running = min(len(requests), self.runner.rows)  # requests behind these have no next step
             self.runner.chosen[:running] = sampled.tokens[:running]
         return InflightStep.create(work, requests, sampled, prompts, self.scheduler.decoding)
@@ -341,7 +379,7 @@ class Engine:
 
     def _open_grammars(self) -> Grammars:
         if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, self.eos)
+            self._grammars = Grammars(self.tokenizer, self.eos, self.config.grammar_limits)
         return self._grammars
 
     def _prepare_images(self, tokens: tuple[int, ...], images: Many[Any], tenant: str) -> Sight:

@@ -27,7 +27,7 @@ from .engine import Engine
 from .execution import default_token_budget, use_threads
 from .preflight import check_engine
 from .request import Request
-from .sampling import Detokenizer, Finish, SamplingParams, TokenLogprobs
+from .sampling import Detokenizer, Finish, GrammarLimits, SamplingParams, TokenLogprobs
 
 __all__ = ["LLM", "Completion", "Delta", "Result"]
 
@@ -85,6 +85,7 @@ class LLM:
     | `tokenizer`, `processor`                   | replace those of the model's folder; a processor is loaded with the first image |
     | `threads`                                  | CPU threads of torch for this process (None: the rule in execution/threads.py) |
     | `progress`                                 | show progress bars while loading and preparing                       |
+    | `grammar_seconds`, `grammar_memory`        | limits of one grammar: CPU seconds to compile and for each step, bytes |
     | others                                     | see `EngineConfig`                                                   |
 
     Call `close` to store pages in the tiers and end the engine."""
@@ -108,6 +109,8 @@ class LLM:
         batch_invariant: bool = False,
         tiers: Sequence[str] = (),
         max_context: int | None = None,
+        grammar_seconds: float = 2.0,
+        grammar_memory: int = 256 << 20,
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = folder_of(model) if isinstance(model, str) else None
@@ -138,6 +141,7 @@ class LLM:
             max_context=max_context,
             batch_invariant=batch_invariant,
             tiers=tiers,
+            grammar_limits=GrammarLimits(grammar_seconds, grammar_memory),
         )
         self.engine = Engine(model, config, self.tokenizer)
         if threads is not None or self.engine.device.type == "cpu":

@@ -85,7 +85,7 @@ def check_model(model: str, load_format: str = "auto") -> dict[str, Any] | None:
 def _check_gpu(device: str) -> None:
     """Raise ValueError if the driver does not see a GPU. Loading checks whether torch can use it."""
     index = device.partition(":")[2] or "0"
-    if not index.isdigit():
+    if not (index.isascii() and index.isdigit()) or len(index) > 9:
         return
     try:
         count = cuda_driver().devices()

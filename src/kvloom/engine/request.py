@@ -184,6 +184,11 @@ class Request:
         return len(self.tokens) + self.inflight_tokens - self.computed
 
     @property
+    def mask_pending(self) -> bool:
+        """Whether its grammar process still computes the next mask: the request cannot be scheduled before."""
+        return self.structure is not None and self.structure.pending
+
+    @property
     def parked(self) -> bool:
         """Whether it is a beam that waits for the other beams of its depth."""
         return self.beams is not None and self.pending == 0

@@ -52,7 +52,7 @@ class SizeClass:
         self.index = index
         self.per_slab = per_slab
         self.in_use: Ids = np.zeros(slabs * per_slab, np.int32)
-        self.cached: npt.NDArray[np.int16] = np.zeros(slabs * per_slab, np.int16)
+        self.cached: Ids = np.zeros(slabs * per_slab, np.int32)
         self.freed: Ids = np.zeros(slabs * per_slab, np.int32)  # where the loops write what came free
         self.in_use_pages = 0
         self.cached_pages = 0

@@ -288,7 +288,16 @@ class RadixTree(Checkpoints):
             next(self._serials), node.created, node.start, node.text[:offset], node.pages[:upper_rows].copy()
         )
         upper.parent, upper.root, upper.row_bytes = node.parent, node.root, node.row_bytes
-        for name in ("last_used", "hits", "priority", "expires", "ended", "value", "offloaded_tokens", "grown"):
+        for name in (
+            "last_used",
+            "hits",
+            "priority",
+            "expires",
+            "ended",
+            "value",
+            "offloaded_tokens",
+            "grown",
+        ):
             setattr(upper, name, getattr(node, name))
         upper.settled, node.settled = min(node.settled, at), max(node.settled, at)
         if node.history is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvloom.engine.request import Request
-from kvloom.engine.sampling import BeamSearch, Finish, TextStream, TokenLogprobs
+from kvloom.engine.sampling import BeamSearch, Finish, TextStream, TokenLogprobs, collect
 from kvloom.engine.scheduling import Scheduled, Scheduler
 
 from .inflight_step import InflightStep
@@ -22,36 +22,88 @@ def eos_tokens(model: Any) -> frozenset[int]:
     return frozenset([given] if isinstance(given, int) else given or ())
 
 
+MASK_SECONDS = 0.01
+"""Longest wait of a step for the masks that follow its tokens. A request with a later mask skips steps until it arrives."""
+
+
 class OutputProcessor:
     """Applies tokens to requests; `eos` are the end-of-sequence tokens."""
 
     def __init__(self, scheduler: Scheduler, eos: frozenset[int]) -> None:
         self.scheduler, self.eos = scheduler, eos
+        self.awaiting_masks: list[Request] = []
+        """Requests whose grammar mask is late."""
 
     def process(self, step: InflightStep, launched_since: list[Scheduled]) -> list[Request]:
         """Apply a step's tokens and return its requests. `launched_since` is the work of the step after it.
 
-        Waits until the tokens have arrived."""
+        Waits until the tokens have arrived, and up to MASK_SECONDS for grammar masks."""
         tokens, logprobs = step.results()
         open_ = [(i, request) for i, request in enumerate(step.requests) if request.finish_reason is None]
         self.scheduler.commit_tokens(step.requests, tokens, launched_since)
+        refused = self._advance_grammars([request for _, request in open_])
         for place, request in open_:
             if request.beams is not None:
                 if request.beams.offer(request, logprobs[place]):
                     self._advance(request.beams)
             else:
-                self._accept(request, logprobs.get(place))
+                self._accept(request, logprobs.get(place), id(request) in refused)
         return [request for _, request in open_]
 
-    def _accept(self, request: Request, logprobs: TokenLogprobs | None) -> None:
-        """Apply a request's new token, and finish it if that token is its last."""
+    def wait_for_masks(self, seconds: float) -> None:
+        """Wait up to `seconds` for late masks."""
+        collect([request.structure for request in self.awaiting_masks if request.structure], seconds)
+
+    def settle_masks(self) -> None:
+        """Finish requests whose late mask has arrived and allows no token, or whose grammar failed. Does not wait."""
+        collect([request.structure for request in self.awaiting_masks if request.structure is not None], 0.0)
+        late, self.awaiting_masks = [r for r in self.awaiting_masks if r.finish_reason is None], []
+        for request in late:
+            structure = request.structure
+            assert structure is not None
+            if structure.pending:
+                self.awaiting_masks.append(request)
+            elif structure.failed:
+                self._fail(request)
+            elif structure.done:
+                self._finish(request, "stop")
+
+    def _advance_grammars(self, requests: list[Request]) -> set[int]:
+        """Send each new token to its grammar, and wait a short time for the masks that follow.
+
+        Returns the requests (by `id`) whose token the grammar refuses."""
+        waiting, refused = [], set()
+        for request in requests:
+            structure = request.structure
+            if structure is not None and not self._is_end(request):
+                if structure.advance(request.tokens[-1]):
+                    if not structure.grammar.late:  # a slow grammar must not delay the other requests
+                        waiting.append(structure)
+                else:
+                    refused.add(id(request))
+        collect(waiting, MASK_SECONDS)
+        return refused
+
+    def _is_end(self, request: Request) -> bool:
+        """Return whether a request's last token finishes it."""
         token, params = request.tokens[-1], request.params
-        ends = token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
+        return token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
+
+    def _fail(self, request: Request) -> None:
+        """Finish a request whose grammar allows no token; `stop_reason` is the grammar's error."""
+        assert request.structure is not None
+        request.stop_reason = request.structure.error
+        self._finish(request, "grammar")
+
+    def _accept(self, request: Request, logprobs: TokenLogprobs | None, refused: bool) -> None:
+        """Apply a request's new token, and finish it if that token is its last. Drops a `refused` token."""
+        token, params = request.tokens[-1], request.params
+        ends = self._is_end(request)
         if ends:
             request.stop_reason = token if token in params.stop_token_ids else None
-        if request.structure is not None and not ends and not request.structure.advance(token):
+        if refused:
             request.tokens.pop()  # the grammar allowed no token, so an arbitrary one was sampled
-            self._finish(request, "grammar")
+            self._fail(request)
             return
         if logprobs is not None:
             request.cumulative_logprob += logprobs[token].logprob
@@ -59,10 +111,15 @@ class OutputProcessor:
                 request.logprobs.append(logprobs)
         if request.text is not None and self._decode(request, request.text, token, ends):
             request.stop_reason, ends = request.text.stopped, True
-        elif request.structure is not None:
-            ends = ends or request.structure.done
+        elif not ends and request.structure is not None and not request.mask_pending:
+            if request.structure.failed:
+                self._fail(request)
+                return
+            ends = request.structure.done
         if ends or len(request.tokens) >= request.limit:
             self._finish(request, "stop" if ends else "length")
+        elif request.mask_pending:
+            self.awaiting_masks.append(request)
 
     @staticmethod
     def _decode(request: Request, text: TextStream, token: int, ends: bool) -> bool:

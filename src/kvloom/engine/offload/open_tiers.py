@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence as Many
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from kvloom.engine.config import OffloadConfig
 from kvloom.tiers import HostTier, TierError
 from kvloom.tiers.encoding.lossy import LossyTier, lossy_form
 from kvloom.tiers.host.shared_memory import SharedMemory
+from kvloom.tiers.peer.secret import read_secret
 from kvloom.tiers.peer.server import PeerConfig, PeerServer
 from kvloom.tiers.registry import (
     CODINGS,
@@ -98,10 +98,7 @@ def _server_config(host_text: HostText) -> PeerConfig | None:
     Raises ValueError for an address beyond loopback without a secret, or an unreadable secret."""
     if host_text.share is None:
         return None
-    try:
-        secret = Path(host_text.secret).read_bytes().strip() if host_text.secret else b""
-    except OSError as error:
-        raise ValueError(f"cannot read the secret file {host_text.secret!r}: {error.strerror}") from error
+    secret = read_secret(host_text.secret) if host_text.secret else b""
     return PeerConfig(*host_text.share, secret, read_only=True)
 
 
@@ -109,7 +106,7 @@ def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None)
     """Serve host memory, read-only. Returns None and logs a warning where the address cannot be bound."""
     try:
         server = PeerServer(host, config, memory)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         log.warning(
             "host memory is not shared at %s:%d, serving goes on: %s",
             config.host,

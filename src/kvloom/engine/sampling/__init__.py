@@ -6,6 +6,7 @@
     noise.py             random noise that depends on the request's seed only
     logprobs.py          Logprobs: log-probabilities, on the device and as dictionaries
     beam_search.py       BeamSearch: which beams continue
+    grammar_process.py   compiles grammars and computes masks in limited processes
     grammar.py           Grammars: tokens that a JSON schema, regular expression or grammar allows
     detokenizer.py       TextStream: text of growing outputs, and stop texts
 
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .beam_search import BeamSearch, Successor, assign_slots
     from .detokenizer import Detokenizer, TextStream
-    from .grammar import Grammars, GrammarState, fill
+    from .grammar import Grammar, GrammarBusyError, GrammarLimits, Grammars, GrammarState, collect, fill
     from .logit_processors import TokenCounts, apply_grammar_mask, to_device
     from .logprobs import Logprob, Logprobs, TokenLogprobs
     from .params import Finish, SamplingParams
@@ -30,6 +31,9 @@ __all__ = [
     "BeamSearch",
     "Detokenizer",
     "Finish",
+    "Grammar",
+    "GrammarBusyError",
+    "GrammarLimits",
     "GrammarState",
     "Grammars",
     "Logprob",
@@ -44,6 +48,7 @@ __all__ = [
     "TokenLogprobs",
     "apply_grammar_mask",
     "assign_slots",
+    "collect",
     "fill",
     "to_device",
 ]
@@ -51,7 +56,15 @@ __all__ = [
 _MODULES = {
     "beam_search": ("BeamSearch", "Successor", "assign_slots"),
     "detokenizer": ("Detokenizer", "TextStream"),
-    "grammar": ("GrammarState", "Grammars", "fill"),
+    "grammar": (
+        "Grammar",
+        "GrammarBusyError",
+        "GrammarLimits",
+        "GrammarState",
+        "Grammars",
+        "collect",
+        "fill",
+    ),
     "logit_processors": ("TokenCounts", "apply_grammar_mask", "to_device"),
     "logprobs": ("Logprob", "Logprobs", "TokenLogprobs"),
     "params": ("Finish", "SamplingParams"),

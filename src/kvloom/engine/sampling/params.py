@@ -29,7 +29,9 @@ INTEGERS = (
 """Parameters that are integers, or None."""
 
 Finish = Literal["stop", "length", "cancelled", "no_room", "grammar"]
-"""Why a request finished. "no_room": the pool cannot hold it even alone; "grammar": the grammar allows no token of the vocabulary."""
+"""Why a request finished. "no_room": the pool cannot hold it even alone.
+
+"grammar": the grammar allows no token of the vocabulary, or exceeds its limits of time or memory."""
 
 StructureKind = Literal["json_schema", "regex", "grammar"]
 
@@ -216,8 +218,12 @@ class SamplingParams:
                 json.loads(self.json_schema)
             except ValueError as error:
                 raise ValueError(f"json_schema is not JSON: {error}") from None
+            except RecursionError:
+                raise ValueError("json_schema is nested too deeply: use fewer levels") from None
         elif self.json_schema is not None:
             try:
                 json.dumps(self.json_schema)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"json_schema cannot be encoded as JSON: {error}") from None
+            except RecursionError:
+                raise ValueError("json_schema is nested too deeply: use fewer levels") from None

@@ -114,6 +114,8 @@ class Scheduler:
         prompts: list[Request] = []
         for request in sorted(self.running, key=RANK):
             size = len(request.tokens) + request.inflight_tokens
+            if request.mask_pending:
+                continue
             if request.computed < size < request.limit:
                 (decodes if size - request.computed == 1 else prompts).append(request)
         alone = self.running[0] if len(self.running) == 1 else None
@@ -165,6 +167,8 @@ class Scheduler:
                 if waiting is None:
                     break
                 aside.append(waiting)
+                if waiting.mask_pending:
+                    continue
                 looked_up = self.cache.clock.now()
                 found = self._match(waiting)
                 front = front_of(waiting, found.resume, self.cache.block_tokens)

@@ -19,8 +19,8 @@ from kvloom.serve.worker.mailbox import Mailbox
 from kvloom.serve.worker.messages import Add, Delta, Ready
 
 from .errors import ApiError, bad_request, slow_reader, too_long
-from .prompts import Prompt, Prompts
-from .request_fields import ChatFields, CompletionFields, read_fields, sampling
+from .prompts import Prompt, Prompts, Room
+from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields, sampling
 from .responses import ChatForm, CompletionForm, Form
 from .service import Service
 
@@ -41,7 +41,7 @@ class Generation(ABC):
 
     @abstractmethod
     async def prompts(
-        self, fields: CompletionFields | ChatFields, prompts: Prompts, most: int
+        self, fields: CompletionFields | ChatFields, prompts: Prompts, room: Room
     ) -> list[Prompt]: ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,8 +55,8 @@ class Generation(ABC):
         tenant = service.tenant(request, fields)
         with service.gate.entered(_answers(fields)):
             most = self._most(tenant, facts)
-            kept = _kept(fields, most)
-            given = [prompts.cut(one, kept) for one in await self.prompts(fields, prompts, most)]
+            room = Room(most, facts.vocabulary, _kept(fields, most))
+            given = await self.prompts(fields, prompts, room)
             messages = self._messages(fields, given, tenant, facts)
             ids, n = [message.id for message in messages], messages[0].params.n
             stream = bool(fields.stream)
@@ -136,14 +136,7 @@ class Generation(ABC):
             raise too_long(count, 0, most, param)
         if count + new > longest:
             raise too_long(count, new, longest, param)
-        wrong = next(
-            (token for token in (min(tokens), max(tokens)) if not 0 <= token < facts.vocabulary), None
-        )
-        if wrong is not None:
-            raise bad_request(
-                f"{param}: token {wrong} is none of the model's, which go from 0 to {facts.vocabulary - 1}",
-                param,
-            )
+        check_tokens(tokens, facts.vocabulary, param)
         return params
 
     def _most(self, tenant: str, facts: Ready) -> int:
@@ -157,10 +150,10 @@ class Completions(Generation):
         return read_fields(body, CompletionFields)
 
     async def prompts(
-        self, fields: CompletionFields | ChatFields, prompts: Prompts, most: int
+        self, fields: CompletionFields | ChatFields, prompts: Prompts, room: Room
     ) -> list[Prompt]:
         assert isinstance(fields, CompletionFields)
-        return await prompts.of_completion(fields, most)
+        return await prompts.of_completion(fields, room)
 
 
 class Chats(Generation):
@@ -168,10 +161,10 @@ class Chats(Generation):
         return read_fields(body, ChatFields)
 
     async def prompts(
-        self, fields: CompletionFields | ChatFields, prompts: Prompts, most: int
+        self, fields: CompletionFields | ChatFields, prompts: Prompts, room: Room
     ) -> list[Prompt]:
         assert isinstance(fields, ChatFields)
-        return [await prompts.of_chat(fields, most)]
+        return [await prompts.of_chat(fields, room)]
 
 
 class _Events:

@@ -50,6 +50,8 @@ __all__ = ["load_engine", "main"]
 
 Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | Look | None]
 """None: the server is gone."""
+GRAMMAR_SECONDS = 0.005
+"""How often grammars that compile are looked after while nothing else is to do."""
 IDLE_SECONDS = 0.5
 """How often tiers are looked after while nothing else is to do."""
 GOODBYE = 4.0
@@ -107,7 +109,7 @@ class _Outbox:
 def load_engine(start: Start) -> Engine:
     """The engine that `start` describes; minutes, for a large model."""
     from kvloom.core import Tenant
-    from kvloom.engine import Engine, EngineConfig, use_threads
+    from kvloom.engine import Engine, EngineConfig, GrammarLimits, use_threads
     from kvloom.models.load import device_of, load
 
     device = device_of(start.device)
@@ -129,6 +131,7 @@ def load_engine(start: Start) -> Engine:
         batch_invariant=start.batch_invariant,
         tenants=[Tenant(tenant.name, tenant.quota, tenant.weight) for tenant in start.tenants],
         tiers=start.tiers,
+        grammar_limits=GrammarLimits(start.grammar_seconds, start.grammar_memory),
     )
     engine = Engine(model, config, tokenizer)
     _prepare(engine, start.progress)
@@ -193,8 +196,9 @@ def _serve(outbox: _Outbox, inbox: Inbox, worker: Worker) -> None:
     for step in count(1):
         if not worker.busy:
             outbox.step = 0
+            pause = None if worker.engine.offload is None else IDLE_SECONDS
             try:
-                first = inbox.get(timeout=None if worker.engine.offload is None else IDLE_SECONDS)
+                first = inbox.get(timeout=GRAMMAR_SECONDS if worker.compiling else pause)
             except Empty:
                 worker.look_below()
                 continue

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvloom.core.sizes import format_bytes
 from kvloom.tiers.encoding.codec import OLD_CIPHER, Compression, make_codec, most_bytes
-from kvloom.tiers.encoding.encryption import Keyring, NoKeyError, Protect, check_protect, read_keys
+from kvloom.tiers.encoding.encryption import NoKeyError, Protect, check_protect, read_keys
 from kvloom.tiers.shares import Shares
 from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, parted
 from kvloom.tiers.transfer import Outcome, Tally, TierStats, Transfer, explain, failed_transfer

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvloom.tiers.transfer import Outcome
 
-from .files import Files
+from .files import Files, NotOursError
 from .segment import Record, Segment
 
 __all__ = ["Found", "recover"]
@@ -49,6 +49,9 @@ def recover(
         why = "segments of another version are there: not read, the first to leave"
         try:
             segment: Segment | Outcome = Segment.open(files, number, direct)
+        except NotOursError as error:  # neither read nor removed
+            notes[f"a segment is left alone: {error.strerror}"] = None
+            continue
         except OSError as error:
             segment, why = Outcome.VERSION, f"segments cannot be read: {error.strerror}"
         if segment is Outcome.VERSION:
