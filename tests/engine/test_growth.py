@@ -94,12 +94,12 @@ def test_answers_are_expected_to_be_as_long_as_they_were_of_late() -> None:
         made.tokens += [7] * said
         return made
 
-    assert growth._end_of(request(0)) == 3 + TYPICAL
-    assert growth._end_of(request(0, limit=20)) == 23
-    assert growth._end_of(request(1000)) == 3 + 1251  # longer than most: it goes on for a while
+    assert growth.end_of(request(0)) == 3 + TYPICAL
+    assert growth.end_of(request(0, limit=20)) == 23
+    assert growth.end_of(request(1000)) == 3 + 1251  # longer than most: it goes on for a while
     for _ in range(20 * MEMORY):
         growth.ended(request(10))
-    assert growth._end_of(request(0)) <= 3 + 11
+    assert growth.end_of(request(0)) <= 3 + 11
 
 
 def test_where_estimates_are_too_low_somebody_still_gives_way() -> None:

@@ -43,6 +43,7 @@ class Opening(Verbs):
         tree.lock(node)
         seq = Sequence(cache, row, root, node, control, now)
         self.rows.handles[row] = seq
+        account.open += 1
         seq.resumed = point
         seq.prompt = match.length
         if match.media:
@@ -193,6 +194,7 @@ class Opening(Verbs):
         now = self.clock.now()
         child = Sequence(seq.cache, row, seq.root, seq.node, seq.control, now)
         self.rows.handles[row] = child
+        account.open += 1
         self.tree.lock(seq.node)
         child.published, child.resumed, child.prompt = seq.published, seq.resumed, seq.prompt
         child.wanted, child.media = seq.wanted, seq.media
@@ -248,6 +250,7 @@ class Opening(Verbs):
             else:
                 self.let_go(account, self.media, run)
         self.rows.give_back(row)
+        account.open -= 1
         passed: Node | None = node
         while passed is not None:
             passed.last_used = now

@@ -132,7 +132,7 @@ def load_engine(start: Start) -> Engine:
         kv_scales=start.kv_scales,
         batch_invariant=start.batch_invariant,
         tiers=start.tiers,
-        tenants=[Tenant(tenant.name, tenant.quota, tenant.weight) for tenant in start.tenants],
+        tenants=[Tenant(t.name, t.quota, t.weight, t.firm) for t in start.tenants],
     )
     _prepare(engine, start.progress)
     return engine

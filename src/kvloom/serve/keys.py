@@ -73,9 +73,9 @@ def read_keys(path: str) -> Keys:
     rows = _from_json(text, path) if text.lstrip().startswith("{") else _from_lines(text, path)
     keys: dict[str, TenantRules] = {}
     tenants: dict[str, TenantRules] = {}
-    unsaid = float(any(weight is not None for *_, weight, _ in rows))
+    firm = any(weight is not None for *_, weight, _ in rows)
     for where, key, name, quota, weight, _ in rows:
-        rules = TenantRules(name, quota, unsaid if weight is None else weight)
+        rules = TenantRules(name, quota, 1.0 if weight is None else weight, firm)
         if len(key) < SHORTEST:
             raise ValueError(f"{path}, {where}: a key needs at least {SHORTEST} characters")
         if key in keys:
