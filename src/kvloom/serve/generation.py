@@ -53,7 +53,9 @@ class Generation(ABC):
         fields = self.read(await service.body(request))
         service.check_model(fields.model)
         tenant = service.tenant(request, fields)
-        with service.gate.entered(_answers(fields)):
+        answers, caps = _answers(fields), service.keys.caps(tenant)
+        caps.check(answers, fields.ttl, fields.priority)
+        with service.gate.entered(answers, tenant, caps.open):
             most = self._most(tenant, facts)
             kept = _kept(fields, most)
             given = [prompts.cut(one, kept) for one in await self.prompts(fields, prompts, most)]

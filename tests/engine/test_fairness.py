@@ -1,0 +1,169 @@
+"""Tenants share steps, running places and pages fairly, whatever one of them asks for. Counted in steps, not in seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvloom.core import Control, Tenant
+from kvloom.engine.engine import Engine
+from kvloom.engine.request import Request, SamplingParams
+from tests.models.zoo import expected, tiny
+
+from .test_lower import closed, drawn
+
+RED, BLUE = Control(tenant="red"), Control(tenant="blue")
+TENANTS = (Tenant("red", weight=1, firm=False), Tenant("blue", weight=1, firm=False))
+
+
+def greedy(tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more})
+
+
+def steps_to_first(engine: Engine, request: Request, most: int = 200) -> int:
+    """Steps until a request has its first token."""
+    for step in range(1, most + 1):
+        engine.step()
+        engine.cache.check()
+        if request.output_count:
+            return step
+    return most + 1
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("attack", ["streams", "priority", "n", "beams", "long prompts"])
+def test_a_tenant_that_floods_does_not_hold_up_the_first_token_of_another(attack: str, ahead: bool) -> None:
+    model = tiny("llama", max_position_embeddings=512)
+    engine = Engine(model, 1 << 22, token_budget=64, max_running=8, ahead=ahead, tenants=TENANTS)
+    asked = drawn(attack, *[300 if attack == "long prompts" else 20] * 16)
+    more: dict[str, Any] = {"n": {"n": 20, "temperature": 1}, "beams": {"beam_width": 8, "n": 1}}.get(
+        attack, {}
+    )
+    count = 2 if more else 16
+    flood = [
+        engine.add(prompt, greedy(50, **more), RED, priority=10**9 if attack == "priority" else 0)
+        for prompt in asked[:count]
+    ]
+    for _ in range(15):
+        engine.step()
+    prompt = drawn("victim", 40)[0]
+    victim = engine.add(prompt, greedy(12), BLUE)
+    assert steps_to_first(engine, victim) <= 5
+    engine.run()
+    wanted = expected(tiny("llama", max_position_embeddings=512), [prompt, *asked[:3]], 12)
+    assert victim.tokens == wanted[0]
+    if attack not in ("beams", "n"):
+        assert [one.tokens[: len(asked[0]) + 12] for one in flood[:3]] == wanted[1:]
+    assert all(one.finish == "length" for request in flood for one in request.family)
+    assert victim.preemptions == 0
+    closed(engine)
+
+
+def test_a_tenant_with_few_requests_runs_them_at_once_beside_a_flood() -> None:
+    engine = Engine(tiny("llama"), 1 << 22, token_budget=64, max_running=8, tenants=TENANTS)
+    for prompt in drawn("flood", *[10] * 40):
+        engine.add(prompt, greedy(60), RED)
+    for _ in range(10):
+        engine.step()
+    few = [engine.add(prompt, greedy(40), BLUE) for prompt in drawn("few", *[10] * 10)]
+    for _ in range(6):
+        engine.step()
+    places = sum(one.control.tenant == "blue" for one in engine.scheduler.running)
+    assert places == 4, "half of the running places"
+    engine.run()
+    assert not sum(one.preemptions for one in few)
+    closed(engine)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 3.0), (0.0, 0.0)])
+def test_computed_tokens_follow_weights_while_both_wait(weights: tuple[float, float]) -> None:
+    tenants = [Tenant(name, weight=weight) for name, weight in zip(("red", "blue"), weights, strict=True)]
+    engine = Engine(tiny("llama"), 1 << 22, token_budget=32, max_running=4, tenants=tenants)
+    size = 30
+    for prompt in drawn("red", *[size] * 80):
+        engine.add(prompt, greedy(2), RED, priority=5)
+    for prompt in drawn("blue", *[size] * 80):
+        engine.add(prompt, greedy(2), BLUE)
+    done = {"red": 0, "blue": 0}
+    while sum(done.values()) < 60:
+        for one in engine.step():
+            done[one.control.tenant] += one.finish is not None
+    part = done["blue"] / sum(done.values())
+    fair = weights[1] / sum(weights) if sum(weights) else 0.5
+    assert abs(part - fair) < 0.12, done
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "below"), [("llama", False), ("llama", True), ("qwen3_next", True), ("gemma3_text", False)]
+)
+def test_a_tenant_gets_pages_where_another_holds_all_of_them(family: str, below: bool) -> None:
+    model = tiny(family, max_position_embeddings=512)
+    layout = Engine(model, 1 << 24).layout
+    pool = 5 * layout.slab_bytes_for(100, states=2) + 2 * layout.slab_bytes
+    tiers = [f"host:{4 * pool}?write=through"] if below else []
+    engine = Engine(model, pool, token_budget=64, max_running=16, tenants=TENANTS, tiers=tiers)
+    asked = drawn(family, *[40] * 10)
+    flood = [engine.add(prompt, greedy(60), RED, priority=7) for prompt in asked]
+    for _ in range(30):
+        engine.step()
+    prompt = drawn((family, "victim"), 60)[0]
+    victim = engine.add(prompt, greedy(20), BLUE)
+    assert steps_to_first(engine, victim) <= 12
+    engine.run()
+    wanted = expected(tiny(family, max_position_embeddings=512), [prompt, *asked[-3:]], 20)
+    assert victim.tokens == wanted[0]
+    assert [one.tokens[:60] for one in flood[-3:]] == wanted[1:]
+    assert victim.preemptions == 0
+    closed(engine)
+
+
+def test_a_tenant_that_was_idle_has_no_credit_and_one_that_was_busy_no_debt() -> None:
+    engine = Engine(tiny("llama"), 1 << 22, token_budget=32, max_running=4, tenants=TENANTS)
+    for prompt in drawn("busy", *[20] * 40):
+        engine.add(prompt, greedy(4), RED)
+    engine.run()
+    asked = drawn("both", *[20] * 40)
+    for i, prompt in enumerate(asked):
+        engine.add(prompt, greedy(4), RED if i % 2 else BLUE)
+    done = {"red": 0, "blue": 0}
+    while sum(done.values()) < 20:
+        for one in engine.step():
+            done[one.control.tenant] += one.finish is not None
+    assert min(done.values()) >= 7, done
+    engine.close()
+
+
+def test_a_request_longer_than_its_tenants_default_share_still_runs() -> None:
+    """Ten tenants have cached pages up to their shares: the only request of another may take them."""
+    model = tiny("llama", max_position_embeddings=1024)
+    layout = Engine(model, 1 << 24).layout
+    names = [f"t{i}" for i in range(10)]
+    tenants = [Tenant(name, weight=1, firm=False) for name in names]
+    engine = Engine(model, layout.slab_bytes_for(800), token_budget=256, tenants=tenants)
+    for turn in range(6):
+        for name in names:
+            engine.add(drawn((name, turn), 60)[0], greedy(2), Control(tenant=name))
+        engine.run()
+    prompt = drawn("long", 600)[0]
+    long = engine.add(prompt, greedy(4), Control(tenant="t3"))
+    engine.run()
+    assert long.finish == "length"
+    assert long.tokens == expected(tiny("llama", max_position_embeddings=1024), [prompt], 4)[0]
+    closed(engine)
+
+
+def test_one_tenant_alone_is_scheduled_by_rank_as_before() -> None:
+    engine = Engine(tiny("llama"), 1 << 22, token_budget=16, max_running=2)
+    prompts = drawn("alone", *[10] * 6)
+    requests = [
+        engine.add(prompt, greedy(3), Control(tenant=f"t{i % 2}"), priority=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    ended: list[Request] = []
+    while engine.busy:
+        ended += [one for one in engine.step() if one.finish is not None]
+    assert [requests.index(one) for one in ended] == [5, 4, 3, 2, 1, 0]
+    assert not sum(one.preemptions for one in requests)
+    engine.close()
