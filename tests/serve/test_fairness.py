@@ -43,12 +43,12 @@ def test_a_flood_of_one_tenant_neither_stops_nor_refuses_another(
         for _ in range(60 // attack.get("n", 1)):
             begun(shared, open_, **attack)
         shared.wait_for(lambda: shared.metrics()["kvloom_running"] == 8)
-        answered = shared.metrics().get('kvloom_finished_total{reason="length"}', 0)
+        answered = shared.metrics().get('kvloom_finished_answers_total{reason="length"}', 0)
         for _ in range(5):
             assert shared.complete(BLUE, prompt="me, too", max_tokens=3)["usage"]["completion_tokens"] <= 3
         after = shared.metrics()
         assert after["kvloom_open_requests"] > 1, "the flood is still there"
-        assert after.get('kvloom_finished_total{reason="length"}', 0) <= answered + 5
+        assert after.get('kvloom_finished_answers_total{reason="length"}', 0) <= answered + 5
     shared.wait_for(shared.idle, 30)
 
 
