@@ -119,14 +119,18 @@ def test_a_tenant_gets_pages_where_another_holds_all_of_them(family: str, below:
     closed(engine)
 
 
-def test_a_tenant_that_was_idle_has_no_credit_and_one_that_was_busy_no_debt() -> None:
+@pytest.mark.parametrize("light", ["blue", "red"])
+def test_a_tenant_that_asked_for_little_has_no_credit(light: str) -> None:
+    """While one request of a tenant decodes, another tenant computes much: after that both are served alike."""
+    heavy = "red" if light == "blue" else "blue"
     engine = Engine(tiny("llama"), 1 << 22, token_budget=32, max_running=4, tenants=TENANTS)
-    for prompt in drawn("busy", *[20] * 40):
-        engine.add(prompt, greedy(4), RED)
+    engine.add(drawn("little", 5)[0], greedy(45), Control(tenant=light))
+    for prompt in drawn("busy", *[30] * 30):
+        engine.add(prompt, greedy(4), Control(tenant=heavy))
     engine.run()
-    asked = drawn("both", *[20] * 40)
-    for i, prompt in enumerate(asked):
-        engine.add(prompt, greedy(4), RED if i % 2 else BLUE)
+    for prompt in drawn("both", *[20] * 30):
+        engine.add(prompt, greedy(4), Control(tenant=heavy))
+        engine.add(prompt, greedy(4), Control(tenant=light))
     done = {"red": 0, "blue": 0}
     while sum(done.values()) < 20:
         for one in engine.step():
