@@ -35,7 +35,7 @@ def steps_to_first(engine: Engine, request: Request, most: int = 200) -> int:
 @pytest.mark.parametrize("attack", ["streams", "priority", "n", "beams", "long prompts"])
 def test_a_tenant_that_floods_does_not_hold_up_the_first_token_of_another(attack: str, ahead: bool) -> None:
     model = tiny("llama", max_position_embeddings=512)
-    engine = Engine(model, 1 << 22, token_budget=64, max_running=8, ahead=ahead, tenants=TENANTS)
+    engine = Engine(model, 1 << 22, token_budget=128, max_running=8, ahead=ahead, tenants=TENANTS)
     asked = drawn(attack, *[300 if attack == "long prompts" else 20] * 16)
     more: dict[str, Any] = {"n": {"n": 20, "temperature": 1}, "beams": {"beam_width": 8, "n": 1}}.get(
         attack, {}
@@ -47,7 +47,7 @@ def test_a_tenant_that_floods_does_not_hold_up_the_first_token_of_another(attack
     ]
     for _ in range(15):
         engine.step()
-    prompt = drawn("victim", 40)[0]
+    prompt = drawn("victim", 30)[0]
     victim = engine.add(prompt, greedy(12), BLUE)
     assert steps_to_first(engine, victim) <= 5
     engine.run()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Many
 from dataclasses import replace
+from itertools import chain
 from math import inf
 
 import numpy as np
@@ -40,6 +41,8 @@ MOST_TOLD = 256
 """Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
 MOST_ASIDE = 32
 """Requests that a step may put aside because others compute what they need: looking at each costs a match."""
+SHARED_STEPS = 4
+"""Where several tenants wait or run, a step computes one in so many of the budget's tokens."""
 MOST_PREEMPTED = 16
 """Requests that a step may preempt to give other tenants a place."""
 
@@ -125,7 +128,7 @@ class Scheduler:
             self._foresight.look()
         self._decode(decodes, picked, places)
         self.decoding = first = len(picked)
-        budget = self.token_budget
+        budget = self._shared_budget(prompts) if self._parts else self.token_budget
         if self._parts and prompts:
             prompts.sort(key=lambda request: self._queue.line_of(request).service)
             least = self._queue.line_of(prompts[0]).service
@@ -246,6 +249,14 @@ class Scheduler:
                     break
                 free, left = free + 1, left - 1
             free = max(0, free - max(0, wanted))
+
+    def _shared_budget(self, prompts: list[Request]) -> int:
+        """Tokens of prompts in a step that several tenants share: fewer, so that a tenant that comes waits for a short step. An
+        image that must stay whole may need a whole step."""
+        heads = (line.heap[0][1] for line in self._parts if line.heap)
+        if any(request.sight is not None for request in chain(prompts, heads)):
+            return self.token_budget
+        return max(1, self.token_budget // SHARED_STEPS)
 
     def _preempt_above(self, excess: Callable[[Line], float], spared: set[Line]) -> bool:
         """Preempt the last running request of the tenant with the largest positive excess; whether there is one."""
