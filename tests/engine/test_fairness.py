@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from kvloom.core import Control, Tenant
+from kvloom.core import Control, Retain, Tenant
 from kvloom.engine.engine import Engine
 from kvloom.engine.request import Request, SamplingParams
 from tests.models.zoo import expected, tiny
@@ -171,3 +173,49 @@ def test_one_tenant_alone_is_scheduled_by_rank_as_before() -> None:
     assert [requests.index(one) for one in ended] == [5, 4, 3, 2, 1, 0]
     assert not sum(one.preemptions for one in requests)
     engine.close()
+
+
+@pytest.mark.parametrize("seed", [104, 108])
+def test_whatever_tenants_ask_for_all_requests_end_and_no_page_is_lost(seed: int) -> None:
+    """Random requests of four tenants in a tight pool: samples, beams, retention, priorities, cancelling, a tier. (With seed 104
+    a tenant without room once stopped another, whose beams waited for each other.)"""
+    rng = random.Random(seed)
+    family = rng.choice(["llama", "llama", "qwen3_next", "gemma3_text"])
+    model = tiny(family, max_position_embeddings=512)
+    layout = Engine(model, 1 << 24).layout
+    pool = rng.choice([3, 5, 20]) * layout.slab_bytes_for(120, states=2) + 2 * layout.slab_bytes
+    kind = rng.choice(["soft", "firm", "none", "zero", "quota"])
+    weights = {"firm": (3, 1, 1), "none": (0, 0, 0), "zero": (1, 0, 0)}.get(kind, (1, 1, 1))
+    tenants = [
+        Tenant(name, pool // 2 if kind == "quota" and name == "a" else None, weight, kind in ("firm", "zero"))
+        for name, weight in zip("abc", weights, strict=True)
+    ]
+    tiers = [f"host:{4 * pool}?write=through"] if rng.random() < 0.4 else []
+    budget, places, ahead = rng.choice([16, 64, 256]), rng.choice([1, 2, 4, 12]), rng.random() < 0.5
+    engine = Engine(
+        model, pool, token_budget=budget, max_running=places, ahead=ahead, tenants=tenants, tiers=tiers
+    )
+    requests: list[Request] = []
+    for _ in range(6):
+        for _ in range(rng.randrange(1, 9)):
+            prompt = [rng.randrange(3, 64) for _ in range(rng.randrange(1, 60))]
+            count = rng.randrange(1, 30)
+            several: dict[str, Any] = {"n": rng.randrange(2, 6), "temperature": 1}
+            params = greedy(count, **rng.choice([{}, {}, {}, several, {"beam_width": 3}]))
+            name = rng.choice(["a", "b", "c", ""])
+            retain = (Retain(ttl=1e6, priority=rng.randrange(1, 9)),) if rng.random() < 0.3 else ()
+            priority = rng.choice([0, 0, 10**9, -5])
+            with suppress(ValueError):  # what its quota could never hold
+                requests.append(engine.add(prompt, params, Control(tenant=name, retain=retain), priority))
+        for _ in range(rng.randrange(1, 30)):
+            engine.step()
+            engine.cache.check()
+        if requests and rng.random() < 0.4:
+            engine.cancel(rng.choice(requests))
+    steps = 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+        assert steps < 4000
+    assert all(one.finish is not None for request in requests for one in request.family)
+    closed(engine)

@@ -42,7 +42,7 @@ MOST_TOLD = 256
 MOST_ASIDE = 32
 """Requests that a step may put aside because others compute what they need: looking at each costs a match."""
 SHARED_STEPS = 4
-"""Where several tenants wait or run, a step computes one in so many of the budget's tokens."""
+"""Where there are several tenants, a step computes one in so many of the budget's tokens."""
 MOST_PREEMPTED = 16
 """Requests that a step may preempt to give other tenants a place."""
 
@@ -128,7 +128,7 @@ class Scheduler:
             self._foresight.look()
         self._decode(decodes, picked, places)
         self.decoding = first = len(picked)
-        budget = self._shared_budget(prompts) if self._parts else self.token_budget
+        budget = self._shared_budget(prompts) if self._several else self.token_budget
         if self._parts and prompts:
             prompts.sort(key=lambda request: self._queue.line_of(request).service)
             least = self._queue.line_of(prompts[0]).service
@@ -189,7 +189,7 @@ class Scheduler:
                         continue
                     if (picked or places) and self.lower.lacks_room(waiting):
                         # It would compute what it could load, and with as little room; who ends makes some.
-                        if self._pass_over(waiting, passed):
+                        if self._pass_over(waiting, passed, picked):
                             continue
                         break
                     if found.version != self.cache.tree.version:  # what it needed has come
@@ -198,7 +198,7 @@ class Scheduler:
                     coming = () if self.lower is None else self.lower.coming
                     if not self.growth.leaves_room(waiting, found.resume, self.running, coming):
                         # Those that run would give their pages up for it, sooner or later.
-                        if self._pass_over(waiting, passed):
+                        if self._pass_over(waiting, passed, picked):
                             continue
                         break
                 self._admit(waiting, found)
@@ -214,7 +214,7 @@ class Scheduler:
                     if self.lower is not None and not picked:
                         self.lower.land()  # else those who wait behind it would hold their pages until it ran
                     # (What gave way holds pages until its copies are made.)
-                    if self._pass_over(waiting, passed):
+                    if self._pass_over(waiting, passed, picked):
                         continue
                     break
                 else:
@@ -251,9 +251,9 @@ class Scheduler:
             free = max(0, free - max(0, wanted))
 
     def _shared_budget(self, prompts: list[Request]) -> int:
-        """Tokens of prompts in a step that several tenants share: fewer, so that a tenant that comes waits for a short step. An
-        image that must stay whole may need a whole step."""
-        heads = (line.heap[0][1] for line in self._parts if line.heap)
+        """Tokens of prompts in a step where there are several tenants: fewer, so that a tenant that comes waits for a short
+        step. An image that must stay whole may need a whole step."""
+        heads = (line.heap[0][1] for line in self._queue.active() if line.heap)
         if any(request.sight is not None for request in chain(prompts, heads)):
             return self.token_budget
         return max(1, self.token_budget // SHARED_STEPS)
@@ -295,9 +295,9 @@ class Scheduler:
         each = self.cache.layout.slab_bytes_for(self.growth.end_of(request))
         return (line.running + 1) * each <= self._parts.get(line, 1.0) * self._pool_bytes
 
-    def _pass_over(self, request: Request, passed: set[Line]) -> bool:
-        """A request finds no room: its tenant is passed over in this step, and so are those that hold more than a share that
-        is theirs, so that they do not take what becomes free. Whether a tenant may be left."""
+    def _pass_over(self, request: Request, passed: set[Line], picked: list[Scheduled]) -> bool:
+        """A request finds no room: its tenant is passed over in this step. Where the step has work, so are tenants that hold
+        more than their share, so that they do not take what becomes free. Whether a tenant may be left."""
         line = self._queue.line_of(request)
         if not self._parts:
             return False
@@ -305,8 +305,10 @@ class Scheduler:
         if self._excess(line) + need <= 0:
             margin = len(self.running) // self.cache.block_tokens + 1
             line.short = need + margin * self.cache.tree.pages.row_bytes
-        passed.update(one for one in self._parts if one is line or one.account.held >= one.account.guaranteed)
-        return len(passed) < len(self._parts)
+        passed.add(line)
+        if picked:
+            passed.update(one for one in self._parts if one.account.held >= one.account.guaranteed)
+        return any(one not in passed for one in self._parts)
 
     def _claims(self, request: Request) -> bool:
         """Whether pages of the pool are filled for a request: it takes them before it waits for others."""
