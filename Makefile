@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+# Versions and hashes of everything else; `LOCK=` installs what pyproject.toml allows instead (for another torch).
+LOCK ?= requirements.lock
 MODEL ?= gemma-3-27b
 PLAN ?= --context 32768 --concurrency 16 --gpu-memory 80GiB
 FUZZ_SECONDS ?= 600
@@ -13,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvloom-setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-gpu lint format plan serve bench fuzz clean
+.PHONY: help setup test test-slow test-gpu lint format plan serve bench lock sbom fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -22,11 +24,14 @@ setup: $(STAMP) ## a virtual environment in .venv with everything the tests need
 
 # torch first, so that nothing later chooses its build: without a GPU the CPU build is enough and pulls in
 # no CUDA packages. TORCH=... names another build.
-$(STAMP): pyproject.toml src/kvloom/core/_native.c src/kvloom/kernels/_cpu.c src/kvloom/tiers/_native.c
+$(STAMP): pyproject.toml requirements.lock src/kvloom/core/_native.c src/kvloom/kernels/_cpu.c src/kvloom/tiers/_native.c
 	@echo "setting up $(VENV): torch and what kvloom needs, some minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet "$(TORCH)"
-	@$(BIN)/python -m pip install --quiet --editable '.[engine,serve,grammar,dev]'
+	@if [ -n "$(LOCK)" ]; then \
+		$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement $(LOCK) && \
+		$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable . ; \
+	else $(BIN)/python -m pip install --quiet --editable '.[engine,serve,grammar,dev]'; fi
 	@touch $@
 
 test: setup lint ## lint, formatting, types and tests (under 15 minutes on two cores)
@@ -59,6 +64,15 @@ serve: setup ## the server on the embedded model: make serve SERVE="path/to/mode
 
 bench: setup ## the bookkeeping benchmark, beside vLLM and SGLang where they are installed (GPU: kvloom bench kernels; serving: kvloom bench engine)
 	@$(BIN)/kvloom bench index
+
+lock: ## choose the newest versions again and write requirements.lock (needs uv)
+	@$(PYTHON) tools/lock.py
+
+sbom: setup ## the packages of the virtual environment as a CycloneDX bill of materials: dist/sbom.json
+	@test -x $(BIN)/cyclonedx-py || $(BIN)/python -m pip install --quiet 'cyclonedx-bom>=7,<8'
+	@mkdir -p dist
+	@$(BIN)/cyclonedx-py environment --output-format JSON --output-file dist/sbom.json $(BIN)/python
+	@echo "dist/sbom.json"
 
 fuzz: setup ## property tests with new examples, pass after pass until FUZZ_SECONDS are spent
 	@end=$$(( $$(date +%s) + $(FUZZ_SECONDS) )); \

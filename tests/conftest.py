@@ -8,6 +8,7 @@ import gc
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -33,6 +34,15 @@ else:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile(os.environ.get("KVLOOM_HYPOTHESIS", "plain"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers create their secret and sockets in a directory of the test run, not in the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.delenv("XDG_RUNTIME_DIR", raising=False)
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -20,6 +20,8 @@ __all__ = [
     "BATCH_INVARIANT",
     "DEVICE",
     "DTYPE",
+    "GRAMMAR_MEMORY",
+    "GRAMMAR_SECONDS",
     "KV_DTYPE",
     "KV_SCALES",
     "LOAD_FORMAT",
@@ -60,6 +62,8 @@ TIER = (
     "a place for pages below the pool, nearest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
     "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
 )
+GRAMMAR_SECONDS = "CPU time that one grammar may take to compile, and again for each step (default: 2)"
+GRAMMAR_MEMORY = "memory that one grammar may take; all together may take eight times that (default: 256MiB)"
 MOST = 10**12
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BAD_INPUT = 2

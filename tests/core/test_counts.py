@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvloom.core import counts, loops, names
+from kvloom.core import PagePool, counts, loops, names
 
 native = pytest.importorskip(
     "kvloom.core._native", reason="built without a C compiler; the plain loops serve alone"
@@ -70,7 +70,7 @@ def test_the_collector_walks_through_no_list_of_numbers() -> None:
 def test_native_and_plain_loops_agree(
     steps: list[tuple[str, list[int]]], start: list[int], keeps: int
 ) -> None:
-    held, kept = np.array(start, np.int32), np.full(PAGES, keeps, np.int16)
+    held, kept = np.array(start, np.int32), np.full(PAGES, keeps, np.int32)
     twin_held, twin_kept = held.copy(), kept.copy()
     for verb, ids in steps:
         assert run(native, held, kept, verb, ids) == run(counts, twin_held, twin_kept, verb, ids)
@@ -81,7 +81,7 @@ def test_native_and_plain_loops_agree(
 @pytest.mark.parametrize("loops", [native, counts], ids=["native", "plain"])
 @pytest.mark.parametrize("wrong", [[3, 4, 3], [3, 1], [3, 2]], ids=["twice", "held", "kept"])
 def test_only_free_pages_are_lent_and_a_refusal_changes_nothing(loops: ModuleType, wrong: list[int]) -> None:
-    held, kept = np.zeros(6, np.int32), np.zeros(6, np.int16)
+    held, kept = np.zeros(6, np.int32), np.zeros(6, np.int32)
     held[1], kept[2] = 1, 1
     with pytest.raises(ValueError, match=f"page {wrong[-1]} is not free"):
         loops.lend(held, kept, np.array(wrong, np.int32))
@@ -90,8 +90,24 @@ def test_only_free_pages_are_lent_and_a_refusal_changes_nothing(loops: ModuleTyp
     assert held.tolist() == [0, 1, 0, 1, 1, 0]
 
 
+@pytest.mark.parametrize("loops", [native, counts], ids=["native", "plain"])
+def test_a_page_is_kept_more_than_32767_times(loops: ModuleType) -> None:
+    """Sixteen bits counted to 32,767 and went on at -32,768: the page then looked free to some checks."""
+    pool = PagePool([1], slabs=4)
+    ids = pool.allocate(0, 1)
+    assert ids is not None
+    page, c, times = int(ids[0]), pool.classes[0], 40_000
+    many = np.repeat(ids, 1000)
+    for _ in range(times // 1000):
+        loops.keep(c.held, c.kept, many)
+    assert c.kept[page] == times
+    for _ in range(times // 1000):
+        assert loops.drop(c.held, c.kept, many, c.freed) == 0  # it is still held
+    assert c.kept[page] == 0
+
+
 def test_native_loops_refuse_what_does_not_fit() -> None:
-    held, kept = np.zeros(4, np.int32), np.zeros(4, np.int16)
+    held, kept = np.zeros(4, np.int32), np.zeros(4, np.int32)
     with pytest.raises(IndexError, match="page 4"):
         native.retain(held, kept, np.array([4], np.int32))
     with pytest.raises(TypeError, match="items of 8 bytes"):

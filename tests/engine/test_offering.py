@@ -30,6 +30,7 @@ def guest(engine: Engine, options: str = "") -> Engine:
 def test_another_engine_reads_what_one_has_and_changes_nothing(by: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a secret of more than 16 bytes")
+    secret.chmod(0o600)
     prompts, other = drawn("offer", 70, 50), drawn("other", 40)
     wanted = expected(tiny("llama"), [*prompts, *other], 8)
     owner = Engine(tiny("llama"), POOL, tiers=[f"host:8MiB?share=0&secret={secret}"], lower=PATIENT)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvloom.engine.engine import Engine
-from kvloom.tiers import HostConfig, HostTier
+from kvloom.tiers import Form, HostConfig, HostTier, Outcome
+from kvloom.tiers.breaker import BreakerConfig
+from kvloom.tiers.codec import make_codec, parse_head, seal
+from kvloom.tiers.lane import LaneConfig
 from kvloom.tiers.peer_server import PeerConfig, PeerServer
+from kvloom.tiers.resp import Resp
 from kvloom.tiers.shared import SharedMemory
+from kvloom.tiers.values import PREFIX
 from tests.models.zoo import expected, tiny
 from tests.tiers.servers import mooncake_master, redis_server
 
@@ -19,6 +26,8 @@ from .test_lower import PATIENT, POOL, QUICK, closed, drawn, served
 
 pytestmark = pytest.mark.server
 MIB = 1 << 20
+UNBROKEN = replace(PATIENT.mover, lane=LaneConfig(breaker=BreakerConfig(failures=1000)))
+"""For faults that must not close a tier: pages are offloaded to it again."""
 
 
 @contextlib.contextmanager
@@ -85,3 +94,42 @@ def test_a_store_that_dies_in_between_changes_no_token(tmp_path: Path) -> None:
         engine = Engine(tiny("llama"), POOL, tiers=[text], lower=QUICK)
     assert [r.tokens for r in served(engine, prompts)] == wanted
     closed(engine)
+
+
+def forge(port: int) -> int:
+    """Replaces every page in Redis by random bytes with valid checksums, as a writer without keys can. Returns how many."""
+    client, random = Resp(("127.0.0.1", port), 5, most=16 * MIB), np.random.default_rng(0)
+    keys = client.ask("KEYS", PREFIX + b"*")
+    for key in keys:
+        parsed = parse_head(memoryview(client.ask("GET", key)))
+        assert not isinstance(parsed, Outcome)
+        head = parsed[0]
+        form = Form("any", "any", head.runs * head.run_bytes, head.run_bytes)
+        wrong = random.standard_normal(form.page_bytes // 4 + 1).astype(np.float32).view(np.uint8)
+        plain, body = seal(head.key, form, memoryview(wrong)[: form.page_bytes], make_codec("none"))
+        assert client.ask("SET", key, [plain.pack(), *map(bytes, body)]) == b"OK"
+    client.close()
+    return len(keys)
+
+
+@pytest.mark.parametrize("protect", ["encrypt", "authenticate"])
+def test_forged_pages_in_a_keyed_store_change_no_token_and_are_counted(protect: str, tmp_path: Path) -> None:
+    prompts = drawn("forged", 70, 50, 90)
+    wanted = expected(tiny("llama"), prompts, 8)
+    keys = tmp_path / "keys.json"
+    keys.write_text('{"*": "' + "5c" * 32 + '"}')
+    keys.chmod(0o600)
+    with redis_server(tmp_path) as (port, _):
+        text = f"redis://127.0.0.1:{port}/0?capacity=64MiB&keys={keys}&protect={protect}"
+        for round_ in range(3):
+            engine = Engine(tiny("llama"), POOL, tiers=[text], lower=replace(PATIENT, mover=UNBROKEN))
+            assert engine.lower is not None
+            requests = served(engine, prompts)
+            assert [request.tokens for request in requests] == wanted
+            found = {key[1:]: n for key, n in engine.lower.mover.faults.counts.items()}
+            assert (found.get(("read", "untrusted"), 0) > 0) == (round_ == 1), "forged pages are counted"
+            if round_ == 2:
+                assert all(request.cached_tokens >= 32 for request in requests), "good pages took their place"
+            closed(engine)
+            if round_ == 0:
+                assert forge(port) > 0

@@ -118,3 +118,15 @@ def test_what_is_not_a_recording_is_refused(
     path.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n", encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         read_traces([path])
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_recording_can_be_read_by_its_owner_alone(tmp_path: Path, name: str, exists: bool) -> None:
+    path = tmp_path / name
+    if exists:
+        path.touch(0o644)
+    with Recorder(path) as recorder:
+        recorder.add(0.0, [1, 2, 3], 2)
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_size

@@ -37,7 +37,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[Running]:
     from tests.serve.running import running
 
-    slow = ("--read-seconds", "1.5", "--request-seconds", "1.5", "--max-connections", "300")
+    slow = (
+        "--read-seconds",
+        "1.5",
+        "--request-seconds",
+        "1.5",
+        "--max-connections",
+        "300",
+        "--grammar-seconds",
+        "0.5",
+    )
     with running(folder, "--pool", "64MiB", "--max-body", "1MiB", *slow) as found:
         yield found
 

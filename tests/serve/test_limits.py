@@ -29,6 +29,22 @@ def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key != name}
 
 
+def nested(levels: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+DEEP: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": nested(500)}}],
+    "documents": [{"title": nested(500)}],
+    "chat_template_kwargs": {"more": nested(500)},
+    "messages": [{"role": "user", "content": "hi", "more": nested(500)}],
+    "tool_choice": {"type": nested(500)},
+}
+
+
 WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, b"", 400, None, "empty"),
     (COMPLETIONS, b"  ", 400, None, "empty"),
@@ -83,12 +99,38 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, {**GOOD, "regex": "("}, 400, "regex", "regex"),
     (COMPLETIONS, {**GOOD, "stream": True, "regex": "("}, 400, "regex", "regex"),
     (COMPLETIONS, {**GOOD, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, 400, "response_format", "x"),
+    (COMPLETIONS, {**GOOD, "structured_outputs": {"json": "[" * 60_000}}, 400, "response_format", "nested too deeply"),
+    (COMPLETIONS, {**GOOD, "structured_outputs": {"json": {"enum": nested(500)}}}, 400, "structured_outputs", "100 levels"),
+    (COMPLETIONS, {**GOOD, "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": nested(500)}}}}, 400, "response_format", "100 levels"),
+    (COMPLETIONS, {**GOOD, "regex": "(" * 30_000 + "a" + ")" * 30_000}, 400, "regex", "regex"),
+    (COMPLETIONS, {**GOOD, "grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, 400, "grammar", "grammar"),
+    (COMPLETIONS, b'{"prompt": "a", "unknown": ' + b"[" * 60_000 + b"]" * 60_000 + b"}", 400, None, "not JSON"),
+    *[(CHATS, {**CHAT, name: value}, 400, name, "100 levels") for name, value in DEEP.items()],
+    (CHATS, {**CHAT, "messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 900 + "]" * 900}}]}]}, 400, "messages", "100 levels"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a", "more": nested(500)}]}, 400, "messages", "100 levels"),
     (COMPLETIONS, {**GOOD, "top_k": 10**30}, 400, "top_k", str(10**30)),
     (COMPLETIONS, {**GOOD, "top_k": 2**31}, 400, "top_k", "vocabulary"),
     (COMPLETIONS, {**GOOD, "stop_token_ids": [10**30]}, 400, "stop_token_ids", str(10**30)),
     (COMPLETIONS, {**GOOD, "stop_token_ids": [320]}, 400, "stop_token_ids", "320"),
-    (COMPLETIONS, {**GOOD, "prompt": "x" * 500_000}, 400, "prompt", "or more"),
-    (CHATS, {**CHAT, "messages": [{"role": "user", "content": "x" * 500_000}]}, 400, "messages", "or more"),
+    (COMPLETIONS, {**GOOD, "prompt": "x" * 60_000}, 400, "prompt", "or more"),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "content": "x" * 60_000}]}, 400, "messages", "or more"),
+    (COMPLETIONS, {**GOOD, "prompt": "x" * 500_000}, 400, "prompt", "500,000 characters"),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "content": "x" * 500_000}]}, 400, "messages", "characters"),
+    (COMPLETIONS, {**GOOD, "prompt": [-1], "echo": True}, 400, "prompt", "-1"),
+    (COMPLETIONS, {**GOOD, "prompt": [10**30], "echo": True}, 400, "prompt", str(10**30)),
+    (COMPLETIONS, {**GOOD, "prompt": ["hi", [-1]], "echo": True}, 400, "prompt", "-1"),
+    ("/tokenize", {"prompt": [-1], "return_token_strs": True}, 400, "prompt", "-1"),
+    ("/tokenize", {"prompt": [2**40], "return_token_strs": True}, 400, "prompt", str(2**40)),
+    ("/tokenize", {"prompt": "x" * 70_000}, 400, "prompt", "70,000 characters"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 70_000}]}, 400, "messages", "65,536"),
+    ("/detokenize", {"tokens": [5] * 70_000}, 400, "tokens", "65,536"),
+    (CHATS, {**CHAT, "messages": [{"role": "user", "content": "</s>" * 5000}]}, 400, "messages", "4,096"),
+    (CHATS, {**CHAT, "chat_template_kwargs": {"eos_token": "y"}}, 400, "chat_template_kwargs", "'eos_token'"),
+    (CHATS, {**CHAT, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", "'messages'"),
+    (CHATS, {**CHAT, "chat_template_kwargs": {"raise_exception": 1}}, 400, "chat_template_kwargs", "'raise_exception'"),
+    (CHATS, {**CHAT, "tools": [{}] * 200_000}, 400, "messages", "131,072 values"),
+    (CHATS, {**CHAT, "messages": [{"role": "user|>", "content": ""}]}, 400, "messages", "'user|>'"),
+    (CHATS, b'{"model": "tiny", "messages": [{"role": "user", "content": "", "x": ' + b"[" * 500 + b"]" * 500 + b"}]}", 400, "messages", "64 levels"),
     (CHATS, without(CHAT, "messages"), 400, "messages", "missing"),
     (CHATS, {**CHAT, "messages": []}, 400, "messages", "empty"),
     (CHATS, {**CHAT, "messages": "hi"}, 400, "messages", "array"),
@@ -297,7 +339,7 @@ def test_a_request_that_names_no_model_means_the_one_that_is_served(server: Runn
 
 
 def test_a_long_text_that_is_tokenised_holds_up_no_short_one(server: Running) -> None:
-    long = ["xy " * 20_000] * 16  # each just short enough to be counted to its end, and then refused
+    long = ["xy " * 10_900] * 30  # each just short enough to be counted to its end, and then refused
     with ThreadPoolExecutor(8) as threads:
         waits = [threads.submit(server.send, "POST", COMPLETIONS, {**GOOD, "prompt": long}) for _ in range(8)]
         time.sleep(0.2)

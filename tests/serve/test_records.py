@@ -81,7 +81,7 @@ def test_the_newest_come_first_and_as_many_as_asked_for(observed: Observed) -> N
     assert status == 200
     assert [one["id"] for one in found["requests"]] == ids[:0:-1]
     assert len(server.send("GET", "/kvloom/requests", key=RED)[2]["requests"]) >= 4
-    for wrong in ("0", "-1", "1001", "many"):
+    for wrong in ("0", "-1", "1001", "many", "%C2%B2", "%D9%A3", "9" * 5000, ""):
         status, _, told = server.send("GET", f"/kvloom/requests?limit={wrong}", key=RED)
         assert (status, told["error"]["param"]) == (400, "limit")
 

@@ -12,6 +12,9 @@ import openai
 import pytest
 
 from kvloom.bench.serve import Load, offer
+from kvloom.serve.keys import read_keys
+from kvloom.serve.messages import Start
+from kvloom.serve.server import Options
 from tests.serve.running import MODEL, Running, running
 
 RED, BLUE, SMALL, TWIN = "key-of-red-1", "key-of-blue-1", "key-of-small-1", "key-of-red-2"
@@ -65,7 +68,26 @@ def test_a_tenant_sees_its_own_use_alone(guarded: Running) -> None:
     guarded.complete(RED, prompt=PROMPT, max_tokens=2)
     guarded.wait_for(lambda: guarded.metrics(RED)['kvloom_tenant_bytes{tenant="red",state="used"}'] > 0)
     assert not [name for name in guarded.metrics(RED) if "tenant=" in name and 'tenant="red"' not in name]
-    assert not [name for name in guarded.metrics() if 'tenant="' in name]
+
+
+def test_metrics_need_a_key_where_other_machines_can_reach_them(guarded: Running, tmp_path: Path) -> None:
+    for key, status in ((None, 401), ("wrong-key-123", 401), (RED, 200)):
+        assert guarded.send("GET", "/metrics", key=key)[0] == status
+    file = tmp_path / "keys"
+    file.write_text(f"{RED} red\n")
+    keys = read_keys(str(file))
+    for host, asked, needed in (
+        ("0.0.0.0", "auto", True),
+        ("127.0.0.1", "auto", False),
+        ("127.0.0.1", "key", True),
+        ("0.0.0.0", "open", False),
+    ):
+        assert Options(Start(""), host, keys=keys, metrics_auth=asked).metrics_need_key == needed
+    assert not Options(Start("")).metrics_need_key
+    with pytest.raises(ValueError, match="--api-keys FILE"):
+        Options(Start(""), metrics_auth="key")
+    with pytest.raises(ValueError, match="'none'"):
+        Options(Start(""), metrics_auth="none")
 
 
 def test_a_quota_holds_under_load_and_stops_nobody_else(guarded: Running) -> None:

@@ -20,6 +20,7 @@ from .conformance import get, put
 def test_memory_is_shared_with_who_has_the_secret_until_it_is_ended(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("sixteen bytes or more\n")
+    secret.chmod(0o600)
     command = [sys.executable, "-m", "kvloom.cli", "share", "16MiB", "--listen", "127.0.0.1:0", "--json"]
     with subprocess.Popen(
         [*command, "--slab", "1MiB", "--secret", str(secret)], stdout=subprocess.PIPE, text=True
@@ -52,7 +53,8 @@ def test_memory_is_shared_with_who_has_the_secret_until_it_is_ended(tmp_path: Pa
         (["much"], "'much' is not understood"),
         (["64MiB", "--listen", "0.0.0.0:0"], "can be reached from elsewhere"),
         (["64MiB", "--secret", "/nonexistent"], "No such file"),
-        (["64MiB", "--secret", "/dev/null"], "--secret /dev/null has 0 bytes: give 16 or more"),
+        (["64MiB", "--secret", "/dev/null"], "secret /dev/null has 0 bytes: give 16 or more"),
+        (["64MiB", "--allow-uid", "1001"], "give --socket PATH"),
         (["8388607TiB"], "8388607TiB cannot be shared here"),
     ],
 )

@@ -50,7 +50,8 @@ def broken(folder: Path, faults: Faults, **changes: object) -> DiskTier:
 
 
 def records(tier: DiskTier, wanted: Objects) -> list[Record]:
-    return [tier._shelf.index[key] for key in wanted.keys if key in tier._shelf.index]
+    stored = tier._stored(wanted).keys
+    return [tier._shelf.index[key] for key in stored if key in tier._shelf.index]
 
 
 class DiskHarness(Harness):

@@ -49,6 +49,12 @@ def test_a_text_opens_the_tier_it_names(tmp_path: Path) -> None:
         ("disk:/x:1GiB?compression=lz4?write=back", "one question mark"),
         ("redis://there/0:1GiB?capacity=1GiB", "'0:1GiB' is no number of a database"),
         ("s3://pages?capacity=1GiB&endpoint=there:9000", "endpoint='there:9000' is no URL; write http://"),
+        ("disk:/x:1GiB?keys=", "keys= names no file: give keys=FILE"),
+        ("disk:/x:1GiB?protect=authenticate", "protect=authenticate needs keys: give keys=FILE"),
+        ("disk:/x:1GiB?keys=/k&protect=hope", "protect='hope' is none of encrypt, authenticate"),
+        ("redis://there?capacity=1GiB&keys=", "keys= names no file: give keys=FILE"),
+        ("redis://there?capacity=1GiB&protect=encrypt", "protect=encrypt needs keys: give keys=FILE"),
+        ("nixl:///x?capacity=1GiB&protect=encrypt", "protect=encrypt needs keys: give keys=FILE"),
         ("host:1GiB?write=never", "write='never' is none of through, second-use, back"),
     ],
 )

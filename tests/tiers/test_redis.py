@@ -48,7 +48,8 @@ class RedisHarness(Harness):
     client: Resp
 
     def values(self, wanted: Objects) -> list[tuple[bytes, bytearray]]:
-        found = [(PREFIX + key, self.client.ask("GET", PREFIX + key)) for key in wanted.keys]
+        keys = self.tier._stored(wanted).keys
+        found = [(PREFIX + key, self.client.ask("GET", PREFIX + key)) for key in keys]
         return [(key, bytearray(value)) for key, value in found if value]
 
     def flip(self, wanted: Objects) -> None:
@@ -62,9 +63,14 @@ class RedisHarness(Harness):
         self.client.ask("SET", b, bytes(one))
 
 
+def client(port: int) -> Resp:
+    """A connection that takes whole pages as answers."""
+    return Resp(("127.0.0.1", port), 5, most=4 * MIB)
+
+
 def harness_of(port: int, **options: object) -> RedisHarness:
     harness = RedisHarness(open_redis(RedisAddress(port=port), RemoteConfig(CAPACITY, **options)))  # type: ignore[arg-type]
-    harness.client = Resp(("127.0.0.1", port), 5)
+    harness.client = client(port)
     return harness
 
 
@@ -266,7 +272,7 @@ def test_an_address_that_makes_no_sense_is_refused(text: str, message: str) -> N
         open_tier(text)
 
 
-def test_pages_of_another_tenants_key_are_locked_and_not_lost(port: int, tmp_path: Path) -> None:
+def test_pages_of_another_key_have_other_names_and_are_not_lost(port: int, tmp_path: Path) -> None:
     Resp(("127.0.0.1", port), 5).ask("FLUSHALL")
     for name, byte in (("one", "01"), ("two", "02")):
         (tmp_path / name).write_text('{"acme": "' + byte * 32 + '"}')
@@ -274,13 +280,14 @@ def test_pages_of_another_tenants_key_are_locked_and_not_lost(port: int, tmp_pat
     mine, theirs = another(port, keys=tmp_path / "one"), another(port, keys=tmp_path / "two")
     wanted = Objects(objects(range(3)).names, 0, FORM, tenant="acme")
     assert mine.write(wanted, filled(range(3))).wait(20)
-    raw = Resp(("127.0.0.1", port), 5).ask("GET", PREFIX + wanted.keys[0])
+    assert mine.lookup(wanted).all()
+    raw = client(port).ask("GET", PREFIX + mine._stored(wanted).keys[0])
     assert page(0)[:64].tobytes() not in raw, "nothing in the clear"
+    assert not theirs.lookup(wanted).any()
     for _ in range(2):
         transfer = theirs.read(wanted, memory(3))
         assert transfer.wait(20)
-        assert (transfer.results == Outcome.LOCKED).all()
-        assert "another key" in transfer.reason
+        assert (transfer.results == Outcome.MISSING).all()
     transfer = mine.read(wanted, got := memory(3))
     assert transfer.wait(20)
     assert never_wrong(transfer, range(3), got) == 3
@@ -289,12 +296,17 @@ def test_pages_of_another_tenants_key_are_locked_and_not_lost(port: int, tmp_pat
     assert transfer.wait(20)
     assert (transfer.results == Outcome.FAILED).all()
     assert "not stored in the clear: tenant 'other' has no key" in transfer.reason
+    assert not mine.lookup(nobody).any()
+    assert mine.drop(nobody) == 0
+    transfer = mine.read(nobody, memory(2))
+    assert transfer.wait(20)
+    assert (transfer.results == Outcome.LOCKED).all()
     mine.close()
     theirs.close()
 
 
 def test_what_is_no_answer_ends_the_connection_and_nothing_else(port: int) -> None:
-    resp = Resp(("127.0.0.1", port), 2)
+    resp = client(port)
     with pytest.raises(RefusedError, match="unknown command"):
         resp.ask("NOSUCH")
     assert resp.ask("PING") == b"PONG"
@@ -315,3 +327,15 @@ def test_a_form_too_large_for_the_store_is_refused(tier: RemoteTier) -> None:
     big = Form("f", "x", CAPACITY, CAPACITY)
     with pytest.raises(ValueError, match="does not fit redis://"):
         tier.write(objects([1], big), memory(1, CAPACITY))
+
+
+def test_counts_that_a_server_makes_up_stay_within_64_bits(port: int) -> None:
+    with_counts = client(port)
+    with_counts.ask("FLUSHALL")
+    with_counts.ask("HSET", "kvloom/1:counts", "bytes", "9" * 40, "evicted", "-5")
+    tier = another(port)
+    assert tier.stats().bytes == (1 << 63) - 1
+    assert tier.stats().evicted == 0
+    tier.close()
+    with_counts.ask("FLUSHALL")
+    with_counts.close()

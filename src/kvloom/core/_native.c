@@ -6,12 +6,11 @@
 #include <stdint.h>
 #include <string.h>
 
-/* -- counts: int32 holds, int16 keeps, int32 page ids (0 is no page) ------------------------- */
+/* -- counts: int32 holds, int32 keeps, int32 page ids (0 is no page) ------------------------- */
 
 typedef struct {
     Py_buffer held, kept, ids, out;
-    int32_t *h, *p, *o;
-    int16_t *k;
+    int32_t *h, *k, *p, *o;
     Py_ssize_t n, pages;
 } Counts;
 
@@ -43,7 +42,7 @@ static int open_counts(PyObject *args, Counts *c, int with_out)
         return -1;
     if (get(held, &c->held, 4, 1, "held") < 0)
         return -1;
-    if (get(kept, &c->kept, 2, 1, "kept") < 0) {
+    if (get(kept, &c->kept, 4, 1, "kept") < 0) {
         PyBuffer_Release(&c->held);
         return -1;
     }
@@ -62,7 +61,7 @@ static int open_counts(PyObject *args, Counts *c, int with_out)
     c->o = with_out ? c->out.buf : NULL;
     c->n = c->ids.len / 4;
     c->pages = c->held.len / 4;
-    if (c->kept.len / 2 != c->pages || (with_out && c->out.len / 4 < c->pages)) {
+    if (c->kept.len / 4 != c->pages || (with_out && c->out.len / 4 < c->pages)) {
         PyErr_SetString(PyExc_ValueError, "held, kept and out do not fit together");
         let_go(c, with_out);
         return -1;

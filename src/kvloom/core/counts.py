@@ -1,6 +1,6 @@
 """Counting holds and keeps of pages in arrays: the plain twin of the native loops, used without them.
 
-All take `held` (int32) and `kept` (int16), one count a page, and int32 page ids, of which 0 means no
+All take `held` and `kept` (int32), one count a page, and int32 page ids, of which 0 means no
 page. A call that would break a count raises ValueError naming the page, and changes nothing.
 """
 
@@ -14,12 +14,11 @@ import numpy.typing as npt
 __all__ = ["any_negative", "drop", "keep", "lend", "plain_ids", "release", "retain", "unwatched", "wrong_row"]
 
 Ids = npt.NDArray[np.int32]
-Kept = npt.NDArray[np.int16]
 At = npt.NDArray[np.intp]
 Numbers = TypeVar("Numbers", list[int], tuple[int, ...])
 
 
-def lend(held: Ids, kept: Kept, ids: Ids) -> None:
+def lend(held: Ids, kept: Ids, ids: Ids) -> None:
     """The first hold of each page, none of which may be in use or listed twice."""
     at, once = _real(ids)
     _refuse(at, (held[at] != 0) | (kept[at] != 0), "is not free and cannot be lent")
@@ -30,7 +29,7 @@ def lend(held: Ids, kept: Kept, ids: Ids) -> None:
     held[at] = 1
 
 
-def retain(held: Ids, kept: Kept, ids: Ids) -> int:
+def retain(held: Ids, kept: Ids, ids: Ids) -> int:
     """One more hold of each page; returns how many nobody held before."""
     at, once = _real(ids)
     idle = held[at] == 0
@@ -40,7 +39,7 @@ def retain(held: Ids, kept: Kept, ids: Ids) -> int:
     return fresh
 
 
-def release(held: Ids, kept: Kept, ids: Ids, out: Ids) -> tuple[int, int]:
+def release(held: Ids, kept: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
     """One hold less of each page; returns how many nobody holds now, and how many of those are free and
     written to `out`."""
     at, once = _real(ids)
@@ -51,14 +50,14 @@ def release(held: Ids, kept: Kept, ids: Ids, out: Ids) -> tuple[int, int]:
     return idle.size, free.size
 
 
-def keep(held: Ids, kept: Kept, ids: Ids) -> None:
+def keep(held: Ids, kept: Ids, ids: Ids) -> None:
     """The cache keeps each page once more."""
     at, once = _real(ids)
     _refuse(at, (held[at] == 0) & (kept[at] == 0), "is free and cannot be kept")
     _add(kept, at, 1, once)
 
 
-def drop(held: Ids, kept: Kept, ids: Ids, out: Ids) -> int:
+def drop(held: Ids, kept: Ids, ids: Ids, out: Ids) -> int:
     """The cache lets each page go once; returns how many are free now and written to `out`."""
     at, once = _real(ids)
     left = _less(kept, at, once, "is dropped more often than it was kept")
@@ -117,17 +116,17 @@ def _once(at: At, once: bool) -> At:
     return at[first]
 
 
-def _add(counts: Ids | Kept, at: At, one: int, once: bool) -> None:
+def _add(counts: Ids, at: At, one: int, once: bool) -> None:
     if once:
         counts[at] += one
     else:
         np.add.at(counts, at, one)
 
 
-def _less(counts: Ids | Kept, at: At, once: bool, why: str) -> Ids | Kept:
+def _less(counts: Ids, at: At, once: bool, why: str) -> Ids:
     """One less of each page; returns what is left of each, and changes nothing where that is below 0."""
     _add(counts, at, -1, once)
-    left: Ids | Kept = counts[at]
+    left: Ids = counts[at]
     short = left < 0
     if short.any():
         _add(counts, at, 1, once)

@@ -52,7 +52,7 @@ class SizeClass:
         self.index = index
         self.per_slab = per_slab
         self.held: Ids = np.zeros(slabs * per_slab, np.int32)
-        self.kept: npt.NDArray[np.int16] = np.zeros(slabs * per_slab, np.int16)
+        self.kept: Ids = np.zeros(slabs * per_slab, np.int32)
         self.freed: Ids = np.zeros(slabs * per_slab, np.int32)  # where the loops write what came free
         self.held_pages = 0
         self.cached_pages = 0

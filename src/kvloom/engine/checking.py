@@ -84,7 +84,7 @@ def check_model(model: str, load_format: str = "auto") -> dict[str, Any] | None:
 def _check_gpu(device: str) -> None:
     """Whether torch can use a GPU that the driver sees, loading tells, and what is no device at all."""
     index = device.partition(":")[2] or "0"
-    if not index.isdigit():
+    if not (index.isascii() and index.isdigit()) or len(index) > 9:
         return
     try:
         count = cuda_driver().devices()

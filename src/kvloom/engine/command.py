@@ -12,6 +12,8 @@ from kvloom.arguments import (
     BATCH_INVARIANT,
     DEVICE,
     DTYPE,
+    GRAMMAR_MEMORY,
+    GRAMMAR_SECONDS,
     KV_DTYPE,
     KV_SCALES,
     LOAD_FORMAT,
@@ -97,6 +99,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--pool", type=size, metavar="SIZE", help=POOL)
     add("--tier", action="append", default=[], metavar="TIER", help=TIER)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
+    add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=GRAMMAR_SECONDS)
+    add("--grammar-memory", type=size, default="256MiB", metavar="SIZE", help=GRAMMAR_MEMORY)
     add("--json", action="store_true", help="print results as JSON")
 
 
@@ -149,6 +153,8 @@ def run(args: argparse.Namespace) -> int:
         threads=args.threads,
         progress=sys.stderr.isatty(),
         tiers=args.tier,
+        grammar_seconds=args.grammar_seconds,
+        grammar_memory=args.grammar_memory,
     )
     try:
         return _told(args, llm, prompts, params)

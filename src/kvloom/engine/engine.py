@@ -29,7 +29,7 @@ from kvloom.tiers.opening import Place
 
 from .beams import BeamSearch
 from .flight import Flight, told_prompts
-from .grammar import Grammars
+from .grammar import Grammar, GrammarLimits, Grammars, collect
 from .landing import Landing, ends_of
 from .lower import Lower, LowerConfig
 from .odds import send
@@ -54,7 +54,7 @@ class Engine:
     A `tokenizer` is needed for stop texts and structured output alone. `batch_invariant`: on a GPU, too, what a request gets is
     the same bits whatever runs beside it. `tiers` are places for pages below the pool (`host:64GiB`, `disk:/path:1TiB`:
     docs/tiers.md), nearest first; `lower` says how they are used, and `close` ends them. `max_context` are the tokens a sequence
-    may come to have, where the model could do more."""
+    may come to have, where the model could do more. `grammar_limits` bound what a grammar may take in time and memory."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class Engine:
         batch_invariant: bool = False,
         tiers: Many[str | Place] = (),
         lower: LowerConfig | None = None,
+        grammar_limits: GrammarLimits | None = None,
         max_context: int | None = None,
     ) -> None:
         self.model, self.device = model.eval(), next(model.parameters()).device
@@ -125,6 +126,7 @@ class Engine:
         self._landed: list[Request] = []  # who got a token, until that is told
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Grammars | None = None
+        self.grammar_limits = grammar_limits or GrammarLimits()
         self._count = 0
         self._copies: list[CopyBatch] = []
         self._sessions = Sessions()
@@ -144,10 +146,12 @@ class Engine:
         priority: int = 0,
         text: bool = False,
         images: Many[Any] = (),
+        grammar: Grammar | None = None,
     ) -> Request:
         """A request that waits its turn. Raises ValueError where it could never run. With `text` its text is made while it
         grows (some 20 µs a token), so that it can be told piece by piece. `images` are what the model's processor makes of
-        each, a mapping of tensors (or pixels alone), in the order of their placeholders in the prompt."""
+        each, a mapping of tensors (or pixels alone), in the order of their placeholders in the prompt. `grammar` is what
+        `begin_grammar` returned for these parameters, once it is ready; without it this call waits for the compilation."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._refuse(ids, params, text)
@@ -171,9 +175,10 @@ class Engine:
             for i in range(1, params.samples)
         ]
         structure = params.structure
-        grammar = None if structure is None else self._grammar_of().compile(*structure)
+        if structure is not None and grammar is None:
+            grammar = self._grammar_of().compile(*structure)
         for one in request.family:
-            if grammar is not None:
+            if structure is not None and grammar is not None:
                 one.structure = grammar.start()
             if text or params.stops:
                 one.text = Text(
@@ -188,6 +193,19 @@ class Engine:
         self.scheduler.add(request)
         self._count += params.samples
         return request
+
+    def begin_grammar(self, params: SamplingParams, tenant: str = "") -> Grammar | None:
+        """Start to compile the grammar of `params`, if they have one. Does not wait: call `poll_grammars` until it is ready.
+        Raises ValueError for what is refused at once."""
+        structure = params.structure
+        if structure is None or self.tokenizer is None:
+            return None
+        return self._grammar_of().begin(*structure, tenant)
+
+    def poll_grammars(self) -> None:
+        """Take in what the processes of grammars have done. Does not wait."""
+        if self._grammars is not None:
+            self._grammars.poll()
 
     def cancel(self, request: Request) -> None:
         """End a request with all its answers now; their pages are free at once."""
@@ -220,6 +238,8 @@ class Engine:
         room. Where it raises (a device out of memory, an interrupt), the step has not been: requests wait to be computed
         anew, and may be cancelled. Who got a token before that is told of by the next step."""
         began = time.perf_counter()
+        if self._landing.late:
+            self._landing.settle()
         before = done = self._flight
         if before is not None and any(request.waits for request in before.requests):
             self._flight = None
@@ -231,6 +251,8 @@ class Engine:
         elif flight is not None and not self.ahead:
             self._flight, done = None, flight
             self._land(flight, [])
+        if self._landing.late and done is None and self._flight is None:
+            collect([request.structure for request in self._landing.late if request.structure], 0.01)
         if self.lower is not None:
             self._look_at_clock(done, began)
             self._sessions.hear(self._landed)
@@ -267,6 +289,9 @@ class Engine:
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
         self._flight, self._landed = None, []
+        if self._grammars is not None:
+            self._grammars.close()
+            self._grammars = None
         if self.lower is not None:
             with suppress(RuntimeError):
                 self._make_copies()
@@ -374,7 +399,7 @@ class Engine:
 
     def _grammar_of(self) -> Grammars:
         if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, self.eos)
+            self._grammars = Grammars(self.tokenizer, self.eos, self.grammar_limits)
         return self._grammars
 
     def _look(self, tokens: tuple[int, ...], images: Many[Any], tenant: str) -> Sight:

@@ -1,158 +1,638 @@
 """Text of a given form: which tokens may come next, by a JSON schema, a regular expression or a grammar.
 
-    Grammars (a tokenizer) ── compile, cached ──▶ Grammar ── start ──▶ GrammarState: advance, fork
-                                                                             └── fill ──▶ one bit a token
+    Grammars (a tokenizer) ── begin ──▶ Grammar: queued, compiling, ready or failed ── start ──▶ GrammarState
+                                                       GrammarState: advance, fork; collect ──▶ fill: one bit a token
 
-The work is llguidance's (the extra "grammar"), which knows the tokenizer's bytes; this file knows neither logits nor requests.
+llguidance (the extra "grammar") does the work, and does it in other processes (grammar_process.py): a small grammar can take
+minutes and gigabytes. A grammar that exceeds a limit loses its process and fails with a reason; nothing else waits for it.
+This file knows neither logits nor requests.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+import hashlib
+import json
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .grammar_process import COMMAND, FRAME, NEWS
 from .params import StructureKind
 
-if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+__all__ = ["Grammar", "GrammarBusyError", "GrammarLimits", "GrammarState", "Grammars", "collect", "fill"]
 
-__all__ = ["Grammar", "GrammarState", "Grammars", "fill"]
+FAST_COMPILES = 2
+"""Grammars that compile at once, at the engine's own priority."""
+FAST_SECONDS = 0.5
+"""After so long a compilation makes place for the next one and goes on at the lowest priority."""
+SLOW_COMPILES = 4
+"""Compilations that may go on so; one more is refused."""
+LATE_SECONDS = 0.1
+"""After so long a mask is computed at the lowest priority."""
+PROCESS_BYTES = 4 << 20
+"""What a process takes beside its grammar."""
+MOST_GRAMMARS = 512
+"""Processes at once. Those without a request end first, the least recently used one first."""
+UNUSED_SECONDS = 1.0
+"""How long a grammar without a request is spared: whoever asked for it may be about to start."""
+TOTAL_MEMORY = 8
+"""All grammars together may take so many times the memory of one."""
+QUEUE_SECONDS = 30.0
+START_SECONDS = 120.0
+MOST_REFUSED = 1024
+"""Grammars that failed and are refused at once when they come again."""
+QUIET = {
+    "MALLOC_ARENA_MAX": "2",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
 
-MOST_KEPT = 256
-"""Compiled grammars that are kept for a tokenizer; those not used for longest go first."""
+
+class GrammarBusyError(ValueError):
+    """Too many grammars compile or wait. The same grammar may be accepted later."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """What one grammar may take: CPU `seconds` to compile and for each step's masks, and bytes of `memory`. `waiting` grammars
+    may wait to be compiled, a quarter of them from one tenant."""
+
+    seconds: float = 2.0
+    memory: int = 256 << 20
+    waiting: int = 64
+
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.seconds < math.inf:
+            raise ValueError(f"grammar_seconds {self.seconds} must be 0.01 or more, and finite")
+        if self.memory < 1 << 24:
+            raise ValueError(f"grammar_memory {self.memory:,} must be at least 16 MiB ({1 << 24:,} bytes)")
+        if self.waiting < 1:
+            raise ValueError(f"waiting {self.waiting} must be at least 1")
+
+    @property
+    def wall(self) -> float:
+        """Seconds by the clock after which a process that has not answered is killed: it may get little of a CPU."""
+        return 5 * self.seconds + 5
 
 
 class GrammarState:
-    """Where one text stands in its grammar. Not thread safe."""
+    """Where one text stands in its grammar. Not thread safe. After `advance` the next mask is `pending` until its process
+    answers: `collect` waits for several, every other property and method waits for this one."""
 
-    __slots__ = ("_matcher", "words")
+    __slots__ = ("__weakref__", "_accepts", "_done", "_error", "grammar", "key", "mask", "pending")
 
-    def __init__(self, matcher: LLMatcher, words: int) -> None:
-        self._matcher = matcher
-        self.words = words  # of 32 tokens each
+    def __init__(
+        self, grammar: Grammar, key: int, mask: npt.NDArray[np.int32], done: bool, accepts: bool
+    ) -> None:
+        self.grammar, self.key, self.mask = grammar, key, mask
+        self._done, self._accepts, self._error = done, accepts, ""
+        self.pending = False
+        grammar.users += 1
+
+    def __del__(self) -> None:
+        self.grammar.forget(self.key)
 
     def advance(self, token: int) -> bool:
-        """Take in the next token; False where the grammar does not allow it, and then for ever."""
-        return self._matcher.consume_token(token)
+        """Take in the next token; False where the grammar does not allow it, and then for ever. Does not wait for the mask
+        that follows."""
+        self._settle()
+        if not self.error and not self._allows(token):
+            self._error = (
+                f"token {token} is not allowed here" if self.mask.any() else "no token is allowed here"
+            )
+        if self.error:
+            return False
+        self.pending = True
+        self.grammar.post(["a", self.key, token], self)
+        return True
+
+    @property
+    def error(self) -> str:
+        """Why no text of this grammar goes on from here; empty while one does."""
+        self._settle()
+        return self._error or self.grammar.error
+
+    @property
+    def failed(self) -> bool:
+        """No text of this grammar goes on from here: a token was not allowed, none of the vocabulary is, or the grammar
+        exceeded a limit."""
+        return bool(self.error)
 
     @property
     def done(self) -> bool:
         """Nothing but the end can follow, or nothing at all."""
-        return self._matcher.is_stopped()
-
-    @property
-    def failed(self) -> bool:
-        """No text of this grammar goes on from here: a token was not allowed, or none of the vocabulary is."""
-        return self._matcher.is_error()
+        return self.failed or self._done
 
     @property
     def accepts(self) -> bool:
         """The text could end here."""
-        return self._matcher.is_accepting()
+        return not self.failed and self._accepts
 
     def fork(self) -> GrammarState:
-        """A second state that goes its own way from here (some 20 µs)."""
-        return GrammarState(self._matcher.deep_copy(), self.words)
+        """A second state that goes its own way from here."""
+        self._settle()
+        other = GrammarState(self.grammar, self.grammar.next_key(), self.mask, self._done, self._accepts)
+        other._error = self._error
+        self.grammar.post(["c", self.key, other.key], None)
+        return other
+
+    def answer(self, error: str, done: bool, accepts: bool, mask: npt.NDArray[np.int32]) -> None:
+        """The process computed what follows the last token."""
+        self.pending = False
+        self.mask, self._error, self._done, self._accepts = mask, error, done, accepts
+
+    def _settle(self) -> None:
+        while self.pending:
+            self.grammar.grammars.poll(None)
+
+    def _allows(self, token: int) -> bool:
+        word = token >> 5
+        return 0 <= word < len(self.mask) and bool(int(self.mask[word]) >> (token & 31) & 1)
 
 
 class Grammar:
-    """A compiled form; `start` is cheap."""
+    """A form and the process that compiles it. `ready`: it has compiled, or failed with an `error`. `start` is cheap."""
 
-    __slots__ = ("_first",)
-
-    def __init__(self, first: GrammarState) -> None:
-        self._first = first
+    def __init__(
+        self, grammars: Grammars, kind: StructureKind, text: str, digest: bytes, tenant: str
+    ) -> None:
+        self.grammars, self.kind, self.digest, self.tenant = grammars, kind, digest, tenant
+        self.text: str | None = text
+        """What is to be compiled, until a process has it."""
+        self.ready = False
+        self.error = ""
+        self.busy = False
+        """Whether it failed because others took what it needed: it may be tried again."""
+        self.users = 0
+        self.bytes = PROCESS_BYTES
+        self.link: socket.socket | None = None
+        self.buffer, self.unsent = bytearray(), bytearray()
+        self.sent: deque[tuple[float, list[GrammarState]]] = deque()
+        """Frames that are not answered: when they went, and whose masks they asked for."""
+        self.late = False
+        self.key = -1
+        self.queued = self.wanted = time.monotonic()
+        """When it was asked for first, and last, or became ready."""
+        self._operations: list[list[Any]] = []
+        self._asking: list[GrammarState] = []
+        self._dropped: list[int] = []
+        self._first: tuple[npt.NDArray[np.int32], bool, bool] | None = None
+        self._count = 0
 
     def start(self) -> GrammarState:
-        return self._first.fork()
+        """A state before the first token. Raises ValueError where the grammar failed."""
+        self.check()
+        assert self._first is not None
+        return GrammarState(self, self.next_key(), *self._first)
 
+    def check(self) -> None:
+        """Raise what went wrong, if anything did."""
+        if self.error:
+            raise (GrammarBusyError if self.busy else ValueError)(self.error)
 
-JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Where spaces stand in JSON, unless a schema says otherwise: a small model that may put them anywhere puts nothing else."""
+    def next_key(self) -> int:
+        self._count += 1
+        return self._count
+
+    def post(self, operation: list[Any], asking: GrammarState | None) -> None:
+        """Queue an operation; `flush` sends all at once."""
+        self._operations.append(operation)
+        if asking is not None:
+            self._asking.append(asking)
+
+    def forget(self, key: int) -> None:
+        """A state is gone. Sends nothing: may run wherever the collector does."""
+        self.users -= 1
+        self._dropped.append(key)
+
+    def flush(self) -> None:
+        """Send what was queued. Does not block."""
+        if not self._operations and (self.sent or not self._dropped or not self.ready):
+            return
+        operations = [*self._operations, *(["d", key] for key in self._dropped)]
+        asking, self._operations, self._asking, self._dropped = self._asking, [], [], []
+        if self.link is not None and not self.error:
+            self.send({"do": operations}, asking)
+
+    def send(self, asked: dict[str, Any], asking: list[GrammarState]) -> None:
+        """Send a frame, as far as the socket takes it; `write` sends the rest."""
+        said = json.dumps(asked).encode()
+        self.sent.append((time.monotonic(), asking))
+        self.unsent += FRAME.pack(len(said), 0) + said
+        self.write()
+
+    def write(self) -> None:
+        """Send what the socket takes of what is left. Does not block."""
+        assert self.link is not None
+        try:
+            while self.unsent:
+                del self.unsent[: self.link.send(self.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.unsent.clear()  # the process has ended, and its parent reports why
+
+    def receive(self) -> bool:
+        """Read what has come; False where the process closed its end."""
+        assert self.link is not None
+        open_ = False
+        try:
+            while part := self.link.recv(1 << 20):
+                self.buffer += part
+        except BlockingIOError:
+            open_ = True
+        except OSError:
+            pass
+        while len(self.buffer) >= FRAME.size:
+            length, masks = FRAME.unpack_from(self.buffer)
+            end = FRAME.size + length + masks
+            if len(self.buffer) < end:
+                break
+            told = json.loads(self.buffer[FRAME.size : FRAME.size + length])
+            data = np.frombuffer(bytes(self.buffer[FRAME.size + length : end]), np.int32)
+            del self.buffer[:end]
+            self._take(told, data)
+        return open_
+
+    def fail(self, why: str, busy: bool = False) -> None:
+        """Nothing more comes of it: each state that waits has its answer."""
+        self.ready, self.text = True, None
+        self.error, self.busy = self.error or why, busy
+        waiting = [*self._asking, *(state for _, asking in self.sent for state in asking)]
+        self.sent.clear()
+        self.unsent.clear()
+        self._operations, self._asking, self._dropped = [], [], []
+        for state in waiting:
+            state.pending = False
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+    def _take(self, told: dict[str, Any], data: npt.NDArray[np.int32]) -> None:
+        _, asking = self.sent.popleft()
+        self.bytes = PROCESS_BYTES + told["bytes"]
+        masks = data.reshape(len(told["about"]), -1) if told["about"] else data
+        if not self.ready:
+            if told["error"]:
+                self.fail(f"{self.kind}: {told['error']}")
+                return
+            _, done, accepts = told["about"][0]
+            self._first, self.ready = (masks[0], done, accepts), True
+            self.wanted = time.monotonic()
+            return
+        for state, about, mask in zip(asking, told["about"], masks, strict=True):
+            error, done, accepts = about
+            state.answer(error, done, accepts, mask)
 
 
 class Grammars:
-    """The grammars of one tokenizer (a fast Hugging Face one). `eos` are the tokens that end a text."""
+    """The grammars of one tokenizer (a fast Hugging Face one). `eos` are the tokens that end a text. A process starts with
+    the first grammar. Not thread safe."""
 
-    def __init__(self, tokenizer: Any, eos: Iterable[int] = ()) -> None:
-        self._tokenizer = _tokens(tokenizer, tuple(eos))
-        self._kept: OrderedDict[tuple[StructureKind, str], Grammar] = OrderedDict()
+    def __init__(self, tokenizer: Any, eos: Iterable[int] = (), limits: GrammarLimits | None = None) -> None:
+        try:
+            import llguidance  # noqa: F401
+        except ImportError:
+            raise ValueError(
+                "structured output needs the package llguidance: pip install 'kvloom[grammar]'"
+            ) from None
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ValueError(
+                f"structured output needs a fast tokenizer (tokenizer.json), not a {type(tokenizer).__name__}"
+            )
+        self._tokenizer, self._eos = tokenizer, tuple(eos)
+        self.limits = limits or GrammarLimits()
+        self._parent: _Parent | None = None
+        self._known: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._queues: OrderedDict[str, deque[Grammar]] = OrderedDict()
+        self._fast: list[Grammar] = []
+        self._slow: list[Grammar] = []
+        self._live: dict[int, Grammar] = {}
+        self._count = 0
 
     def compile(self, kind: StructureKind, text: str) -> Grammar:
-        """The form that `text` describes; kept for the next time. Raises ValueError where it makes no sense, or asks for
-        what the library cannot hold a text to. A first time takes milliseconds."""
-        found = self._kept.get((kind, text))
-        if found is None:
-            found = self._kept[kind, text] = self._compiled(kind, text)
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end((kind, text))
-        return found
+        """The form that `text` describes, cached for the next time. Waits until it is compiled. Raises ValueError where it
+        makes no sense, asks for what the library cannot hold a text to, or exceeds a limit."""
+        grammar = self.begin(kind, text)
+        while not grammar.ready:
+            self.poll(None)
+        grammar.check()
+        return grammar
 
-    def _compiled(self, kind: StructureKind, text: str) -> Grammar:
-        from llguidance import LLMatcher, LLParserLimits
+    def begin(self, kind: StructureKind, text: str, tenant: str = "") -> Grammar:
+        """As `compile`, without waiting: `poll` until the grammar is ready. Raises GrammarBusyError where too many wait."""
+        digest = hashlib.sha256(f"{kind}:{text}".encode("utf-8", "surrogatepass")).digest()
+        found = self._known.get(digest)
+        if found is not None and not found.busy:
+            self._known.move_to_end(digest)
+            found.check()
+            found.wanted = time.monotonic()
+            return found
+        if (why := self._refused.get(digest)) is not None:
+            self._refused.move_to_end(digest)
+            raise ValueError(why)
+        waiting, mine = sum(map(len, self._queues.values())), len(self._queues.get(tenant, ()))
+        most = max(1, self.limits.waiting // 4)
+        if waiting >= self.limits.waiting or mine >= most:
+            raise GrammarBusyError(
+                f"{kind}: {waiting} grammars wait to be compiled, {mine} of them of this tenant; "
+                f"{self.limits.waiting} and {most} may: send it again later"
+            )
+        grammar = self._known[digest] = Grammar(self, kind, text, digest, tenant)
+        self._queues.setdefault(tenant, deque()).append(grammar)
+        self._begin_next()
+        return grammar
 
-        makers: dict[StructureKind, Callable[[str], str]] = {
-            "json_schema": lambda text: LLMatcher.grammar_from_json_schema(text, defaults=JSON_SPACING),
-            "regex": LLMatcher.grammar_from_regex,
-            "grammar": LLMatcher.grammar_from_lark,
-        }
-        limits = LLParserLimits(verbose_errors=False)
+    def poll(self, seconds: float | None = 0.0) -> None:
+        """Send what is queued, take in what has come, end what exceeds a limit. Waits so long for something to come; None:
+        until the next limit could be exceeded."""
+        for grammar in list(self._live.values()):
+            grammar.flush()
+        if self._parent is not None:
+            pause = 0.05 if seconds is None else seconds
+            asked = select.poll()
+            by_fd: dict[int, Grammar | None] = {
+                grammar.link.fileno(): grammar for grammar in self._live.values() if grammar.link is not None
+            }
+            by_fd[self._parent.control.fileno()] = None
+            for fd, one in by_fd.items():
+                more = one is not None and one.unsent
+                asked.register(fd, select.POLLIN | select.POLLOUT if more else select.POLLIN)
+            for fd, _ in asked.poll(1000 * pause):
+                heard = by_fd[fd]
+                if heard is None:
+                    self._hear_parent()
+                    continue
+                if heard.link is not None:
+                    heard.write()
+                if heard.link is not None and not heard.receive():
+                    heard.hang_up()  # its parent reports why
+        self._watch()
+        self._begin_next()
+
+    def close(self) -> None:
+        """End every process. States that are left fail."""
+        self._lose_parent("the engine closed")
+
+    def _lose_parent(self, why: str) -> None:
+        """End every process; every grammar fails, and the next one starts new processes."""
+        parent, self._parent = self._parent, None
+        for grammar in self._all():
+            grammar.fail(f"{grammar.kind}: {why}", busy=True)
+        self._known.clear()
+        self._queues.clear()
+        self._live.clear()
+        self._fast, self._slow = [], []
+        if parent is not None:
+            parent.close()
+
+    def _all(self) -> list[Grammar]:
+        queued = [grammar for queue in self._queues.values() for grammar in queue]
+        return [*queued, *self._live.values()]
+
+    def _begin_next(self) -> None:
+        """Give queued grammars a process each, tenants in turn."""
+        self._fast = [grammar for grammar in self._fast if not grammar.ready]
+        self._slow = [grammar for grammar in self._slow if not grammar.ready]
+        while self._queues and len(self._fast) < FAST_COMPILES and self._make_place():
+            if self._parent is None:
+                self._parent = _Parent(self._tokenizer, self._eos, self.limits)
+            tenant, queue = self._queues.popitem(last=False)
+            grammar = queue.popleft()
+            if queue:
+                self._queues[tenant] = queue
+            self._count += 1
+            grammar.key = self._count
+            self._live[grammar.key] = grammar
+            self._fast.append(grammar)
+            grammar.link = self._parent.fork(grammar.key)
+            grammar.send({"kind": grammar.kind, "text": grammar.text}, [])
+            grammar.text = None
+
+    def _make_place(self) -> bool:
+        """End grammars without a request while there are too many processes or too much memory; whether one more may come."""
+        now = time.monotonic()
+        used = sum(grammar.bytes for grammar in self._live.values())
+        most = TOTAL_MEMORY * self.limits.memory
+        for digest, grammar in list(self._known.items()):
+            if len(self._live) < MOST_GRAMMARS and used <= most:
+                return True
+            unused = grammar.ready and not grammar.users and now - grammar.wanted > UNUSED_SECONDS
+            if unused and grammar.key in self._live:
+                used -= grammar.bytes
+                del self._known[digest]
+                self._end(grammar, "ended: no request used it", busy=True)
+        return len(self._live) < MOST_GRAMMARS and used <= most
+
+    def _watch(self) -> None:
+        """Hold grammars to the limits that their processes do not."""
+        now = time.monotonic()
+        if self._parent is None:
+            return
+        for queue in self._queues.values():
+            if now - queue[0].queued > QUEUE_SECONDS:
+                grammar = queue.popleft()
+                self._known.pop(grammar.digest, None)
+                grammar.fail(
+                    f"{grammar.kind}: it waited {QUEUE_SECONDS:g} s for {len(self._live)} other grammars: send it again later",
+                    busy=True,
+                )
+        self._queues = OrderedDict((tenant, queue) for tenant, queue in self._queues.items() if queue)
+        if self._parent.words is None:  # the tokenizer loads, and its time does not count
+            if now > self._parent.ready_at + START_SECONDS:
+                self._lose_parent(f"the tokenizer for grammars has not loaded within {START_SECONDS:g} s")
+            return
+        for grammar in list(self._live.values()):
+            waited = now - max(grammar.sent[0][0], self._parent.ready_at) if grammar.sent else 0.0
+            if waited > self.limits.wall:
+                self._end(grammar, f"it has no answer after {waited:.0f} s; {self._said()}")
+            elif not grammar.ready and waited > FAST_SECONDS and grammar in self._fast:
+                self._fast.remove(grammar)
+                if len(self._slow) >= SLOW_COMPILES:
+                    self._end(
+                        grammar,
+                        f"{SLOW_COMPILES} slow grammars compile already: send it again later",
+                        busy=True,
+                    )
+                else:
+                    self._slow.append(grammar)
+                    self._lower_priority(grammar)
+            elif grammar.ready and waited > LATE_SECONDS:
+                self._lower_priority(grammar)
+        if sum(grammar.bytes for grammar in self._live.values()) > TOTAL_MEMORY * self.limits.memory:
+            if not self._make_place() and self._live:
+                largest = max(self._live.values(), key=lambda grammar: (not grammar.users, grammar.bytes))
+                self._end(
+                    largest, f"it takes {largest.bytes:,} bytes, and all grammars more than they may: send it again later", busy=True
+                )  # fmt: skip
+
+    def _lower_priority(self, grammar: Grammar) -> None:
+        if not grammar.late and self._parent is not None:
+            grammar.late = True
+            self._parent.command(b"N", grammar.key)
+
+    def _end(self, grammar: Grammar, why: str, busy: bool = False) -> None:
+        """Kill a grammar's process; it fails."""
+        if self._parent is not None:
+            self._parent.command(b"K", grammar.key)
+        self._lose(grammar, why, busy)
+
+    def _lose(self, grammar: Grammar, why: str, busy: bool = False) -> None:
+        self._live.pop(grammar.key, None)
+        if self._known.get(grammar.digest) is grammar:
+            del self._known[grammar.digest]
+        grammar.fail(f"{grammar.kind}: {why}", busy)
+        if not busy:
+            self._refused[grammar.digest] = grammar.error
+            while len(self._refused) > MOST_REFUSED:
+                self._refused.popitem(last=False)
+
+    def _said(self) -> str:
+        memory = f"{self.limits.memory / (1 << 20):,.0f} MiB"
+        return (
+            f"the limits are {self.limits.seconds:g} s of CPU time (--grammar-seconds) and {memory} (--grammar-memory): "
+            "give a simpler one"
+        )
+
+    def _hear_parent(self) -> None:
+        assert self._parent is not None
         try:
-            source = makers[kind](text)
-            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+            news = self._parent.hear()
         except ValueError as error:
-            raise ValueError(f"{kind}: {error}") from None
-        if matcher.is_error():
-            raise ValueError(f"{kind}: {matcher.get_error()}")
-        return Grammar(GrammarState(matcher, -(-self._tokenizer.vocab_size // 32)))
+            self._lose_parent(str(error))
+            return
+        for key, status in news:
+            grammar = self._live.get(key)
+            if grammar is not None:
+                if grammar.link is not None:
+                    grammar.receive()  # what it said last
+                killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+                self._lose(grammar, self._explained(status), busy=killed and not grammar.error)
+
+    def _explained(self, status: int) -> str:
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            if number == signal.SIGKILL:
+                return "the system killed its process, which happens where memory runs out: send it again"
+            if number == signal.SIGPROF:
+                return f"it needs more time than a grammar may take; {self._said()}"
+            if number in (signal.SIGSEGV, signal.SIGBUS):
+                return f"it is nested too deeply, or broke the compiler (signal {number}); {self._said()}"
+        return f"it needs more memory than a grammar may take, or broke the compiler; {self._said()}"
 
 
-_executor: LLExecutor | None = None
+class _Parent:
+    """The process that has the tokenizer and forks one for each grammar."""
+
+    def __init__(self, tokenizer: Any, eos: tuple[int, ...], limits: GrammarLimits) -> None:
+        ends = eos or (() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),))
+        self.words: int | None = None
+        self.pid = 0
+        self.ready_at = time.monotonic()
+        """When the tokenizer was loaded; until then, when that began."""
+        self._buffer = bytearray()
+        self.control, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile() as source:
+            given = {
+                "tokenizer": tokenizer.backend_tokenizer.to_str(),
+                "eos": ends,
+                "seconds": limits.seconds,
+                "memory": limits.memory,
+            }
+            source.write(json.dumps(given).encode())
+            source.flush()
+            fds = (theirs.fileno(), source.fileno())
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvloom.engine.grammar_process", *map(str, fds)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **QUIET},
+            )
+        self.pid = process.pid
+        self.close = weakref.finalize(self, _ended, self.control, process)
+
+    def fork(self, key: int) -> socket.socket:
+        """A new child's socket."""
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(OSError):  # where the parent is gone, `hear` says so
+            socket.send_fds(self.control, [COMMAND.pack(b"F", key)], [theirs.fileno()])
+        ours.setblocking(False)
+        return ours
+
+    def command(self, verb: bytes, key: int) -> None:
+        with contextlib.suppress(OSError):
+            self.control.sendall(COMMAND.pack(verb, key))
+
+    def hear(self) -> list[tuple[int, int]]:
+        """Children that ended, with their wait status. Raises ValueError where the parent has ended or cannot start."""
+        data = self.control.recv(1 << 16)
+        self._buffer += data
+        ended: list[tuple[int, int]] = []
+        while len(self._buffer) >= NEWS.size:
+            verb, key, status = NEWS.unpack_from(self._buffer)
+            if verb == b"X":
+                if len(self._buffer) < NEWS.size + key and data:
+                    return ended
+                why = bytes(self._buffer[NEWS.size :]).decode(errors="replace")
+                raise ValueError(f"structured output cannot use this tokenizer: {why}")
+            del self._buffer[: NEWS.size]
+            if verb == b"R":
+                self.words, self.ready_at = key, time.monotonic()
+            else:
+                ended.append((key, status))
+        if not data:
+            raise ValueError("the process that compiles grammars ended: send the request again")
+        return ended
+
+
+def _ended(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    control.close()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def collect(states: Sequence[GrammarState], seconds: float) -> None:
+    """Wait up to so long until no state is pending."""
+    deadline = time.monotonic() + seconds
+    while late := [state for state in states if state.pending]:
+        left = deadline - time.monotonic()
+        for grammars in {id(state.grammar.grammars): state.grammar.grammars for state in late}.values():
+            grammars.poll(max(0.0, left))
+        if left <= 0:
+            return
 
 
 def fill(states: Sequence[GrammarState]) -> npt.NDArray[np.int32]:
-    """Which tokens may come next: [states, words], bit i of word j for token 32 j + i. Some 0.1 ms a state; several are
-    filled in parallel. Where a state has failed, no bit is set."""
-    global _executor  # noqa: PLW0603 - threads that are started once
-    from llguidance import LLExecutor
-    from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
-
-    bits = np.zeros((len(states), max(state.words for state in states)), dtype=np.int32)
-    alive = [(state._matcher, i) for i, state in enumerate(states) if not state.failed]
-    if len(alive) == 1:
-        fill_next_token_bitmask(alive[0][0], bits, alive[0][1])
-    elif alive:
-        if _executor is None:
-            _executor = LLExecutor()
-        fill_next_token_bitmask_par(_executor, alive, bits)
+    """Which tokens may come next: [states, words], bit i of word j for token 32 j + i. Waits for masks that are pending.
+    Where a state has failed, no bit is set."""
+    for state in states:
+        _ = state.failed
+    bits = np.zeros((len(states), max(len(state.mask) for state in states)), dtype=np.int32)
+    for row, state in zip(bits, states, strict=True):
+        if not state.failed:
+            row[: len(state.mask)] = state.mask
     return bits
-
-
-def _tokens(tokenizer: Any, eos: tuple[int, ...]) -> LLTokenizer:
-    """The tokenizer as the library reads it."""
-    try:
-        from llguidance import LLTokenizer
-    except ImportError:
-        raise ValueError(
-            "structured output needs the package llguidance: pip install 'kvloom[grammar]'"
-        ) from None
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(
-            f"structured output needs a fast tokenizer (tokenizer.json), not a {type(tokenizer).__name__}"
-        )
-    plain = type(backend).from_str(
-        backend.to_str()
-    )  # a copy: the one in use keeps its padding and truncation
-    plain.no_padding()
-    plain.no_truncation()
-    ends = eos or (() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),))
-    try:
-        return LLTokenizer(plain.to_str(), eos_token=list(ends) or None)
-    except ValueError as error:
-        raise ValueError(f"structured output cannot use this tokenizer: {error}") from None

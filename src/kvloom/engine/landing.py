@@ -9,6 +9,7 @@ from typing import Any
 
 from .beams import BeamSearch
 from .flight import Flight
+from .grammar import collect
 from .logprobs import TokenLogprobs
 from .request import Finish, Request
 from .scheduler import Scheduled, Scheduler
@@ -23,34 +24,80 @@ def ends_of(model: Any) -> frozenset[int]:
     return frozenset([given] if isinstance(given, int) else given or ())
 
 
+GRAMMAR_SECONDS = 0.01
+"""How long a step waits for the masks that follow its tokens. A request whose mask comes later is not scheduled until then."""
+
+
 class Landing:
-    """Takes in tokens; `eos` are those that end a text."""
+    """Takes in tokens; `eos` are those that end a text. `late` requests wait for a mask."""
 
     def __init__(self, scheduler: Scheduler, eos: frozenset[int]) -> None:
         self.scheduler, self.eos = scheduler, eos
+        self.late: list[Request] = []
 
     def land(self, flight: Flight, after: list[Scheduled]) -> list[Request]:
         """Take in a step's tokens; `after` is the work of the step that was launched since. Waits until they are here."""
         tokens, told = flight.land()
         open_ = [(i, request) for i, request in enumerate(flight.requests) if request.finish is None]
         self.scheduler.learned(flight.requests, tokens, after)
+        refused = self._advance_grammars([request for _, request in open_])
         for place, request in open_:
             if request.beams is not None:
                 if request.beams.offer(request, told[place]):
                     self._advance(request.beams)
             else:
-                self._take(request, told.get(place))
+                self._take(request, told.get(place), id(request) in refused)
         return [request for _, request in open_]
 
-    def _take(self, request: Request, told: TokenLogprobs | None) -> None:
-        """Take in a request's new token, and end it where that is its last."""
+    def settle(self) -> None:
+        """End late requests whose mask has come and allows nothing more, or whose grammar failed. Does not wait."""
+        collect([request.structure for request in self.late if request.structure is not None], 0.0)
+        waiting, self.late = [request for request in self.late if request.finish is None], []
+        for request in waiting:
+            structure = request.structure
+            assert structure is not None
+            if structure.pending:
+                self.late.append(request)
+            elif structure.failed:
+                self._fail(request)
+            elif structure.done:
+                self._finish(request, "stop")
+
+    def _advance_grammars(self, requests: list[Request]) -> set[int]:
+        """Send each new token to its grammar, and wait a short time for the masks that follow. Returns the requests (by `id`)
+        whose token is not allowed."""
+        waiting, refused = [], set()
+        for request in requests:
+            structure = request.structure
+            if structure is not None and not self._ends(request):
+                if structure.advance(request.tokens[-1]):
+                    if not structure.grammar.late:  # a slow one is not worth the others' time
+                        waiting.append(structure)
+                else:
+                    refused.add(id(request))
+        collect(waiting, GRAMMAR_SECONDS)
+        return refused
+
+    def _ends(self, request: Request) -> bool:
+        """Whether a request's last token ends its text."""
         token, params = request.tokens[-1], request.params
-        ends = token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
+        return token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
+
+    def _fail(self, request: Request) -> None:
+        """End a request whose grammar allows nothing more; the stop reason says why."""
+        assert request.structure is not None
+        request.stop_reason = request.structure.error
+        self._finish(request, "grammar")
+
+    def _take(self, request: Request, told: TokenLogprobs | None, refused: bool) -> None:
+        """Take in a request's new token, and end it where that is its last. A `refused` one is dropped."""
+        token, params = request.tokens[-1], request.params
+        ends = self._ends(request)
         if ends:
             request.stop_reason = token if token in params.stop_token_ids else None
-        if request.structure is not None and not ends and not request.structure.advance(token):
+        if refused:
             request.tokens.pop()  # nothing was allowed, so that anything came
-            self._finish(request, "grammar")
+            self._fail(request)
             return
         if told is not None:
             request.cumulative_logprob += told[token].logprob
@@ -58,10 +105,15 @@ class Landing:
                 request.logprobs.append(told)
         if request.text is not None and self._reads(request, request.text, token, ends):
             request.stop_reason, ends = request.text.stopped, True
-        elif request.structure is not None:
-            ends = ends or request.structure.done
+        elif not ends and request.structure is not None and not request.mask_pending:
+            if request.structure.failed:
+                self._fail(request)
+                return
+            ends = request.structure.done
         if ends or len(request.tokens) >= request.limit:
             self._finish(request, "stop" if ends else "length")
+        elif request.mask_pending:
+            self.late.append(request)
 
     @staticmethod
     def _reads(request: Request, text: Text, token: int, ends: bool) -> bool:

@@ -24,6 +24,7 @@ from kvloom.models.specs import KVDtype
 
 from .checking import check_engine
 from .engine import Engine
+from .grammar import GrammarLimits
 from .logprobs import TokenLogprobs
 from .request import Finish, Request, SamplingParams
 from .sizing import long_budget
@@ -84,7 +85,8 @@ class LLM:
     rule for None); `progress` shows bars while loading and preparing. `batch_invariant`: the same seed, the same tokens and
     log-probabilities on a GPU, whatever runs beside. `tiers` are places for pages below the pool: `["host:64GiB",
     "disk:/path:1TiB"]`; `close` brings them up to date and ends them.
-    `max_context` bounds sequences below what the model could do, and `token_budget` the tokens of prompts a step."""
+    `max_context` bounds sequences below what the model could do, and `token_budget` the tokens of prompts a step. One grammar may take
+    `grammar_seconds` of CPU time to compile, and again for each step, and `grammar_memory` bytes."""
 
     def __init__(
         self,
@@ -105,7 +107,10 @@ class LLM:
         batch_invariant: bool = False,
         tiers: Sequence[str] = (),
         max_context: int | None = None,
+        grammar_seconds: float = 2.0,
+        grammar_memory: int = 256 << 20,
     ) -> None:
+        limits = GrammarLimits(grammar_seconds, grammar_memory)
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = folder_of(model) if isinstance(model, str) else None
         if self._folder is not None:
@@ -137,6 +142,7 @@ class LLM:
             batch_invariant=batch_invariant,
             tiers=tiers,
             max_context=max_context,
+            grammar_limits=limits,
         )
         if threads is not None or self.engine.device.type == "cpu":
             use_threads(threads)

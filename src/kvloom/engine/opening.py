@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence as Many
-from pathlib import Path
 
 import torch
 
@@ -28,6 +27,7 @@ from kvloom.tiers.opening import (
     taken_write,
 )
 from kvloom.tiers.peer_server import PeerConfig, PeerServer
+from kvloom.tiers.secret import read_secret
 from kvloom.tiers.shared import SharedMemory
 from kvloom.tiers.shares import Shares, shares_of
 
@@ -94,10 +94,7 @@ def _offer_of(told: HostText) -> PeerConfig | None:
     """Where an engine's host memory is to be read by others, if anywhere. A ValueError beyond loopback without a secret."""
     if told.share is None:
         return None
-    try:
-        secret = Path(told.secret).read_bytes().strip() if told.secret else b""
-    except OSError as error:
-        raise ValueError(f"the secret {told.secret!r} cannot be read: {error.strerror}") from error
+    secret = read_secret(told.secret) if told.secret else b""
     return PeerConfig(*told.share, secret, read_only=True)
 
 
@@ -105,7 +102,7 @@ def _offered(host: HostTier, config: PeerConfig, memory: SharedMemory | None) ->
     """Lets others read what host memory has, and change nothing; None, and a warning, where the address cannot be had."""
     try:
         server = PeerServer(host, config, memory)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         log.warning(
             "host memory is not offered to others at %s:%d, serving goes on: %s",
             config.host,

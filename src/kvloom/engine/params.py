@@ -30,7 +30,7 @@ WHOLE = (
 
 Finish = Literal["stop", "length", "cancelled", "no_room", "grammar"]
 """How a request ended; "no_room": the pool cannot hold it even alone; "grammar": the form it was asked for allows no
-token of this vocabulary."""
+token of this vocabulary, or took more time or memory than a grammar may."""
 
 StructureKind = Literal["json_schema", "regex", "grammar"]
 
@@ -218,8 +218,12 @@ class SamplingParams:
                 json.loads(self.json_schema)
             except ValueError as error:
                 raise ValueError(f"json_schema is not JSON: {error}") from None
+            except RecursionError:
+                raise ValueError("json_schema is nested too deeply: use fewer levels") from None
         elif self.json_schema is not None:
             try:
                 json.dumps(self.json_schema)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"json_schema cannot be written as JSON: {error}") from None
+            except RecursionError:
+                raise ValueError("json_schema is nested too deeply: use fewer levels") from None

@@ -190,6 +190,11 @@ class Request:
         return len(self.tokens) + self.unknown - self.computed
 
     @property
+    def mask_pending(self) -> bool:
+        """Whether its grammar's process still computes which tokens may come next: it cannot be scheduled before."""
+        return self.structure is not None and self.structure.pending
+
+    @property
     def parked(self) -> bool:
         """Whether it is a beam that waits for the others of its depth."""
         return self.beams is not None and self.pending == 0

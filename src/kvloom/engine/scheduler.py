@@ -121,6 +121,8 @@ class Scheduler:
         prompts: list[Request] = []
         for request in sorted(self.running, key=self._order if self._parts else RANK):
             size = len(request.tokens) + request.unknown
+            if request.mask_pending:
+                continue
             if request.computed < size < request.limit:
                 (decodes if size - request.computed == 1 else prompts).append(request)
         alone = self.running[0] if len(self.running) == 1 else None
@@ -171,6 +173,8 @@ class Scheduler:
                 if waiting is None:
                     break
                 aside.append(waiting)
+                if waiting.mask_pending:
+                    continue
                 looked_up = self.cache.clock.now()
                 found = self._match(waiting)
                 front = front_of(waiting, found.resume, self.cache.block_tokens)

@@ -21,7 +21,6 @@ _encode = msgspec.json.Encoder().encode
 
 _ENDS: dict[str, ApiError] = {
     "no_room": no_room(),
-    "grammar": bad_request("the form that was asked for allows no token of this model", "response_format"),
 }
 
 
@@ -137,6 +136,9 @@ class Form(ABC):
             self.finishes.append(delta.finish)
         if delta.finish in _ENDS:
             raise _ENDS[delta.finish]
+        if delta.finish == "grammar":
+            why = f"the form that was asked for allows no token of this model: {delta.stop_reason}"
+            raise bad_request(why, "response_format")
         self.usage.completion += len(delta.tokens)
         self.usage.cached[delta.id] = delta.cached
 

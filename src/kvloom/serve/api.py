@@ -19,7 +19,7 @@ from .dashboard.routes import dashboard_routes
 from .dashboard.watch import Watch
 from .errors import ApiError, bad_request, not_found, unknown_model, unknown_request
 from .generation import Chats, Completions
-from .service import Service
+from .service import Service, whole_number
 from .tokens import Detokenize, Tokenize
 
 __all__ = ["application"]
@@ -69,6 +69,8 @@ def application(service: Service, watch: Watch | None = None) -> ASGIApp:
 
     async def metrics(request: Request) -> Response:
         open_ = not service.keys
+        if service.metrics_need_key:
+            service.tenant_of(request)
         tenant = service.sees(request) if "authorization" in request.headers else None
         everyone = open_ or ("authorization" in request.headers and tenant is None)
         told = service.metrics.text(tenant, everyone)
@@ -77,9 +79,10 @@ def application(service: Service, watch: Watch | None = None) -> ASGIApp:
     async def records(request: Request) -> Response:
         tenant = service.sees(request)
         given = request.query_params.get("limit", "50")
-        if not given.isdigit() or not 0 < int(given) <= MOST_RECORDS:
-            raise bad_request(f"limit {given!r} must be a number from 1 to {MOST_RECORDS}", "limit")
-        found = service.observer.records.last(int(given), tenant)
+        limit = whole_number(given)
+        if limit is None or not 0 < limit <= MOST_RECORDS:
+            raise bad_request(f"limit {given[:32]!r} must be a number from 1 to {MOST_RECORDS}", "limit")
+        found = service.observer.records.last(limit, tenant)
         return _json({"requests": [record.shape(operator=tenant is None) for record in found]})
 
     async def record(request: Request) -> Response:

@@ -11,6 +11,8 @@ from kvloom.arguments import (
     BATCH_INVARIANT,
     DEVICE,
     DTYPE,
+    GRAMMAR_MEMORY,
+    GRAMMAR_SECONDS,
     KV_DTYPE,
     KV_SCALES,
     LOAD_FORMAT,
@@ -75,6 +77,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     budget = "tokens of prompts computed in one step (default: what suits the device)"
     add("--token-budget", type=whole(1), metavar="N", help=budget)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
+    add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=GRAMMAR_SECONDS)
+    add("--grammar-memory", type=size, default="256MiB", metavar="SIZE", help=GRAMMAR_MEMORY)
     connections = "connections that may be open at once (default: 4096)"
     add("--max-connections", type=whole(1), default=4096, metavar="N", help=connections)
     add("--max-body", type=size, default="8MiB", metavar="SIZE", help="largest request body (default: 8MiB)")
@@ -90,10 +94,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--silent-seconds", type=number(0), default=30.0, metavar="S", help=silent)
     step = "so is one that stays so long in one step, or says nothing for so long while it loads (default: 600; 0: never)"
     add("--step-seconds", type=number(0), default=600.0, metavar="S", help=step)
+    template = "CPU seconds that the chat template may use for one request (default: 2)"
+    add("--template-seconds", type=number(0, above=True), default=2.0, metavar="S", help=template)
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
     record = "write names, lengths and times of requests (never text) to this new file, for `kvloom replay`"
     add("--record", metavar="FILE", help=record)
     add("--otlp", metavar="URL", help="send traces to this OTLP/HTTP receiver, like http://127.0.0.1:4318")
+    metrics = "whether /metrics needs an API key (default: auto: where other machines can reach it)"
+    add("--metrics-auth", choices=("auto", "key", "open"), default="auto", help=metrics)
     add("--no-metrics", action="store_true", help="count nothing, remember no requests (for measuring)")
     parser.epilog = (
         "Metrics are at /metrics; the package has a Grafana dashboard for them, kvloom/serve/grafana.json "
@@ -102,6 +110,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from kvloom.engine.grammar import GrammarLimits
     from kvloom.models.catalog import folder_of
     from kvloom.serve.keys import Keys, exposed, read_keys
     from kvloom.serve.limits import Limits
@@ -111,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.no_auth and args.api_keys is not None:
         raise ValueError("--no-auth asks for no key and --api-keys for one: give one of them")
+    GrammarLimits(args.grammar_seconds, args.grammar_memory)
     caps = _caps(args)
     keys = Keys({}, default=caps) if args.api_keys is None else read_keys(args.api_keys, caps)
     if args.api_keys is not None and (said := exposed(args.api_keys)) is not None:
@@ -134,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
         tiers=tuple(args.tier),
         progress=sys.stderr.isatty(),
         observe=not args.no_metrics,
+        grammar_seconds=args.grammar_seconds,
+        grammar_memory=args.grammar_memory,
     )
     limits = Limits(
         body_bytes=args.max_body,
@@ -142,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
         answers=args.max_running + args.max_queue,
         request_seconds=args.request_seconds,
         read_seconds=args.read_seconds,
+        template_seconds=args.template_seconds,
     )
     template = args.chat_template
     name = args.name or (None if model == args.model else args.model)
@@ -161,6 +174,7 @@ def run(args: argparse.Namespace) -> int:
             writes_code=model != args.model,
             record=args.record,
             otlp=args.otlp,
+            metrics_auth=args.metrics_auth,
         )
     )
 

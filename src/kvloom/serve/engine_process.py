@@ -51,6 +51,8 @@ __all__ = ["load_engine", "main"]
 
 Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | Look | None]
 """None: the server is gone."""
+GRAMMAR_SECONDS = 0.005
+"""How often grammars that compile are looked after while nothing else is to do."""
 IDLE_SECONDS = 0.5
 """How often tiers are looked after while nothing else is to do."""
 GOODBYE = 4.0
@@ -109,6 +111,7 @@ def load_engine(start: Start) -> Engine:
     """The engine that `start` describes; minutes, for a large model."""
     from kvloom.core import Tenant
     from kvloom.engine.engine import Engine
+    from kvloom.engine.grammar import GrammarLimits
     from kvloom.engine.threads import use_threads
     from kvloom.models.load import device_of, load
 
@@ -133,6 +136,7 @@ def load_engine(start: Start) -> Engine:
         batch_invariant=start.batch_invariant,
         tiers=start.tiers,
         tenants=[Tenant(t.name, t.quota, t.weight, t.firm) for t in start.tenants],
+        grammar_limits=GrammarLimits(start.grammar_seconds, start.grammar_memory),
     )
     _prepare(engine, start.progress)
     return engine
@@ -196,8 +200,9 @@ def _serve(outbox: _Outbox, inbox: Inbox, worker: Worker) -> None:
     for step in count(1):
         if not worker.busy:
             outbox.step = 0
+            pause = None if worker.engine.lower is None else IDLE_SECONDS
             try:
-                first = inbox.get(timeout=None if worker.engine.lower is None else IDLE_SECONDS)
+                first = inbox.get(timeout=GRAMMAR_SECONDS if worker.compiling else pause)
             except Empty:
                 worker.look_below()
                 continue

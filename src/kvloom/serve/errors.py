@@ -14,6 +14,7 @@ __all__ = [
     "draining",
     "engine_died",
     "engine_loading",
+    "grammars_busy",
     "invalid_key",
     "no_room",
     "not_found",
@@ -135,6 +136,10 @@ def above_share(asked: int, open_: int, most: int) -> ApiError:
         code="rate_limit_exceeded",
         retry_after=1,
     )
+
+
+def grammars_busy(why: str, param: str | None) -> ApiError:
+    return ApiError(429, why, param, "rate_limit_exceeded", retry_after=1)
 
 
 def draining() -> ApiError:

@@ -8,8 +8,11 @@ docs/server.md lists all three kinds.
 
 from __future__ import annotations
 
+import gc
 import math
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +20,7 @@ import msgspec
 from kvloom.engine.params import SamplingParams
 
 from .errors import ApiError, bad_request
+from .templates import weigh
 
 __all__ = [
     "REFUSED",
@@ -24,7 +28,10 @@ __all__ = [
     "CompletionFields",
     "Fields",
     "StreamOptions",
+    "check_levels",
+    "check_tokens",
     "explained",
+    "paused_gc",
     "read_fields",
     "sampling",
 ]
@@ -35,6 +42,9 @@ MOST_LOGPROBS = 20
 MOST_BEST_OF = 32
 LONGEST_FORM = 1 << 16
 INTEGERS = range(-(1 << 63), 1 << 63)
+MOST_LEVELS = 100
+"""How deeply lists and objects of a request may be nested: what reads them, templates above all, calls itself for each."""
+LEVELLED = ("messages", "tools", "tool_choice", "documents", "chat_template_kwargs")
 MOST_TOP_K = (1 << 31) - 1
 
 _FIELD = re.compile(r"`\$\.([A-Za-z_]\w*)")
@@ -168,7 +178,12 @@ def read_fields(body: bytes, kind: type[Some]) -> Some:
     if not body.strip():
         raise bad_request("the body is empty; it must be a JSON object")
     try:
-        fields = msgspec.json.decode(body, type=kind)
+        with paused_gc():
+            fields = msgspec.json.decode(body, type=kind)
+            if isinstance(fields, ChatFields):
+                weigh(
+                    [fields.messages, fields.tools, fields.documents, fields.chat_template_kwargs], "messages"
+                )
     except msgspec.ValidationError as error:
         said = str(error)
         at = _FIELD.search(said)
@@ -177,9 +192,50 @@ def read_fields(body: bytes, kind: type[Some]) -> Some:
         raise bad_request(f"{name}: {said}" if name and not missing else said, name) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"the body is not JSON: {error}") from None
+    for name in LEVELLED:
+        check_levels(name, getattr(fields, name, None))
     if isinstance(fields, Fields):
         _check(fields)
     return fields
+
+
+def check_levels(name: str, value: Any, param: str | None = None) -> None:
+    """Raise ApiError where lists and objects of a value are nested too deeply. Costs in proportion to their items."""
+    level, items = 0, [value]
+    while items := [item for item in items if isinstance(item, dict | list)]:
+        level += 1
+        if level > MOST_LEVELS:
+            raise bad_request(
+                f"{name} is nested more than {MOST_LEVELS} levels deep: use fewer levels", param or name
+            )
+        items = [inner for item in items for inner in (item.values() if isinstance(item, dict) else item)]
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Collect no garbage until the block ends. Millions of new lists cost seconds otherwise, and none of them is garbage."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def check_tokens(tokens: Sequence[int], vocabulary: int, param: str) -> None:
+    """Raise ApiError for token ids that the model does not have."""
+    for token in (min(tokens), max(tokens)) if tokens else ():
+        if not 0 <= token < vocabulary:
+            raise bad_request(
+                f"{param}: token {shown(token)} is none of the model's, which go from 0 to {vocabulary - 1}",
+                param,
+            )
+
+
+def shown(number: int) -> str:
+    """A number as an error shows it: Python writes no integers of thousands of digits."""
+    return str(number) if number.bit_length() < 256 else f"of {number.bit_length():,} bits"
 
 
 def _check(fields: Fields) -> None:
@@ -310,6 +366,7 @@ def _schema(wanted: ResponseFormat | None) -> str | None:
     schema = None if wanted.json_schema is None else wanted.json_schema.schema
     if schema is None:
         raise bad_request("response_format: json_schema needs a json_schema with a schema", "response_format")
+    check_levels("response_format", schema)
     text = msgspec.json.encode(schema).decode()
     if len(text) > LONGEST_FORM:
         raise bad_request(
@@ -324,6 +381,7 @@ def _structured(wanted: StructuredOutputs | None) -> list[tuple[str, str]]:
         return []
     found = [(name, form) for name in ("regex", "grammar") if (form := getattr(wanted, name)) is not None]
     if wanted.json is not None:
+        check_levels("structured_outputs", wanted.json)
         text = wanted.json if isinstance(wanted.json, str) else msgspec.json.encode(wanted.json).decode()
         found.append(("json_schema", text))
     if wanted.json_object:

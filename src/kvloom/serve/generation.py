@@ -17,10 +17,10 @@ from kvloom.engine.params import SamplingParams
 
 from .answers import ChatForm, CompletionForm, Form
 from .errors import ApiError, bad_request, slow_reader, too_long
-from .fields import ChatFields, CompletionFields, read_fields, sampling
+from .fields import ChatFields, CompletionFields, check_tokens, read_fields, sampling
 from .mailbox import Mailbox
 from .messages import Add, Delta, Ready
-from .prompts import Prompt, Prompts
+from .prompts import Prompt, Prompts, Room
 from .records import Record
 from .service import Service
 
@@ -41,7 +41,7 @@ class Generation(ABC):
 
     @abstractmethod
     async def prompts(
-        self, fields: CompletionFields | ChatFields, prompts: Prompts, most: int
+        self, fields: CompletionFields | ChatFields, prompts: Prompts, room: Room
     ) -> list[Prompt]: ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,8 +57,8 @@ class Generation(ABC):
         caps.check(answers, fields.ttl, fields.priority)
         with service.gate.entered(answers, tenant, caps.open):
             most = self._most(tenant, facts)
-            kept = _kept(fields, most)
-            given = [prompts.cut(one, kept) for one in await self.prompts(fields, prompts, most)]
+            room = Room(most, facts.vocabulary, _kept(fields, most))
+            given = await self.prompts(fields, prompts, room)
             messages = self._messages(fields, given, tenant, facts)
             ids, n = [message.id for message in messages], messages[0].params.n
             stream = bool(fields.stream)
@@ -138,14 +138,7 @@ class Generation(ABC):
             raise too_long(count, 0, most, param)
         if count + new > longest:
             raise too_long(count, new, longest, param)
-        wrong = next(
-            (token for token in (min(tokens), max(tokens)) if not 0 <= token < facts.vocabulary), None
-        )
-        if wrong is not None:
-            raise bad_request(
-                f"{param}: token {wrong} is none of the model's, which go from 0 to {facts.vocabulary - 1}",
-                param,
-            )
+        check_tokens(tokens, facts.vocabulary, param)
         return params
 
     def _most(self, tenant: str, facts: Ready) -> int:
@@ -159,10 +152,10 @@ class Completions(Generation):
         return read_fields(body, CompletionFields)
 
     async def prompts(
-        self, fields: CompletionFields | ChatFields, prompts: Prompts, most: int
+        self, fields: CompletionFields | ChatFields, prompts: Prompts, room: Room
     ) -> list[Prompt]:
         assert isinstance(fields, CompletionFields)
-        return await prompts.of_completion(fields, most)
+        return await prompts.of_completion(fields, room)
 
 
 class Chats(Generation):
@@ -170,10 +163,10 @@ class Chats(Generation):
         return read_fields(body, ChatFields)
 
     async def prompts(
-        self, fields: CompletionFields | ChatFields, prompts: Prompts, most: int
+        self, fields: CompletionFields | ChatFields, prompts: Prompts, room: Room
     ) -> list[Prompt]:
         assert isinstance(fields, ChatFields)
-        return [await prompts.of_chat(fields, most)]
+        return [await prompts.of_chat(fields, room)]
 
 
 class _Events:

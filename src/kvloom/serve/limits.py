@@ -49,7 +49,7 @@ class Caps:
 class Limits:
     """`answers` may be made or wait at once; seconds are those a client may take to send a request's head, to send its body,
     and to read what it is sent; `unread_characters` of a stream may wait for its reader; bodies that are being read may have
-    `bodies` times the bytes of one together."""
+    `bodies` times the bytes of one together. A chat template may use `template_seconds` of CPU time for one request."""
 
     body_bytes: int = 8 << 20
     bodies: int = 32
@@ -59,6 +59,7 @@ class Limits:
     request_seconds: float = 30.0
     read_seconds: float = 60.0
     unread_characters: int = 1 << 20
+    template_seconds: float = 2.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import msgspec
 
-from .errors import ApiError, engine_died, engine_loading
+from .errors import ApiError, engine_died, engine_loading, grammars_busy
 from .fields import explained
 from .mailbox import Mailbox
 from .messages import (
@@ -259,7 +259,8 @@ class EngineLink:
             mailbox = self._mailboxes.pop(refused.id, None)
             if mailbox is not None:
                 mailbox.open.discard(refused.id)
-                mailbox.fail(explained(refused.why))
+                error = explained(refused.why)
+                mailbox.fail(grammars_busy(refused.why, error.param) if refused.busy else error)
         if outputs.stats is not None:
             self.stats = outputs.stats
         if outputs.picture is not None:

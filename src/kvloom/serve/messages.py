@@ -60,7 +60,7 @@ class TenantRules(msgspec.Struct, frozen=True, array_like=True):
 class Start(msgspec.Struct, frozen=True, tag=True):
     """What the engine is to be. `pool_bytes` None: what `memory_fraction` of the device leaves; `cpu_dtype` is what "auto"
     means on a CPU, if not the checkpoint's own; `threads` None: as engine/threads.py has it; `progress` shows bars; without
-    `observe` the engine tells no stats and no stories."""
+    `observe` the engine tells no stats and no stories. `grammar_seconds` and `grammar_memory` are the limits of one grammar."""
 
     model: str
     dtype: str = "auto"
@@ -79,6 +79,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     tenants: tuple[TenantRules, ...] = ()
     progress: bool = False
     observe: bool = True
+    grammar_seconds: float = 2.0
+    grammar_memory: int = 256 << 20
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -142,10 +144,11 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that can never run, and why."""
+    """A prompt that can never run, and why; `busy`: it may run later."""
 
     id: int
     why: str
+    busy: bool = False
 
 
 class Story(msgspec.Struct, frozen=True, array_like=True):

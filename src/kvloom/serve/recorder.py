@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import secrets
 from hashlib import blake2b
 from pathlib import Path
@@ -54,6 +55,7 @@ class Recorder:
                 "or remove the file"
             )
         self._unused: Path | None = path
+        _make_private(path)
         raw = gzip.open(path, "wb") if path.name.endswith(".gz") else path.open("wb")  # noqa: SIM115
         self._file = io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
         head = {"kvloom": "traffic", "version": VERSION, "block_tokens": block_tokens, "model": model}
@@ -116,3 +118,12 @@ class Recorder:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def _make_private(path: Path) -> None:
+    """Create a file that its owner alone can read and write; an empty one that exists becomes so. Others stay as they are."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        if path.is_file():
+            path.chmod(0o600)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Options", "serve"]
 
 BAD_START = 2
+METRICS_AUTH = ("auto", "key", "open")
 SEND_BYTES = 1 << 17
 """What the kernel keeps for a client that does not read; more would only hide that it is slow."""
 LAST_WORDS_SECONDS = 0.1
@@ -70,6 +71,8 @@ class Options:
     """The model goes on with code rather than with a chat: so does the line to try."""
     record: str | None = None
     otlp: str | None = None
+    metrics_auth: str = "auto"
+    """Whether /metrics needs a key: "key", "open", or "auto": only where other machines can reach the server."""
 
     def __post_init__(self) -> None:
         if not self.keys and not is_loopback(self.host):
@@ -77,10 +80,20 @@ class Options:
                 f"host {self.host!r} can be reached from elsewhere, and there are no API keys: "
                 "give --api-keys FILE, or a loopback host such as 127.0.0.1"
             )
+        if self.metrics_auth not in METRICS_AUTH:
+            raise ValueError(f"metrics_auth {self.metrics_auth!r} must be one of {', '.join(METRICS_AUTH)}")
+        if self.metrics_auth == "key" and not self.keys:
+            raise ValueError("--metrics-auth key needs API keys, and there are none: give --api-keys FILE")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port {self.port} must lie in 0 to 65535")
         if not 0 <= self.drain_seconds < math.inf:
             raise ValueError(f"drain_seconds {self.drain_seconds} must not be negative, nor infinite")
+
+    @property
+    def metrics_need_key(self) -> bool:
+        if self.metrics_auth == "auto":
+            return bool(self.keys) and not is_loopback(self.host)
+        return self.metrics_auth == "key"
 
     @property
     def model_name(self) -> str:
@@ -144,6 +157,7 @@ class _Life:
             options.model_name,
             options.start.model,
             int(time.time()),
+            metrics_need_key=options.metrics_need_key,
         )
         self.watch = Watch(self.service)
         config.app = application(self.service, self.watch)
@@ -194,7 +208,8 @@ class _Life:
         if not self._local:  # the engine fetches it, or says why it cannot be had
             await self._loaded.wait()
         found = await asyncio.to_thread(load_tokenizer, model, template)
-        self.service.prompts = Prompts(found)
+        seconds = self.options.limits.template_seconds
+        self.service.prompts = await asyncio.to_thread(Prompts, found, seconds)
         self._tell_ready()
 
     def _engine_ready(self, facts: Ready) -> None:

@@ -18,7 +18,9 @@ from .metrics import Metrics
 from .observer import Observer
 from .prompts import Prompts
 
-__all__ = ["Service", "is_loopback"]
+__all__ = ["Service", "is_loopback", "whole_number"]
+
+MOST_DIGITS = 18
 
 
 @dataclass(slots=True)
@@ -35,6 +37,8 @@ class Service:
     path: str
     created: int
     prompts: Prompts | None = None
+    metrics_need_key: bool = False
+    """/metrics answers requests with a key only."""
     reading: int = 0
     """Bytes of bodies that are being read."""
 
@@ -108,7 +112,8 @@ class Service:
             raise ApiError(415, f"the body must be application/json, not {kind!r}")
         limit = self.limits.body_bytes
         said = request.headers.get("content-length", "0")
-        if said.isdigit() and int(said) > limit:
+        length = whole_number(said)
+        if length is not None and length > limit:
             raise too_large(limit)
         data = bytearray()
         try:
@@ -131,6 +136,11 @@ class Service:
         finally:
             self.reading -= len(data)
         return bytes(data)
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that a text of up to 18 ASCII digits writes, else None."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else None
 
 
 def _name(host: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import msgspec
@@ -11,7 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .errors import bad_request
-from .fields import ChatFields, CompletionFields, read_fields
+from .fields import ChatFields, CompletionFields, check_tokens, read_fields
+from .prompts import Room, fitting_characters
 from .service import Service
 
 __all__ = ["Detokenize", "Tokenize"]
@@ -42,18 +42,22 @@ class Tokenize:
         facts, prompts = service.ready()
         body = await service.body(request)
         fields: TextFields | MessagesFields
+        most = fitting_characters(facts.longest)
+        room = Room(most, facts.vocabulary, characters=most)
         if _has_messages(body):
             fields = read_fields(body, MessagesFields)
-            found = [await prompts.of_chat(fields, sys.maxsize)]
+            service.check_model(fields.model)
+            found = [await prompts.of_chat(fields, room)]
         else:
             fields = read_fields(body, TextFields)
-            found = await prompts.of_completion(fields, sys.maxsize)
-        service.check_model(fields.model)
-        if len(found) != 1:
-            raise bad_request(f"prompt has {len(found)} texts; /tokenize takes one", "prompt")
+            service.check_model(fields.model)
+            given = fields.prompt
+            if isinstance(given, list) and len(given) > 1 and not isinstance(given[0], int):
+                raise bad_request(f"prompt has {len(given)} texts; /tokenize takes one", "prompt")
+            found = await prompts.of_completion(fields, room)
         tokens = found[0].tokens
         told: dict[str, Any] = {"count": len(tokens), "max_model_len": facts.longest, "tokens": tokens}
-        told["token_strs"] = prompts.spelled(tokens) if fields.return_token_strs else None
+        told["token_strs"] = await prompts.spelled(tokens) if fields.return_token_strs else None
         await _answer(told, scope, receive, send)
 
 
@@ -71,10 +75,12 @@ class Detokenize:
         service.check_model(fields.model)
         if prompts.tokenizer is None:
             raise bad_request("this model has no tokenizer: its tokens have no text", "tokens")
-        wrong = next((token for token in fields.tokens if not 0 <= token < facts.vocabulary), None)
-        if wrong is not None:
+        check_tokens(fields.tokens, facts.vocabulary, "tokens")
+        most = fitting_characters(facts.longest)
+        if len(fields.tokens) > most:
             raise bad_request(
-                f"tokens: {wrong} is none of the model's, which go from 0 to {facts.vocabulary - 1}", "tokens"
+                f"tokens: {len(fields.tokens):,} were given, and /detokenize takes {most:,}: send them in parts",
+                "tokens",
             )
         await _answer({"prompt": await prompts.text(fields.tokens)}, scope, receive, send)
 

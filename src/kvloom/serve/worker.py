@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvloom.core import Control, Retain
 from kvloom.engine.engine import Engine
+from kvloom.engine.grammar import Grammar, GrammarBusyError, GrammarState
 from kvloom.engine.logprobs import TokenLogprobs
 from kvloom.engine.request import Request
 
@@ -66,6 +67,8 @@ class Worker:
         self._gates = {t.name: _Gate(t.quota) for t in tenants if t.quota is not None}
         self._open: dict[int, _Open] = {}
         self._unheard: dict[int, _Open] = {}  # by request: those whose first token has not come
+        self._compiling: dict[int, tuple[Add, Grammar]] = {}
+        self._compiled: dict[int, GrammarState] = {}  # until the request is added: it keeps its grammar alive
         self._steps = 0
         self._refused: list[Refused] = []
         self._preemptions = self._told_tokens = 0
@@ -82,7 +85,8 @@ class Worker:
 
     def look_below(self) -> None:
         """Nothing else is to do: let tiers go on, and see whether they have something new to tell. Stores end after the last
-        token."""
+        token. Requests whose grammar is compiled by now enter."""
+        self._enter_compiled()
         lower = self.engine.lower
         if lower is not None:
             lower.poll()
@@ -102,11 +106,12 @@ class Worker:
         elif isinstance(message, ExpectSession):
             self.engine.expect_session(_session(message.tenant, message.session))
         else:
-            self._enter(message)
+            self._begin(message)
 
     def step(self) -> Outputs | None:
         """Let the engine make a step; what it brought, None where that is nothing."""
         stories: list[Story] = []
+        self._enter_compiled()
         if self.engine.busy:
             landed = self.engine.step()
             self._steps += 1
@@ -145,6 +150,46 @@ class Worker:
         self._picture = self._picture or Picture(self.engine)
         return self._picture.json()
 
+    @property
+    def compiling(self) -> bool:
+        """Whether requests wait for their grammars."""
+        return bool(self._compiling)
+
+    def _begin(self, message: Add) -> None:
+        """Let a request enter, once its grammar is compiled: other processes do that, and no step waits for them."""
+        try:
+            grammar = self.engine.begin_grammar(message.params, message.tenant)
+        except ValueError as error:
+            self._refuse(message.id, error)
+            return
+        if grammar is None:
+            self._enter(message)
+        elif grammar.ready:
+            self._enter_with(message, grammar)
+        else:
+            self._compiling[message.id] = message, grammar
+
+    def _enter_compiled(self) -> None:
+        if not self._compiling:
+            return
+        self.engine.poll_grammars()
+        for id_, (message, grammar) in list(self._compiling.items()):
+            if grammar.ready:
+                del self._compiling[id_]
+                self._news = True
+                self._enter_with(message, grammar)
+
+    def _enter_with(self, message: Add, grammar: Grammar) -> None:
+        try:
+            self._compiled[message.id] = grammar.start()
+        except ValueError as error:
+            self._refuse(message.id, error)
+            return
+        self._enter(message)
+
+    def _refuse(self, id_: int, error: ValueError) -> None:
+        self._refused.append(Refused(id_, str(error), isinstance(error, GrammarBusyError)))
+
     def _enter(self, message: Add) -> None:
         gate = self._gates.get(message.tenant)
         if gate is None:
@@ -152,6 +197,7 @@ class Worker:
             return
         claim = self._claim(message)
         if claim > gate.quota:
+            self._compiled.pop(message.id, None)
             self._refused.append(
                 Refused(
                     message.id,
@@ -170,6 +216,7 @@ class Worker:
                 gate.claimed += claim
 
     def _add(self, message: Add, claim: int) -> bool:
+        structure = self._compiled.pop(message.id, None)
         retain = () if message.ttl is None else (Retain(ttl=message.ttl),)
         session = None if message.session is None else _session(message.tenant, message.session)
         control = Control(
@@ -188,9 +235,10 @@ class Worker:
                 control,
                 message.priority,
                 text=self.engine.tokenizer is not None,
+                grammar=None if structure is None else structure.grammar,
             )
         except ValueError as error:
-            self._refused.append(Refused(message.id, str(error)))
+            self._refuse(message.id, error)
             return False
         one = self._open[message.id] = _Open(message, request, claim, [0] * len(request.family))
         if self._observe:
@@ -203,6 +251,8 @@ class Worker:
             self.engine.cancel(one.request)
             self._leave(one)
             return
+        self._compiling.pop(id_, None)
+        self._compiled.pop(id_, None)
         for gate in self._gates.values():
             gate.waiting = deque(item for item in gate.waiting if item[0].id != id_)
 

@@ -17,10 +17,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from .codec import Codec, Head, most_bytes, plain_heads, seal
+from .codec import Codec, Head, most_bytes, most_head_bytes, plain_heads, seal
 from .dropped import Gone
 from .files import BLOCK, aligned, aligned_bytes
-from .segment import Frame
+from .segment import MOST_HEADS, Frame
 from .shelf import Shelf
 from .tier import Objects, Ranges
 from .transfer import Outcome, Transfer
@@ -109,12 +109,13 @@ class Appender:
                 continue
             page = aligned(job.objects.form.page_bytes)
             most = min(_FRAME_BYTES, self._shelf.segment_bytes_for(job.objects.tenant) // 4) // page
-            at, step = 0, max(1, min(_FIRST_BYTES // page, most, _FRAME_RECORDS))
+            most = min(most, _FRAME_RECORDS, MOST_HEADS // most_head_bytes(job.objects.form))
+            at, step = 0, max(1, min(_FIRST_BYTES // page, most))
             while at < len(job.which):
                 if len(job.which) - at < step + step // 4:  # a short last frame takes longer than its bytes
                     step = len(job.which) - at
                 self._seal(job, job.which[at : at + step].tolist())
-                at, step = at + step, max(1, min(_FASTER * step, most, _FRAME_RECORDS))
+                at, step = at + step, max(1, min(_FASTER * step, most))
             del job
         self._sealed.put(None)
 

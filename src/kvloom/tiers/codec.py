@@ -1,13 +1,16 @@
 """Bytes that leave the process: a head that says what they are, a checksum a layer run, perhaps compressed or encrypted.
 
-    head   "KVLP"  version u16  method u8  cipher u8       little endian; version 2 where there is a cipher, else 1
+    head   "KVLP"  version u16  method u8  cipher u8       little endian; version 1 plain, 3 sealed with a key, 2 sealed before
            name 16  group u32  form 16
            runs u32  run_bytes u32  0 u32
-           runs x checksum u64                             xxh3 of the run as the engine knows it; encrypted: as stored
-           runs x stored length u32                        only where compressed or encrypted
-           salt 16                                         only where encrypted
+           runs x checksum u64                             xxh3 of the run as the engine knows it; sealed: as stored
+           runs x stored length u32                        only where compressed or sealed
+           salt 16                                         only where sealed
            checksum u64                                    xxh3 of the head up to here
-    body   the runs, one after the other: compressed unless that saved nothing, then encrypted (16 bytes more)
+    body   the runs, one after the other: compressed unless that saved nothing, then sealed (16 bytes more)
+
+The cipher is 0 (plain), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM of version 2, under the object's
+plain key: pages like that are read, and no longer written. A codec with keys opens no plain page.
 
 What does not check out is an Outcome, never an exception and never bytes. Knows no files and no stores.
 """
@@ -22,17 +25,19 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from .checks import checksum, checksums, copy_checked
-from .keys import SALT_BYTES, TAG_BYTES, Keyring, NoKeyError
+from .keys import SALT_BYTES, TAG_BYTES, Keyring, NoKeyError, Protect
 from .tier import KEY_BYTES, MOST_RUNS, Form, TierError
 from .transfer import Outcome
 
 __all__ = [
+    "OLD_CIPHER",
     "VERSION",
     "Codec",
     "Compression",
     "Head",
     "make_codec",
     "most_bytes",
+    "most_head_bytes",
     "parse_head",
     "plain_head_bytes",
     "plain_heads",
@@ -41,18 +46,23 @@ __all__ = [
 ]
 
 VERSION = 1
-_ENCRYPTED_VERSION = 2  # an older reader would take an encrypted page for a plain one
+OLD_CIPHER = 1
+"""The cipher of version 2, whose pages are stored under their plain keys."""
+_MOST_PAGE_BYTES = 1 << 31
+_PROTECTS: dict[Protect, int] = {"encrypt": 2, "authenticate": 3}
+_VERSIONS = {0: VERSION, OLD_CIPHER: 2, **dict.fromkeys(_PROTECTS.values(), 3)}  # by cipher
 _MAGIC = b"KVLP"
 _FIXED = struct.Struct(f"<4sHBB{KEY_BYTES}sIII")
 _CHECK = struct.Struct("<Q")
 Compression = Literal["none", "lz4", "zstd"]
 _METHODS: tuple[Compression, ...] = ("none", "lz4", "zstd")
+_LEAST_WINDOW = 1 << 10  # zstd has no smaller one
 Bytes = memoryview | bytes
 
 
 class Head(NamedTuple):
     """What a head says. `stored` is the length of each run's bytes in the body, None where they are as they were;
-    `salt` is there where they are encrypted."""
+    `salt` is there where they are sealed, by the `cipher` of that number."""
 
     key: bytes
     method: int
@@ -60,6 +70,7 @@ class Head(NamedTuple):
     checks: bytes
     stored: tuple[int, ...] | None = None
     salt: bytes = b""
+    cipher: int = 0
 
     @property
     def runs(self) -> int:
@@ -77,10 +88,8 @@ class Head(NamedTuple):
         return edges[first], edges[last]
 
     def pack(self) -> bytes:
-        version = _ENCRYPTED_VERSION if self.salt else VERSION
-        fixed = _FIXED.pack(
-            _MAGIC, version, self.method, bool(self.salt), self.key, len(self.checks) // 8, self.run_bytes, 0
-        )
+        version, runs = _VERSIONS[self.cipher], len(self.checks) // 8
+        fixed = _FIXED.pack(_MAGIC, version, self.method, self.cipher, self.key, runs, self.run_bytes, 0)
         head = fixed + self.checks
         if self.stored is not None:
             head += struct.pack(f"<{len(self.stored)}I", *self.stored) + self.salt
@@ -92,11 +101,15 @@ def plain_head_bytes(form: Form) -> int:
     return _FIXED.size + 8 * form.runs + _CHECK.size
 
 
+def most_head_bytes(form: Form) -> int:
+    """The length of the longest head that a page of this form has."""
+    return _FIXED.size + 12 * form.runs + SALT_BYTES + _CHECK.size
+
+
 def most_bytes(form: Form) -> int:
     """What a sealed page takes at most, its head included."""
-    return (
-        _FIXED.size + (12 + TAG_BYTES) * form.runs + SALT_BYTES + _CHECK.size + form.page_bytes
-    )  # a run that compression does not shrink stays as it was
+    # A run that compression does not shrink stays as it was.
+    return most_head_bytes(form) + TAG_BYTES * form.runs + form.page_bytes
 
 
 def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
@@ -106,9 +119,11 @@ def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
     magic, version, method, cipher, key, runs, run_bytes, _ = _FIXED.unpack_from(data)
     if magic != _MAGIC:
         return Outcome.CORRUPT
-    if version not in (VERSION, _ENCRYPTED_VERSION):
+    if version not in _VERSIONS.values():
         return Outcome.VERSION
-    if not 0 < runs <= MOST_RUNS or method >= len(_METHODS) or cipher != version - VERSION:
+    if not 0 < runs <= MOST_RUNS or method >= len(_METHODS) or _VERSIONS.get(cipher) != version:
+        return Outcome.CORRUPT
+    if not 0 < runs * run_bytes < _MOST_PAGE_BYTES:
         return Outcome.CORRUPT
     lengths = _FIXED.size + runs * 8
     salted = lengths + (runs * 4 if method or cipher else 0)
@@ -119,13 +134,15 @@ def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
         return Outcome.CORRUPT
     checks = bytes(data[_FIXED.size : lengths])
     stored = struct.unpack_from(f"<{runs}I", data, lengths) if salted > lengths else None
-    return Head(key, method, run_bytes, checks, stored, bytes(data[salted:end])), end + _CHECK.size
+    if stored is not None and max(stored) > run_bytes + (TAG_BYTES if cipher else 0):
+        return Outcome.CORRUPT  # no writer makes a run longer: memory is not set aside for it
+    return Head(key, method, run_bytes, checks, stored, bytes(data[salted:end]), cipher), end + _CHECK.size
 
 
 class Codec:
     """Packs and unpacks single runs. One instance a thread: the libraries' contexts are not shared.
 
-    With `keys` everything it seals is encrypted."""
+    With `keys` every page is sealed with them, and no plain page opens."""
 
     def __init__(self, method: int, keys: Keyring | None = None) -> None:
         self.method, self.keys = method, keys
@@ -159,8 +176,11 @@ class Codec:
                 into[:] = plain
                 return True
             zstd = _library("zstandard")
+            frame = zstd.get_frame_parameters(packed)
+            if frame.content_size != len(into) or frame.window_size > max(len(into), _LEAST_WINDOW):
+                return False  # its window would be memory that a run of this size does not need
             if self._zstd_in is None:
-                self._zstd_in = zstd.ZstdDecompressor(max_window_size=1 << 27)
+                self._zstd_in = zstd.ZstdDecompressor(max_window_size=_MOST_PAGE_BYTES)
             with self._zstd_in.stream_reader(packed) as reader:
                 done = 0
                 while done < len(into):
@@ -184,7 +204,7 @@ def _library(module: str) -> Any:
 
 
 def make_codec(compression: Compression = "none", keys: Keyring | None = None) -> Codec:
-    """A codec that writes with `compression` and reads any; with `keys`, encrypted. A TierError where the package is
+    """A codec that writes with `compression` and reads any; with `keys`, sealed. A TierError where the package is
     missing."""
     if compression not in _METHODS:
         raise ValueError(f"compression={compression!r} is none of {_METHODS}")
@@ -208,7 +228,7 @@ def seal(
 ) -> tuple[Head, list[Bytes]]:
     """The head of a page and its body in pieces; of a plain codec the one piece is the caller's memory.
 
-    NoKeyError where it is to be encrypted and the tenant has no key."""
+    NoKeyError where it is to be sealed and the tenant has no key."""
     step = form.run_bytes
     if codec.plain:
         return Head(key, 0, step, checksums(page, step)), [page]
@@ -216,29 +236,34 @@ def seal(
     if codec.keys is None:
         return Head(key, codec.method, step, checksums(page, step), tuple(map(len, pieces))), pieces
     salt = os.urandom(SALT_BYTES)
-    cipher = codec.keys.page_cipher(tenant, salt)
-    context = _context(key, codec.method, step)
-    pieces = [codec.keys.encrypt(cipher, number, piece, context) for number, piece in enumerate(pieces)]
-    checks = struct.pack(f"<{len(pieces)}Q", *map(checksum, pieces))
-    return Head(key, codec.method, step, checks, tuple(map(len, pieces)), salt), pieces
+    kind, number = codec.keys.protect, _PROTECTS[codec.keys.protect]
+    cipher = codec.keys.page_cipher(tenant, salt, kind)
+    context = _context(key, codec.method, form.runs, step, number)
+    sealed = [cipher.encrypt(at, piece, context) for at, piece in enumerate(pieces)]
+    checks = struct.pack(f"<{len(sealed)}Q", *map(checksum, sealed))
+    return Head(key, codec.method, step, checks, tuple(map(len, sealed)), salt, number), list(sealed)
 
 
-def _context(key: bytes, method: int, run_bytes: int) -> bytes:
-    """What an encrypted run is bound to, beside its number and its page's salt."""
-    return key + bytes([method]) + run_bytes.to_bytes(4, "little")
+def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) -> bytes:
+    """Returns what a sealed run is bound to, beside its number and its page's salt. The key has the block hash and the layout's
+    fingerprint in it."""
+    bound = key + bytes([method]) + run_bytes.to_bytes(4, "little")
+    return bound if cipher == OLD_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
 
 
 def unseal(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str = ""
 ) -> Outcome:
     """Runs from `first` on, as many as `into` holds, from `body`, which begins with them. `body` may be `into`
-    itself where nothing is compressed. Anything but OK: `into` means nothing."""
+    itself where nothing is compressed. Anything but OK: `into` means nothing. A plain page is UNTRUSTED where the codec has keys."""
     step = head.run_bytes
     last = first + len(into) // step
     low, high = head.span(first, last)
     if len(body) < high - low:
         return Outcome.SHORT
-    if head.salt:
+    if codec.keys is not None and not head.cipher:
+        return Outcome.UNTRUSTED
+    if head.cipher:
         return _unlock(head, body, first, into, codec, tenant)
     if head.stored is None and body is not into:
         sums = copy_checked(into, body[: high - low], step, arrived=True)
@@ -261,26 +286,29 @@ def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bo
 
 
 def _unlock(head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str) -> Outcome:
-    """`unseal` of encrypted runs. Damage is told from a wrong key: the checksums are of the bytes as stored."""
+    """`unseal` of sealed runs. Damage is told from a wrong key: the checksums are of the bytes as stored."""
     assert head.stored is not None
     if codec.keys is None:
         return Outcome.LOCKED
     try:
-        cipher = codec.keys.page_cipher(tenant, head.salt)
+        kind: Protect = "authenticate" if head.cipher == _PROTECTS["authenticate"] else "encrypt"
+        cipher = codec.keys.page_cipher(tenant, head.salt, kind)
     except NoKeyError:
         return Outcome.LOCKED
-    context = _context(head.key, head.method, head.run_bytes)
+    except TierError:
+        return Outcome.VERSION  # a good page, for a process that has the package
+    context = _context(head.key, head.method, head.runs, head.run_bytes, head.cipher)
     at, step = 0, head.run_bytes
     for number in range(first, first + len(into) // step):
         length = head.stored[number]
         sealed = body[at : at + length]
         if checksum(sealed) != int.from_bytes(head.checks[number * 8 : number * 8 + 8], "little"):
             return Outcome.CORRUPT
-        packed = codec.keys.decrypt(cipher, number, sealed, context)
+        packed = cipher.decrypt(number, sealed, context)
         if packed is None:
             return Outcome.LOCKED
         run = into[(number - first) * step : (number - first + 1) * step]
-        if not _unpack(head, memoryview(packed), run, codec):
+        if not _unpack(head, packed, run, codec):
             return Outcome.CORRUPT
         at += length
     return Outcome.OK

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -16,11 +15,11 @@ from kvloom.core.sizes import format_bytes, parse_size
 from .host import HostConfig, HostTier
 from .peer_nixl import NixlArena
 from .peer_server import PeerConfig, PeerServer
+from .secret import read_secret
 from .shared import SharedMemory
 
 __all__ = ["arguments", "run"]
 
-LEAST_SECRET = 16
 ENDS = {signal.SIGINT, signal.SIGTERM}
 
 
@@ -33,7 +32,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="where (default: 127.0.0.1:7373); port 0 is any free one; beyond loopback a --secret is a must",
     )
-    add("--secret", type=Path, metavar="FILE", help="a file of 16 bytes or more that both sides have")
+    add(
+        "--secret",
+        type=Path,
+        metavar="FILE",
+        help="a file of 16 bytes or more that both sides have (default: this user's own, created when missing)",
+    )
+    add("--socket", type=Path, metavar="PATH", help="listen at a Unix socket, too: for `peer:///PATH`")
+    add(
+        "--allow-uid",
+        type=int,
+        action="append",
+        default=[],
+        metavar="UID",
+        help="a user that may use --socket beside this one and root; repeatable",
+    )
     add("--slab", default="8MiB", metavar="SIZE", help="the largest page it takes (default: 8MiB)")
     add("--nixl", action="store_true", help="let NIXL reach it, too: for `peer://HOST:PORT?by=nixl`")
     add("--json", action="store_true", help="say where it listens as JSON")
@@ -44,14 +57,16 @@ def run(args: argparse.Namespace) -> int:
     host, colon, port = args.listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"--listen {args.listen!r}: write HOST:PORT, like 127.0.0.1:7373")
-    secret = args.secret.read_bytes().strip() if args.secret is not None else b""
+    secret = read_secret(args.secret) if args.secret is not None else b""
     slab = parse_size(args.slab)
     size = parse_size(args.size) // slab * slab
-    config = PeerConfig(host.strip("[]"), int(port), secret)
+    if args.allow_uid and args.socket is None:
+        raise ValueError(
+            f"--allow-uid {args.allow_uid[0]}: other users need a socket they can reach; give --socket PATH"
+        )
+    config = PeerConfig(host.strip("[]"), int(port), secret, local=args.socket, users=tuple(args.allow_uid))
     if not size:
         raise ValueError(f"{args.size} is less than one slab of {slab} bytes: share more, or give --slab")
-    if args.secret is not None and len(secret) < LEAST_SECRET:
-        raise ValueError(f"--secret {args.secret} has {len(secret)} bytes: give {LEAST_SECRET} or more")
     try:
         memory = SharedMemory(size)
     except OSError as error:
@@ -71,8 +86,9 @@ def _share(args: argparse.Namespace, config: PeerConfig, size: int, slab: int, m
     try:
         server = PeerServer(tier, config, memory, nixl)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else error
-        raise ValueError(f"{args.listen} cannot be had: {why}; choose another with --listen") from None
+        why = str(error.strerror or error).partition(" (while")[0]
+        where = args.listen if args.socket is None else f"{args.listen} or {args.socket}"
+        raise ValueError(f"{where} cannot be had: {why}; choose another with --listen or --socket") from None
     where = "peer://{}:{}".format(*server.address)
     if args.json:
         print(json.dumps({"address": where, "bytes": size}), flush=True)

@@ -25,14 +25,14 @@ import numpy.typing as npt
 from kvloom.core.sizes import format_bytes
 
 from .append import Appender
-from .codec import Compression, make_codec, most_bytes
+from .codec import OLD_CIPHER, Compression, make_codec, most_bytes
 from .fetch import Fetcher
 from .files import BLOCK, Files, SystemFiles, aligned, lock_directory
-from .keys import Keyring
+from .keys import NoKeyError, Protect, check_protect, read_keys
 from .shares import Shares
 from .shelf import Shelf, ShelfConfig
 from .tier import Objects, Ranges, Tier, TierError, parted
-from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
+from .transfer import Outcome, Tally, TierStats, Transfer, explain, failed_transfer
 
 __all__ = ["DiskConfig", "DiskTier"]
 
@@ -53,7 +53,10 @@ class DiskConfig:
     segment_bytes: int | None = None
     durable: Literal["power", "process"] = "power"
     compression: Compression = "none"
-    keys: Path | str | None = None  # a file of keys (keys.py): pages are encrypted
+    keys: Path | str | None = (
+        None  # a file of keys (keys.py): pages are sealed, and their names derived, with them
+    )
+    protect: Protect | None = None  # with keys: "encrypt" unless given
     evict: Literal["oldest", "least-used"] = "least-used"
     carry: bool = True
     direct: bool = True
@@ -69,6 +72,7 @@ class DiskConfig:
         ):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r} is none of {', '.join(allowed)}")
+        check_protect(self.keys, self.protect)
         if self.readers < 1 or self.pending_bytes < 1:
             raise ValueError(
                 f"readers={self.readers} and pending_bytes={self.pending_bytes} must be positive"
@@ -95,8 +99,8 @@ class DiskTier(Tier):
 
     def __init__(self, config: DiskConfig, files: Callable[[int], Files] = SystemFiles) -> None:
         self._config = config
-        keys = None if config.keys is None else Keyring.read(config.keys)
-        self._make_codec = partial(make_codec, config.compression, keys)
+        self._keys = read_keys(config.keys, config.protect)
+        self._make_codec = partial(make_codec, config.compression, self._keys)
         self._make_codec()  # a missing package is said now
         self._path = Path(config.directory)
         self._directory, self._lock_file = lock_directory(self._path)
@@ -155,7 +159,25 @@ class DiskTier(Tier):
     def kept_for(self, tenant: str) -> int:
         return self._shelf.kept_for(tenant)
 
+    def _stored(self, objects: Objects, old: bool = False) -> Objects:
+        """Returns objects under the keys that are on the disk; with `old`, an encrypted page of version 2 under its plain key.
+        NoKeyError: their tenant has no key."""
+        if self._keys is None:
+            return objects
+        stored = self._keys.rename(objects)
+        if old:
+            index = self._shelf.index
+            for at, (plain, key) in enumerate(zip(objects.keys, stored.keys, strict=True)):
+                record = index.get(plain)
+                if record is not None and record.head.cipher == OLD_CIPHER and key not in index:
+                    stored.keys[at] = plain
+        return stored
+
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
+        try:
+            objects = self._stored(objects, old=True)
+        except NoKeyError:
+            return np.zeros(len(objects), np.bool_)
         with self._shelf.lock:
             index = self._shelf.index
             return np.array([key in index for key in objects.keys], np.bool_)
@@ -167,10 +189,14 @@ class DiskTier(Tier):
             return failed_transfer(
                 len(objects), self._tally, "read", Outcome.FAILED, "the disk tier is closed"
             )
+        try:
+            objects = self._stored(objects, old=True)
+        except NoKeyError as error:
+            return failed_transfer(len(objects), self._tally, "read", Outcome.LOCKED, f"{self.name}: {error}")
         transfer = Transfer(len(objects), self._tally, "read", stop - start)
         with self._counts:
             self._open.add(transfer)
-        missing, wrong, busy, found = [], [], [], []
+        missing, wrong, plain, busy, found = [], [], [], [], []
         shelf, size = self._shelf, stop - start
         checks, run_bytes = 8 * objects.form.runs, objects.form.run_bytes
         room = max(0, self._config.pending_bytes - self._fetcher.pending)
@@ -182,6 +208,8 @@ class DiskTier(Tier):
                     missing.append(index)
                 elif record.head.run_bytes != run_bytes or len(record.head.checks) != checks:
                     wrong.append(index)
+                elif self._keys is not None and not record.head.cipher:
+                    plain.append((index, record))
                 elif room > 0:
                     room -= size
                     found.append((index, record))
@@ -190,6 +218,9 @@ class DiskTier(Tier):
             shelf.touch([record for _, record in found])
         transfer.settle(missing, Outcome.MISSING)
         transfer.settle(wrong, Outcome.LAYOUT, "an object's head disagrees with its form")
+        for index, record in plain:
+            shelf.forget(record.head.key, record)
+            transfer.settle(index, Outcome.UNTRUSTED, f"{self.name}: {explain(Outcome.UNTRUSTED)}")
         transfer.settle(busy, Outcome.BUSY, "too many reads are under way")
         with self._counts:  # close() ends the threads after what was submitted under this lock
             if not (closed := self._closed):
@@ -211,6 +242,11 @@ class DiskTier(Tier):
             return failed_transfer(
                 len(objects), self._tally, "write", Outcome.FAILED, "the disk tier is closed"
             )
+        try:
+            objects = self._stored(objects)
+        except NoKeyError as error:
+            reason = f"{self.name}: not stored in the clear: {error}"
+            return failed_transfer(len(objects), self._tally, "write", Outcome.FAILED, reason)
         transfer = Transfer(len(objects), self._tally, "write", size)
         with self._shelf.lock:
             get = self._shelf.index.get
@@ -232,7 +268,13 @@ class DiskTier(Tier):
 
     def drop(self, objects: Objects) -> int:
         """Forgotten at once; on the disk in the order of the writes."""
-        gone = self._shelf.take(objects.keys)
+        try:
+            stored = self._stored(objects)
+        except NoKeyError:
+            return 0
+        old = objects.keys if self._keys is not None else []  # of version 2, or from before there were keys
+        gone = self._shelf.take(stored.keys)
+        gone += self._shelf.take([key for key in old if key in self._shelf.index])
         if gone:
             self._appender.submit_dropped(gone)
         return len(gone)

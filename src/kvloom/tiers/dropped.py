@@ -19,6 +19,7 @@ Gone = Sequence[tuple[bytes, int, int]]
 """Keys, and the segment and offset where each was."""
 _LINE = struct.Struct(f"<{KEY_BYTES}sQQQ")
 _NAME = "dropped"
+_READ_LINES = 16384  # in memory at once
 
 
 class Dropped:
@@ -43,17 +44,20 @@ class Dropped:
 
     def read(self) -> dict[bytes, tuple[int, int]]:
         """key → the last place at which it was dropped."""
+        dead: dict[bytes, tuple[int, int]] = {}
+        data, start = bytearray(_READ_LINES * _LINE.size), 0
         fd = self._open()
         try:
-            data = bytearray(self._files.size(fd))
-            got = self._files.read(fd, [data], 0) if data else 0
+            while got := self._files.read(fd, [data], start):
+                if data.count(0, 0, got) == got:  # never written: a file may say any size
+                    break
+                for at in range(0, got - _LINE.size + 1, _LINE.size):
+                    key, number, offset, check = _LINE.unpack_from(data, at)
+                    if check == checksum(bytes(data[at : at + _LINE.size - 8])):
+                        dead[key] = max(dead.get(key, (-1, -1)), (number, offset))
+                start += len(data)
         finally:
             self._files.close(fd)
-        dead: dict[bytes, tuple[int, int]] = {}
-        for at in range(0, got - _LINE.size + 1, _LINE.size):
-            key, number, offset, check = _LINE.unpack_from(data, at)
-            if check == checksum(bytes(data[at : at + _LINE.size - 8])):
-                dead[key] = max(dead.get(key, (-1, -1)), (number, offset))
         return dead
 
     def rewrite(self, dead: dict[bytes, tuple[int, int]]) -> None:

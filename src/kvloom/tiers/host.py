@@ -8,6 +8,7 @@ Knows no devices: pinned memory is handed in as the arena's buffer.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +22,16 @@ from .lease import Lease
 from .residents import Residents
 from .shares import Shares
 from .slots import Index
-from .tier import Form, Objects, Ranges, Tier, parted
+from .tier import Objects, Ranges, Tier, parted
 from .transfer import Outcome, Tally, TierStats, Transfer, failed_transfer
 
 __all__ = ["HostConfig", "HostTier"]
 
-_OK, _MISSING, _PENDING = (
+_OK, _MISSING, _PENDING, _LAYOUT = (
     int(Outcome.OK),
     int(Outcome.MISSING),
     int(Outcome.PENDING),
+    int(Outcome.LAYOUT),
 )  # numpy takes ints faster
 _ONE = np.int32(1)
 
@@ -99,21 +101,26 @@ class HostTier(Tier):
             return there
 
     def hold(self, objects: Objects) -> Lease:
-        """The places of objects that are there, held. Release it when the last copy from them has passed."""
+        """The places of objects that are there, held. Release it when the last copy from them has passed. LAYOUT: the stored page has
+        another size than the form says."""
+        form = objects.form
         with self._lock:
-            slots = self._residents.find(objects.keys)
-            there = (slots >= 0) & self._slots.ready[slots]
+            slots, noted = self._residents.find(objects.keys), self._slots
+            found = (slots >= 0) & noted.ready[slots]
+            there = found & (noted.size[slots] == form.page_bytes) & (noted.run[slots] == form.run_bytes)
             slots[~there] = -1
             held = slots if there.all() else slots[there]
             self._residents.use(held)
             np.add.at(self._slots.held, held, _ONE)  # an object may be in the batch twice
             offsets = self._slots.offset[slots]
         offsets[~there] = -1
-        return Lease(self, objects, slots, offsets, np.where(there, _OK, _MISSING).astype(np.uint8))
+        results = np.where(there, _OK, np.where(found, _LAYOUT, _MISSING)).astype(np.uint8)
+        return Lease(self, objects, slots, offsets, results)
 
-    def reserve(self, objects: Objects) -> Lease:
+    def reserve(self, objects: Objects, writer: int = 0) -> Lease:
         """Places for objects that are not there, evicting as needed: fill those whose result is PENDING, then
-        release. OK: it is there already, or on its way. FULL: all that may leave for them is held, or came with them."""
+        release. OK: it is there already, or on its way. FULL: all that may leave for them is held, or came with them.
+        `writer` is the peer that may drop them."""
         size, keys = objects.form.page_bytes, objects.keys
         if not self._arena.fits(size):
             raise ValueError(
@@ -122,6 +129,8 @@ class HostTier(Tier):
         with self._lock:
             slots = self._residents.admit(keys, size, objects.tenant, 0 if self._closed else None)
             held = slots >= 0
+            fresh = slots if held.all() else slots[held]
+            self._slots.run[fresh], self._slots.writer[fresh] = objects.form.run_bytes, writer
             offsets = self._slots.offset[slots]
             results = np.full(len(keys), _PENDING, np.uint8)
             if not held.all():
@@ -177,15 +186,40 @@ class HostTier(Tier):
             )
         return transfer
 
-    def drop(self, objects: Objects) -> int:
+    def drop(self, objects: Objects, writer: int | None = None) -> int:
+        """Drops objects; with `writer` only those that this peer wrote."""
         with self._lock:
-            dropped = 0
+            dropped, noted = 0, self._slots
             for key in objects.keys:
                 slot = self._residents.entries.get(key)
-                if slot is not None and self._slots.ready[slot]:
+                if slot is not None and noted.ready[slot] and writer in (None, int(noted.writer[slot])):
                     self._residents.forget(key, slot)
                     dropped += 1
             return dropped
+
+    def drop_damaged(self, keys: Iterable[bytes], most_bytes: int) -> int:
+        """Drops objects whose bytes differ from their checksums; returns how many. Reads `most_bytes` at most, and at least one
+        page. A page without checksums stays."""
+        dropped = 0
+        for key in keys:
+            with self._lock:
+                slot = self._residents.entries.get(key, -1)
+                checks = self._slots.checks.get(slot)
+                if most_bytes <= 0 or checks is None or not self._slots.ready[slot]:
+                    continue
+                self._slots.held[slot] += _ONE
+                at, size = int(self._slots.offset[slot]), int(self._slots.size[slot])
+                run = int(self._slots.run[slot])
+            most_bytes -= size
+            damaged = checksums(self._arena.view[at : at + size], run) != checks
+            with self._lock:
+                self._slots.held[slot] -= _ONE
+                if damaged and self._residents.entries.get(key) == slot:
+                    self._residents.forget(key, slot)
+                    dropped += 1
+                elif self._slots.gone[slot] and not self._slots.held[slot]:
+                    self._residents.free(slot)
+        return dropped
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -210,7 +244,7 @@ class HostTier(Tier):
         came = np.broadcast_to(np.asarray(written), len(slots))[at]
         if self._codec is not None:
             for slot in held[came & ~self._slots.ready[held]].tolist():  # ours alone until then
-                self._checks(slot, objects.form)
+                self._checks(slot)
         with self._lock:
             noted = self._slots
             np.subtract.at(noted.held, held, _ONE)
@@ -236,12 +270,13 @@ class HostTier(Tier):
             self._residents.coming -= len(held)
             return True
 
-    def _checks(self, slot: int, form: Form) -> bytes:
+    def _checks(self, slot: int) -> bytes:
         """Of a page that is held, and ready or its filler's. Two threads may both make them: they are the same."""
-        checks = self._slots.checks.get(slot)
+        noted = self._slots
+        checks = noted.checks.get(slot)
         if checks is None:
-            offset = int(self._slots.offset[slot])
-            checks = checksums(self._arena.view[offset : offset + form.page_bytes], form.run_bytes)
+            offset, size = int(noted.offset[slot]), int(noted.size[slot])
+            checks = checksums(self._arena.view[offset : offset + size], int(noted.run[slot]))
             self._slots.checks[slot] = checks
         return checks
 
@@ -253,7 +288,7 @@ class HostTier(Tier):
             if slot < 0:
                 continue
             got = pages[at + start : at + stop]
-            head = Head(objects.keys[index], 0, form.run_bytes, self._checks(slot, form))
+            head = Head(objects.keys[index], 0, form.run_bytes, self._checks(slot))
             outcome = unseal(head, got, start // form.run_bytes, got, self._codec)
             if outcome != Outcome.OK:
                 lease.results[index] = outcome

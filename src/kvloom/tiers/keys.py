@@ -1,55 +1,120 @@
-"""Encryption at rest: a key for every tenant, from a file, and AES-256-GCM of single runs.
+"""Keys of a tier: encryption or authentication of single runs, and the names under which pages are stored.
 
     the file   {"acme": "64 hex digits", "*": "64 hex digits"}     "*": every other tenant's key is made from this one
     a page     key = BLAKE2b(tenant's key, salt of the page)       nonce = number of the run, so none is used twice
+    a name     BLAKE2b(tenant's key, the object's key)             only a holder of the key can derive it
 
-What was sealed with another key, or moved to another name, does not open. Knows no formats and no tiers.
+`protect="encrypt"` is AES-256-GCM. `protect="authenticate"` leaves the bytes readable and adds HMAC-SHA-256 of 16 bytes.
+A run under another key, at another position or under another name does not open. Knows no formats and no tiers.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import stat
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, get_args
 
-from .tier import TierError
+from .tier import KEY_BYTES, Objects, TierError
 
-__all__ = ["SALT_BYTES", "TAG_BYTES", "Keyring", "NoKeyError"]
+__all__ = [
+    "SALT_BYTES",
+    "TAG_BYTES",
+    "Keyring",
+    "NoKeyError",
+    "PageCipher",
+    "Protect",
+    "check_protect",
+    "read_keys",
+]
 
 SALT_BYTES = 16
 TAG_BYTES = 16
+Protect = Literal["encrypt", "authenticate"]
 _KEY_BYTES = 32
 _OTHERS = "*"
-_PERSON = b"kvloom.key"
+_PERSON, _PERSON_MAC, _PERSON_NAME = b"kvloom.key", b"kvloom.mac", b"kvloom.name"
 
 
 class NoKeyError(LookupError):
     """A tenant has no key: nothing of it may be stored in the clear, and nothing can be opened."""
 
 
+class PageCipher(Protocol):
+    """Seals the runs of one page. `context` must be the same to open a run."""
+
+    def encrypt(self, number: int, run: memoryview | bytes, context: bytes) -> bytes:
+        """Returns the run and its tag of TAG_BYTES."""
+        ...
+
+    def decrypt(self, number: int, sealed: memoryview, context: bytes) -> memoryview | None:
+        """Returns the run, or None if its tag does not match."""
+        ...
+
+
+class _Aes(PageCipher):
+    """AES-256-GCM. A page's key is used for that page only, so a run's number is its nonce."""
+
+    def __init__(self, cipher: Any, invalid: type[Exception]) -> None:
+        self._cipher, self._invalid = cipher, invalid
+
+    def encrypt(self, number: int, run: memoryview | bytes, context: bytes) -> bytes:
+        sealed: bytes = self._cipher.encrypt(number.to_bytes(12, "little"), run, context)
+        return sealed
+
+    def decrypt(self, number: int, sealed: memoryview, context: bytes) -> memoryview | None:
+        try:
+            return memoryview(self._cipher.decrypt(number.to_bytes(12, "little"), sealed, context))
+        except (self._invalid, ValueError):
+            return None
+
+
+class _Mac(PageCipher):
+    """The run as it is, and HMAC-SHA-256 of context, number and run, cut to 16 bytes."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def _tag(self, number: int, run: memoryview | bytes, context: bytes) -> bytes:
+        head = len(context).to_bytes(4, "little") + context + number.to_bytes(12, "little")
+        mac = hmac.new(self._key, head, "sha256")
+        mac.update(run)
+        return mac.digest()[:TAG_BYTES]
+
+    def encrypt(self, number: int, run: memoryview | bytes, context: bytes) -> bytes:
+        return bytes(run) + self._tag(number, run, context)
+
+    def decrypt(self, number: int, sealed: memoryview, context: bytes) -> memoryview | None:
+        run, tag = sealed[:-TAG_BYTES], bytes(sealed[-TAG_BYTES:])
+        return run if hmac.compare_digest(tag, self._tag(number, run, context)) else None
+
+
 class Keyring:
     """Keys by tenant. Safe from any thread."""
 
-    def __init__(self, keys: dict[str, bytes]) -> None:
+    def __init__(self, keys: dict[str, bytes], protect: Protect = "encrypt") -> None:
         wrong = [tenant for tenant, key in keys.items() if len(key) != _KEY_BYTES]
         if wrong or not keys:
             raise ValueError(f"keys have {_KEY_BYTES} bytes, and there is one at least; wrong for {wrong}")
-        self._keys = dict(keys)
+        self._keys, self.protect = dict(keys), protect
+        self._aes: Any = None
+        self._invalid: type[Exception] = ValueError
         try:
-            aead = import_module("cryptography.hazmat.primitives.ciphers.aead")
-            self._invalid: type[Exception] = import_module("cryptography.exceptions").InvalidTag
+            self._aes = import_module("cryptography.hazmat.primitives.ciphers.aead").AESGCM
+            self._invalid = import_module("cryptography.exceptions").InvalidTag
         except ImportError as error:
-            raise TierError(
-                "the package 'cryptography' is missing: pip install 'kvloom[encryption]'"
-            ) from error
-        self._cipher: Any = aead.AESGCM
+            if protect == "encrypt":
+                raise TierError(
+                    "the package 'cryptography' is missing: pip install 'kvloom[encryption]', "
+                    "or give protect=authenticate"
+                ) from error
 
     @classmethod
-    def read(cls, path: Path | str) -> Keyring:
+    def read(cls, path: Path | str, protect: Protect = "encrypt") -> Keyring:
         """Keys from a file that its owner alone may read. A TierError says what is wrong with it, never what is in it."""
         path = Path(path)
         try:
@@ -62,32 +127,56 @@ class Keyring:
             raise TierError(f"others may read {path}: chmod 600 it, and consider its keys known")
         try:
             told = json.loads(text)
-            return cls({str(tenant): bytes.fromhex(key) for tenant, key in told.items()})
+            return cls({str(tenant): bytes.fromhex(key) for tenant, key in told.items()}, protect)
         except (ValueError, TypeError, AttributeError):
             raise TierError(
                 f'{path} has no keys: write {{"TENANT": "{2 * _KEY_BYTES} hex digits", "*": "…"}}'
             ) from None
 
-    def page_cipher(self, tenant: str, salt: bytes) -> Any:
-        """The cipher of one page. NoKeyError where the tenant has none."""
-        key = self._keys.get(tenant)
+    def page_cipher(self, tenant: str, salt: bytes, protect: Protect = "encrypt") -> PageCipher:
+        """Returns the cipher of one page. NoKeyError: the tenant has no key. TierError: the package for it is missing."""
+        key = self._tenant_key(tenant)
+        if protect == "authenticate":
+            return _Mac(_derived(salt, key, _PERSON_MAC))
+        if self._aes is None:
+            raise TierError("the package 'cryptography' is missing: pip install 'kvloom[encryption]'")
+        return _Aes(self._aes(_derived(salt, key, _PERSON)), self._invalid)
+
+    def rename(self, objects: Objects) -> Objects:
+        """Returns the same objects under the keys that a tier stores. NoKeyError: the tenant has no key."""
+        key = self._tenant_key(objects.tenant)
+        keyed = blake2b(digest_size=KEY_BYTES, key=key, person=_PERSON_NAME)
+        stored = []
+        for plain in objects.keys:
+            each = keyed.copy()
+            each.update(plain)
+            stored.append(each.digest())
+        return objects.stored_as(stored)
+
+    def _tenant_key(self, tenant: str) -> bytes:
+        key = self._keys.get(tenant) if tenant != _OTHERS else None
         if key is None:
             others = self._keys.get(_OTHERS)
             if others is None:
                 raise NoKeyError(f"tenant {tenant!r} has no key")
-            key = blake2b(tenant.encode(), digest_size=_KEY_BYTES, key=others, person=_PERSON).digest()
-        return self._cipher(blake2b(salt, digest_size=_KEY_BYTES, key=key, person=_PERSON).digest())
+            key = _derived(tenant.encode(), others, _PERSON)
+        return key
 
-    @staticmethod
-    def encrypt(cipher: Any, number: int, run: memoryview | bytes, context: bytes) -> bytes:
-        """A run and its tag; `context` must be the same to open it."""
-        sealed: bytes = cipher.encrypt(number.to_bytes(12, "little"), run, context)
-        return sealed
 
-    def decrypt(self, cipher: Any, number: int, sealed: memoryview, context: bytes) -> bytes | None:
-        """The run, or None: another key, or not what was sealed."""
-        try:
-            run: bytes = cipher.decrypt(number.to_bytes(12, "little"), sealed, context)
-        except (self._invalid, ValueError):
-            return None
-        return run
+def _derived(text: bytes, key: bytes, person: bytes) -> bytes:
+    return blake2b(text, digest_size=_KEY_BYTES, key=key, person=person).digest()
+
+
+def read_keys(path: Path | str | None, protect: Protect | None) -> Keyring | None:
+    """Returns the keys of a tier's settings, None where it has none. TierError: the file is of no use."""
+    return None if path is None else Keyring.read(path, protect or "encrypt")
+
+
+def check_protect(path: Path | str | None, protect: str | None) -> None:
+    """Raises ValueError for a setting that would leave pages without the protection that was asked for."""
+    if path is not None and not str(path):
+        raise ValueError("keys= names no file: give keys=FILE, or leave it out to store pages in the clear")
+    if protect is not None and protect not in get_args(Protect):
+        raise ValueError(f"protect={protect!r} is none of {', '.join(get_args(Protect))}")
+    if protect is not None and path is None:
+        raise ValueError(f"protect={protect} needs keys: give keys=FILE")

@@ -37,12 +37,17 @@ class Lease:
         slots, self._slots = self._slots, self._slots[:0]
         self._tier._release(self._objects, slots, written)
 
+    @property
+    def check_bytes(self) -> int:
+        """Bytes of the checksums of all its pages."""
+        return int((self._slots >= 0).sum()) * 8 * self._objects.form.runs
+
     def checks(self) -> list[bytes]:
         """The checksums of the held pages that are ready, in order; made now where the tier has none. For whoever
         copies them to where bytes may be damaged."""
         held = self._slots[self._slots >= 0]
         ready = held[self._tier._slots.ready[held]].tolist()
-        return [self._tier._checks(slot, self._objects.form) for slot in ready]
+        return [self._tier._checks(slot) for slot in ready]
 
     def keep_checks(self, data: bytes) -> None:
         """After `reserve`: the checksums of the pages that are being filled, one page after the other, from whoever

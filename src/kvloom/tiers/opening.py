@@ -21,6 +21,7 @@ from kvloom.core.sizes import parse_size
 from .codec import Compression
 from .disk import DiskConfig, DiskTier
 from .host import HostConfig, HostTier
+from .keys import Protect
 from .lossy import Coding, LossyTier
 from .shares import Shares, Sharing
 from .tier import Tier, TierError
@@ -199,7 +200,7 @@ def _host(text: str) -> Opener:
 
 
 def _disk(text: str) -> Opener:
-    plain, options = options_of(text, ("durable", "compression", "evict", "keys"))
+    plain, options = options_of(text, ("durable", "compression", "evict", "keys", "protect"))
     path, colon, size = plain.removeprefix("disk:").rpartition(":")
     if not colon or not path:
         raise ValueError(f"tier {text!r}: write it like disk:/path:1TiB")
@@ -213,6 +214,7 @@ def _disk(text: str) -> Opener:
             durable=cast(Literal["power", "process"], durable),
             compression=cast(Compression, compression),
             keys=options.get("keys"),
+            protect=cast(Protect | None, options.get("protect")),
             evict=cast(Literal["oldest", "least-used"], evict),
         )
     except ValueError as error:

@@ -35,6 +35,11 @@ class Options:
         self._known.append(name)
         return self._left.pop(name, otherwise)
 
+    def given(self, name: str) -> Any:
+        """Returns an option's text, None where it is not given."""
+        self._known.append(name)
+        return self._left.pop(name, None)
+
     def whole(self, name: str, otherwise: int) -> int:
         return int(self._parsed(name, otherwise, int))
 
@@ -61,7 +66,8 @@ class Options:
         config = replace(
             plain,
             compression=self.compression(),
-            keys=self.text("keys", "") or None,
+            keys=self.given("keys"),
+            protect=self.given("protect"),
             readers=self.whole("readers", plain.readers),
             writers=self.whole("writers", plain.writers),
             timeout=self.seconds("timeout", plain.timeout),
@@ -80,7 +86,8 @@ class Options:
             durable=durable,
             evict=evict,
             compression=self.compression(),
-            keys=self.text("keys", "") or None,
+            keys=self.given("keys"),
+            protect=self.given("protect"),
             readers=self.whole("readers", plain.readers),
             pending_bytes=self.size("pending", plain.pending_bytes),
         )

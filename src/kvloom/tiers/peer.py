@@ -1,4 +1,4 @@
-"""Another process's host memory as a tier: `peer://host:port`. Its pages are read where they lie.
+"""Another process's host memory as a tier: `peer://host:port`, `peer:///path/of/socket`. Its pages are read where they lie.
 
     shared       same host: hold -> copy from the shared arena -> compare checksums -> release     no byte on a socket
     nixl         hold -> NIXL brings them (RDMA where there is any) -> compare checksums -> release
@@ -10,13 +10,13 @@ The other side is a `PeerServer`. Knows no stores.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal, cast, get_args
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,10 @@ import numpy.typing as npt
 from .checks import checksums, copy_checked
 from .codec import Head, unseal
 from .options import Options
+from .peer_local import LocalAddress, connect_local, connect_near
 from .peer_nixl import NixlReach
 from .remote import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage
+from .secret import default_secret, read_secret
 from .shared import map_shared
 from .tier import TierError
 from .transfer import Outcome
@@ -36,25 +38,29 @@ __all__ = ["By", "PeerConnection", "open_peer", "opener"]
 
 _BATCH_BYTES = 32 << 20  # between two batches a connection waits for an answer: the fewer, the faster
 _LOST: list[Channel] = []  # connections that are kept for what they have reserved
-Address = tuple[str, int]
+Address = tuple[str, int] | LocalAddress
 By = Literal["auto", "shared", "nixl", "connection"]
 
 
 class PeerConnection(Connection):
-    """One connection to a PeerServer. `by="auto"` is shared memory where it can be reached, else the connection."""
+    """One connection to a PeerServer. `by="auto"` is shared memory where it can be reached, else the connection.
 
-    def __init__(self, address: Address, secret: bytes, timeout: float, by: By = "auto") -> None:
+    An empty `secret` is this user's own; then a server of this user on loopback is reached by its Unix socket, without a secret.
+    Connections with the same `token` may drop each other's pages."""
+
+    def __init__(
+        self, address: Address, secret: bytes, timeout: float, by: By = "auto", token: bytes = b""
+    ) -> None:
+        connected, proves = _connect(address, secret, timeout, by)
+        self._channel = Channel(connected, timeout)
         try:
-            self._channel = Channel(socket.create_connection(address, timeout), timeout)
-        except OSError as error:
-            raise StoreError(f"the peer {address[0]}:{address[1]} cannot be reached: {error}") from error
-        try:
-            greet(self._channel, secret)
-            about = self._ask(Message(Verb.ABOUT))
+            greet(self._channel, (secret or default_secret()) if proves else b"")
+            about = self._ask(Message(Verb.ABOUT, payload=token))
             self.slab_bytes, self.capacity = about.a, about.b
             self.arena: npt.NDArray[np.uint8] | None = None
             self.nixl: NixlReach | None = None
             where = json.loads(about.payload or b"{}")
+            self.lease_bytes = max(1, int(where["lease_bytes"]))
             if by in ("auto", "shared") and "path" in where:
                 self.arena = map_shared(str(where["path"]), str(where["token"]), int(where["size"]))
             if by == "shared" and self.arena is None:
@@ -216,10 +222,29 @@ class PeerConnection(Connection):
         wanted = [index for index, outcome in outcomes.items() if outcome == Outcome.PENDING]
         if wanted:
             channel.begin(len(wanted) * form.page_bytes)
-            channel.push([b"".join(channel.push_checked(span, form.run_bytes) for span in job.spans(wanted))])
+            checks = b"".join(channel.push_checked(span, form.run_bytes) for span in job.spans(wanted))
+            channel.send(Message(Verb.WRITE, payload=checks))
             channel.receive()
             outcomes |= dict.fromkeys(wanted, Outcome.OK)
         return outcomes
+
+
+def _connect(address: Address, secret: bytes, timeout: float, by: By) -> tuple[socket.socket, bool]:
+    """A connection, and whether it needs a secret: a Unix socket does not, because the system names the user there."""
+    try:
+        if isinstance(address, LocalAddress):
+            return connect_local(address, timeout), False
+        if not secret and by in ("auto", "shared"):
+            near = connect_near(*address, timeout)
+            if near is not None:
+                return near, False
+        return socket.create_connection(address, timeout), True
+    except OSError as error:
+        raise StoreError(f"the {_name(address)} cannot be reached: {error}") from error
+
+
+def _name(address: Address) -> str:
+    return f"peer {address}" if isinstance(address, LocalAddress) else f"peer {address[0]}:{address[1]}"
 
 
 class _Checks:
@@ -262,34 +287,39 @@ class _Write(Job):
 def open_peer(
     address: Address, secret: bytes = b"", by: By = "auto", config: RemoteConfig | None = None
 ) -> RemoteTier:
-    """Another process's host tier. Its capacity is the peer's own; of `config` only how to ask counts."""
+    """Another process's host tier. Its capacity is the peer's own; of `config` only how to ask counts. An empty `secret` is this
+    user's own."""
     asked = config or RemoteConfig(capacity=1)
     if asked.compression != "none" or asked.keys is not None:
         raise ValueError("a peer keeps pages as its own engine uses them: neither compressed nor encrypted")
-    name = f"peer://{address[0]}:{address[1]}"
+    name = f"peer://{_name(address).removeprefix('peer ')}"
+    token = os.urandom(16)
 
     def connect() -> PeerConnection:
-        return PeerConnection(address, secret, asked.timeout, by)
+        return PeerConnection(address, secret, asked.timeout, by, token)
 
     try:
         first = connect()
     except Exception as error:
         raise TierError(f"the tier {name} cannot be opened: {error}") from error
     first.close()
-    config = replace(asked, capacity=first.capacity, batch_bytes=max(asked.batch_bytes, _BATCH_BYTES))
+    batch = min(first.lease_bytes, max(asked.batch_bytes, _BATCH_BYTES))
+    config = replace(asked, capacity=first.capacity, batch_bytes=batch)
     return RemoteTier(name, config, connect, (_Read, _Write), largest=first.slab_bytes)
 
 
 def opener(text: str) -> Callable[[], RemoteTier]:
-    """`peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`; by auto, shared, nixl or connection."""
+    """`peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`; by auto, shared, nixl or connection.
+    `peer:///path/of/socket?uid=1001` names a Unix socket, and the user that may serve there beside this one and root."""
     url = urlsplit(text)
     options = Options(text, url.query)
     try:
         port = url.port
     except ValueError as error:
         raise ValueError(f"{options.told}: {error}") from None
-    if url.hostname is None or port is None:
-        raise ValueError(f"{options.told}: write peer://host:port")
+    path = unquote(url.path) if not url.netloc else ""
+    if len(path) < 2 and (url.hostname is None or port is None):
+        raise ValueError(f"{options.told}: write peer://host:port, or peer:///path/of/socket")
     plain = RemoteConfig(capacity=1)
     config = replace(
         plain,
@@ -297,17 +327,18 @@ def opener(text: str) -> Callable[[], RemoteTier]:
         writers=options.whole("writers", plain.writers),
         timeout=options.seconds("timeout", plain.timeout),
     )
-    file, by = options.text("secret", ""), options.text("by", "auto")
+    by = options.text("by", "auto")
+    file, user = ("", options.whole("uid", -1)) if path else (options.text("secret", ""), -1)
     options.done()
     if by not in get_args(By):
         raise ValueError(f"{options.told}: by={by!r} is none of {', '.join(get_args(By))}")
-    address = url.hostname, port
+    address: Address = LocalAddress(path, (user,)) if path else (url.hostname or "", port or 0)
 
     def opened() -> RemoteTier:
         try:
-            secret = Path(file).read_bytes().strip() if file else b""
-        except OSError as error:
-            raise TierError(f"{options.told}: the secret cannot be read: {error.strerror}") from error
+            secret = read_secret(file) if file else b""
+        except ValueError as error:
+            raise TierError(f"{options.told}: {error}") from error
         return open_peer(address, secret, cast(By, by), config)
 
     return opened

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .files import Files
+from .files import Files, NotOursError
 from .segment import Record, Segment
 from .transfer import Outcome
 
@@ -48,6 +48,9 @@ def recover(
         why = "segments of another version are there: not read, the first to leave"
         try:
             segment: Segment | Outcome = Segment.open(files, number, direct)
+        except NotOursError as error:  # neither read nor removed
+            notes[f"a segment is left alone: {error.strerror}"] = None
+            continue
         except OSError as error:
             segment, why = Outcome.VERSION, f"segments cannot be read: {error.strerror}"
         if segment is Outcome.VERSION:

@@ -26,6 +26,7 @@ __all__ = ["RedisAddress", "RedisStore", "open_redis", "opener"]
 
 _INDEX, _SIZES, _COUNTS = b"kvloom/1:used", b"kvloom/1:sizes", b"kvloom/1:counts"
 _BATCH_BYTES = 2 << 20  # what a processor's cache holds: 8 MiB at once are up to twice slower
+_MOST_COUNT = (1 << 63) - 1
 _INDEXES = (3, _INDEX, _SIZES, _COUNTS)
 
 _RESERVE = """
@@ -162,7 +163,8 @@ class RedisStore(Store):
     def usage(self) -> Usage:
         self._resp.send([("HLEN", _SIZES), ("HMGET", _COUNTS, "bytes", "evicted")])
         objects, counts = self._answers(2)
-        return Usage(objects, *(int(count or 0) for count in counts))
+        # A server may say anything: counts stay within what metrics take.
+        return Usage(*(max(0, min(int(count or 0), _MOST_COUNT)) for count in (objects, *counts[:2])))
 
     def close(self) -> None:
         self._resp.close()

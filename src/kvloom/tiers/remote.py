@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from .bounded import StillRunningError
 from .codec import Compression, make_codec
-from .keys import Keyring
+from .keys import NoKeyError, Protect, check_protect, read_keys
 from .tier import Objects, Ranges, Tier, TierError, parted
 from .transfer import Outcome, Tally, TierStats, Transfer, explain, failed_transfer
 from .workers import Tools, Workers
@@ -66,12 +66,14 @@ class RemoteConfig:
     """`capacity` is what all who share the store may keep there, or this process alone where the store cannot count.
 
     `timeout` bounds each call to the store; `lookup`, `drop` and `stats` wait no longer. After a failure nobody asks the
-    store for a moment, which doubles to 10 s. `keys` is a file of keys (keys.py): pages are encrypted.
+    store for a moment, which doubles to 10 s. `keys` is a file of keys (keys.py): pages are sealed with them, by default encrypted
+    (`protect`), and their names are derived with them.
     """
 
     capacity: int
     compression: Compression = "none"
     keys: Path | str | None = None
+    protect: Protect | None = None
     readers: int = 2
     writers: int = 2
     timeout: float = 2.0
@@ -84,6 +86,7 @@ class RemoteConfig:
                 raise ValueError(f"{field}={getattr(self, field)} must be positive")
         if not self.timeout <= _MOST_TIMEOUT:
             raise ValueError(f"timeout={self.timeout} is no number of seconds up to {_MOST_TIMEOUT}")
+        check_protect(self.keys, self.protect)
 
     @property
     def batch(self) -> int:
@@ -150,8 +153,8 @@ class RemoteTier(Tier):
         self._name, self._config, self._at_end = name, config, at_end
         self._read_job, self._write_job = jobs
         self._largest = largest or config.capacity // (2 * config.writers)
-        keys = None if config.keys is None else Keyring.read(config.keys)
-        self._make_codec = partial(make_codec, config.compression, keys)
+        self._keys = read_keys(config.keys, config.protect)
+        self._make_codec = partial(make_codec, config.compression, self._keys)
         self._make_codec()  # a missing package is said now
         self._connect = connect
         self._control, self._control_lock = Link(connect), threading.Lock()
@@ -178,14 +181,26 @@ class RemoteTier(Tier):
     def capacity(self) -> int:
         return self._config.capacity
 
+    def _stored(self, objects: Objects) -> Objects:
+        """Returns objects under the keys that the store sees. NoKeyError: their tenant has no key."""
+        return objects if self._keys is None else self._keys.rename(objects)
+
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         nothing = [False] * len(objects)
-        found = self._ask(lambda store: store.exists(objects.keys), nothing) if len(objects) else nothing
+        try:
+            keys = self._stored(objects).keys
+        except NoKeyError:
+            return np.array(nothing, np.bool_)
+        found = self._ask(lambda store: store.exists(keys), nothing) if keys else nothing
         return np.array(found, np.bool_)
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
         start, stop = parted(objects.form, part)
+        try:
+            objects = self._stored(objects)
+        except NoKeyError as error:
+            return failed_transfer(len(objects), self._tally, "read", Outcome.LOCKED, f"{self.name}: {error}")
         transfer = Transfer(len(objects), self._tally, "read", stop - start)
         return self._submit("read", transfer, objects, into, (start, stop))
 
@@ -196,11 +211,20 @@ class RemoteTier(Tier):
             raise ValueError(
                 f"a page of {size} bytes does not fit {self.name}, which takes {self._largest}: raise its capacity"
             )
+        try:
+            objects = self._stored(objects)
+        except NoKeyError as error:
+            reason = f"{self.name}: not stored in the clear: {error}"
+            return failed_transfer(len(objects), self._tally, "write", Outcome.FAILED, reason)
         transfer = Transfer(len(objects), self._tally, "write", size)
         return self._submit("write", transfer, objects, source, (0, size))
 
     def drop(self, objects: Objects) -> int:
-        return int(self._ask(lambda store: store.remove(objects.keys), 0)) if len(objects) else 0
+        try:
+            keys = self._stored(objects).keys
+        except NoKeyError:
+            return 0
+        return int(self._ask(lambda store: store.remove(keys), 0)) if keys else 0
 
     def stats(self) -> TierStats:
         """The store's own count; the last one known while it does not answer."""

@@ -18,6 +18,9 @@ __all__ = ["RefusedError", "Resp"]
 _END = b"\r\n"
 _MOST_LINE = 1 << 16
 _RECEIVE_BYTES = 1 << 20  # the server has one thread, and goes on with the next answer meanwhile
+_MOST_SHORT = 64 << 10  # bytes of an answer without a place of its own: digests, counts
+_MOST_ITEMS, _MOST_DEPTH = 1024, 4  # of an array; arrays in arrays
+_MOST_VALUE = 512 << 20  # Redis itself takes no longer one
 _AHEAD = 4096  # bytes read beyond a line: what they are of a long answer is copied, the rest is not
 
 
@@ -30,8 +33,14 @@ class Resp:
     of no further use."""
 
     def __init__(
-        self, address: tuple[str, int] | str, timeout: float, tls: ssl.SSLContext | None = None
+        self,
+        address: tuple[str, int] | str,
+        timeout: float,
+        tls: ssl.SSLContext | None = None,
+        most: int = _MOST_SHORT,
     ) -> None:
+        """`most` bounds the bytes of an answer that has no place of its own."""
+        self._most = most
         if isinstance(address, str):
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connected.settimeout(timeout)
@@ -75,8 +84,9 @@ class Resp:
 
     # --- answers
 
-    def answer(self) -> Any:
-        """The next answer: bytes, a number, None, a list, or a RefusedError (not raised: it is one command's)."""
+    def answer(self, depth: int = 0) -> Any:
+        """The next answer: bytes, a number, None, a list, or a RefusedError (not raised: it is one command's). ValueError: it is longer
+        than any short answer, so no memory is set aside for it."""
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -86,7 +96,7 @@ class Resp:
         if kind == b"-":
             return RefusedError(rest.decode(errors="replace"))
         if kind == b"$":
-            length = int(rest)
+            length = _bounded("a string of bytes", int(rest), self._most)
             if length < 0:
                 return None
             data = bytearray(length)
@@ -94,7 +104,9 @@ class Resp:
             self._skip(2)
             return bytes(data)
         if kind == b"*":
-            return None if int(rest) < 0 else [self.answer() for _ in range(int(rest))]
+            items = _bounded("an array of items", int(rest), _MOST_ITEMS)
+            _bounded("arrays in arrays", depth + 1, _MOST_DEPTH)
+            return None if items < 0 else [self.answer(depth + 1) for _ in range(items)]
         raise ValueError(f"not an answer of Redis: {line[:40]!r}")
 
     def long_answer(self, place: Callable[[int], Sequence[memoryview] | None]) -> int:
@@ -104,7 +116,7 @@ class Resp:
             raise RefusedError(line[1:].decode(errors="replace"))
         if line[:1] != b"$":
             raise ValueError(f"not a string of Redis: {line[:40]!r}")
-        length = int(line[1:])
+        length = _bounded("a value of bytes", int(line[1:]), _MOST_VALUE)
         if length < 0:
             return -1
         pieces = place(length)
@@ -144,3 +156,10 @@ class Resp:
             step = min(count, self._end - self._at)
             self._at += step
             count -= step
+
+
+def _bounded(what: str, length: int, most: int) -> int:
+    """Returns a length that the server named. ValueError: it is above `most`."""
+    if length > most:
+        raise ValueError(f"Redis announced {what}: {length}, the limit is {most}; is it a Redis server?")
+    return length

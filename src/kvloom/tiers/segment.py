@@ -2,7 +2,7 @@
 
     block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16  checksum u64   (0: everybody's)
     frame     "KVLF"  version u16  0 u16  id 16  offset u64  records u32  heads u32  bodies u64
-              heads (see codec)  checksum u64              of the frame's header and heads
+              heads (see codec)  checksum u64              of the frame's header and heads; heads take 32 MiB at most
               … from the next block on: bodies, each beginning on a block of 4096 bytes
 
 The frames are the index: opening a segment reads their heads. A frame that was not finished has a wrong checksum, or
@@ -24,7 +24,7 @@ from .codec import Head, parse_head
 from .files import BLOCK, Files, aligned, aligned_bytes
 from .transfer import Outcome
 
-__all__ = ["NOBODY", "SEGMENT_VERSION", "Frame", "Record", "Segment", "owner_of"]
+__all__ = ["MOST_HEADS", "NOBODY", "SEGMENT_VERSION", "Frame", "Record", "Segment", "owner_of"]
 
 SEGMENT_VERSION = 1
 _MAGIC, _FRAME_MAGIC = b"KVLSEG", b"KVLF"
@@ -32,6 +32,8 @@ _HEADER = struct.Struct("<6sH16sQ")
 _FRAME = struct.Struct("<4sHH16sQIIQ")
 _CHECK = struct.Struct("<Q")
 _SCAN_BYTES = 1 << 20
+MOST_HEADS = 32 << 20
+"""Bytes of heads in one frame. A reader sets no more memory aside, whatever a frame says."""
 NOBODY = bytes(16)
 """The owner of segments that hold everybody's pages."""
 _OWNER_AT = _HEADER.size + _CHECK.size
@@ -213,6 +215,8 @@ class Segment:
         if (magic, version, identity, told) != (_FRAME_MAGIC, SEGMENT_VERSION, self.id, at):
             return None
         used = _FRAME.size + heads_bytes + _CHECK.size
+        if heads_bytes > MOST_HEADS or at + used > aligned(self.size):
+            return None
         if used > BLOCK:
             room = aligned_bytes(used)
             if self._files.read(self.fd, [room[: aligned(used)]], at) < aligned(used):

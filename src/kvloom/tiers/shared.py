@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import threading
 import weakref
@@ -21,6 +22,7 @@ import numpy.typing as npt
 __all__ = ["SharedMemory", "map_shared"]
 
 _SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, which Python has no name for
+_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRINK") else 0
 
 
 class SharedMemory:
@@ -34,8 +36,11 @@ class SharedMemory:
         weakref.finalize(self, os.close, self._fd)  # open, it would keep the memory, whoever let go of that
         os.ftruncate(self._fd, size)
         self.buffer = mmap.mmap(self._fd, size)
+        # A peer that could cut it short would end every process that has it mapped.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _FIXED)
         if read_only:  # what is mapped stays as it is
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
     @property
     def path(self) -> str:
@@ -61,11 +66,13 @@ def map_shared(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None
 
 def _map(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
     try:
-        if not path.startswith("/proc/") or f"/memfd:kvloom-{token} " not in f"{Path(path).readlink()} ":
+        if not re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", path) or not re.fullmatch(r"[0-9a-f]{32}", token):
+            return None
+        if not str(Path(path).readlink()).startswith(f"/memfd:kvloom-{token} "):
             return None
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.fstat(fd).st_size != size:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FIXED != _FIXED or os.fstat(fd).st_size != size:
                 return None
             try:
                 mapped = mmap.mmap(fd, size)

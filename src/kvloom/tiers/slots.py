@@ -29,6 +29,10 @@ class Slots:
     def __init__(self) -> None:
         self.offset: Index = np.zeros(_FIRST, np.int64)
         self.size: Index = np.zeros(_FIRST, np.int64)
+        self.run: Index = np.zeros(_FIRST, np.int64)
+        """Bytes of one layer run, as its writer gave them."""
+        self.writer: Index = np.zeros(_FIRST, np.int64)
+        """Which peer wrote it; 0 is this process."""
         self.tick: Index = np.zeros(_FIRST, np.int64)
         """When it was used last; -1 of one that nobody can find any more."""
         self.account: npt.NDArray[np.int32] = np.zeros(_FIRST, np.int32)
@@ -76,7 +80,7 @@ class Slots:
 
     def _grow(self) -> None:
         before = len(self.offset)
-        for name in ("offset", "size", "tick", "account", "held", "ready", "gone"):
+        for name in ("offset", "size", "run", "writer", "tick", "account", "held", "ready", "gone"):
             old: npt.NDArray[Any] = getattr(self, name)
             # A new array: who reads a held slot without the lock may go on reading the old one.
             setattr(self, name, np.concatenate((old, np.zeros_like(old))))

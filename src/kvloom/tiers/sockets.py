@@ -155,7 +155,9 @@ def _pieces(data: memoryview, step: int) -> list[memoryview]:
 
 
 def _near(connected: socket.socket) -> bool:
-    """Is the other side on this host, by TCP?"""
+    """Whether the other side is on this host."""
+    if connected.family == getattr(socket, "AF_UNIX", None):
+        return True
     try:
         name = connected.getpeername()
         return isinstance(name, tuple) and ip_address(name[0]).is_loopback

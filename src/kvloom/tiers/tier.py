@@ -102,6 +102,12 @@ class Objects:
         tail = self.group.to_bytes(4, "little") + self.form.fingerprint
         return [name + tail for name in self.names]
 
+    def stored_as(self, keys: list[bytes]) -> Objects:
+        """Returns the same objects under other `keys`, one for each."""
+        renamed = Objects(self.names, self.group, self.form, self.tenant)
+        vars(renamed)["keys"] = keys
+        return renamed
+
 
 @dataclass(frozen=True)
 class Ranges:

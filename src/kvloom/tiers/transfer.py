@@ -35,7 +35,8 @@ class Outcome(IntEnum):
     BUSY = 8  # too much under way already
     FAILED = 9  # the medium said no, or the tier is closed; `Transfer.reason` has its words
     LATE = 10  # the caller stopped waiting
-    LOCKED = 11  # encrypted with a key that this tier does not have
+    LOCKED = 11  # sealed with a key that this tier does not have, or changed since
+    UNTRUSTED = 12  # a plain page in a tier with keys
 
 
 _WORDS = {
@@ -44,7 +45,8 @@ _WORDS = {
     Outcome.SHORT: "fewer bytes than were written",
     Outcome.VERSION: "written by another version of the format",
     Outcome.LAYOUT: "an object's head disagrees with its form",
-    Outcome.LOCKED: "encrypted with another key, or the tenant has none here",
+    Outcome.LOCKED: "sealed with another key, or changed since, or the tenant has none here",
+    Outcome.UNTRUSTED: "a plain page in a tier with keys, which trusts sealed pages only",
 }
 
 

@@ -25,6 +25,8 @@ __all__ = ["PREFIX", "Counted", "Place", "Store", "Want", "store_tier"]
 
 PREFIX = b"kvloom/1/"
 _FORGET = (Outcome.CORRUPT, Outcome.SHORT)  # it will not get better: room for a good copy
+_FORGET_KEYED = (*_FORGET, Outcome.LAYOUT, Outcome.LOCKED, Outcome.UNTRUSTED)
+"""With keys a stored name is derived from tenant, block hash and layout: a page that does not fit them is good for no reader."""
 
 Place = Callable[[int, int], Sequence[memoryview] | None]
 """(which, length) -> where that many bytes go, in order; None: they are not wanted."""
@@ -163,7 +165,8 @@ class _Read(Job):
             outcomes = self._plain_parts(link, tools)
         else:
             outcomes = self._parts(link, tools, self.which)
-        bad = [self.objects.keys[index] for index, got in outcomes.items() if got in _FORGET]
+        forget = _FORGET if tools.codec.keys is None else _FORGET_KEYED
+        bad = [self.objects.keys[index] for index, got in outcomes.items() if got in forget]
         if bad:
             link.call(lambda store: store.remove(bad))
         self.settle(outcomes)

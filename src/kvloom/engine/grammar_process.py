@@ -1,0 +1,262 @@
+"""The processes that compile grammars and compute token masks. `python -m kvloom.engine.grammar_process CONTROL SOURCE`.
+
+    engine ── fork, kill, nice ──▶ parent: has the tokenizer, runs no grammar ── fork ──▶ one child per grammar
+    engine ◀────────────── socket of the grammar: compile once, then tokens in, masks out ──────────▶ child
+
+A child has a limit of memory for its life and a limit of CPU seconds for each frame; it dies when it exceeds one. A child
+therefore takes nothing with it but its own grammar. The parent reports each child's exit status. All processes end when
+the engine does. Imports neither torch nor numpy: the parent must stay one thread, so that it can fork.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+__all__ = ["COMMAND", "FRAME", "NEWS", "memory_used"]
+
+COMMAND = struct.Struct("<cq")
+"""Engine to parent: F (fork; carries the child's socket), K (kill) or N (nice 19), and the child's key."""
+NEWS = struct.Struct("<cqi")
+"""Parent to engine: R (ready; words of a mask), X (cannot start; a text of that many bytes follows), or E (a child's key, and
+its wait status)."""
+FRAME = struct.Struct("<II")
+"""Before each frame of a child's socket: bytes of JSON, bytes of masks."""
+
+ERROR_CHARACTERS = 2000
+PARALLEL_MASKS = 8
+"""From so many masks in one frame on, threads share the work."""
+THREADS = 4
+SHARED_LIMIT = 32
+"""So many states share the CPU limit of one; more get more."""
+JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Where spaces stand in JSON, unless a schema says otherwise: a small model that may put them anywhere puts nothing else."""
+
+
+def memory_used() -> int:
+    """Bytes of private memory of this process; 0 where the system does not report them."""
+    try:
+        with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - once a frame: a Path costs more than the read
+            return int(file.read().split()[5]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def main(control_fd: int, source_fd: int) -> None:
+    """Load the tokenizer, then fork a child for each grammar until the engine closes its end."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the engine may drain; when it ends, so does this
+        signal.signal(number, signal.SIG_IGN)
+    control = socket.socket(fileno=control_fd)
+    with os.fdopen(source_fd, "rb") as file:
+        file.seek(0)
+        given = json.load(file)
+    try:
+        tokenizer = _tokenizer(given["tokenizer"], given["eos"])
+    except Exception as error:  # noqa: BLE001 - whatever the library raises is the answer
+        said = str(error).encode()
+        control.sendall(NEWS.pack(b"X", len(said), 0) + said)
+        return
+    words = -(-tokenizer.vocab_size // 32)
+    control.sendall(NEWS.pack(b"R", words, 0))
+    gc.collect()
+    gc.freeze()  # children share these pages: the collector must not write to them
+    seconds, memory = float(given["seconds"]), int(given["memory"])
+    _parent(control, lambda link: _Child(link, tokenizer, words, seconds, memory).serve())
+
+
+def _tokenizer(source: str, eos: list[int]) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    plain = json.loads(source)
+    plain["padding"] = plain["truncation"] = None
+    return LLTokenizer(json.dumps(plain), eos_token=eos or None)
+
+
+def _parent(control: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    """Do what the engine asks, and report children that ended."""
+    wake, woken = socket.socketpair()
+    for end in (wake, woken):
+        end.setblocking(False)
+    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    pids: dict[int, int] = {}
+    try:
+        while True:
+            ready, _, _ = select.select([control, wake], [], [])
+            if wake in ready:
+                with suppress(BlockingIOError):
+                    wake.recv(4096)
+                for key, pid in list(pids.items()):
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        del pids[key]
+                        control.sendall(NEWS.pack(b"E", key, status))
+            if control in ready:
+                data, fds, _, _ = socket.recv_fds(control, COMMAND.size, 1)
+                if len(data) < COMMAND.size:
+                    return
+                verb, key = COMMAND.unpack(data)
+                if verb == b"F":
+                    try:
+                        pid = os.fork()
+                    except OSError:  # too many processes: as if the system had killed it
+                        os.close(fds[0])
+                        control.sendall(NEWS.pack(b"E", key, signal.SIGKILL))
+                        continue
+                    if not pid:
+                        try:
+                            signal.set_wakeup_fd(-1)
+                            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                            for end in (control, wake, woken):
+                                end.close()
+                            serve(socket.socket(fileno=fds[0]))
+                        finally:
+                            os._exit(3)
+                    os.close(fds[0])
+                    pids[key] = pid
+                elif (pid := pids.get(key, 0)) and verb == b"K":
+                    os.kill(pid, signal.SIGKILL)
+                elif pid:
+                    os.setpriority(os.PRIO_PROCESS, pid, 19)
+    except OSError:
+        return  # the engine is gone
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+
+
+class _Child:
+    """One grammar, and the states of the texts that follow it."""
+
+    def __init__(
+        self, link: socket.socket, tokenizer: LLTokenizer, words: int, seconds: float, memory: int
+    ) -> None:
+        self._link, self._tokenizer, self._seconds = link, tokenizer, seconds
+        self._mask_bytes = 4 * words
+        self._states: dict[int, LLMatcher] = {}
+        self._executor: LLExecutor | None = None
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 2)  # what a dying allocator prints; the status says it all
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        self._base = memory_used()
+        if self._base:
+            resource.setrlimit(resource.RLIMIT_DATA, (self._base + memory, self._base + memory))
+
+    def serve(self) -> None:
+        """Compile the first frame's grammar, then answer frames of operations until the other end closes."""
+        asked = self._receive()
+        if asked is None:
+            return
+        self._limit(self._seconds)
+        self._first, error = self._compiled(asked["kind"], asked["text"])
+        masks = b""
+        if not error:
+            masks = self._masks([self._first])
+            error = self._first.get_error()
+        self._limit(0)
+        about = [self._about(self._first)] if not error else []
+        self._send({"error": error[:ERROR_CHARACTERS], "about": about, "bytes": self._grown()}, masks)
+        while not error and (asked := self._receive()) is not None:
+            self._limit(self._seconds * max(1.0, len(asked["do"]) / SHARED_LIMIT))
+            about, masks = self._operate(asked["do"])
+            self._limit(0)
+            self._send({"about": about, "bytes": self._grown()}, masks)
+
+    def _operate(self, operations: list[list[Any]]) -> tuple[list[list[Any]], bytes]:
+        """["a", state, token]: advance. ["c", state, other]: copy to a new state. ["d", state]: drop."""
+        moved = []
+        for verb, key, *more in operations:
+            if verb == "d":
+                self._states.pop(key, None)
+                continue
+            if key not in self._states:
+                self._states[key] = self._first.deep_copy()
+            if verb == "c":
+                self._states[more[0]] = self._states[key].deep_copy()
+            else:
+                self._states[key].consume_token(more[0])
+                moved.append(self._states[key])
+        masks = self._masks(moved)
+        return [self._about(matcher) for matcher in moved], masks
+
+    @staticmethod
+    def _about(matcher: LLMatcher) -> list[Any]:
+        error = matcher.get_error() if matcher.is_error() else ""
+        return [error[:ERROR_CHARACTERS], matcher.is_stopped(), not error and matcher.is_accepting()]
+
+    def _masks(self, matchers: list[LLMatcher]) -> bytes:
+        """One bit a token for each matcher; none where it failed."""
+        size = self._mask_bytes
+        masks = (ctypes.c_char * (size * len(matchers)))()
+        start = ctypes.addressof(masks)
+        alive = [(matcher, i) for i, matcher in enumerate(matchers) if not matcher.is_error()]
+        if len(alive) >= PARALLEL_MASKS:
+            if self._executor is None:
+                from llguidance import LLExecutor
+
+                self._executor = LLExecutor(min(THREADS, os.cpu_count() or 1))
+            self._executor.unsafe_compute_mask_ptr(alive, start, size, len(matchers))
+        else:
+            for matcher, i in alive:
+                matcher.unsafe_compute_mask_ptr(start + i * size, size)
+        return bytes(masks)
+
+    def _compiled(self, kind: str, text: str) -> tuple[LLMatcher, str]:
+        from llguidance import LLMatcher, LLParserLimits
+
+        makers: dict[str, Callable[[str], str]] = {
+            "json_schema": lambda text: LLMatcher.grammar_from_json_schema(text, defaults=JSON_SPACING),
+            "regex": LLMatcher.grammar_from_regex,
+            "grammar": LLMatcher.grammar_from_lark,
+        }
+        # The CPU limit is what bounds a mask: objects of several hundred optional properties exceed the library's defaults.
+        limits = LLParserLimits(max_items_in_row=10_000, step_max_items=200_000, verbose_errors=False)
+        try:
+            matcher = LLMatcher(self._tokenizer, makers[kind](text), log_level=0, limits=limits)
+        except (ValueError, RecursionError) as error:
+            return None, str(error) or type(error).__name__  # type: ignore[return-value]
+        return matcher, matcher.get_error()
+
+    def _limit(self, seconds: float) -> None:
+        """SIGPROF ends the process after so many CPU seconds of all its threads; 0: never."""
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+    def _grown(self) -> int:
+        return max(0, memory_used() - self._base)
+
+    def _receive(self) -> Any:
+        header = self._exactly(FRAME.size)
+        return None if header is None else json.loads(self._exactly(FRAME.unpack(header)[0]) or b"null")
+
+    def _exactly(self, count: int) -> bytearray | None:
+        data = bytearray()
+        while len(data) < count:
+            part = self._link.recv(min(count - len(data), 1 << 20))
+            if not part:
+                return None
+            data += part
+        return data
+
+    def _send(self, told: dict[str, Any], masks: bytes) -> None:
+        said = json.dumps(told).encode()
+        self._link.sendall(FRAME.pack(len(said), len(masks)) + said + masks)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,266 @@
+"""Chat templates rendered within limits: characters of text, seconds of CPU time, values of the request.
+
+A template may repeat what a request gives, for every message. So the text is counted while the template writes it, and
+rendering ends at the first part that passes a limit. transformers still renders: `limit_templates` replaces how its compiled
+templates run, and the text stays the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .errors import bad_request
+
+__all__ = [
+    "MOST_DEPTH",
+    "MOST_VALUES",
+    "RenderError",
+    "limit_templates",
+    "rendering",
+    "reserved_names",
+    "weigh",
+]
+
+MOST_VALUES = 1 << 17
+"""Values (items of lists and objects) that messages, tools, documents and template variables may have together."""
+MOST_DEPTH = 64
+"""Lists and objects inside each other, in the same fields."""
+STEPS = 64
+"""Attribute reads and calls of a template between two looks at the clock."""
+JINJA_NAMES = ("self", "super", "loop", "caller", "varargs", "kwargs", "context", "environment", "messages")
+
+_thread = threading.local()
+
+
+class RenderError(Exception):
+    """A template passed a limit; the message states which."""
+
+
+class _Work:
+    """The limits of one rendering, and what it used."""
+
+    __slots__ = ("_characters", "_end", "_limit", "_seconds", "_steps")
+
+    def __init__(self, characters: int, seconds: float) -> None:
+        self._limit, self._seconds = characters, seconds
+        self._characters = self._steps = 0
+        self._end = time.thread_time() + seconds
+
+    def step(self) -> None:
+        """Count one step. CPU time of this thread counts, so a busy machine refuses nothing."""
+        self._steps += 1
+        if self._steps % STEPS == 0 and time.thread_time() > self._end:
+            raise RenderError(
+                f"the chat template ran for more than {self._seconds:g} seconds: send fewer messages, or raise --template-seconds"
+            )
+
+    def add(self, characters: int) -> None:
+        """Count characters of the prompt."""
+        self._characters += characters
+        self.check(self._characters)
+        self.step()
+
+    def check(self, characters: int) -> None:
+        """Raise RenderError for one text of more characters than the whole prompt may have."""
+        if characters > self._limit:
+            raise RenderError(
+                f"the chat template writes more than {self._limit:,} characters, and no more fit here: shorten the messages"
+            )
+
+
+def _work() -> _Work | None:
+    return getattr(_thread, "work", None)
+
+
+@contextmanager
+def rendering(characters: int, seconds: float) -> Iterator[None]:
+    """Limit what templates do in this thread until the block ends. They raise RenderError at the first limit they pass."""
+    _thread.work = _Work(characters, seconds)
+    try:
+        yield
+    finally:
+        _thread.work = None
+
+
+def weigh(values: Iterable[Any], param: str) -> int:
+    """Return the characters of all texts in `values`. Raises ApiError for too many values, or values nested too deep."""
+    characters = count = depth = 0
+    level: list[Any] = list(values)
+    while level:
+        deeper: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                characters += len(value)
+            elif isinstance(value, dict | list):
+                count += len(value)
+                if count > MOST_VALUES:
+                    raise bad_request(
+                        f"{param}: more than {MOST_VALUES:,} values were given, and a template takes no more: send fewer", param
+                    )  # fmt: skip
+                if depth >= MOST_DEPTH:
+                    raise bad_request(
+                        f"{param}: values are nested deeper than {MOST_DEPTH} levels, the limit: flatten them", param
+                    )  # fmt: skip
+                deeper += value
+                if isinstance(value, dict):
+                    deeper += value.values()
+        depth += 1
+        level = deeper
+    return characters
+
+
+def reserved_names(tokenizer: Any) -> frozenset[str]:
+    """Return the names that chat_template_kwargs may not have: special tokens, and what the server, transformers and jinja set."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    names = {
+        *JINJA_NAMES,
+        *tokenizer.special_tokens_map,
+        *getattr(tokenizer, "SPECIAL_TOKENS_ATTRIBUTES", ()),
+    }
+    for function in (tokenizer.apply_chat_template, render_jinja_template):
+        names |= set(inspect.signature(function).parameters)
+    for template in _sources(tokenizer):
+        compiled = _compiled(template)
+        names |= set() if compiled is None else set(compiled.environment.globals)
+    return frozenset(names)
+
+
+def limit_templates(tokenizer: Any) -> None:
+    """Make the tokenizer's chat templates keep the limits of `rendering`. Outside of it they run as before."""
+    for source in _sources(tokenizer):
+        compiled = _compiled(source)
+        if compiled is None or hasattr(compiled, "kvloom_limited"):
+            continue
+        compiled.render = _limited(source, compiled)
+        compiled.kvloom_limited = True
+        if _compiled(source) is not compiled:
+            raise RuntimeError(
+                "this version of transformers compiles a chat template for every request: use 5.17 to 5.22"
+            )
+
+
+def _sources(tokenizer: Any) -> list[str]:
+    """The texts of a tokenizer's chat templates: none, one, or several by name."""
+    found = getattr(tokenizer, "chat_template", None) or []
+    return list(found.values()) if isinstance(found, dict) else [found] if isinstance(found, str) else []
+
+
+def _compiled(source: str) -> Any | None:
+    """The compiled template that transformers keeps; None for a text that is no template, which every request then reports."""
+    from jinja2.exceptions import TemplateError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        return _compile_jinja_template(source)
+    except TemplateError:
+        return None
+
+
+def _limited(source: str, compiled: Any) -> Callable[..., str]:
+    """Return a `render` for a compiled template that counts its work where `rendering` asks for it."""
+    plain = compiled.render
+    counted = _environment(compiled.environment).from_string(source)
+
+    def render(*args: Any, **variables: Any) -> str:
+        work = _work()
+        if work is None:
+            return str(plain(*args, **variables))
+        parts = []
+        for part in counted.generate(*args, **variables):
+            work.add(len(part))
+            parts.append(part)
+        return "".join(parts)
+
+    return render
+
+
+def _environment(original: Any) -> Any:
+    """A copy of a template's environment that counts steps, and checks texts before they are made."""
+    from jinja2.filters import do_join, do_replace, make_attrgetter
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import pass_eval_context
+
+    def check(characters: int) -> None:
+        if (work := _work()) is not None:
+            work.check(characters)
+
+    class Counted(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(("+", "*"))
+
+        def concat(self, parts: Iterable[str]) -> str:
+            found = list(parts)
+            check(sum(map(len, found)))
+            return "".join(found)
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            if (work := _work()) is not None:
+                work.step()
+            return super().getattr(obj, attribute)
+
+        def getitem(self, obj: Any, argument: Any) -> Any:
+            if (work := _work()) is not None:
+                work.step()
+            return super().getitem(obj, argument)
+
+        def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if (work := _work()) is not None:
+                work.step()
+                text = getattr(obj, "__self__", None)
+                if isinstance(text, str):
+                    work.check(_result_length(text, getattr(obj, "__name__", ""), [*args, *kwargs.values()]))
+            return super().call(context, obj, *args, **kwargs)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if (work := _work()) is not None:
+                work.step()
+                if operator == "*":
+                    work.check(_repeated_length(left, right))
+                elif isinstance(left, str) and isinstance(right, str):
+                    work.check(len(left) + len(right))
+            return super().call_binop(context, operator, left, right)
+
+    @pass_eval_context
+    def join(context: Any, value: Any, d: str = "", attribute: str | int | None = None) -> str:
+        read: Callable[[Any], Any] = (
+            (lambda item: item) if attribute is None else make_attrgetter(original, attribute)
+        )
+        found = [read(item) for item in value]
+        check(sum(len(item) for item in found if isinstance(item, str)) + len(d) * len(found))
+        return str(do_join(context, found, d))
+
+    @pass_eval_context
+    def replace(context: Any, s: str, old: str, new: str, count: int | None = None) -> str:
+        if isinstance(s, str):
+            check(_result_length(s, "replace", [old, new]))
+        return str(do_replace(context, s, old, new, count))
+
+    made: Any = object.__new__(Counted)
+    made.__dict__.update(original.__dict__)
+    made.filters = {**original.filters, "join": join, "replace": replace}
+    return made
+
+
+def _result_length(text: str, method: str, given: list[Any]) -> int:
+    """The most characters that a method of str returns, for those that return more than they are given."""
+    if method == "replace" and len(given) >= 2 and all(isinstance(one, str) for one in given[:2]):
+        return len(text) + text.count(given[0]) * max(0, len(given[1]) - len(given[0]))
+    if method == "join" and given and isinstance(given[0], list | tuple):
+        return sum(len(one) for one in given[0] if isinstance(one, str)) + len(text) * len(given[0])
+    if method in ("center", "ljust", "rjust", "zfill"):
+        return max((one for one in given if isinstance(one, int)), default=0)
+    if method == "expandtabs":
+        return text.count("\t") * max((one for one in given if isinstance(one, int)), default=8)
+    return 0
+
+
+def _repeated_length(left: Any, right: Any) -> int:
+    for one, times in ((left, right), (right, left)):
+        if isinstance(one, str | list | tuple) and isinstance(times, int):
+            return len(one) * times
+    return 0

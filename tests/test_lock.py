@@ -1,0 +1,42 @@
+"""requirements.lock: one hashed version of every package that `make setup` installs, within what pyproject.toml allows."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+LOCKED = re.split(r"\n(?=[a-zA-Z])", (ROOT / "requirements.lock").read_text(encoding="utf-8"))[1:]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def versions() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for entry in LOCKED:
+        name, _, rest = entry.partition("==")
+        found.setdefault(canonicalize_name(name), []).append(rest.split()[0])
+    return found
+
+
+@pytest.mark.parametrize("extra", ["", "engine", "serve", "grammar", "dev"])
+def test_every_dependency_is_locked_to_a_version_that_the_project_allows(extra: str) -> None:
+    lines = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    locked = versions()
+    for requirement in map(Requirement, lines):
+        name = canonicalize_name(requirement.name)
+        if name == "torch":  # `make setup` installs it first, by name
+            continue
+        assert name in locked, f"{name} is not in requirements.lock: run `make lock`"
+        assert any(requirement.specifier.contains(version) for version in locked[name])
+
+
+def test_every_locked_package_has_hashes() -> None:
+    assert len(LOCKED) > 50
+    assert not [entry.split()[0] for entry in LOCKED if "--hash=sha256:" not in entry]
+
+
+def test_the_lock_names_no_registry() -> None:
+    assert not [entry for entry in LOCKED if "://" in entry]

@@ -1,0 +1,154 @@
+"""The disk tier's directory and files against other users: symbolic links, foreign owners, modes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvloom.tiers import TierError
+
+from .conformance import get, put
+from .test_disk import opened
+
+PRECIOUS = b"a file that no tier may touch\n"
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    path = tmp_path / "precious"
+    path.write_bytes(PRECIOUS)
+    return path
+
+
+@pytest.mark.parametrize("name", ["lock", "dropped"])
+def test_a_symbolic_link_in_place_of_a_file_is_refused_and_its_target_keeps_its_bytes(
+    tmp_path: Path, precious: Path, name: str
+) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    (folder / name).symlink_to(precious)
+    with pytest.raises(TierError, match=f"'{name}' is a symbolic link: remove it"):
+        opened(folder)
+    assert precious.read_bytes() == PRECIOUS
+    (folder / name).unlink()
+    opened(folder).close()
+
+
+def test_a_dangling_symbolic_link_creates_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    for name in ("lock", "dropped"):
+        (folder / name).symlink_to(tmp_path / "created")
+        with pytest.raises(TierError, match="is a symbolic link"):
+            opened(folder)
+        (folder / name).unlink()
+    assert not (tmp_path / "created").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "fifo", "directory"])
+def test_a_segment_of_another_kind_is_neither_read_nor_removed(
+    tmp_path: Path, precious: Path, kind: str
+) -> None:
+    folder = tmp_path / "kv"
+    first = opened(folder)
+    assert put(first, range(4)).ok.all()
+    first.close()
+    planted = folder / "000000000777.seg"
+    if kind == "link":
+        planted.symlink_to(precious)
+    elif kind == "hard link":
+        os.link(precious, planted)
+    elif kind == "fifo":
+        os.mkfifo(planted)
+    else:
+        planted.mkdir()
+    tier = opened(folder)
+    assert any("000000000777.seg" in note for note in tier.stats().notes)
+    assert get(tier, range(4)).ok.all()
+    for start in range(10, 300, 50):  # more than fits: segments leave
+        assert put(tier, range(start, start + 50)).wait(20)
+    tier.close()
+    assert os.path.lexists(planted)
+    assert precious.read_bytes() == PRECIOUS
+
+
+def test_a_file_called_lock_that_is_no_lock_is_not_truncated(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    (folder / "lock").write_bytes(PRECIOUS)
+    with pytest.raises(TierError, match="'lock' is no lock of a disk tier"):
+        opened(folder)
+    assert (folder / "lock").read_bytes() == PRECIOUS
+    (folder / "lock").write_text("4194304\n")  # as a process that was killed leaves it
+    opened(folder).close()
+
+
+def test_a_hard_link_called_lock_is_refused(tmp_path: Path, precious: Path) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    os.link(precious, folder / "lock")
+    with pytest.raises(TierError, match="2 hard links"):
+        opened(folder)
+    assert precious.read_bytes() == PRECIOUS
+
+
+def test_files_of_another_user_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kv"
+    opened(folder).close()
+    stranger = os.geteuid() + 1000
+    monkeypatch.setattr(os, "geteuid", lambda: stranger)
+    with pytest.raises(TierError, match=f"'lock' belongs to user .*, not to user {stranger}"):
+        opened(folder)
+
+
+def test_a_directory_of_others_that_everyone_may_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with caplog.at_level(logging.WARNING, "kvloom.tiers"):
+        opened(folder).close()  # our own: a warning
+    assert f"run chmod 700 {folder}" in caplog.text
+    (folder / "lock").unlink()
+    (folder / "dropped").unlink()
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(
+        TierError, match=r"every user may exchange its files \(mode 777\). Give a directory inside"
+    ):
+        opened(folder)
+    assert not list(folder.iterdir())
+
+
+def test_a_symbolic_link_of_a_stranger_to_a_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, link = tmp_path / "kv", tmp_path / "link"
+    folder.mkdir(mode=0o700)
+    link.symlink_to(folder)
+    opened(link).close()  # our own link: a usual way to name a disk
+    if os.geteuid() == 0:
+        os.chown(link, 54321, 54321, follow_symlinks=False)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(TierError, match="made this symbolic link"):
+        opened(link)
+
+
+def test_directories_are_for_their_owner_alone_and_files_too(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        tier = opened(tmp_path / "a" / "b" / "kv")
+        assert put(tier, range(4)).ok.all()
+        tier.close()
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "kv"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    files = list((tmp_path / "a" / "b" / "kv").iterdir())
+    assert {"lock", "dropped"} < {file.name for file in files}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}

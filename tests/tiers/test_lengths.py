@@ -1,0 +1,169 @@
+"""Lengths from outside: no store, file or page makes this process set aside memory that was not asked for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvloom.tiers import DiskConfig, DiskTier, Form, Outcome, append, segment
+from kvloom.tiers.codec import Head, make_codec, parse_head, seal
+from kvloom.tiers.dropped import Dropped
+from kvloom.tiers.files import BLOCK, SystemFiles, aligned_bytes
+from kvloom.tiers.resp import Resp
+
+from .conformance import FORM, RUN, get, objects, page, put
+
+MIB = 1 << 20
+
+
+@contextmanager
+def server(answer: bytes) -> Iterator[int]:
+    """Answers the first command with these bytes, and nothing more."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        over = threading.Event()
+
+        def run() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+                over.wait(20)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield listening.getsockname()[1]
+        over.set()
+        thread.join(20)
+
+
+@contextmanager
+def peak_below(most: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"$3000000000\r\n", "a string of bytes: 3000000000, the limit is 65536"),
+        (b"$100000\r\n", "a string of bytes: 100000"),
+        (b"*3000000000\r\n", "an array of items: 3000000000, the limit is 1024"),
+        (b"*1\r\n" * 200, "arrays in arrays: 5, the limit is 4"),
+        (b"*1\r\n$3000000000\r\n", "a string of bytes: 3000000000"),
+    ],
+)
+def test_a_length_of_redis_is_checked_before_memory_is_set_aside(answer: bytes, said: str) -> None:
+    with server(answer) as port, peak_below(8 * MIB):
+        resp = Resp(("127.0.0.1", port), 2)
+        with pytest.raises(ValueError, match=said):
+            resp.ask("PING")
+        resp.close()
+
+
+def test_a_value_longer_than_redis_takes_ends_the_connection_at_once() -> None:
+    with server(b"$3000000000\r\n") as port, peak_below(8 * MIB):
+        resp = Resp(("127.0.0.1", port), 2)
+        resp.send([("GET", "x")])
+        with pytest.raises(ValueError, match="a value of bytes: 3000000000, the limit is 536870912"):
+            resp.long_answer(lambda length: None)
+        resp.close()
+
+
+def test_a_frame_that_claims_more_heads_than_any_has_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(DiskConfig(tmp_path, 64 * MIB, durable="process"))
+    assert put(tier, range(3)).ok.all()
+    tier.close()
+    (path,) = tmp_path.glob("*.seg")
+    with path.open("r+b") as file:
+        header = file.read(BLOCK)
+        end = file.seek(0, os.SEEK_END)
+        file.write(segment._FRAME.pack(b"KVLF", 1, 0, header[8:24], end, 1 << 31, 512 * MIB, 0))
+        file.truncate(end + 1024 * MIB)  # sparse
+    asked: list[int] = []
+
+    def counted(size: int) -> memoryview:
+        asked.append(size)
+        return aligned_bytes(size)
+
+    monkeypatch.setattr(segment, "aligned_bytes", counted)
+    tier = DiskTier(DiskConfig(tmp_path, 2048 * MIB, durable="process"))
+    assert get(tier, range(3)).ok.all(), "the frames before it are served"
+    tier.close()
+    assert max(asked) <= 2 * MIB
+
+
+def test_frames_of_pages_with_many_runs_stay_within_what_a_reader_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a small limit: 256 runs a page are 3 KB of head each."""
+    for module in (append, segment):
+        monkeypatch.setattr(module, "MOST_HEADS", 64 << 10)
+    form = Form("u8", "x", 4096, 16)
+    tier = DiskTier(DiskConfig(tmp_path, 64 * MIB, durable="process"))
+    assert put(tier, range(100), form).ok.all()
+    tier.close()
+    tier = DiskTier(DiskConfig(tmp_path, 64 * MIB, durable="process"))
+    assert tier.lookup(objects(range(100), form)).all()
+    assert get(tier, range(100), form).ok.all()
+    tier.close()
+
+
+def test_a_head_that_claims_longer_runs_than_any_writer_makes_is_damage() -> None:
+    codec = make_codec("zstd")
+    head = seal(objects([1]).keys[0], FORM, memoryview(page(1)), codec)[0]
+    assert head.stored is not None
+    for length in (RUN + 1, (1 << 32) - 1):
+        bad = head._replace(stored=(length, *head.stored[1:]))
+        assert parse_head(memoryview(bad.pack())) == Outcome.CORRUPT
+    whole = Head(head.key, 0, RUN, head.checks)
+    for runs, run_bytes in ((8, 0), (8, 1 << 30), (1, 1 << 31)):
+        bad = whole._replace(checks=head.checks[: 8 * runs], run_bytes=run_bytes)
+        assert parse_head(memoryview(bad.pack())) == Outcome.CORRUPT, (runs, run_bytes)
+
+
+def test_a_compressed_run_gets_no_more_memory_than_the_run_has() -> None:
+    zstd = pytest.importorskip("zstandard")
+    lz4 = pytest.importorskip("lz4.block")
+    codec, run = make_codec("none"), page(1, RUN).tobytes()
+    into = memoryview(bytearray(RUN))
+    assert codec.unpack(2, memoryview(zstd.ZstdCompressor().compress(run)), into)
+    assert into == run
+    wide = zstd.ZstdCompressionParameters(window_log=27, write_content_size=False)
+    assert not codec.unpack(2, memoryview(zstd.ZstdCompressor(compression_params=wide).compress(run)), into)
+    bomb = bytes(256 * MIB)
+    packed = [zstd.ZstdCompressor().compress(bomb), lz4.compress(bomb, store_size=False)]
+    del bomb
+    with peak_below(8 * MIB):
+        assert not codec.unpack(2, memoryview(packed[0]), into)
+        assert not codec.unpack(1, memoryview(packed[1]), into)
+    for size in (1, 100, 1024, 100_000, 3 * MIB):  # every window that our own writer chooses is taken
+        data = page(2, size + size % 2).tobytes()[:size]
+        out = memoryview(bytearray(size))
+        assert codec.unpack(2, memoryview(zstd.ZstdCompressor(level=1).compress(data)), out)
+        assert out == data
+
+
+def test_a_list_of_dropped_pages_is_read_in_pieces(tmp_path: Path) -> None:
+    directory = os.open(tmp_path, os.O_RDONLY)
+    dropped = Dropped(SystemFiles(directory))
+    gone = [(struct.pack("<Q28x", number), 1, number) for number in range(20_000)]
+    dropped.add(gone)
+    with (tmp_path / "dropped").open("r+b") as file:
+        file.truncate(64 * MIB)  # sparse
+    with peak_below(32 * MIB):
+        assert dropped.read() == {key: (number, at) for key, number, at in gone}
+    os.close(directory)

@@ -1,0 +1,455 @@
+"""Peers and strangers: secrets, users, limits and leases of the peer protocol, with real processes and sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvloom.tiers import HostConfig, HostTier, Outcome, TierError
+from kvloom.tiers.opening import open_tier
+from kvloom.tiers.peer import PeerConnection, open_peer
+from kvloom.tiers.peer_local import LocalAddress
+from kvloom.tiers.peer_server import PeerConfig, PeerServer
+from kvloom.tiers.remote import StoreError
+from kvloom.tiers.secret import default_secret, read_secret
+from kvloom.tiers.shared import SharedMemory, map_shared
+from kvloom.tiers.wire import WIRE_VERSION, Channel, Message, PeerError, Verb, greet
+
+from .conformance import PAGE, RUN, get, objects, put
+
+MIB = 1 << 20
+SECRET = b"a secret of two peers"
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+
+
+@contextlib.contextmanager
+def served(size: int = 4 * MIB, slab: int = 256 << 10, **changes: object) -> Iterator[PeerServer]:
+    memory = SharedMemory(size)
+    host = HostTier(HostConfig(size, slab_bytes=slab), buffer=memory.buffer)
+    config = PeerConfig(secret=SECRET, **changes)  # type: ignore[arg-type]
+    server = PeerServer(host, config, memory)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def guest(server: PeerServer, token: bytes = b"") -> Iterator[PeerConnection]:
+    connection = PeerConnection(server.address, SECRET, 5.0, token=token)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def asked(verb: Verb, numbers: range, page: int = PAGE, run: int = RUN, a: int = 0, b: int = 0) -> Message:
+    keys = objects(numbers).keys
+    return Message(verb, len(keys), page, run, a, b, b"".join(keys))
+
+
+def comes(true: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
+
+
+def filled_by_peer(server: PeerServer, numbers: range) -> None:
+    tier = open_peer(server.address, SECRET)
+    assert put(tier, numbers).ok.all()
+    tier.close()
+
+
+# --- who may connect
+
+
+@contextlib.contextmanager
+def sharing(*options: str) -> Iterator[dict[str, object]]:
+    command = [sys.executable, "-m", "kvloom.cli", "share", "16MiB", "--slab", "1MiB", "--json", *options]
+    with subprocess.Popen(
+        [*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield json.loads(process.stdout.readline())
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+STRANGER = """
+import os, sys
+import encodings.idna
+from kvloom.tiers.opening import open_tier
+from kvloom.tiers.peer import open_peer
+from kvloom.tiers.tier import TierError
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for text in sys.argv[1:]:
+    try:
+        print("in", open_tier(text).stats().objects)
+    except TierError as error:
+        print("out", error)
+"""
+
+
+def stranger(*texts: str) -> list[str]:
+    """What a process of another user gets for these tiers."""
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, *texts],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_share_and_a_client_of_one_user_need_no_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / ("long" * 40)  # longer than a socket's address may be
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    with sharing() as told:
+        tier = open_tier(str(told["address"]))
+        assert tier._control._store._channel._stream.socket.family == socket.AF_UNIX  # type: ignore[attr-defined]
+        assert put(tier, range(8)).ok.all()
+        tier.close()
+        by_tcp = open_tier(f"{told['address']}?by=connection")
+        assert get(by_tcp, range(8)).ok.all()
+        by_tcp.close()
+        folder = state / "kvloom"
+        modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+        assert modes == {"": 0o600, ".sock": 0o600}
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert len(default_secret()) == 64
+    assert comes(lambda: not list(folder.glob("*.sock")))
+
+
+def test_a_client_without_the_secret_is_told_where_it_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served() as server:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+        with pytest.raises(TierError, match=r"no secret .*peer-secret: start `kvloom share` as this user"):
+            open_peer(server.address)
+        (tmp_path / "kvloom").mkdir(exist_ok=True)
+        default_secret(create=True)
+        with pytest.raises(TierError, match=r"refused our secret: give both sides the same file"):
+            open_peer(server.address)
+
+
+@as_root
+def test_a_stranger_on_this_host_gets_nothing() -> None:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.chmod(0o755)  # a stranger may enter it
+        ours, theirs = folder / "ours.sock", folder / "theirs.sock"
+        told = stack.enter_context(sharing("--socket", str(ours)))
+        stack.enter_context(sharing("--socket", str(theirs), "--allow-uid", str(NOBODY)))
+        tier = open_tier(str(told["address"]))
+        assert put(tier, range(4)).ok.all()
+        tier.close()
+        answers = stranger(
+            str(told["address"]),
+            f"{told['address']}?by=connection",
+            f"peer://{ours}",
+            f"peer://{theirs}",
+            f"peer://{theirs}?by=shared",
+        )
+        assert [answer.split()[0] for answer in answers] == ["out", "out", "out", "in", "out"]
+        assert "secret" in answers[0]
+        assert "secret" in answers[1]
+        assert "Permission denied" in answers[2]
+        assert "cannot be mapped" in answers[4], "it reads by the socket, and does not map our memory"
+        ours.chmod(0o666)  # as by mistake: the system still names the user
+        (answer,) = stranger(f"peer://{ours}")
+        assert "does not serve this user: start it with --allow-uid" in answer
+
+
+@as_root
+def test_a_server_of_another_user_is_not_believed(tmp_path: Path) -> None:
+    where = tmp_path / "planted.sock"
+    code = (
+        "import os,socket,sys,time\n"
+        "s=socket.socket(socket.AF_UNIX)\nos.setgid(65534)\n"
+        "s.bind(sys.argv[1])\nos.setuid(65534)\ns.listen()\nprint('up',flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(where)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            with pytest.raises(StoreError, match=r"user 65534 serves there, not user 0: give \?uid=65534"):
+                PeerConnection(LocalAddress(str(where)), b"", 2.0)
+        finally:
+            process.kill()
+
+
+def test_only_users_that_the_system_names_use_a_socket(tmp_path: Path) -> None:
+    where = tmp_path / "here.sock"
+    with served(local=where) as server:
+        connection = PeerConnection(LocalAddress(str(where)), b"", 5.0)
+        assert connection.exists(objects(range(2)).keys) == [False, False]
+        connection.close()
+        server._users = frozenset({NOBODY})
+        with pytest.raises(PeerError, match="does not serve this user"):
+            PeerConnection(LocalAddress(str(where)), b"", 5.0)
+    assert not where.exists()
+    where.write_text("a file")
+    with pytest.raises(OSError, match="is no socket"), served(local=where):
+        pass
+    assert where.read_text() == "a file"
+    with pytest.raises(ValueError, match="give its path, too"):
+        PeerConfig(users=(1001,))
+
+
+@pytest.mark.parametrize(("mode", "said"), [(0o644, "mode 644"), (0o620, "mode 620"), (0o604, "chmod 600")])
+def test_a_secret_that_others_may_know_is_refused(tmp_path: Path, mode: int, said: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    secret.chmod(mode)
+    with pytest.raises(ValueError, match=said):
+        read_secret(secret)
+    secret.chmod(0o600)
+    assert read_secret(secret) == SECRET
+    secret.write_bytes(b"short")
+    with pytest.raises(ValueError, match="has 5 bytes: give 16 or more"):
+        read_secret(secret)
+
+
+def test_a_state_directory_of_another_user_holds_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "kvloom").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="cannot hold a secret"):
+        default_secret(create=True)
+    (tmp_path / "kvloom").unlink()
+    first = default_secret(create=True)
+    assert default_secret(create=True) == first
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(ValueError, match="belongs to user"):
+        default_secret()
+
+
+# --- what a message may do
+
+
+@pytest.mark.parametrize(
+    ("page", "run"), [(32 * PAGE, RUN), (4 * PAGE, 4 * PAGE), (PAGE // 2, RUN), (PAGE, 2 * RUN)]
+)
+@pytest.mark.parametrize("verb", [Verb.READ, Verb.HOLD])
+def test_a_page_is_read_with_the_size_that_is_stored(verb: Verb, page: int, run: int) -> None:
+    with served(64 * MIB, 2 * MIB) as server:
+        filled_by_peer(server, range(2))
+        with guest(server) as other:
+            answer = other._ask(asked(verb, range(2), page, run, 0, page if verb == Verb.READ else 0))
+            assert answer.payload[:2] == bytes([Outcome.LAYOUT] * 2)
+            assert len(answer.payload) == (2 if verb == Verb.READ else 2 + 16)
+            connected = other._channel._stream.socket
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 200_000))
+            with pytest.raises(BlockingIOError):  # not one byte of a page comes
+                connected.recv(1)
+        tier = open_peer(server.address, SECRET)
+        assert get(tier, range(2)).ok.all()
+        tier.close()
+
+
+def test_a_wrong_run_size_leaves_no_wrong_checksums() -> None:
+    with served() as server:
+        assert put(server._tier, range(3)).ok.all()  # by the server itself: without checksums so far
+        with guest(server) as other:
+            other._ask(asked(Verb.HOLD, range(3), PAGE, PAGE))
+        tier = open_peer(server.address, SECRET, "connection")
+        assert get(tier, range(3)).ok.all()
+        tier.close()
+
+
+def test_a_stored_page_is_neither_overwritten_nor_dropped_by_others() -> None:
+    with served() as server:
+        owner = open_peer(server.address, SECRET)
+        assert put(owner, range(4)).ok.all()
+        with guest(server) as other:
+            answer = other._ask(asked(Verb.RESERVE, range(4)))
+            assert answer.payload[:4] == bytes([Outcome.OK] * 4), "there already: no place to write to"
+            assert other.remove(objects(range(4)).keys) == 0
+        assert get(owner, range(4)).ok.all()
+        at = int(server._tier._slots.offset[server._tier._residents.entries[objects([1]).keys[0]]])
+        server._tier.arena[at] ^= 1
+        with guest(server) as other:
+            assert other.remove(objects(range(4)).keys) == 1, "a damaged page may go, whoever reports it"
+        assert owner.lookup(objects(range(4))).tolist() == [True, False, True, True]
+        assert owner.drop(objects(range(4))) == 3
+        owner.close()
+
+
+def test_a_place_that_was_not_written_shows_no_page_that_was_there_before() -> None:
+    with served() as server:
+        filled_by_peer(server, range(64))  # all of the tier
+        with guest(server) as other:
+            lease = other._ask(asked(Verb.RESERVE, range(100, 104)))
+            assert lease.payload[:4] == bytes([Outcome.PENDING] * 4)
+            other._ask(Message(Verb.COMMIT, a=lease.a, b=1, payload=bytes(4 * 8 * PAGE // RUN)))
+            answer = other._ask(asked(Verb.READ, range(100, 104), a=0, b=PAGE))
+            assert answer.payload[:4] == bytes([Outcome.OK] * 4)
+            assert not any(other._channel.take(4 * PAGE))
+
+
+def test_places_that_are_never_filled_do_not_push_out_all_pages() -> None:
+    with served(16 * MIB, MIB) as server:
+        filled_by_peer(server, range(200))
+        with contextlib.ExitStack() as stack:
+            results: list[int] = []
+            for first in range(1000, 2000, 100):
+                connection = stack.enter_context(guest(server))
+                answer = connection._ask(asked(Verb.RESERVE, range(first, first + 100)))
+                results += answer.payload[:100]
+            assert results.count(Outcome.PENDING) == 8 * MIB // PAGE, "half of the tier"
+            assert results.count(Outcome.BUSY) == 1000 - 8 * MIB // PAGE
+            assert server._tier.lookup(objects(range(200))).sum() >= 100
+        assert comes(lambda: server._tier.stats().bytes < 9 * MIB)
+
+
+def test_one_connection_has_few_leases_and_bounded_bytes() -> None:
+    with served(16 * MIB, MIB) as server:
+        filled_by_peer(server, range(200))
+        with guest(server) as other:
+            held: list[int] = []
+            for first in range(0, 200, 50):
+                held += other._ask(asked(Verb.HOLD, range(first, first + 50))).payload[:50]
+            assert held.count(Outcome.OK) == 2 * MIB // PAGE, "an eighth of the tier"
+            with pytest.raises(PeerError, match="4 leases of one connection: release some"):
+                other._ask(asked(Verb.HOLD, range(1)))
+        with (
+            guest(server) as other,
+            pytest.raises(PeerError, match="9000 objects in leases of one connection"),
+        ):
+            other._ask(asked(Verb.HOLD, range(9000)))
+
+
+def test_a_lease_that_is_not_released_ends_with_its_connection() -> None:
+    with served(lease_seconds=1.5) as server, guest(server) as other:
+        other._ask(asked(Verb.RESERVE, range(4)))
+        assert server._tier.stats().bytes == 4 * PAGE
+        assert comes(lambda: server._tier.stats().bytes == 0)
+        with pytest.raises((OSError, PeerError)):
+            other.exists(objects(range(1)).keys)
+        filled_by_peer(server, range(4))  # a client that releases in time goes on
+        tier = open_peer(server.address, SECRET)
+        time.sleep(2.5)
+        assert get(tier, range(4)).ok.all(), "idle, without a lease, is no reason to end"
+        tier.close()
+
+
+@pytest.mark.parametrize(("page", "run"), [(64, 64), (PAGE, 1)])
+def test_pages_that_cost_more_bookkeeping_than_bytes_are_refused(page: int, run: int) -> None:
+    with served() as server, guest(server) as other, pytest.raises(PeerError, match="too small to be stored"):
+        other._ask(asked(Verb.RESERVE, range(1), page, run))
+
+
+def test_a_message_that_was_changed_on_its_way_is_refused() -> None:
+    with served() as server:
+        for change in (b"x", b""):  # another payload; the same message a second time
+            channel = Channel(socket.create_connection(server.address, 5), 5)
+            greet(channel, SECRET)
+            sent: list[bytes] = []
+            push, channel.push = channel.push, lambda pieces, sent=sent: sent.extend(pieces)  # type: ignore[method-assign, misc, assignment]
+            channel.send(Message(Verb.LOOKUP, 1, 1, 1, payload=objects([1]).keys[0]))
+            message = sent[0]
+            if change:
+                push([message[:60] + bytes([message[60] ^ 1]) + message[61:]])
+            else:
+                push([message])
+                assert channel.receive().verb == Verb.LOOKUP
+                push([message])
+            with pytest.raises(PeerError, match="changed on its way"):
+                channel.receive()
+            channel.close()
+
+
+def test_an_old_client_is_told_the_version() -> None:
+    with served() as server, socket.create_connection(server.address, 5) as old:
+        hello = old.recv(40, socket.MSG_WAITALL)
+        assert struct.unpack("<6sH32s", hello)[:2] == (b"KVPEER", WIRE_VERSION)
+        assert WIRE_VERSION > 3, "a client of version 3 stops here: it names both versions"
+
+
+# --- how many may connect
+
+
+def test_idle_strangers_lock_nobody_out_and_are_ended() -> None:
+    with served(handshake_seconds=2.0) as server:
+        first = open_peer(server.address, SECRET)
+        strangers = [socket.create_connection(server.address, 5) for _ in range(150)]
+        try:
+            for _ in range(3):
+                tier = open_peer(server.address, SECRET)
+                assert put(tier, range(4)).ok.all()
+                tier.close()
+            assert get(first, range(4)).ok.all(), "an admitted connection stays"
+            assert comes(lambda: server.refused >= 150)
+            assert comes(lambda: not server._guests._pending)
+        finally:
+            for connected in strangers:
+                connected.close()
+        first.close()
+
+
+def test_an_idle_connection_ends_for_a_new_one_and_a_busy_one_does_not() -> None:
+    with served(connections=2, idle_seconds=0.2) as server, guest(server) as busy:
+        busy._ask(asked(Verb.RESERVE, range(1)))
+        time.sleep(0.4)
+        with pytest.raises(PeerError, match="as many connections as it allows"):
+            PeerConnection(server.address, SECRET, 5.0)
+        assert busy.exists(objects(range(1)).keys) == [False]
+        busy._channel.send(Message(Verb.RELEASE, a=1))
+        assert busy.exists(objects(range(1)).keys) == [False]
+        time.sleep(0.4)
+        with guest(server) as second:
+            assert second.exists(objects(range(1)).keys) == [False]
+            with pytest.raises(ConnectionError):
+                busy.exists(objects(range(1)).keys)
+
+
+# --- shared memory
+
+
+def test_no_peer_changes_the_size_of_shared_memory() -> None:
+    memory = SharedMemory(MIB)
+    with Path(memory.path).open("r+b") as file:
+        for size in (0, 4096, 2 * MIB):
+            with pytest.raises(PermissionError):
+                os.ftruncate(file.fileno(), size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    memory.buffer[MIB - 1] = 7
+
+
+def test_memory_that_its_owner_could_cut_short_is_not_mapped() -> None:
+    token = "0123456789abcdef" * 2
+    fd = os.memfd_create(f"kvloom-{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, MIB)
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        assert map_shared(path, token, MIB) is None
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        mapped = map_shared(path, token, MIB)
+        assert mapped is not None
+        assert int(np.asarray(mapped[:10]).sum()) == 0
+    finally:
+        os.close(fd)
