@@ -101,11 +101,11 @@ def test_a_page_is_kept_more_than_32767_times(loops: ModuleType) -> None:
     page, c, times = int(ids[0]), pool.classes[0], 40_000
     many = np.repeat(ids, 1000)
     for _ in range(times // 1000):
-        loops.keep(c.held, c.kept, many)
-    assert c.kept[page] == times
+        loops.keep(c.in_use, c.cached, many)
+    assert c.cached[page] == times
     for _ in range(times // 1000):
-        assert loops.drop(c.held, c.kept, many, c.freed) == 0  # it is still held
-    assert c.kept[page] == 0
+        assert loops.drop(c.in_use, c.cached, many, c.freed) == 0  # it is still held
+    assert c.cached[page] == 0
 
 
 def test_native_loops_refuse_what_does_not_fit() -> None:

@@ -95,12 +95,12 @@ def test_expected_output_length_follows_recent_outputs() -> None:
         made.tokens += [7] * said
         return made
 
-    assert growth._end_of(request(0)) == 3 + TYPICAL
-    assert growth._end_of(request(0, limit=20)) == 23
-    assert growth._end_of(request(1000)) == 3 + 1251  # longer than most: it goes on for a while
+    assert growth.end_of(request(0)) == 3 + TYPICAL
+    assert growth.end_of(request(0, limit=20)) == 23
+    assert growth.end_of(request(1000)) == 3 + 1251  # longer than most: it goes on for a while
     for _ in range(20 * MEMORY):
         growth.request_finished(request(10))
-    assert growth._end_of(request(0)) <= 3 + 11
+    assert growth.end_of(request(0)) <= 3 + 11
 
 
 def test_preemption_corrects_low_estimates() -> None:

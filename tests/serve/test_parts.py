@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +18,7 @@ from kvloom.engine import Engine, SamplingParams
 from kvloom.models.catalog import embedded, folder_of
 from kvloom.serve.api.errors import ApiError, engine_died
 from kvloom.serve.auth.keys import exposed, read_keys
-from kvloom.serve.auth.limits import Gate, Limits
+from kvloom.serve.auth.limits import Caps, Gate, Limits
 from kvloom.serve.worker.engine_link import RESTARTS, WINDOW_SECONDS, Backoff
 from kvloom.serve.worker.mailbox import Mailbox
 from kvloom.serve.worker.messages import (
@@ -163,7 +165,7 @@ def test_keys_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
     keys = read_keys(str(file))
     assert keys.tenant("Bearer key-number-2") == "blue"
     assert keys.tenant("bearer key-number-1") == "red"
-    assert keys.tenants == (TenantRules("red"), TenantRules("blue", 2 << 20))
+    assert keys.tenants == (TenantRules("red", None, 1.0, False), TenantRules("blue", 2 << 20, 1.0, False))
     for wrong in (None, "", "Bearer ", "Bearer key-number-3", "key-number-1", "Basic key-number-1"):
         with pytest.raises(ApiError) as caught:
             keys.tenant(wrong)
@@ -182,6 +184,79 @@ def test_a_tenant_that_names_no_weight_counts_1_where_another_names_one(tmp_path
     assert read_keys(str(file)).tenants == (
         TenantRules("red", None, 1.0), TenantRules("blue", 2 << 20, 0.5), TenantRules("grey", None, 0.0)
     )  # fmt: skip
+
+
+def test_caps_are_read_from_lines_and_from_json_and_default_to_the_flags(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(
+        "key-number-1= red - 2 max_open=64 max_ttl=0.5 admin\nkey-number-2 blue max_priority=-3\nkey-number-3 grey"
+    )
+    keys = read_keys(str(file), Caps(answers=9, ttl=60.0))
+    assert keys.tenant("Bearer key-number-1=") == "red"
+    assert keys.caps("red") == Caps(answers=9, open=64, ttl=0.5)
+    assert keys.caps("blue") == Caps(answers=9, ttl=60.0, priority=-3)
+    assert keys.caps("grey") == keys.caps("unknown") == Caps(answers=9, ttl=60.0)
+    file.write_text('{"key-number-1": {"tenant": "red", "max_answers": 4, "max_open": 8.0}}')
+    assert read_keys(str(file)).caps("red") == Caps(answers=4, open=8)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "said"),
+    [
+        ((5, None, None), "n", "5 answers.* may have 4"),
+        ((1, 61.0, None), "ttl", "61 exceeds the 60 seconds"),
+        ((1, None, 6), "priority", "priority 6 exceeds the 5"),
+    ],
+)
+def test_a_request_above_a_cap_is_refused_with_the_limit(asked: Any, param: str, said: str) -> None:
+    caps = Caps(answers=8, open=4, ttl=60.0, priority=5)
+    with pytest.raises(ApiError, match=said) as caught:
+        caps.check(*asked)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    caps.check(4, 60.0, 5)
+    Caps().check(10**9, 1e300, 10**18)
+
+
+def test_one_tenant_does_not_fill_a_gate_that_others_share() -> None:
+    gate = Gate(100, shared=True)
+    with ExitStack() as open_:
+        for _ in range(80):
+            open_.enter_context(gate.entered(1, "flood"))
+        with pytest.raises(ApiError, match="80 answers of this tenant") as caught, gate.entered(1, "flood"):
+            pass
+        assert caught.value.status == 429
+        for _ in range(10):
+            open_.enter_context(gate.entered(1, "calm"))
+        with pytest.raises(ApiError, match="80 answers of this tenant"), gate.entered(1, "flood"):
+            pass
+        for i in range(9):
+            open_.enter_context(gate.entered(1, f"other {i}"))
+        open_.enter_context(gate.entered(1, "last"))
+        with pytest.raises(ApiError, match="100 answers are being made"), gate.entered(1, "one more"):
+            pass
+    assert gate.inside == gate.requests == 0
+    assert gate.empty.is_set()
+    with gate.entered(100, "flood"):  # an empty gate is any request's
+        pass
+
+
+def test_a_gate_of_one_tenant_is_filled_as_before_and_a_cap_holds() -> None:
+    gate = Gate(10)
+    with ExitStack() as open_:
+        for _ in range(10):
+            open_.enter_context(gate.entered(1))
+    with gate.entered(3, "red", 4):
+        with pytest.raises(ApiError, match="may have 4 now"), gate.entered(2, "red", 4):
+            pass
+        with gate.entered(1, "red", 4), gate.entered(2, "blue", 4):
+            pass
+
+
+def test_the_smallest_gate_lets_every_tenant_in() -> None:
+    gate = Gate(1, shared=True)
+    for tenant in ("red", "blue"):
+        with gate.entered(1, tenant):
+            pass
 
 
 def test_a_file_of_keys_that_others_can_read_is_told_of(tmp_path: Path) -> None:
@@ -205,6 +280,15 @@ def test_a_file_of_keys_that_others_can_read_is_told_of(tmp_path: Path) -> None:
         ("key-number-1 t - heavy", "'heavy' must be a number"),
         ("key-number-1 t 1MiB -1", "'-1' must be a number"),
         ("key-number-1 t 1MiB 1 2", "line 1"),
+        ("key-number-1 t max_open=0", "max_open '0' must be a number above 0"),
+        ("key-number-1 t max_open=few", "max_open 'few'"),
+        ("key-number-1 t max_ttl=nan", "max_ttl 'nan'"),
+        ("key-number-1 t max_ttl=inf", "max_ttl 'inf'"),
+        ("key-number-1 t most=3", "'most' is not known"),
+        ("key-number-1 t max_open=3\nkey-number-2 t max_open=4", "another quota, weight or max_"),
+        ('{"key-number-1": {"tenant": "t", "max_open": 1.5}}', "max_open 1.5"),
+        ('{"key-number-1": {"tenant": "t", "max_answers": true}}', "max_answers True"),
+        ('{"key-number-1": {"tenant": "t", "max_priority": 1e300}}', "max_priority 1e"),
         ('{"key-number-1": {"tenant": "t", "weight": "nan"}}', "must be a number"),
         ('{"key-number-1": {"tenant": "t", "weight": [1]}}', "must be a number"),
         ('{"key-number-1": 5}', "int"),

@@ -157,7 +157,13 @@ def _check_accounts(cache: CacheState) -> None:
     )
     shares = sum(a.guaranteed for a in accounts)
     total = (cache.allocator.pool.slabs - 1) * cache.layout.slab_bytes
-    assert not shares or abs(shares - total) < 1, f"shares of {shares} in a pool of {total} bytes"
+    firm = all(a.tenant.firm for a in accounts)
+    assert not shares or shares - total < 1, f"shares of {shares} in a pool of {total} bytes"
+    assert not shares or not firm or total - shares < 1, f"shares of {shares} in a pool of {total} bytes"
+    sequences = Counter(id(seq.root.account) for seq in cache.block_tables.sequences if seq is not None)
     for account in accounts:
+        assert account.open == sequences[id(account)], (
+            f"tenant {account.tenant.name!r} has {sequences[id(account)]} open sequences, counted {account.open}"
+        )
         quota = account.tenant.quota
         assert quota is None or account.used <= quota, f"tenant {account.tenant.name!r} is over its quota"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvloom.arguments import (
     BATCH_INVARIANT,
@@ -17,6 +18,7 @@ from kvloom.arguments import (
     LOAD_FORMAT,
     LOAD_FORMATS,
     MODEL,
+    MOST,
     POOL,
     THREADS,
     TIER,
@@ -27,7 +29,13 @@ from kvloom.arguments import (
     whole,
 )
 
+if TYPE_CHECKING:
+    from kvloom.serve.auth.limits import Caps
+
 __all__ = ["arguments", "run"]
+
+LONGEST_TTL = 86400.0
+"""Seconds that a request may have its pages stay, where keys are used and nothing else was said."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="port (default: 8000; 0: any free one)",
     )
     add("--name", metavar="NAME", help="what requests call the model (default: its folder's name)")
-    keys = "API keys and their tenants: JSON, or lines of `KEY tenant [quota [weight]]`"
+    keys = "API keys and their tenants: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N]`"
     add("--api-keys", metavar="FILE", help=keys)
     add("--no-auth", action="store_true", help="ask for no key: the default, on loopback alone")
     add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
@@ -57,6 +65,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory-fraction", type=number(0, 1, above=True), default=0.9, metavar="F", help=fraction)
     add("--max-running", type=whole(1), default=256, metavar="N", help="answers made at once (default: 256)")
     add("--max-queue", type=whole(0), default=1024, metavar="N", help="answers that may wait (default: 1024)")
+    answers = (
+        "answers that one request may ask for: n or best_of, times prompts (default with keys: --max-running)"
+    )
+    add("--max-answers", type=whole(1), metavar="N", help=answers)
+    open_ = "answers of one tenant that may run or wait (default: while there is place for other tenants)"
+    add("--max-open", type=whole(1), metavar="N", help=open_)
+    ttl = "longest ttl that a request may give (default with keys: 86400)"
+    add("--max-ttl", type=number(0, above=True), metavar="S", help=ttl)
+    add("--max-priority", type=whole(-MOST), metavar="N", help="highest priority that a request may give")
     budget = "tokens of prompts computed in one step (default: what suits the device)"
     add("--token-budget", type=whole(1), metavar="N", help=budget)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
@@ -104,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
     if args.no_auth and args.api_keys is not None:
         raise ValueError("--no-auth asks for no key and --api-keys for one: give one of them")
     GrammarLimits(args.grammar_seconds, args.grammar_memory)
-    keys = Keys({}) if args.api_keys is None else read_keys(args.api_keys)
+    caps = _caps(args)
+    keys = Keys({}, default=caps) if args.api_keys is None else read_keys(args.api_keys, caps)
     if args.api_keys is not None and (said := exposed(args.api_keys)) is not None:
         print(f"kvloom serve: warning: {said}", file=sys.stderr)
     model = folder_of(args.model)
@@ -159,3 +177,15 @@ def run(args: argparse.Namespace) -> int:
             metrics_auth=args.metrics_auth,
         )
     )
+
+
+def _caps(args: argparse.Namespace) -> Caps:
+    """What one tenant's requests may ask for. Without keys all requests are one user's, and only what was said holds."""
+    from kvloom.serve.auth.limits import PRESSURE, Caps
+
+    answers, ttl = args.max_answers, args.max_ttl
+    if args.api_keys is not None:
+        gate = args.max_running + args.max_queue
+        answers = answers or max(1, min(args.max_running, gate * PRESSURE // (PRESSURE + 1)))
+        ttl = ttl or LONGEST_TTL
+    return Caps(answers, args.max_open, ttl, args.max_priority)

@@ -138,7 +138,7 @@ class _Life:
     def __init__(self, options: Options, config: uvicorn.Config, listener: socket.socket) -> None:
         self.options, self.listener = options, listener
         self.link = EngineLink(options.start, _say, self._engine_ready, options.patience)
-        gate = Gate(options.limits.answers)
+        gate = Gate(options.limits.answers, shared=len(options.keys.tenants) > 1)
         recorder = None
         if options.record is not None:
             recorder = Recorder(options.record, block_tokens=16, model=options.model_name)

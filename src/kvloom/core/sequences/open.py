@@ -44,6 +44,7 @@ class Opener(SequenceOps):
         tree.lock(node)
         seq = Sequence(cache, row, root, node, control, now)
         self.block_tables.sequences[row] = seq
+        account.open += 1
         seq.resumed = point
         seq.prompt = match.length
         if match.media:
@@ -194,6 +195,7 @@ class Opener(SequenceOps):
         now = self.clock.now()
         child = Sequence(seq.cache, row, seq.root, seq.node, seq.control, now)
         self.block_tables.sequences[row] = child
+        account.open += 1
         self.tree.lock(seq.node)
         child.published, child.resumed, child.prompt = seq.published, seq.resumed, seq.prompt
         child.checkpoint_positions, child.media = seq.checkpoint_positions, seq.media
@@ -251,6 +253,7 @@ class Opener(SequenceOps):
             else:
                 self.release(account, self.media, run)
         self.block_tables.free_row(row)
+        account.open -= 1
         passed: Node | None = node
         while passed is not None:
             passed.last_used = now

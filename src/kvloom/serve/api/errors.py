@@ -8,6 +8,7 @@ import msgspec
 
 __all__ = [
     "ApiError",
+    "above_share",
     "bad_request",
     "busy",
     "draining",
@@ -123,6 +124,15 @@ def busy(asked: int, waiting: int, most: int) -> ApiError:
     return ApiError(
         429,
         f"{waiting} answers are being made or wait, and {most} may: {asked} more must come later",
+        code="rate_limit_exceeded",
+        retry_after=1,
+    )
+
+
+def above_share(asked: int, open_: int, most: int) -> ApiError:
+    return ApiError(
+        429,
+        f"{open_} answers of this tenant are being made or wait, and it may have {most} now: send {asked} more later",
         code="rate_limit_exceeded",
         retry_after=1,
     )

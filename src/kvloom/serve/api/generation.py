@@ -53,7 +53,9 @@ class Generation(ABC):
         fields = self.read(await service.body(request))
         service.check_model(fields.model)
         tenant = service.tenant(request, fields)
-        with service.gate.entered(_answers(fields)):
+        answers, caps = _answers(fields), service.keys.caps(tenant)
+        caps.check(answers, fields.ttl, fields.priority)
+        with service.gate.entered(answers, tenant, caps.open):
             most = self._most(tenant, facts)
             room = Room(most, facts.vocabulary, _kept(fields, most))
             given = await self.prompts(fields, prompts, room)

@@ -1,8 +1,9 @@
 """API keys: which tenant a key speaks for. Keys are kept as digests, and compared in constant time.
 
 A file of keys is JSON, {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1}}, or lines of
-`KEY tenant [quota [weight]] [admin]` (# begins a comment, - is no quota). Several keys may name one tenant; then what they say of it
-must agree. Where no tenant has a weight there are no shares; where one has, those that name none count 1. A key with
+`KEY tenant [quota [weight]] [max_…=N] [admin]` (# begins a comment, - is no quota). Several keys may name one tenant; then what
+they say of it must agree. Where no tenant has a weight all have equal default shares (`core.Tenant.firm`); where one has, those
+that name none count 1. `max_answers`, `max_open`, `max_ttl` and `max_priority` are the tenant's `Caps`. A key with
 "admin": true (in lines, the last word `admin`) is an operator's: it sees what is told of every tenant.
 """
 
@@ -12,7 +13,8 @@ import hashlib
 import hmac
 import math
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,28 @@ from kvloom.arguments import parse_size
 from kvloom.serve.api.errors import invalid_key
 from kvloom.serve.worker.messages import TenantRules
 
+from .limits import Caps
+
 __all__ = ["Keys", "exposed", "read_keys"]
 
 SHORTEST = 8
-Row = tuple[str, str, str, int | None, float | None, bool]
-"""Where it stands, the key, its tenant, what was said of quota and weight, and whether it is an operator's."""
+CAPS = {"max_answers": int, "max_open": int, "max_ttl": float, "max_priority": int}
+"""What a key may say of its tenant's `Caps`, and of which type it is."""
+Row = tuple[str, str, str, int | None, float | None, dict[str, Any], bool]
+"""Where it stands, the key, its tenant, what was said of quota, weight and caps, and whether it is an operator's."""
 
 
 class Keys:
     """Keys by their SHA-256; none means that nobody is asked for one."""
 
-    def __init__(self, keys: dict[str, TenantRules], admins: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        keys: dict[str, TenantRules],
+        admins: Collection[str] = (),
+        caps: Mapping[str, Caps] | None = None,
+        default: Caps | None = None,
+    ) -> None:
+        self._caps, self._default = caps or {}, default or Caps()
         self._admins = [_digest(key.encode()) for key in admins]
         self._digests = [(_digest(key.encode()), rules.name) for key, rules in keys.items()]
         self.tenants = tuple({rules.name: rules for rules in keys.values()}.values())
@@ -52,6 +65,10 @@ class Keys:
             raise invalid_key(bool(given))
         return found
 
+    def caps(self, tenant: str) -> Caps:
+        """What a tenant's requests may ask for."""
+        return self._caps.get(tenant, self._default)
+
     def admin(self, authorization: str | None) -> bool:
         """Whether a request's Authorization header has an operator's key."""
         digest = _digest(_given(authorization).encode())
@@ -63,32 +80,36 @@ def _given(authorization: str | None) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def read_keys(path: str) -> Keys:
-    """The keys of a file. Raises ValueError that names the line or key, never the key itself."""
+def read_keys(path: str, default: Caps | None = None) -> Keys:
+    """The keys of a file; `default` is what they do not say of caps. Raises ValueError that names the line or key, never the
+    key itself."""
+    default = default or Caps()
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a file of text (UTF-8)") from None
     rows = _from_json(text, path) if text.lstrip().startswith("{") else _from_lines(text, path)
     keys: dict[str, TenantRules] = {}
-    tenants: dict[str, TenantRules] = {}
-    unsaid = float(any(weight is not None for *_, weight, _ in rows))
-    for where, key, name, quota, weight, _ in rows:
-        rules = TenantRules(name, quota, unsaid if weight is None else weight)
+    tenants: dict[str, tuple[TenantRules, Caps]] = {}
+    firm = any(weight is not None for *_, weight, _, _ in rows)
+    for where, key, name, quota, weight, said, _ in rows:
+        rules = TenantRules(name, quota, 1.0 if weight is None else weight, firm)
         if len(key) < SHORTEST:
             raise ValueError(f"{path}, {where}: a key needs at least {SHORTEST} characters")
         if key in keys:
             raise ValueError(f"{path}, {where}: this key was given before")
         if not name:
             raise ValueError(f"{path}, {where}: a tenant needs a name")
-        if tenants.setdefault(name, rules) != rules:
+        told = rules, replace(default, **said)
+        if tenants.setdefault(name, told) != told:
             raise ValueError(
-                f"{path}, {where}: tenant {name!r} was given with another quota or weight before"
+                f"{path}, {where}: tenant {name!r} was given with another quota, weight or max_… before"
             )
         keys[key] = rules
     if not keys:
         raise ValueError(f"{path} holds no keys")
-    return Keys(keys, [key for _, key, *_, admin in rows if admin])
+    caps = {name: caps for name, (_, caps) in tenants.items()}
+    return Keys(keys, [key for _, key, *_, admin in rows if admin], caps, default)
 
 
 def exposed(path: str) -> str | None:
@@ -108,12 +129,14 @@ def _from_lines(text: str, path: str) -> list[Row]:
         where = f"line {number}"
         admin = len(words) > 2 and words[-1] == "admin"
         words = words[:-1] if admin else words
+        told = dict(word.split("=", 1) for word in words[2:] if "=" in word)
+        words = words[:2] + [word for word in words[2:] if "=" not in word]
         if not 2 <= len(words) <= 4:
-            raise ValueError(f"{path}, {where}: a line is `KEY tenant [quota [weight]] [admin]`")
+            raise ValueError(f"{path}, {where}: a line is `KEY tenant [quota [weight]] [max_…=N] [admin]`")
         key, name, quota, weight, *_ = (*words, "-", "-")
         most = None if quota == "-" else _size(quota, f"{path}, {where}")
         share = None if weight == "-" else _weight(weight, f"{path}, {where}")
-        rows.append((where, key, name, most, share, admin))
+        rows.append((where, key, name, most, share, _caps(told, f"{path}, {where}"), admin))
     return rows
 
 
@@ -126,17 +149,36 @@ def _from_json(text: str, path: str) -> list[Row]:
     for number, (key, value) in enumerate(found.items(), 1):
         where = f"key {number}"
         told = {"tenant": value} if isinstance(value, str) else value
-        unknown = set(told) - {"tenant", "quota", "weight", "admin"}
+        caps = {name: one for name, one in told.items() if name in CAPS}
+        unknown = set(told) - {"tenant", "quota", "weight", "admin", *CAPS}
         name, quota, weight = told.get("tenant"), told.get("quota"), told.get("weight")
         admin = told.get("admin", False)
         if unknown or not isinstance(name, str) or not isinstance(admin, bool):
             raise ValueError(
-                f"{path}, {where}: a key names a tenant, or has tenant, quota (bytes), weight (0 or more) and admin (true)"
+                f"{path}, {where}: a key names a tenant, or has tenant, quota (bytes), weight (0 or more), {', '.join(CAPS)} and admin (true)"
             )
         most = None if quota is None else _size(str(quota), f"{path}, {where}")
         share = None if weight is None else _weight(weight, f"{path}, {where}")
-        rows.append((where, key, name, most, share, admin))
+        rows.append((where, key, name, most, share, _caps(caps, f"{path}, {where}"), admin))
     return rows
+
+
+def _caps(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What was said of caps, by the names of `Caps`. Raises ValueError for one that is not known or no number."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in CAPS:
+            raise ValueError(f"{where}: {name!r} is not known; a key may have {', '.join(CAPS)}")
+        try:
+            number = math.nan if isinstance(value, bool) else CAPS[name](value)
+            number = math.nan if isinstance(value, float) and number != value else number
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not -(1 << 63) <= number < 1 << 63 or (name != "max_priority" and number <= 0):
+            least = "" if name == "max_priority" else " above 0"
+            raise ValueError(f"{where}: {name} {value!r} must be a number{least}")
+        found[name.removeprefix("max_")] = number
+    return found
 
 
 def _weight(given: Any, where: str) -> float:

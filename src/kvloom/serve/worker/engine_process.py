@@ -129,7 +129,7 @@ def load_engine(start: Start) -> Engine:
         kv_dtype=start.kv_dtype,
         kv_scales=start.kv_scales,
         batch_invariant=start.batch_invariant,
-        tenants=[Tenant(tenant.name, tenant.quota, tenant.weight) for tenant in start.tenants],
+        tenants=[Tenant(t.name, t.quota, t.weight, t.firm) for t in start.tenants],
         tiers=start.tiers,
         grammar_limits=GrammarLimits(start.grammar_seconds, start.grammar_memory),
     )

@@ -49,11 +49,12 @@ TokenTold = tuple[int, float, int]
 
 
 class TenantRules(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant's name, the most bytes of the pool it may use, and its share of a full pool."""
+    """A tenant's name, the most bytes of the pool it may use, and its share of a full pool: see `core.Tenant`."""
 
     name: str
     quota: int | None = None
     weight: float = 0.0
+    firm: bool = True
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
