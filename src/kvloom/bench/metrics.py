@@ -62,7 +62,7 @@ def time_parts(engine: Any) -> Parts:
     """Time each part of watching, with the counters of an engine that has worked. A second or two."""
     import msgspec
 
-    from kvloom.engine.sampling.params import SamplingParams
+    from kvloom.engine import SamplingParams
     from kvloom.serve.auth import RequestLimiter
     from kvloom.serve.metrics import Metrics, RequestObserver
     from kvloom.serve.worker import (
