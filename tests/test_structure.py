@@ -142,6 +142,8 @@ def dependencies(modules: list[str]) -> dict[str, set[str]]:
                 parents = package.split(".")
                 base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
             for alias in node.names:
+                if alias.name.startswith("_"):  # compiled: imports nothing
+                    continue
                 for name in (f"{base}.{alias.name}", base):
                     if name in found:
                         found[module].add(name)
@@ -159,27 +161,26 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-CORE = [name for name in MODULES if room(name) == "core"]
+ROOMS = sorted({here for name in MODULES if (here := room(name)) is not None})
+FOLDERS = sorted({name for name, path in MODULES.items() if path.name == "__init__.py" and name.count(".")})
 
 
-def test_no_import_circles_between_files_of_core() -> None:
-    assert circle(dependencies(CORE)) == []
+@pytest.mark.parametrize("here", ROOMS)
+def test_no_import_circles_between_files(here: str) -> None:
+    assert circle(dependencies([name for name in MODULES if room(name) == here])) == []
 
 
-@pytest.mark.parametrize("folder", sorted({name.rpartition(".")[0] for name in CORE if name.count(".") > 1}))
-def test_no_import_circles_between_members_of_a_core_folder(folder: str) -> None:
-    def member(module: str) -> str | None:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_import_circles_between_members_of_a_folder(folder: str) -> None:
+    inside = [name for name in MODULES if name.startswith(f"{folder}.")]
+
+    def member(module: str) -> str:
         """The file or folder directly below `folder` that a module belongs to."""
-        parts = module.removeprefix(f"{folder}.").split(".")
-        return parts[0] if module.startswith(f"{folder}.") else None
+        return module.removeprefix(f"{folder}.").split(".")[0]
 
-    arrows: dict[str, set[str]] = {}
-    for module, targets in dependencies(CORE).items():
-        here = member(module)
-        if here is not None:
-            arrows.setdefault(here, set()).update(
-                there for target in targets if (there := member(target)) is not None and there != here
-            )
+    arrows: dict[str, set[str]] = {member(module): set() for module in inside}
+    for module, targets in dependencies(inside).items():
+        arrows[member(module)] |= {member(target) for target in targets} - {member(module)}
     assert circle(arrows) == []
 
 
@@ -219,6 +220,45 @@ def test_public_names_are_pinned() -> None:
 @pytest.mark.parametrize("module", [m for m, path in MODULES.items() if path.name[0] != "_"])
 def test_a_module_states_its_public_names(module: str) -> None:
     assert module in stated_names(), f"{module} has no __all__"
+
+
+LAYERED = ["tiers"]
+"""Packages whose folders have interfaces: other code imports the names in a folder's `__all__`."""
+
+
+def folder(module: str) -> str:
+    """Returns the package of a module: itself for an `__init__`."""
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def imported(module: str) -> Iterator[tuple[str, str, int]]:
+    """Yields (module, name, line) of every `from … import`, with absolute module names."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = folder(module).split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
+            yield from ((base, alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "", node.lineno) for alias in node.names)
+
+
+@pytest.mark.parametrize("package", LAYERED)
+def test_other_code_imports_the_interface_of_a_folder(package: str) -> None:
+    top, names, wrong = f"kvloom.{package}", stated_names(), []
+    for module in MODULES:
+        for base, name, line in imported(module):
+            if base != top and not base.startswith(f"{top}."):
+                continue
+            inside = module == top or module.startswith(f"{top}.")
+            same = base in MODULES and folder(module) == folder(base)
+            in_root = inside and base in MODULES and folder(base) == top and base != top
+            native = f"{base}.{name}" == f"{top}._native"
+            interface = base in MODULES and folder(base) == base and name in names[base]
+            if not (same or in_root or native or interface):
+                wrong.append(f"{module} line {line}: {name} of {base}")
+    assert not wrong, f"import public names of {top} or of its folders: {wrong}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from kvloom.bench import engine, engine_report
 from kvloom.bench.engine_peers import HuggingFace, NotInstalledError, Vllm
 from kvloom.bench.engine_runners import Measurement, Options
 from kvloom.bench.pool_usage import capacity, waste
-from kvloom.bench.roofline import FLOP_RATE, READ_RATE, ForwardPass, Roofline, seen
+from kvloom.bench.roofline import FLOP_RATE, READ_RATE, ForwardPass, Roofline, tokens_read
 from kvloom.bench.shapes import SHAPES, build, hf_config
 from kvloom.bench.workloads import WORKLOADS, Conversation, Workload, select_workloads
 from kvloom.core import KVCache, LayerSpec, PoolLayout, Visibility, attention_fields
@@ -104,11 +104,17 @@ def test_gemma_slides_in_five_layers_of_six() -> None:
 
 def test_a_layer_reads_what_its_span_shows_and_a_shared_prefix_once() -> None:
     full, sliding = Visibility("full"), Visibility("sliding", 4)
-    assert seen(full, ForwardPass(rows=2, cached=0, new=3)) == (6, 2 * (1 + 2 + 3))
-    assert seen(full, ForwardPass(rows=2, cached=10, new=1)) == (22, 22)
-    assert seen(sliding, ForwardPass(rows=2, cached=10, new=1)) == (8, 8)
-    assert seen(full, ForwardPass(rows=6, cached=10, new=1, prefixes=2, shared=8)) == (6 * 3 + 2 * 8, 66)
-    assert seen(sliding, ForwardPass(rows=6, cached=10, new=1, prefixes=2, shared=8)) == (6 * 3 + 2 * 1, 24)
+    assert tokens_read(full, ForwardPass(rows=2, cached=0, new=3)) == (6, 2 * (1 + 2 + 3))
+    assert tokens_read(full, ForwardPass(rows=2, cached=10, new=1)) == (22, 22)
+    assert tokens_read(sliding, ForwardPass(rows=2, cached=10, new=1)) == (8, 8)
+    assert tokens_read(full, ForwardPass(rows=6, cached=10, new=1, prefixes=2, shared=8)) == (
+        6 * 3 + 2 * 8,
+        66,
+    )
+    assert tokens_read(sliding, ForwardPass(rows=6, cached=10, new=1, prefixes=2, shared=8)) == (
+        6 * 3 + 2 * 1,
+        24,
+    )
 
 
 def test_floors_are_what_bytes_and_flops_take() -> None:

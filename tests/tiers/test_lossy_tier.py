@@ -27,7 +27,7 @@ from kvloom.tiers import (
     lossy_tier as lossy,
 )
 from kvloom.tiers.encoding import decode, encode
-from kvloom.tiers.lossy_tier import _fp8_values, _to_fp8
+from kvloom.tiers.encoding.quantisation import _fp8_values, _to_fp8
 from kvloom.tiers.testing import Faults, FaultyFiles, FaultyTier
 from kvloom.tiers.testing.conformance import block_hash
 

@@ -12,7 +12,7 @@ from kvloom.tiers import DiskConfig, DiskTier, HostConfig, HostTier, Objects, Ti
 from kvloom.tiers.testing.conformance import Harness, TierConformance, get, put
 
 from .test_disk_tier import DiskHarness
-from .test_host import HostHarness
+from .test_host_tier import HostHarness
 
 pytestmark = pytest.mark.server
 pytest.importorskip("nixl._api", reason="no NIXL: pip install --no-deps nixl nixl-cu12", exc_type=ImportError)

@@ -38,7 +38,7 @@ from kvloom.tiers.testing.conformance import (
 from kvloom.tiers.tier import KEY_BYTES
 
 from .servers import running, stopped
-from .test_host import HostHarness
+from .test_host_tier import HostHarness
 
 MIB = 1 << 20
 SECRET = b"a secret of two peers"

@@ -1,7 +1,7 @@
-"""What `kvloom bench engine` runs its workloads on: what every runner is, and kvloom's own; the others are `engine_peers`.
+"""Runners of `kvloom bench engine`: the Runner protocol and kvloom's own; peers are in `engine_peers`.
 
-Each is started on a shape and then given conversations; it says how long they took, what was said and what it saw. Drawing
-tokens, rounds and reports are someone else's.
+A runner starts on a shape, serves conversations, and returns times, answers and figures. It draws no tokens and prints no
+report.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 Turns = list[list[list[int]]]
-"""What was said: [conversation][turn] → tokens."""
+"""Answers: [conversation][turn] → tokens."""
 CPU_POOL = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says about how to run. None leaves a choice to the engine, or to memory."""
+    """Options of the command line. None leaves the choice to the engine."""
 
     device: str = "cpu"
     seed: int = 0
@@ -56,9 +56,8 @@ class Options:
 
 @dataclass(slots=True)
 class Measurement:
-    """Seconds from the first prompt's submission to the last token, what was said, and figures by name; on a CPU also
-    the seconds that all its threads and processes computed. Copies to tiers that outlast the last token are not among the
-    seconds: `drained_s` of the figures says how long they took."""
+    """Seconds from the first submission to the last token, the answers, and figures by name; on a CPU also the CPU seconds of all
+    threads and processes. Copies to tiers after the last token are not counted: `drained_s` is their time."""
 
     seconds: float
     answers: Turns
@@ -67,8 +66,7 @@ class Measurement:
 
 
 class Runner(Protocol):
-    """`start_s`: seconds from no weights to ready to serve, Python's imports not counted; `version` and `notes` are for
-    the report."""
+    """`start_s`: seconds from no weights to ready, without Python imports; `version` and `notes` are for the report."""
 
     name: str
     version: str
@@ -76,29 +74,29 @@ class Runner(Protocol):
     start_s: float
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
-        """Serve every turn, each with exactly `output` greedy tokens; the next turn follows as soon as one ends."""
+        """Serve every turn with exactly `output` greedy tokens; the next turn follows at once."""
         ...
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Release its memory."""
         ...
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device is idle."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
 def release_memory(device: str) -> None:
-    """Let the device have the memory that nothing uses any more."""
+    """Release unused device memory."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
 
 
 class Kvloom:
-    """kvloom's own engine, one step after the other."""
+    """kvloom's engine, step by step."""
 
     name = "kvloom"
     batch_invariant = False
@@ -106,7 +104,7 @@ class Kvloom:
     def __init__(self, shape: str, options: Options) -> None:
         from kvloom.engine import Engine, EngineConfig, default_token_budget
 
-        # Its modules are imported before the clock starts.
+        # Import its modules before timing.
         build(hf_config(shape), SHAPES[shape].dtype, "meta")
         begin = time.perf_counter()
         self.device = options.device
@@ -114,7 +112,7 @@ class Kvloom:
         pool = options.pool or (None if options.device.startswith("cuda") else CPU_POOL)
         budget = options.token_budget or default_token_budget(
             torch.device(options.device)
-        )  # as offline use has it
+        )  # that of offline use
         config = EngineConfig(
             pool_bytes=pool,
             kv_dtype=options.kv_dtype,
@@ -128,7 +126,7 @@ class Kvloom:
         synchronize(self.device)
         self.start_s = time.perf_counter() - begin
         gc.collect()
-        gc.freeze()  # as the server's engine does: a full collection would stop a round for 0.2 s
+        gc.freeze()  # like the server: a full collection would stop a round for 0.2 s
         self.version = "this checkout"
         self.notes = {
             "pool": _gib(self.engine.buffer.numel()),
@@ -158,7 +156,7 @@ class Kvloom:
             if touched and first is None:
                 first = time.perf_counter() - begin
             peak.sample()
-            # A request may end without a token (no room): look at all of them where nothing came back.
+            # A request may finish without a token (pool full): check all if the step returned none.
             for request in touched or list(running):
                 if request.finish_reason is None or request not in running:
                     continue
@@ -176,7 +174,7 @@ class Kvloom:
                     running[engine.add([*request.prompt, *answer, *later[turn - 1]], params)] = place
         seconds = time.perf_counter() - begin  # the last token is on the host, so the device has computed it
         computed = None if self.device.startswith("cuda") else time.process_time() - processor
-        # Of what requests asked for, and began with: the cache's own counts hold what preempted ones looked up again, too.
+        # From requests: the cache's counters include lookups after preemptions.
         figures = {"steps": steps, "preemptions": preemptions, "hit_rate": cached / asked}
         if first is not None and len(conversations) == 1:
             figures["first_token_s"] = first
@@ -186,7 +184,7 @@ class Kvloom:
         return Measurement(seconds, answers, figures | peak.figures(), computed)
 
     def _drain(self, offload: OffloadManager) -> float:
-        """Wait until pages have been copied to host memory that still were when the last token came; seconds it took."""
+        """Wait for pending copies to host memory; return the seconds."""
         began = time.perf_counter()
         offload.flush()
         while offload.is_retaining_pages:
@@ -206,7 +204,7 @@ def _gib(size: int) -> str:
 
 
 class BatchInvariant(Kvloom):
-    """kvloom in its batch-invariant mode: what that costs."""
+    """kvloom in its batch-invariant mode."""
 
     name = "batch-invariant"
     batch_invariant = True

@@ -1,7 +1,7 @@
-"""Pages whole, and layer by layer: what the same bytes cost when they arrive in the order in which layers are computed.
+"""Copies and reads of pages, whole and layer by layer: the cost of loading in the order of computation.
 
-A page has all layers of its tokens in one run of bytes. To bring the first layer of many pages first, each of them is copied
-or read in as many pieces as it has layers. Knows tiers, no engine.
+A page has all layers of its tokens in one run of bytes. To load the first layer of many pages first, each is copied or
+read in as many pieces as it has layers. Knows tiers, no engine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["measure_layerwise_copy"]
 def measure_layerwise_copy(
     folder: str, layers: int = 32, run: int = 64 << 10, pages: int = 96, rounds: int = 5
 ) -> dict[str, Any]:
-    """Seconds (medians) of copying and of reading `pages` pages of `layers` runs: whole, layer after layer, the first layer
-    alone. Pages lie in another order on each side, as they do in a pool that was used for a while."""
+    """Return median seconds to copy and to read `pages` pages of `layers` runs: whole, layer by layer, the first layer only. Pages
+    are in random order on both sides, as in a used pool."""
     size = layers * run
     rng = np.random.default_rng(0)
     here, there = (np.frombuffer(aligned_bytes(pages * size), np.uint8) for _ in range(2))
@@ -42,12 +42,12 @@ def measure_layerwise_copy(
     def reads(parts: list[tuple[int, int] | None]) -> None:
         for transfer in [tier.read(objects, into, part) for part in parts]:
             if not transfer.wait(60.0) or transfer.failed:
-                raise RuntimeError(f"a read did not come: {transfer}")
+                raise RuntimeError(f"a read failed: {transfer}")
 
     parts: list[tuple[int, int] | None] = [(layer * run, (layer + 1) * run) for layer in range(layers)]
     try:
         if not tier.write(objects, Ranges(here, np.arange(pages) * size)).wait(120.0):
-            raise RuntimeError("the pages were not written in two minutes")
+            raise RuntimeError("the pages were not written within two minutes")
         ways: dict[str, dict[str, Callable[[], None]]] = {
             "host": {
                 "whole": lambda: copy_pages(there, to, here, at, size),

@@ -1,11 +1,10 @@
-"""First tokens of a long prompt whose pages lie on a disk of any speed, on a machine that has neither GPU nor such a disk.
+"""Time to first token of a long prompt on a disk of any speed, without a GPU and without such a disk.
 
-    computing   a model of almost nothing; a step "takes" as long as on a device that computes while its host goes on
-    loading     a disk tier whose reads come at a chosen rate
-    told        how soon the first token comes where the engine decides, against computing everything, turn and turn about
+    computing   a tiny model; a step takes as long as on a simulated device that computes asynchronously
+    loading     a disk tier whose reads are paced
+    result      time to first token with the engine's decision, relative to computing everything, alternating
 
-Everything else is the engine's own: scheduler, tiers, threads and clocks. Times are waited for, so that they mean something
-on a machine that is not busier than it has cores.
+Scheduler, tiers, threads and clocks are the engine's own. Times are slept, so the machine must not be overloaded.
 """
 
 from __future__ import annotations
@@ -34,14 +33,15 @@ from .page_placement import evict_host, evict_pool, wait_until_stored
 __all__ = ["RATIOS", "SCENARIOS", "measure_load_or_recompute"]
 
 RATIOS = (0.05, 0.1, 0.3, 0.6, 1.0, 3.0)
-"""How fast the disk gives tokens, measured in how fast they are computed."""
+"""Disk throughput relative to prefill throughput."""
 SCENARIOS = {
-    "known": "three prompts were loaded from it before",
-    "unknown": "nothing was loaded yet",
-    "nothing": "nothing was loaded or computed yet",
-    "slower": "it was three times faster a moment ago",
-    "cached": "the first quarter comes at once (a page cache), the rest does not",
+    "known": "three prompts were loaded before",
+    "unknown": "no prompt was loaded yet",
+    "nothing": "no prompt was loaded or computed yet",
+    "slower": "the disk was three times faster before",
+    "cached": "the first quarter loads at once (page cache)",
 }
+"""What the engine has measured before."""
 PROMPT, BUDGET, SECONDS = 2048, 1024, 0.48
 PIECE, PIECES = 1 << 12, 16
 """Bytes of a read, two pages, and how many are under way: a prompt has as many as one of 16,384 tokens has on an 8B shape."""
@@ -50,7 +50,7 @@ FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
 class SimulatedDevice:
-    """Lets an engine's steps take as long as on a device of its own: launched at once, landed when they are over."""
+    """Makes an engine's steps take as long as on a device: launched at once, ready when their time is over."""
 
     def __init__(self, engine: Engine) -> None:
         self._step_ends: deque[float] = deque()
@@ -61,7 +61,7 @@ class SimulatedDevice:
 
     @staticmethod
     def seconds(tokens: int, position: int) -> float:
-        """A step of so many tokens from a position on; a prompt in whole steps takes SECONDS."""
+        """Return the time of a step of `tokens` tokens at a position. A prompt in full steps takes SECONDS."""
         steps = PROMPT // BUDGET
         each = (SECONDS - steps * BASE) / PROMPT
         middle = (position + tokens / 2) / PROMPT - 0.5
@@ -82,7 +82,7 @@ class SimulatedDevice:
 
 
 class PacedEngine:
-    """One engine over one paced disk."""
+    """An engine with a paced disk."""
 
     def __init__(self, model: Any, folder: Path, seed: int) -> None:
         self.faults = Faults()
@@ -102,7 +102,7 @@ class PacedEngine:
         return [int(token) for token in self._rng.integers(3, 60, PROMPT)]
 
     def first_token(self, tokens: list[int], read: bool) -> tuple[float, int, list[int]]:
-        """Seconds to a prompt's first token, its tokens that were cached, and the steps it took."""
+        """Return the seconds to a prompt's first token, its cached tokens, and the tokens of its steps."""
         self.device.tokens = []
         began = time.perf_counter()
         request = self.engine.add(tokens, FIRST, CacheControl(read=read))
@@ -113,7 +113,7 @@ class PacedEngine:
         return took, request.cached_tokens or 0, self.device.tokens
 
     def store(self, tokens: list[int]) -> None:
-        """Computed once, so that the disk has it."""
+        """Compute a prompt, so that the disk has its pages."""
         rate, self.faults.rate = self.faults.rate, 0.0
         self.first_token(tokens, read=False)
         assert self.engine.offload is not None
@@ -121,7 +121,7 @@ class PacedEngine:
         self.faults.rate = rate
 
     def evict(self, tokens: list[int]) -> None:
-        """Its pages are on the disk alone."""
+        """Leave a prompt's pages on the disk only."""
         assert self.engine.offload is not None
         evict_pool(self.engine)
         evict_host(self.engine, self.engine.offload, tokens)
@@ -133,8 +133,8 @@ class PacedEngine:
 def measure_load_or_recompute(
     ratios: Sequence[float] = RATIOS, scenarios: Sequence[str] = tuple(SCENARIOS), rounds: int = 3
 ) -> list[dict[str, Any]]:
-    """A row for each ratio and each thing that is known beforehand: medians of computing everything and of the engine deciding,
-    and what both at once could reach."""
+    """Return a row per ratio and scenario: medians of computing everything and of the engine's decision, and the ideal of both
+    at once."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -161,7 +161,7 @@ def measure_load_or_recompute(
                 }
             )  # fmt: skip
             log(
-                f"race {len(rows)} of {len(ratios) * len(scenarios)}: disk {ratio:g}, {known}: {auto / computed:.2f}"
+                f"load or recompute {len(rows)} of {len(ratios) * len(scenarios)}: disk {ratio:g}, {known}: {auto / computed:.2f}"
             )
     return rows
 

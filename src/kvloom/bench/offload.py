@@ -1,15 +1,15 @@
-"""`kvloom bench below`: what tiers under an engine give and cost, from a prompt to pages that a step can use.
+"""`kvloom bench offload`: benefit and cost of tiers in an engine.
 
-| part      | what is measured                                                                                     |
-|-----------|------------------------------------------------------------------------------------------------------|
-| ttft      | a long prompt's first token: computed, from host memory, from disk; and the bytes a second of loading |
-| workloads | W1 to W6 with the host tier and without, in the same pool                                            |
-| hits      | W6 in a pool of all its pages, and in a tenth of that with the host tier below it                    |
-| layers    | pages copied and read whole, and layer by layer                                                      |
-| keep      | many sequences that end at once: what keeping their pages costs the thread that makes the steps       |
-| race      | a prompt computed while it loads from a disk of any speed, on a device that is simulated             |
+| part              | measures                                                                                       |
+|-------------------|------------------------------------------------------------------------------------------------|
+| ttft              | time to first token of a long prompt: computed, from host memory, from disk; load throughput   |
+| workloads         | W1 to W6 with and without the host tier, in the same pool                                      |
+| hits              | W6 with a pool for all its pages, and with a tenth of it and the host tier                     |
+| layers            | pages copied and read whole, and layer by layer                                                |
+| offload-cost      | CPU time of the engine thread to offload the pages of many finished sequences                  |
+| load-or-recompute | a prompt computed while it loads from a disk of any speed, on a simulated device               |
 
-Each part says what it did beside its figures. Pages are evicted from the pool by taking its slabs away and giving them back.
+Pages are evicted from the pool by removing its slabs and adding them again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvloom.arguments import DEVICE, Parser, device, number, size, whole
 from kvloom.core import CacheControl, format_bytes
 from kvloom.engine import Engine, EngineConfig, OffloadConfig, OffloadManager, SamplingParams
 from kvloom.models.loading import choose_device
-from kvloom.tiers.registry import check_tiers
+from kvloom.tiers import check_tiers
 
 from .engine import log
 from .engine_runners import Kvloom, Options
@@ -45,21 +45,23 @@ from .workloads import Workload, select_workloads
 
 __all__ = ["main"]
 
-PARTS = ("ttft", "workloads", "hits", "layers", "keep", "race")
-FEWEST = 32
-"""Conversations at least, where a tenth of them has to fit the pool."""
+PARTS = ("ttft", "workloads", "hits", "layers", "offload-cost", "load-or-recompute")
+RENAMED = {"keep": "offload-cost", "race": "load-or-recompute"}
+"""Former names of parts, accepted for one version."""
+MIN_CONVERSATIONS = 32
+"""Minimum of conversations, so that a tenth of them fits the small pool."""
 
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="kvloom bench below",
-        description="Tiers under an engine: first tokens from host memory and disk against computing, whole workloads with the "
-        "tier on and off, hits in a pool that is too small.",
+        prog="kvloom bench offload",
+        description="Measure an engine with tiers: time to first token from host memory and disk, workloads with and without the "
+        "host tier, hits in a small pool.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n"
-        "  kvloom bench below                                     everything on the tiny Llama\n"
-        "  kvloom bench below --shape llama-3.1-8b --only ttft --prompt 16384 --host 32GiB --disk /nvme/kv:64GiB\n"
-        "  kvloom bench below --shape llama-3.1-8b --only workloads --pool 24GiB --host 64GiB --rounds 2",
+        "  kvloom bench offload                                     all parts on the tiny Llama\n"
+        "  kvloom bench offload --shape llama-3.1-8b --only ttft --prompt 16384 --host 32GiB --disk /nvme/kv:64GiB\n"
+        "  kvloom bench offload --shape llama-3.1-8b --only workloads --pool 24GiB --host 64GiB --rounds 2",
     )
     add = parser.add_argument
     add(
@@ -67,15 +69,16 @@ def _parser() -> Parser:
         choices=list(SHAPES),
         default="tiny",
         metavar="NAME",
-        help="the model's shape (default: tiny)",
+        help="model shape (default: tiny)",
     )
     add(
         "--only",
         nargs="+",
+        type=lambda text: RENAMED.get(text, text),
         choices=PARTS,
         default=PARTS[:-1],
         metavar="PART",
-        help=f"of {', '.join(PARTS)} (default: all but the last, which takes minutes)",
+        help=f"parts to run: {', '.join(PARTS)} (default: all but the last, which takes minutes)",
     )
     add(
         "--prompt",
@@ -84,25 +87,25 @@ def _parser() -> Parser:
         metavar="N",
         help="tokens of the long prompt (default: 2048)",
     )
-    add("--pool", type=size, default="256MiB", metavar="SIZE", help="memory for pages (default: 256MiB)")
-    add("--host", type=size, default="1GiB", metavar="SIZE", help="the host tier (default: 1GiB)")
-    add("--disk", metavar="PATH:SIZE", help="the disk tier (default: 4GiB in a temporary folder)")
-    add("--works", nargs="+", metavar="W", help="workloads, of W1 to W6 (default: all)")
+    add("--pool", type=size, default="256MiB", metavar="SIZE", help="size of the page pool (default: 256MiB)")
+    add("--host", type=size, default="1GiB", metavar="SIZE", help="size of the host tier (default: 1GiB)")
+    add("--disk", metavar="PATH:SIZE", help="disk tier (default: 4GiB in a temporary folder)")
+    add("--works", nargs="+", metavar="W", help="workloads to run, W1 to W6 (default: all)")
     add(
         "--scale",
         type=number(0, 1, above=True),
         metavar="S",
-        help="workloads times S (default: 1, tiny shapes 0.0625)",
+        help="scale of the workloads (default: 1, tiny shapes 0.0625)",
     )
     add(
         "--rounds",
         type=whole(1, 50),
         default=3,
         metavar="N",
-        help="rounds; the median counts, of workloads the median of the rounds' ratios (default: 3)",
+        help="rounds; medians are reported, for workloads the median of ratios (default: 3)",
     )
     add("--device", type=device, metavar="D", help=DEVICE)
-    add("--json", action="store_true", help="print JSON instead of lines")
+    add("--json", action="store_true", help="print JSON instead of text")
     return parser
 
 
@@ -111,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = _measure(args)
     except ValueError as error:
-        print(f"kvloom bench below: {error}", file=sys.stderr)
+        print(f"kvloom bench offload: {error}", file=sys.stderr)
         return 2
     if args.json:
         print(json.dumps(report, indent=2))
@@ -142,10 +145,12 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         if "layers" in args.only:
             with tempfile.TemporaryDirectory() as pages:
                 report["layers"] = measure_layerwise_copy(pages, rounds=args.rounds)
-        if "keep" in args.only:
-            report["keep"] = measure_offload_cost(args.shape, device, scale, args.rounds, pool, args.host)
-        if "race" in args.only:
-            report["race"] = measure_load_or_recompute(rounds=args.rounds)
+        if "offload-cost" in args.only:
+            report["offload_cost"] = measure_offload_cost(
+                args.shape, device, scale, args.rounds, pool, args.host
+            )
+        if "load-or-recompute" in args.only:
+            report["load_or_recompute"] = measure_load_or_recompute(rounds=args.rounds)
     return report
 
 
@@ -155,7 +160,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def ttft(
     shape: str, device: str, pool: int, host: str, disk: str, prompt: int, rounds: int
 ) -> dict[str, Any]:
-    """First tokens of prompts that are computed, lie in host memory, or on disk; medians of `rounds`, each its own prompt."""
+    """Return times to first token of prompts that are computed, in host memory, or on disk: medians of `rounds`, each with its
+    own prompt."""
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     vocabulary = hf_config(shape).vocab_size
     engine = Engine(
@@ -210,11 +216,11 @@ def _auto(
     prompt: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """From disk again, where the engine decides what is loaded and what is computed, and computing everything, turn about."""
+    """Return times from disk with the engine's decision between load and recompute, and of computing everything, alternating."""
     offload.config = OffloadConfig()
     times: dict[str, list[float]] = {"computed": [], "auto": []}
     cached = []
-    # The first may mend what was believed of the disk when all was to be loaded.
+    # The first round corrects the disk throughput measured while everything was loaded.
     for round_ in range(-1, rounds):
         tokens = rng.integers(3, vocabulary, prompt).tolist()
         computed = first_token(engine, tokens, CacheControl())[0]
@@ -223,7 +229,7 @@ def _auto(
         evict_host(engine, offload, tokens)
         auto, found = first_token(engine, tokens, CacheControl())
         log(
-            f"deciding {round_ + 1}: computed {computed * 1e3:.1f} ms, auto {auto * 1e3:.1f} ms ({found} cached)"
+            f"round {round_ + 1}, load or recompute: computed {computed * 1e3:.1f} ms, auto {auto * 1e3:.1f} ms ({found} cached)"
         )
         if round_ >= 0:
             times["computed"].append(computed)
@@ -234,7 +240,7 @@ def _auto(
 
 
 def first_token(engine: Engine, tokens: list[int], control: CacheControl) -> tuple[float, int]:
-    """Seconds until a prompt's first token, and how many of its tokens were cached."""
+    """Return the seconds until a prompt's first token, and its cached tokens."""
     began = time.perf_counter()
     request = engine.add(tokens, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), control)
     while request.finish_reason is None:
@@ -250,9 +256,8 @@ def first_token(engine: Engine, tokens: list[int], control: CacheControl) -> tup
 def workloads(
     shape: str, device: str, pool: int, host: str, works: Sequence[Workload], rounds: int
 ) -> list[dict[str, Any]]:
-    """Each workload with the host tier and without, turn and turn about, so that both meet the same machine: the ratio is the
-    median of those of each round, in which they stand next to each other. Seconds end with the last token; what is still
-    copied to host memory then (`drained_s`) is waited for, so that it disturbs nobody's round."""
+    """Run each workload with and without the host tier, alternating. The ratio is the median of the rounds' ratios. Seconds end
+    with the last token; copies to host memory after it (`drained_s`) are waited for and reported apart."""
     vocabulary = hf_config(shape).vocab_size
     options = Options(device=device, pool=pool)
     runners = {
@@ -263,11 +268,11 @@ def workloads(
     for work in works:
         times: dict[str, list[float]] = {"off": [], "on": []}
         drained: list[float] = []
-        said: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for round_ in range(rounds + 1):  # the first warms up
             for which, runner in runners.items() if round_ % 2 else reversed(runners.items()):
                 found = runner.run(work.draw(vocabulary, 0, round_), work.output)
-                said[which] = found
+                results[which] = found
                 if round_:
                     times[which].append(found.seconds)
                     drained += [found.figures["drained_s"]] if which == "on" else []
@@ -283,9 +288,9 @@ def workloads(
                 "ratio": ratio,
                 "drained_s": statistics.median(drained),
                 "rounds": times,
-                "same_tokens": said["off"].answers == said["on"].answers,
-                "hit_rate_off": said["off"].figures["hit_rate"],
-                "hit_rate_on": said["on"].figures["hit_rate"],
+                "same_tokens": results["off"].answers == results["on"].answers,
+                "hit_rate_off": results["off"].figures["hit_rate"],
+                "hit_rate_on": results["on"].figures["hit_rate"],
                 "counts": asdict(offload.stats),
             }
         )
@@ -296,21 +301,20 @@ def workloads(
 
 
 def hits(shape: str, device: str, host: int, work: Workload) -> dict[str, Any]:
-    """How many tokens conversations find cached: in a pool that holds them all, and in a tenth of what they need at their ends,
-    without and with the host tier. Conversations take turns, so that each has left a small pool when it comes back; there are
-    enough of them for three at once in the small pool."""
+    """Return the hit rates of conversations: in a pool for all pages, and in a tenth of it without and with the host tier.
+    Conversations alternate, so the small pool evicts each before its next turn."""
     vocabulary = hf_config(shape).vocab_size
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     layout = Engine(model, EngineConfig(pool_bytes=64 << 20)).layout
-    work = replace(work, requests=max(work.requests, FEWEST))
+    work = replace(work, requests=max(work.requests, MIN_CONVERSATIONS))
     whole = work.requests * layout.slab_bytes_for(work.longest) + 8 * layout.slab_bytes
-    leaves = layout.of("state") or any(group.spec.visibility.windowed for group in layout.of("token"))
-    large = whole * (
-        4 if leaves else 1
-    )  # snapshots, and pages that windows have passed, are cached beside them
+    has_extra_pages = layout.of("state") or any(
+        group.spec.visibility.windowed for group in layout.of("token")
+    )
+    large = whole * (4 if has_extra_pages else 1)  # snapshots and pages outside of windows are cached, too
     small = max(whole // 10, 2 * layout.slab_bytes_for(work.longest) + 4 * layout.slab_bytes)
     found: dict[str, Any] = {"workload": work.name, "pool": whole, "small_pool": small}
-    found["room"] = min(1.0, (small + host) / whole)
+    found["capacity_share"] = min(1.0, (small + host) / whole)
     for which, pool, tiers in (
         ("large", large, ()),
         ("small", small, ()),
@@ -320,8 +324,8 @@ def hits(shape: str, device: str, host: int, work: Workload) -> dict[str, Any]:
         figures = runner.run(work.draw(vocabulary, 0, 1), work.output).figures
         found[which] = figures["hit_rate"]
         runner.close()
-        log(f"{work.name}, {which}: {figures['hit_rate']:.1%} of tokens were cached")
-    found["kept"] = found["small + host"] / found["large"] if found["large"] else 0.0
+        log(f"{work.name}, {which}: {figures['hit_rate']:.1%} hit rate")
+    found["hit_share"] = found["small + host"] / found["large"] if found["large"] else 0.0
     return found
 
 
@@ -333,37 +337,41 @@ def _show(report: dict[str, Any]) -> None:
         part = report["ttft"]
         print(f"first token of {part['prompt']:,} tokens ({part['bytes'] / 2**20:,.0f} MiB of pages)")
         for place, took in part["seconds"].items():
-            speedup = f"   {part['speedup'][place]:.2f} times sooner" if place in part["speedup"] else ""
+            speedup = f"   {part['speedup'][place]:.2f} times faster" if place in part["speedup"] else ""
             rate = f"   {part['gb_per_s'][place]:.2f} GB/s" if place in part["gb_per_s"] else ""
             print(f"  {place:10} {took * 1e3:10.1f} ms{speedup}{rate}")
         auto = part["auto"]
         print(
-            f"  from disk, the engine deciding {auto['auto'] * 1e3:.1f} ms, computed in the same rounds {auto['computed'] * 1e3:.1f} ms: "
+            f"  from disk, load or recompute {auto['auto'] * 1e3:.1f} ms, computed in the same rounds {auto['computed'] * 1e3:.1f} ms: "
             f"{auto['relative']:.2f} of it"
         )
-    for row in report.get("race", ()):
+    for row in report.get("load_or_recompute", ()):
         print(
             f"disk {row['ratio']:5g} times as fast as computing, {row['known']:8} computed {row['computed_s'] * 1e3:7.1f} ms   "
-            f"deciding {row['auto_s'] * 1e3:7.1f} ms   {row['relative']:.2f} of it, both at once {row['ideal']:.2f}"
+            f"load or recompute {row['auto_s'] * 1e3:7.1f} ms   {row['relative']:.2f} of it, ideal {row['ideal']:.2f}"
         )
     for row in report.get("workloads", ()):
         print(
             f"{row['workload']:8} off {row['off_s']:8.3f} s   on {row['on_s']:8.3f} s   ratio {row['ratio']:.3f}   "
-            f"copied {row['drained_s'] * 1e3:.1f} ms later   cached {row['hit_rate_off']:.1%} / {row['hit_rate_on']:.1%}   tokens {'equal' if row['same_tokens'] else 'DIFFER'}"
+            f"copies end {row['drained_s'] * 1e3:.1f} ms later   hit rate {row['hit_rate_off']:.1%} / {row['hit_rate_on']:.1%}   tokens {'equal' if row['same_tokens'] else 'DIFFER'}"
         )
     if "hits" in report:
         part = report["hits"]
         print(
-            f"{part['workload']} cached: {part['large']:.1%} in a pool for all, {part['small']:.1%} in "
+            f"{part['workload']} hit rate: {part['large']:.1%} in a pool for all pages, {part['small']:.1%} in "
             f"{part['small_pool'] / part['pool']:.0%} of it, {part['small + host']:.1%} there with the host tier: "
-            f"{part['kept']:.1%} kept"
-            + (f" (pool and tier have room for {part['room']:.0%} of all)" if part["room"] < 1 else "")
+            f"{part['hit_share']:.1%} of the large pool's hits"
+            + (
+                f" (pool and tier hold {part['capacity_share']:.0%} of all pages)"
+                if part["capacity_share"] < 1
+                else ""
+            )
         )
-    for row in report.get("keep", ()):
+    for row in report.get("offload_cost", ()):
         each = row["us_per_page"]
         print(
-            f"{row['pages']:,} pages of {format_bytes(row['page'])} kept at once, tier {row['tier']:9}: ended {each['ended']:.2f} µs a page, "
-            f"kept {each['kept']:.2f} µs, copied {each['copied']:.2f} µs"
+            f"{row['pages']:,} pages of {format_bytes(row['page'])} offloaded at once, tier {row['tier']:9}: close {each['close']:.2f} µs/page, "
+            f"offload {each['offload']:.2f} µs, copy {each['copy']:.2f} µs"
         )
     for place in ("host", "disk") if "layers" in report else ():
         part = report["layers"][place]

@@ -1,7 +1,7 @@
-"""What keeping copies costs the thread that makes the steps: many sequences end at once, and all their pages are offered.
+"""Cost of offloading for the engine thread: many sequences finish at once, and all their pages are offloaded.
 
-A cache, a pool and a host tier of a shape's pages, without its model: nothing is computed. The pool's bytes are copied for
-real, on a GPU by its own copies; what the thread spends on handing them over is told apart.
+Uses a cache, a pool and a host tier with a shape's pages, without its model. Pages are copied for real; the time to start
+the copies is reported apart.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .shapes import SHAPES, hf_config
 __all__ = ["measure_offload_cost"]
 
 TOKENS = 640
-"""Of each sequence: a prompt and an answer of W1."""
+"""Tokens per sequence: prompt and answer of W1."""
 STEPS = 4
-"""In which they all end."""
+"""Steps in which the sequences finish."""
 
 
 class _TimedHostPages(HostPages):
-    """Tells how long the copies took to hand over; on a CPU, to make."""
+    """Measures the time to start copies; on a CPU, the copies themselves."""
 
     seconds = 0.0
 
@@ -45,10 +45,9 @@ class _TimedHostPages(HostPages):
 def measure_offload_cost(
     shape: str, device: str, scale: float, rounds: int, pool: int, host: int
 ) -> list[dict[str, Any]]:
-    """Microseconds a page, medians of `rounds`: with room in the host tier, and where every page that comes needs one to
-    leave. `ended`: closing the sequences, in which pages are named and offered; `kept`: placing them, telling of them and
-    letting them go; `copied`: handing the copies over. 256 sequences by `scale`, as far as bytes of `pool` and `host` hold
-    them, and a few at least."""
+    """Return microseconds per page, medians of `rounds`, with free space in the host tier and with a full one. `close`: closing
+    the sequences, which hashes and queues their pages; `offload`: placing and publishing them; `copy`: starting the copies.
+    256 sequences times `scale`, as far as `pool` and `host` hold them."""
     dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
     layout = PoolLayout.build(model_spec({**hf_config(shape).to_dict(), "dtype": dtype}).layers)
     each = layout.slab_bytes_for(TOKENS)
@@ -68,21 +67,21 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
     pages, transfers = _TimedHostPages(layout, buffer, host), TransferManager(host, ())
     store = HostStore(cache, pages, transfers, forms, forms, {"through"})
     rng = np.random.default_rng(0)
-    found: dict[str, list[float]] = {"ended": [], "kept": [], "copied": []}
-    for round_ in range(rounds + 1):  # the first warms up, or fills the tier
-        open_url = []
+    found: dict[str, list[float]] = {"close": [], "offload": [], "copy": []}
+    for round_ in range(rounds + 1):  # the first warms up and fills the tier
+        opened = []
         for _ in range(sequences):
             tokens = rng.integers(3, 2**30, TOKENS, np.int32)
-            open_url.append(cache.open(cache.match(tokens)))
-            cache.extend(open_url[-1], TOKENS)
-            cache.commit(open_url[-1], tokens)
-        store.flush()  # what left the pool for these
+            opened.append(cache.open(cache.match(tokens)))
+            cache.extend(opened[-1], TOKENS)
+            cache.commit(opened[-1], tokens)
+        store.flush()  # pages evicted for these sequences
         _finish(store)
         before, pages.seconds = store.stats.offloaded_pages, 0.0
         spent = [0.0, 0.0]
         for step in range(STEPS):
             began = time.perf_counter()
-            for sequence in open_url[step::STEPS]:
+            for sequence in opened[step::STEPS]:
                 cache.close(sequence)
             closed = time.perf_counter()
             store.flush()
@@ -98,13 +97,13 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
     transfers.close()
     pages.close()
     return {
-        "tier": "full" if full else "with room", "page": layout.groups[0].page_stride, "pages": count, "evicted": evicted,
+        "tier": "full" if full else "not full", "page": layout.groups[0].page_stride, "pages": count, "evicted": evicted,
         "us_per_page": {name: statistics.median(times) for name, times in found.items()},
     }  # fmt: skip
 
 
 def _finish(store: HostStore) -> float:
-    """Wait for copies that are under way; the seconds that letting them go took."""
+    """Wait for pending copies; return the seconds spent polling."""
     spent = 0.0
     while store.busy:
         time.sleep(0.0002)

@@ -1,4 +1,4 @@
-"""Where pages are is decided for a measurement: all stored, out of the pool, out of host memory. For benchmarks alone."""
+"""Puts pages where a benchmark needs them: all stored, evicted from the pool, evicted from host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["evict_host", "evict_pool", "wait_until_stored"]
 
 
 def wait_until_stored(offload: OffloadManager, seconds: float = 120.0) -> None:
-    """Wait until everything is in host memory and on disk."""
+    """Wait until all pages are in host memory and on disk."""
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends:
         offload.flush()
@@ -25,7 +25,7 @@ def wait_until_stored(offload: OffloadManager, seconds: float = 120.0) -> None:
 
 
 def evict_pool(engine: Engine) -> None:
-    """Everything cached leaves the pool."""
+    """Evict all cached pages from the pool."""
     engine._apply_copies()
     slabs = engine.cache.shrink(engine.cache.usable_slabs - 1)
     engine._apply_copies()
@@ -33,7 +33,7 @@ def evict_pool(engine: Engine) -> None:
 
 
 def evict_host(engine: Engine, offload: OffloadManager, tokens: list[int]) -> None:
-    """The prompt's pages leave host memory."""
+    """Evict a prompt's pages from host memory."""
     plan = engine.cache.loading.plan(engine.cache.match(np.array(tokens, np.int32)))
     for group in engine.layout.groups:
         for form in offload.forms[group.index]:

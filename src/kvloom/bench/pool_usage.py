@@ -1,8 +1,8 @@
-"""What the pages of a running cache hold, and how many requests a pool can hold at once. No model, no bytes.
+"""Waste of pages in use, and the capacity of a pool in requests. Needs no model and no bytes.
 
-waste     of the bytes lent to running sequences, the share that holds nothing they still need: ends of last blocks,
-          tokens that left a window before their block did, padding, free pages in lent slabs
-capacity  sequences are really opened and extended until one finds no room
+waste     share of the bytes in use that running sequences do not need: ends of last blocks, tokens outside of a
+          window in its first block, padding
+capacity  sequences are opened and extended until one does not fit
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Ids = npt.NDArray[np.int32]
 
 
 def waste(cache: KVCache) -> tuple[int, float]:
-    """Bytes of pages that running sequences hold, and the share of them that is waste (see the module). What several hold
-    counts once. Free pages in lent slabs are not counted: others get them. O(rows and their blocks)."""
+    """Return the bytes in use by running sequences, and the wasted share (see the module). Shared pages count once. Free pages
+    in occupied slabs do not count. O(rows and their blocks)."""
     rows = np.flatnonzero(cache.reserved_blocks)
     layout = cache.layout
     in_use = cache.inspect.bytes_in_use
@@ -54,10 +54,10 @@ def waste(cache: KVCache) -> tuple[int, float]:
 def _unneeded_tokens(
     table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Visibility, block: int
 ) -> int:
-    """Places for tokens in the pages of some rows of `table` ([rows, blocks]) that no row's next query could want."""
+    """Return the token slots in the pages of some rows of `table` ([rows, blocks]) that no row's next query can read."""
     last = np.maximum(lengths - 1, 0)
     first = np.where(lengths > 0, span.first_visible_each(last), 0)
-    low, high = first // block, -(-lengths // block)  # blocks [low, high) have something that is needed
+    low, high = first // block, -(-lengths // block)  # blocks [low, high) are needed
     before, from_ = int(low.max()), int(high.min())
     outside = np.count_nonzero(table[rows, :before][np.arange(before) < low[:, None]])
     outside += np.count_nonzero(table[rows, from_:][np.arange(from_, table.shape[1]) >= high[:, None]])
@@ -71,7 +71,7 @@ def _unneeded_tokens(
 
 
 def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
-    """The sum of `tokens` over pages; of a page that several rows hold, the least."""
+    """Return the sum of `tokens` over pages; for a page shared by several rows, the least."""
     unique, place = np.unique(pages, return_inverse=True)
     least = np.full(unique.size, np.iinfo(np.int64).max)
     np.minimum.at(least, place, tokens)
@@ -79,11 +79,10 @@ def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
 
 
 class PeakUsage:
-    """What was seen while running sequences held most. Waste is the mean over the looks at which they held nearly the most:
-    blocks that fill in step would else show one moment of sixteen."""
+    """Waste at the peak of pages in use: the mean over samples near the peak, because blocks may fill in step."""
 
     SHARE = 0.01
-    """Of the time at most this much goes into looking."""
+    """Limit of the time spent on samples."""
     NEAR = 0.95
 
     def __init__(self, cache: KVCache) -> None:
@@ -93,7 +92,7 @@ class PeakUsage:
         self._next = 0.0
 
     def sample(self) -> None:
-        """Take note of now, or do nothing where the last look was too short a time ago for what it cost."""
+        """Take a sample, unless the last one was too recent for its cost."""
         begin = time.perf_counter()
         if begin < self._next:
             return
@@ -118,8 +117,8 @@ class PeakUsage:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Requests of `tokens` tokens that a pool of `pool_bytes` holds at once: by really opening them, with each layer's span
-    and with every layer kept in full (uniform paging), and what `kvloom plan` says of both."""
+    """Requests of `tokens` tokens that fit a pool at once: measured with each layer's visibility and with full visibility
+    (uniform paging), and planned by `kvloom plan`."""
 
     model: str
     tokens: int
@@ -142,11 +141,11 @@ class Capacity:
 
 
 def measure_capacity(layers: Mapping[str, LayerSpec], tokens: int, pool_bytes: int, chunk: int = 2048) -> int:
-    """How many sequences of `tokens` tokens, no two alike, are open at once when the next one finds no room. Each comes in
-    chunks, as an engine computes it, so that windows pass and free their pages; shorter ones where room is short."""
+    """Return how many distinct sequences of `tokens` tokens fit at once. Each is extended in chunks as an engine does, so that
+    windows free pages; chunks shrink when pages are short."""
     layout = PoolLayout.build(layers)
     most = pool_bytes // layout.slab_bytes_for(tokens) + 2
-    # One slab of the pool is never lent; it belongs to the engine, not to the requests.
+    # Slab 0 is reserved for the engine.
     cache = KVCache(layout, layout.slabs_in(pool_bytes) + 1, max_sequences=most, max_tokens=tokens)
     for count in range(most):
         prompt = np.arange(tokens, dtype=np.int32) % 4096 + 4096 * (count + 1)
@@ -160,14 +159,14 @@ def measure_capacity(layers: Mapping[str, LayerSpec], tokens: int, pool_bytes: i
                 cache.take_copies()
                 sequence.commit(part)
             elif size > 1:
-                size //= 2  # what passes out of a window makes room for the next tokens
+                size //= 2  # windows free pages for the next tokens
             else:
                 return count
-    raise AssertionError(f"more than {most} sequences fit, which cannot be")
+    raise AssertionError(f"more than {most} sequences fit: the estimate is wrong")
 
 
 def capacity(spec: ModelSpec, tokens: int, pool_bytes: int) -> Capacity:
-    """See `Capacity`. Needs no weights and no device."""
+    """Return the capacity of a pool. Needs no weights and no device."""
     from kvloom.plan import Load, make_plan
 
     plan = make_plan(spec, Load(tokens), gpu_memory=pool_bytes)

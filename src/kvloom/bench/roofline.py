@@ -1,13 +1,13 @@
-"""The least time an H200 could take for a workload: the sum over its operations of bytes or FLOPs, whichever is longer.
+"""Lower bound of a workload's time on an H200: the sum over its operations of bytes or FLOPs, whichever takes longer.
 
-    pass     what is counted                                            bytes                    FLOPs
+    pass     counted                                                    bytes                    FLOPs
     dense    every matrix but embeddings and head, over all tokens      weights, once a pass     2 a weight and token
     experts  the experts that the pass's tokens choose (expected)       their weights            2 a weight and choice
-    head     one row of logits a request                                its weights              2 a weight and row
-    attend   by each layer's span                                       K and V that are seen    4 a head, dimension and pair
+    head     one row of logits per request                              its weights              2 a weight and row
+    attend   by each layer's visibility                                 K and V read             4 a head, dimension and pair
 
-Assumed: all prompts in one pass, then all requests decode together; a shared prefix is computed once and read once a pass;
-turns go in step. Norms, rotations, activations, sampling, launches and the host cost nothing. No run is looked at.
+Assumptions: all prompts in one pass, then all requests decode together; a shared prefix is computed once and read once per
+pass; turns are in step. Norms, rotations, activations, sampling, launches and the host cost nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FLOP_RATE = 770e12
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """One run of the model: `rows` sequences with `cached` tokens before and `new` ones to compute. The first `shared` of
-    the cached ones are common to rows in `prefixes` groups."""
+    """One pass of the model: `rows` sequences with `cached` tokens and `new` tokens to compute. The first `shared` cached tokens
+    are common to the rows of each of `prefixes` groups."""
 
     rows: int
     cached: int
@@ -45,7 +45,7 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """Seconds of prompts and of decoding, the FLOPs of the prompts, and the bytes that decoding reads."""
+    """Seconds of prefill and decode, FLOPs of prefill, and bytes that decode reads."""
 
     prefill: float
     decode: float
@@ -58,7 +58,7 @@ class LowerBound:
 
 
 class Roofline:
-    """The floors of one model's workloads. Costs a model on the meta device: a second, and no memory."""
+    """Lower bounds of one model's workloads. Builds the model on the meta device: takes a second and no memory."""
 
     def __init__(self, config: Any, dtype: torch.dtype, kv_dtype: str | None = None) -> None:
         model = build(config, dtype, "meta")
@@ -84,7 +84,7 @@ class Roofline:
             self.layers[layer] = self.layers.get(layer, 0) + 1
 
     def of(self, work: Workload) -> LowerBound:
-        """The least time of a workload."""
+        """Return the lower bound of a workload."""
         prompts, decode = (
             np.array([self._cost(step) for step in steps], dtype=np.float64).reshape(-1, 3).sum(0).tolist()
             for steps in (self._prompts(work), self._decodes(work))
@@ -92,7 +92,7 @@ class Roofline:
         return LowerBound(prompts[0], decode[0], prompts[1], decode[2])
 
     def _turns(self, work: Workload) -> Iterator[tuple[int, int]]:
-        """Tokens before and new tokens of each turn's prompt; the last token of an answer was never computed."""
+        """Yield cached and new tokens of each turn's prompt; the last token of an answer is not computed."""
         before, new = work.prefix, work.prompt
         for _ in range(work.turns):
             yield before, new
@@ -111,7 +111,7 @@ class Roofline:
                 yield ForwardPass(work.requests, before + new + step, 1, work.prefixes, work.prefix)
 
     def _cost(self, step: ForwardPass) -> tuple[float, float, float]:
-        """Seconds, FLOPs and bytes of a pass."""
+        """Return seconds, FLOPs and bytes of a pass."""
         tokens = step.rows * step.new
         operations = [
             (self.dense * self.weight_bytes, 2.0 * self.dense * tokens),
@@ -134,7 +134,7 @@ class Roofline:
 
 
 def tokens_read(span: Visibility, step: ForwardPass) -> tuple[int, int]:
-    """Tokens of K and V that a layer reads in a pass, each once, and its pairs of query and key."""
+    """Return the tokens of K and V that a layer reads in a pass, each once, and its query-key pairs."""
     positions = np.arange(step.cached, step.cached + step.new)
     pairs = int((positions + 1 - span.first_visible_each(positions)).sum()) * step.rows
     first, end = span.first_visible(step.cached), step.cached + step.new
